@@ -31,7 +31,9 @@ def prepare_environment() -> None:
 
 
 def import_libraries() -> None:
-    """Import everything that an engine needs, including the modules of common architectures.
+    """Import everything that an engine needs.
+
+    This includes the modules of common architectures.
 
     Starts no thread and creates no CUDA context, so that the process can fork afterwards.
     """
@@ -66,7 +68,7 @@ def run_engine_process(start: EngineStart, process_start_s: float) -> int:
 
 
 def end_process(status: int) -> None:
-    """Exit without waiting for the computing thread, which may be in the middle of a step."""
+    """Exit without waiting for a step of the computing thread."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

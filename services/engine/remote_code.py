@@ -1,4 +1,4 @@
-"""Serialises imports of a model's own Python code (`trust_remote_code`) within an engine."""
+"""Serialises imports of a model's own Python code (`trust_remote_code`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's tokenizer: encode, decode, chat templates, and the bytes of a single token."""
+"""The model's tokenizer: encode, decode, chat templates, token bytes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Tokenization:
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
     def warm(self) -> None:
-        """Run slow first-time work now: compile the chat template, load the encoder's tables."""
+        """Run slow first-time work: compile the template, load encoder tables."""
         self.decode(self.encode("warm", special_tokens=True))
         if self.tokenizer.chat_template:
             with contextlib.suppress(InvalidRequest):  # a template may refuse this message; requests report their own errors

@@ -1,4 +1,6 @@
-"""A process that has imported the libraries and forks engines: `python -m services.engine.zygote SOCKET_PATH`.
+"""Zygote: a process with its imports done that forks engines.
+
+Run `python -m services.engine.zygote SOCKET_PATH`.
 
 It has no thread, no event loop and no CUDA context, and runs no parallel operation, because none of these survives a fork. Nodeagents connect to its
 Unix socket and send one `EngineStart` a line. The zygote answers with `EngineForked` or `ZygoteFailure`, and sends `EngineExited` to every

@@ -1,1 +1,1 @@
-"""The host process of a non-builtin engine: starts the engine and connects it to the mesh (ADR 0014)."""
+"""The host of a non-builtin engine, which connects it to the mesh (ADR 0014)."""

@@ -86,7 +86,10 @@ def wait(engine: str) -> int:
 
 
 def _first_line(spare: Spare) -> bytes:
-    """Read one line from standard input; empty if it closes or the interpreter ends first."""
+    """Read a line from standard input.
+
+    Empty if it closes or the interpreter ends first.
+    """
     watched = os.pidfd_open(spare.child.pid)
     found = b""
     try:

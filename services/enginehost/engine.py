@@ -1,4 +1,4 @@
-"""The lifecycle of one engine: launch, health, probes, sleep and stop, and its errors with the end of its log."""
+"""The lifecycle of one engine: launch, health, probes, sleep and stop."""
 
 from __future__ import annotations
 
@@ -232,7 +232,10 @@ class Engine:
         raise self._exit_error(ended)
 
     async def _report_progress(self, running: Running) -> None:
-        """Report CPU time, reads and log output as progress that approaches `_UP` and never reaches it."""
+        """Report activity as progress that approaches `_UP` and never reaches it.
+
+        Activity is CPU time, reads and log output.
+        """
         before = Activity()
         while True:
             activity = await asyncio.to_thread(running.activity)
@@ -250,7 +253,10 @@ class Engine:
         self._reporter.advance(_UP + 0.06 * share, phase)
 
     async def _first_token(self) -> None:
-        """Generate a token, which proves that the engine works, and keep the output for later comparison."""
+        """Generate a token, and keep the output for later comparison.
+
+        It proves that the engine works.
+        """
         assert self._running is not None
         probing = asyncio.ensure_future(self._ask_for_tokens())
         ended = asyncio.ensure_future(self._running.wait())
@@ -312,7 +318,7 @@ class Engine:
     # End
 
     async def failure(self) -> EngineFailed:
-        """Wait until the engine ends by itself or is declared failed, and return the error."""
+        """Wait until the engine exits or is declared failed; return the error."""
         assert self._running is not None
         ended = asyncio.ensure_future(self._running.wait())
         try:
@@ -341,7 +347,10 @@ class Engine:
         return HostedEngine(pids=self._pids, container=self._running.container, sleep_levels=self.driver.sleep_levels)
 
     async def refresh_pids_forever(self) -> None:
-        """List the engine's processes periodically, in a thread because it takes milliseconds."""
+        """List the engine's processes periodically.
+
+        This runs in a thread, because it takes milliseconds.
+        """
         while True:
             await self._refresh_pids()
             await asyncio.sleep(_PIDS_INTERVAL_S)
@@ -361,7 +370,10 @@ class Engine:
 
 
 def _device_environment(launch: Launch) -> dict[str, str]:
-    """Environment variables that select the engine's devices, numbered as NVML numbers them."""
+    """Environment variables that select the engine's devices.
+
+    NVML's numbers are used.
+    """
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(launch.gpus)}
 
 

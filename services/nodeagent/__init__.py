@@ -1,1 +1,1 @@
-"""The agent of one node: owns its devices and their memory, runs engine processes, and publishes the node's status."""
+"""The agent of one node: devices, engine processes, node status."""

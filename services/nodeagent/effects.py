@@ -1,4 +1,4 @@
-"""Performs the effects of the domain's decisions: the only port through which they leave."""
+"""Performs effects: the only port through which decisions act."""
 
 from __future__ import annotations
 

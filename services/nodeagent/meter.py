@@ -1,4 +1,4 @@
-"""Measurements: private memory of engines, weight segments reported by the loader, and use of each device."""
+"""Measurements of engines, weight segments and devices."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ class Meter:
         return {holder: s.loaded_bytes for s in status.segments for holder in s.holders}
 
     async def run(self) -> None:
-        """Measure every few seconds, in a thread because reading a big process's PSS takes milliseconds."""
+        """Measure every few seconds.
+
+        This runs in a thread: reading a big process's PSS takes milliseconds.
+        """
         while True:
             await self.measure_all()
             self._oom_kills = [self._oom_kills[-1], oom_kills()]

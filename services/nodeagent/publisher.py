@@ -1,4 +1,4 @@
-"""Publishes the node's status: at once after a change, every second, and on request."""
+"""Publishes the node's status: on change, every second, on request."""
 
 from __future__ import annotations
 

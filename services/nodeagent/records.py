@@ -1,4 +1,7 @@
-"""Records on disk from which the next agent adopts this one's engines: one file per instance, and the newest epoch."""
+"""Records on disk from which the next agent adopts running engines.
+
+There is one file per instance, and the newest epoch.
+"""
 
 from __future__ import annotations
 

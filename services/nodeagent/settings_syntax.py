@@ -20,7 +20,10 @@ _DEVICE = re.compile(r"^(cpu|cuda):(\d+)$")
 
 @dataclass(frozen=True)
 class WantedDevice:
-    """An entry of THAW_DEVICES: bytes, a share in (0, 1], or neither (the default share)."""
+    """An entry of THAW_DEVICES.
+
+    It has bytes, a share in (0, 1], or neither (the default share).
+    """
 
     device_id: str
     bytes: int | None = None

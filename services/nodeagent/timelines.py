@@ -1,4 +1,4 @@
-"""Phases of each instance's start: those of the scheduler, of this agent, and of the engine."""
+"""Phases of starts, from the scheduler, this agent, and the engine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Parts that the builtin engine and the host of other engines share: process lifecycle, requests, status reports."""
+"""Parts that the builtin engine and the host of other engines share."""

@@ -1,4 +1,6 @@
-"""The process of one instance, from its first status report to its last, for every engine.
+"""The process of one instance, for every engine.
+
+It lasts from the first status report to the last.
 
 Shutdown order:
 
@@ -120,7 +122,10 @@ class InstanceProcess(ABC):
             await self._stop_engine()
 
     async def _wait_for_exit(self) -> int | ThawError:
-        """Wait for a reason to exit: 0 for a signal or a finished drain, 1 for a lost mesh, or an error."""
+        """Wait for a reason to exit.
+
+        0: a signal or a finished drain; 1: a lost mesh; or an error.
+        """
         ends: dict[asyncio.Event, int | ThawError] = {
             self._mesh.lost: 1,
             **self._exit_conditions(),

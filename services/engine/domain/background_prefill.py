@@ -37,7 +37,7 @@ def free_blocks(running: Iterable[SequenceView], waiting: Iterable[SequenceView]
 
 
 def blocks_to_evict(after: Iterable[SequenceView], ahead: int, limits: Limits) -> int:
-    """Rule 1: prepared blocks that running sequences need, given their state `after` the step."""
+    """Rule 1: prepared blocks that running sequences need `after` the step."""
     return max(0, sum(blocks_for(s.computed) for s in after) + ahead - limits.kv_blocks)
 
 

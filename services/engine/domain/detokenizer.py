@@ -48,7 +48,10 @@ class Detokenizer:
         return self._advance(len(self._window), self._decode(self._window)) if self._shown < len(self._window) else ""
 
     def _advance(self, end: int, text: str) -> str:
-        """Show `text` of the window's tokens up to `end`, and move the window's start to the end of the previous advance."""
+        """Show `text` of the window's tokens up to `end`, and move the window.
+
+        The new window starts at the end of the previous advance.
+        """
         added = text[len(self._prefix) :]
         cut = self._shown
         if self._prefix.endswith(_REPLACEMENT):

@@ -42,7 +42,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class StopConditions:
-    """A response ends after `max_tokens`, at a stop token (whose text is not shown), or before a stop string."""
+    """When a response ends.
+
+    After `max_tokens`, at a stop token (whose text is not shown), or before a stop string.
+    """
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()

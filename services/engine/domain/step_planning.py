@@ -1,4 +1,4 @@
-"""Plans a step: which sequences run, which waiting ones are admitted, and which are preempted.
+"""Plans a step: which sequences run, are admitted, or are preempted.
 
 A sequence is a list of tokens, of which the first `computed` have keys and values. A decoding sequence has one token more than that; a new or
 preempted one has many. A step computes tokens for several sequences:

@@ -1,1 +1,1 @@
-"""Generating tokens and embeddings: the computing thread, its sequences, the KV cache and sampling."""
+"""The computing thread: sequences, KV cache, sampling and embeddings."""

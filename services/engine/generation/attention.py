@@ -1,4 +1,6 @@
-"""Attention over packed sequences: sequences of different lengths share every matrix product of a step.
+"""Attention over packed sequences of different lengths.
+
+They share every matrix product of a step.
 
 Registered with transformers as `PACKED`. Each sequence passes through transformers' own sdpa function with the arguments that it would get
 alone, so that one stream computes bit for bit what `model.generate` computes.

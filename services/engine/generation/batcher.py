@@ -219,7 +219,7 @@ class Batcher:
         return events
 
     def _prepared_blocks(self) -> int:
-        """KV blocks that no running sequence owns: prepared ones, and those of waiting requests."""
+        """KV blocks of prepared prefixes and waiting requests."""
         return self._prepared.blocks + sum(blocks_for(s.computed) for s in self._waiting)
 
     def _make_room(self, plan: StepPlan) -> None:

@@ -1,4 +1,7 @@
-"""Embedding vectors: the last layer's hidden states, pooled as the model's sentence-transformers files define."""
+"""Embedding vectors: pooled hidden states of the last layer.
+
+The model's sentence-transformers files define the pooling.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Embedding requests on the computing thread: between generation steps, one forward pass for the oldest."""
+"""Embedding requests on the computing thread.
+
+Between generation steps the oldest one gets a forward pass.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of one sequence, and the cache object that transformers' models write them to.
+"""Keys and values of one sequence, and transformers' view of the cache.
 
 Memory grows in blocks of `BLOCK_TOKENS`, one layer after another, so that at most one layer exists twice at a time.
 `services.engine.domain.step_planning` counts every block that a sequence may take before a step runs.
@@ -22,7 +22,10 @@ def _whole_blocks(tokens: int) -> int:
 
 
 class SequenceKV:
-    """Keys and values of one sequence: per layer, tensors of shape [1, heads, capacity, head_dim]."""
+    """Keys and values of one sequence.
+
+    Per layer: tensors of shape [1, heads, capacity, head_dim].
+    """
 
     def __init__(self) -> None:
         self._keys: dict[int, torch.Tensor] = {}

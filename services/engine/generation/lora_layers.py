@@ -27,7 +27,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class LowRankPair:
-    """The low-rank product of a module: `b @ a * scale`. a: [rank, inputs], b: [outputs, rank]."""
+    """The low-rank product of a module: `b @ a * scale`.
+
+    Shapes: a [rank, inputs], b [outputs, rank].
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -44,7 +47,10 @@ class LoraAdapter:
 
 @dataclass(frozen=True)
 class LoraSpan:
-    """The rows of `adapter` in a pass: tokens `first` to `last`, logits `first_row` to `last_row`."""
+    """The rows of `adapter` in a pass.
+
+    Tokens `first` to `last`, logits `first_row` to `last_row`.
+    """
 
     adapter: LoraAdapter
     first: int
@@ -119,7 +125,7 @@ def _size(module: torch.nn.Linear | Conv1D) -> tuple[int, int]:
 
 
 class PatchedLayers:
-    """Patches linear layers so that they add the low-rank products of the current pass.
+    """Patches linear layers to add the low-rank products of the current pass.
 
     A layer is patched while any known adapter needs it; the other layers cost nothing. Used by the computing thread only.
     """

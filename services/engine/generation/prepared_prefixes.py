@@ -1,4 +1,7 @@
-"""Sequences prefilled ahead of a resumed request (`PrepareResume`), kept by name on the computing thread."""
+"""Sequences prefilled for resumed requests (`PrepareResume`), by name.
+
+They belong to the computing thread.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,10 @@ class PreparedPrefixes:
         self._conclude(kept)
 
     def _claim(self, held: list[PreparedSequence], tokens: tuple[int, ...]) -> PreparedSequence:
-        """Take the sequence of `held` with the longest common prefix, cut to that prefix; an empty one if there is none."""
+        """Take the sequence of `held` with the longest common prefix.
+
+        It is cut to that prefix; the result is empty if there is none.
+        """
         best = max(held, key=lambda p: common_prefix_length(p.tokens, tokens), default=None)
         if best is None:
             return PreparedSequence(tokens)
@@ -143,7 +149,10 @@ class PreparedPrefixes:
         return PreparedSequence(tokens, best.state, shared)
 
     def claim(self, name: str, variant: str, sequences: Sequence[tuple[int, ...]]) -> list[PreparedSequence]:
-        """Hand the sequences kept as `name` to their request: one for each of its sequences, empty where none matches."""
+        """Hand the sequences kept as `name` to their request.
+
+        One for each of its sequences, empty where none matches.
+        """
         kept = self._kept.pop(name, None)
         if kept is None:
             return [PreparedSequence(tokens) for tokens in sequences]
@@ -153,7 +162,7 @@ class PreparedPrefixes:
         return [self._claim(held, tokens) for tokens in sequences]
 
     def work(self, tokens: int) -> tuple[PreparedSequence, Row] | None:
-        """The next row to compute, of at most `tokens` tokens; None if there is nothing to compute."""
+        """The next row to compute, of at most `tokens` tokens; None if idle."""
         for kept in self._kept.values():
             if kept.order is None:
                 continue

@@ -1,4 +1,4 @@
-"""A request as the computing thread takes it: token ids, sampling parameters and stop conditions."""
+"""A request to the computing thread: token ids, sampling, stop conditions."""
 
 from __future__ import annotations
 

@@ -112,7 +112,10 @@ def _lora_spans(rows: Sequence[Row]) -> LoraSpans:
 
 
 class SequentialRunner:
-    """One pass per sequence with its own cache, for every architecture that `model.generate` can run."""
+    """One pass per sequence with its own cache.
+
+    For every architecture that `model.generate` can run.
+    """
 
     rewinds = False
 

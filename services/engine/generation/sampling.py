@@ -47,7 +47,10 @@ def sample(logits: torch.Tensor, params: SamplingParams, history: History, draw:
 
 
 def token_logprobs(logits: torch.Tensor, token: int, top: int | None) -> Sampled:
-    """The token with its log-probability and the `top` best alternatives; None: no log-probabilities."""
+    """The token with its log-probability and the `top` best alternatives.
+
+    `top` None: no log-probabilities.
+    """
     if top is None:
         return Sampled(token)
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -90,7 +93,7 @@ def _drawn(logits: torch.Tensor, params: SamplingParams, draw: Draw) -> int:
 
 
 def _first(probabilities: torch.Tensor, uniform: torch.Tensor) -> int:
-    """Index of the winner of the race: the smallest ratio of exponential number to probability."""
+    """Index of the smallest ratio of exponential number to probability."""
     exponential = torch.log1p(-uniform).neg().clamp(min=torch.finfo(torch.float64).tiny)
     return int((probabilities / exponential).argmax())
 
@@ -112,7 +115,7 @@ def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Te
 
 
 def _nucleus(values: torch.Tensor, ids: torch.Tensor, top_p: float, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest set of most likely tokens whose probability is at least `top_p` of `total`."""
+    """The smallest set of most likely tokens with `top_p` of `total`."""
     before = values.double().cumsum(0) - values.double()
     count = max(1, int((before < top_p * total).sum()))
     return values[:count], ids[:count]

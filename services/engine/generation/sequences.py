@@ -1,4 +1,4 @@
-"""Sequences on the computing thread: creation, sampling of the next token, and the delta for the client."""
+"""Sequences on the computing thread: creation, sampling, deltas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sequence:
 
     @classmethod
     def from_request(cls, key: int, request: GenerationRequest, choice: Choice, tokenization: Tokenization) -> Sequence:
-        """Create the sequence of a choice, with the tokens that another engine has generated."""
+        """Create a choice's sequence, with tokens that another engine generated."""
         resumed, penalised = choice.resume_state, request.params.penalised
         generated = resumed.tokens if resumed is not None else ()
         return cls(

@@ -1,1 +1,1 @@
-"""LoRA adapters in an engine: where they are loaded from, and the cache that holds them."""
+"""LoRA adapters in an engine: their source and their cache."""

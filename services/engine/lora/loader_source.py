@@ -1,4 +1,7 @@
-"""Loads LoRA adapters from the node's loader, mapped from its shared memory without a copy on the CPU."""
+"""Loads LoRA adapters from the node's loader.
+
+They are mapped from shared memory, without a copy on the CPU.
+"""
 
 from __future__ import annotations
 

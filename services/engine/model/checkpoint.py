@@ -1,4 +1,7 @@
-"""A model whose parameters are the bytes of a segment: built on the meta device, bound without a copy, checked."""
+"""A model whose parameters are the bytes of a segment.
+
+It is built on the meta device, bound without a copy, and checked.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def read_config(directory: Path, card: ModelCard) -> PreTrainedConfig:
 
 
 def read_generation_defaults(directory: Path) -> dict[str, Any]:
-    """The explicit values of generation_config.json, without transformers' own defaults; {} if there is no file."""
+    """The explicit values of generation_config.json; {} without the file.
+
+    transformers' own defaults are not included.
+    """
     try:
         value = json.loads((directory / "generation_config.json").read_text())
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""A weight segment in GPU memory that the loader owns, opened by IPC handle and seen as tensors without a copy."""
+"""A weight segment in GPU memory that the loader owns.
+
+It is opened by IPC handle and seen as tensors without a copy.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class DeviceSegment:
 
 
 def rebind(model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | None], base: torch.Tensor) -> int:
-    """Rebind the model's tensors to `base`, the bytes of the whole segment on a device.
+    """Rebind the model's tensors to `base`, the segment's bytes on a device.
 
     Tensors outside the segment are copied to the device. Every byte must be loaded.
 
@@ -91,7 +94,10 @@ def rebind(model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | Non
 
 
 class _Opened:
-    """Memory that torch did not allocate, as `__cuda_array_interface__`. torch keeps a reference while it uses the memory."""
+    """Memory that torch did not allocate, as `__cuda_array_interface__`.
+
+    torch keeps a reference while it uses the memory.
+    """
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -104,7 +110,7 @@ class _Opened:
 
 
 def open_on_gpu(handle: CudaIpcHandle) -> torch.Tensor:
-    """Map the memory of `handle` as a tensor of bytes on the device with its PCI bus id.
+    """Map the memory of `handle` as bytes on the device with its PCI bus id.
 
     The mapping is closed with the last tensor that refers to it. CUDA forbids a process to open its own exports.
 

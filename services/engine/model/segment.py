@@ -51,7 +51,10 @@ class Segment:
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def is_current(self, name: str, extents: Sequence[Extent] = ()) -> bool:
-        """True if these extents of the file are still the mapped ones, not those of a later load."""
+        """True if these extents of the file are still the mapped ones.
+
+        A later load replaces the file.
+        """
         try:
             return (SHARED_MEMORY / name).stat().st_ino == self._inode and tuple(extents) == self._extents
         except OSError:

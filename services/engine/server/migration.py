@@ -1,4 +1,4 @@
-"""Migration commands of an engine: list and read requests, prefill for a resume, and yield."""
+"""Migration commands of an engine: list, read, prefill, yield."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translates OpenAI request bodies for the engine, and rejects unsupported fields by name."""
+"""Translates OpenAI request bodies; rejects unsupported fields by name."""
 
 from __future__ import annotations
 
@@ -119,7 +119,10 @@ class RequestReader:
         return replace(choice, resume_state=ResumeState(resumed.token_ids, generation, unsent))
 
     def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Raise `InvalidRequest` for unknown token ids and `ContextLengthExceeded` for sequences that are too long."""
+        """Raise an error for unknown token ids and sequences that are too long.
+
+        `InvalidRequest` or `ContextLengthExceeded`.
+        """
         limit = min(self._capacity.context, self._capacity.kv_tokens)
         for sequence in sequences:
             self._known(list(sequence), "sequences")
@@ -268,7 +271,10 @@ def _ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
 
 
 def _message(number: int, message: ChatMessage) -> dict[str, Any]:
-    """Convert a message for chat templates: content as text, arguments of tool calls as objects."""
+    """Convert a message for chat templates.
+
+    Content becomes text, arguments of tool calls become objects.
+    """
     plain = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_text_part(number, part) for part in message.content)

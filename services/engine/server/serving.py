@@ -1,4 +1,7 @@
-"""The request path of an engine: requests from NATS to the computing thread, and numbered responses back."""
+"""The request path of an engine.
+
+Requests go from NATS to the computing thread, and numbered responses back.
+"""
 
 from __future__ import annotations
 

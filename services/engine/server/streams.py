@@ -1,4 +1,4 @@
-"""A request that the engine serves: where its responses go, and the tokens generated so far."""
+"""A running request: where its responses go, and its tokens so far."""
 
 from __future__ import annotations
 
@@ -99,6 +99,9 @@ class Stream:
         return tuple(RunningChoice(index=i, token_ids=tuple(ids), finish_reason=self._finish.get(i)) for i, ids in generated)
 
     def prompts(self) -> tuple[tuple[int, ...], ...]:
-        """Prompt token ids of each of `choices`; empty for choices that another engine finished."""
+        """Prompt token ids of each of `choices`.
+
+        Empty for choices that another engine finished.
+        """
         prompts = {c.index: c.prompt for c in self.request.choices} if isinstance(self.request, GenerationRequest) else {}
         return tuple(prompts.get(i, ()) for i in sorted(self._generated_ids))

@@ -1,4 +1,4 @@
-"""The engine's part in its own suspension: pause before it, and verify its output afterwards."""
+"""The engine's part in its suspension: pause, and verify its output."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Suspension:
         return EngineProbed(same=self._before is None or output == self._before, took_ms=(time.monotonic() - begun) * 1e3)
 
     async def _run_probe(self) -> ProbeOutput:
-        """A request of its internal_listener: what was generated."""
+        """Serve a probe request and return its tokens or vectors."""
         embeds = self._card.info.task == "embed"
         body: dict[str, Any] = {"model": self._card.name}
         body |= {"input": "a"} if embeds else {"prompt": "a", "max_tokens": _TOKENS, "temperature": 0}

@@ -36,7 +36,10 @@ class LlamaCpp(Driver):
 
     @property
     def tokens(self) -> TokenApi | None:
-        """Token API of llama-server. llama-cpp-python's server takes only text prompts and reports no token ids."""
+        """Token API of llama-server.
+
+        llama-cpp-python's server takes only text prompts and reports no token ids.
+        """
         return LlamaServerTokens() if self._native else None
 
     @property

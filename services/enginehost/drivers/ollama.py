@@ -1,4 +1,6 @@
-"""Ollama, according to its documentation (docs/api.md, docs/openai.md, docs/faq.md of ollama/ollama). Not run by Thaw's tests.
+"""Ollama, according to its documentation; not run by Thaw's tests.
+
+Sources: docs/api.md, docs/openai.md, docs/faq.md of ollama/ollama.
 
 Ollama keeps models in its own store: `engine://NAME` is pulled if it is missing, and a GGUF file is stored under a name made of its digest.
 Each instance has a server of its own, so that the server's memory is the instance's.
@@ -83,7 +85,10 @@ class Ollama(Driver):
             raise EngineFailed(f"Ollama's download of {self.served_name}: {e}") from e
 
     async def _create(self, client: Client, path: Path, on_progress: OnProgress) -> None:
-        """Upload the file in one request: a local server reads it as fast as the disk does."""
+        """Upload the file in one request.
+
+        A local server reads it as fast as the disk does.
+        """
         on_progress(Phase.FETCH, 0.0)
         digest = await asyncio.to_thread(_digest, path)
         self._name = f"thaw-{digest.removeprefix('sha256:')[:16]}"

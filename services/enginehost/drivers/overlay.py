@@ -1,4 +1,6 @@
-"""A directory on vLLM's PYTHONPATH that provides Thaw's plug-in: links to its packages, and the entry point.
+"""A directory on vLLM's PYTHONPATH that provides Thaw's plug-in.
+
+It has links to the packages, and the entry point.
 
 Thaw's own site-packages would work too, but would also shadow vLLM's torch.
 """

@@ -70,7 +70,10 @@ class Launch:
         return self.card.info.source.rpartition("@")[2] if self.remote and "@" in self.card.info.source else ""
 
     def fill(self, text: str) -> str:
-        """`text` with {model}, {name}, {host}, {port} and {socket} replaced; other braces stay."""
+        """`text` with its placeholders replaced; other braces stay.
+
+        The placeholders are {model}, {name}, {host}, {port} and {socket}.
+        """
         known = {"model": self.model, "name": self.card.name, "host": self.host, "port": str(self.port), "socket": self.socket}
         for name, value in known.items():
             text = text.replace("{" + name + "}", value)
@@ -105,17 +108,19 @@ class Driver:
 
     @property
     def takes_socket(self) -> bool:
-        """Whether the engine listens on a Unix socket if `command` starts it, instead of a port."""
+        """Whether an engine started by `command` listens on a Unix socket."""
         return False
 
     @classmethod
     def spare_command(cls, settings: HostSettings) -> Command | None:
-        """Interpreter and module of a spare, with the environment that its imports read; None: not supported."""
+        """Command and environment of a spare interpreter; None: not supported."""
         return None
 
     @property
     def tokens(self) -> TokenApi | None:
-        """How the engine accepts prompts as token ids and reports generated ids, so that responses can be resumed.
+        """How the engine accepts and reports token ids.
+
+        Responses can be resumed with it.
 
         None: it does not.
         """
@@ -164,7 +169,7 @@ class Driver:
         )
 
     def arguments(self) -> tuple[str, ...]:
-        """Container arguments, for engines whose official image takes the server's arguments."""
+        """Container arguments, for images that take the server's arguments."""
         raise InvalidModel(f"{self.card.name}: say container.args; engine {self.card.spec.engine} has no arguments of its own")
 
     def environment(self) -> dict[str, str]:
@@ -192,14 +197,20 @@ class Driver:
         return 200 <= status < 300
 
     async def prepare(self, client: Client, on_progress: OnProgress) -> None:
-        """Work between health and the first token, such as a download into the engine's own store."""
+        """Prepare the engine between its health and its first token.
+
+        For example by a download into the engine's own store.
+        """
 
     def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A client's request body as sent to the engine."""
         return {**body, "model": self.served_name}
 
     def probes(self) -> list[HttpRequest]:
-        """Requests that prove that the engine works, in the order to try: after a 404 or 405 the next one is tried."""
+        """Requests that prove that the engine works, in the order to try.
+
+        After a 404 or 405 the next one is tried.
+        """
         if self.card.info.task == "embed":
             return [json_request("/v1/embeddings", {"model": self.served_name, "input": PROBE_PROMPT})]
         asked = {"model": self.served_name, "max_tokens": PROBE_TOKENS, "temperature": 0, "stream": False}

@@ -1,4 +1,4 @@
-"""The comparable content of a probe's response: generated text, or a fingerprint of an embedding."""
+"""Comparable content of a probe's response: text, or a fingerprint."""
 
 from __future__ import annotations
 

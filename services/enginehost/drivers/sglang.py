@@ -1,4 +1,7 @@
-"""SGLang's server, according to its documentation (docs.sglang.io: server arguments, native APIs). Not run by Thaw's tests."""
+"""SGLang's server, according to its documentation; not run by tests.
+
+Source: docs.sglang.io, server arguments and native APIs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class Sglang(Driver):
         return (*found, *flags(given, no_prefix=False))
 
     def headers(self) -> dict[str, str]:
-        """No headers: the key would be on the command line, which every user of the machine can read."""
+        """No headers: every user could read a key on the command line."""
         return {}
 
     def environment(self) -> dict[str, str]:
@@ -51,7 +54,10 @@ class Sglang(Driver):
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:
-        """Level 1 needs a copy of the weights in host memory; without it the weights are lost."""
+        """Level 1 needs a copy of the weights in host memory.
+
+        Without it the weights are lost.
+        """
         args = self.card.spec.engine_args
         if not self.launch.on_cuda or not args.get("enable_memory_saver", True):
             return ()

@@ -1,4 +1,7 @@
-"""TensorRT-LLM's trtllm-serve, according to its documentation (commands/trtllm-serve, 1.x). Not run by Thaw's tests."""
+"""TensorRT-LLM's trtllm-serve, by its documentation; not run by tests.
+
+Source: commands/trtllm-serve, 1.x.
+"""
 
 from __future__ import annotations
 

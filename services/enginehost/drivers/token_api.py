@@ -1,4 +1,7 @@
-"""How an engine's server reports the token ids of a response, and accepts them, so that engines can resume each other's responses."""
+"""Token ids in an engine's API: reported, and accepted as prompts.
+
+With them engines can resume each other's responses.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,10 @@ class TokenApi(ABC):
 
     @abstractmethod
     def replace_ids(self, message: dict[str, Any], choice: dict[str, Any], ids: Sequence[int]) -> None:
-        """Replace the event's token ids by `ids` and remove the prompt: the client has the others."""
+        """Replace the event's token ids by `ids` and remove the prompt.
+
+        The client has the others.
+        """
 
     @abstractmethod
     async def prompt(self, body: Mapping[str, Any], model: str, client: Client, *, chat: bool) -> list[int]:

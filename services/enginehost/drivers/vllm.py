@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server, options and endpoints as documented; Thaw's tests run version 0.32 on cpu."""
+"""vLLM's OpenAI server, as documented; tests run version 0.32 on cpu."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ class Vllm(Driver):
 
     @property
     def _policy(self) -> str | None:
-        """The scheduling policy; None: unknown, because the operator wrote the command line."""
+        """The scheduling policy; None: the operator wrote the command line."""
         spec = self.card.spec
         if spec.command or (spec.container is not None and spec.container.args is not None):
             return None
         return str(spec.engine_args.get("scheduling_policy", "priority"))
 
     def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Raise `UnsupportedParameter` for a priority, unless the operator enabled priorities for clients."""
+        """Reject a priority, unless the operator enabled priorities for clients.
+
+        Raises `UnsupportedParameter`.
+        """
         if body.get("priority") and self.last and "scheduling_policy" not in self.card.spec.engine_args:
             raise UnsupportedParameter(
                 "This model's requests have no priority. Set engine_args: scheduling_policy: priority to allow it.",
@@ -121,7 +124,10 @@ class Vllm(Driver):
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:
-        """Sleep levels, only if the engine is private: vLLM's sleep endpoints require no key."""
+        """Sleep levels, only if the engine is private.
+
+        vLLM's sleep endpoints require no key.
+        """
         enabled = self.card.spec.engine_args.get("enable_sleep_mode", True)
         return (1, 2) if self.launch.on_cuda and self.launch.is_private and enabled else ()
 
@@ -129,7 +135,10 @@ class Vllm(Driver):
         await call(client, HttpRequest("POST", f"{_SLEEP_PATH}?level={level}"), f"putting vLLM to sleep at level {level}")
 
     async def wake(self, client: Client, level: int) -> None:
-        """Wake vLLM. After level 2 the weights are read again before the KV cache returns; otherwise vLLM generates garbage."""
+        """Wake vLLM.
+
+        After level 2 the weights are read again before the KV cache returns; otherwise vLLM generates garbage.
+        """
         if level == 2:
             await call(client, HttpRequest("POST", "/wake_up?tags=weights"), "waking vLLM")
             await call(client, json_request("/collective_rpc", {"method": "reload_weights"}), "having vLLM read its weights again")

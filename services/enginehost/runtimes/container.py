@@ -1,4 +1,4 @@
-"""An engine as a container of the node's Docker or Podman, identified by its labels."""
+"""An engine as a container of Docker or Podman, identified by labels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class EngineContainer:
         self._waiting = asyncio.create_task(self._wait(), name="container end")
 
     def pids(self) -> tuple[int, ...]:
-        """Process ids on this machine; none if the engine runs elsewhere, such as in a virtual machine."""
+        """Process ids on this machine.
+
+        None if the engine runs elsewhere, such as in a virtual machine.
+        """
         if self._ended.done() or not self._pid or not psutil.pid_exists(self._pid):
             return ()
         return tuple(sorted(descendants(self._pid)))
@@ -250,7 +253,7 @@ def _body(
 
 
 async def remove_containers(docker: Docker, mark: str) -> list[str]:
-    """Remove containers that an earlier host of the instance left behind, and return their ids."""
+    """Remove containers of an earlier host of the instance; return their ids."""
     found = await docker.labelled(f"{LABEL_MARK}={mark}")
     for container in found:
         await docker.remove(container)

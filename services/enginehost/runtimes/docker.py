@@ -1,4 +1,6 @@
-"""The part of the Docker Engine API (1.41, which Podman also serves) that running an engine needs.
+"""The part of the Docker Engine API that running an engine needs.
+
+Version 1.41, which Podman also serves.
 
 Reference: docs.docker.com/reference/api/engine, operations ContainerCreate, Start, Logs, Wait, Inspect, Kill, Delete, List, Top and ImageCreate.
 """
@@ -33,7 +35,7 @@ class Docker:
         self._client = Client(Address(path=str(socket)))
 
     async def create(self, name: str, options: Mapping[str, Any]) -> str:
-        """Create a container from `options` (the body of ContainerCreate) and return its id."""
+        """Create a container (`options`: body of ContainerCreate); return its id."""
         status, body = await self._ask(json_request(f"{_VERSION}/containers/create?name={quote(name)}", options))
         if status == 404:
             raise NoSuchImage(_message(body))

@@ -1,4 +1,6 @@
-"""How a host reaches its engine, so that no other user of the machine can (ADR 0050).
+"""How a host reaches its engine in private (ADR 0050).
+
+No other user of the machine should reach it.
 
 1. The engine listens on a Unix socket in a directory that only this user may enter.
 2. The engine listens on the loopback of its own network namespace, and a relay in that namespace listens on such a socket.
@@ -142,7 +144,7 @@ def _sweep(parent: Path) -> None:
 
 @cache
 def can_isolate() -> bool:
-    """True if this node can give a process a network namespace with a working loopback."""
+    """True if this node can create a network namespace with a loopback."""
     argv = [sys.executable, "-I", spawn.__file__, "--try-network"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(argv, capture_output=True, timeout=_TRIAL_WITHIN_S, check=False).returncode == 0

@@ -1,4 +1,6 @@
-"""A spare interpreter of an engine: `PYTHON preload.py MODULE` imports the module and waits for its order.
+"""A spare interpreter of an engine: `PYTHON preload.py MODULE`.
+
+It imports the module and waits for its order.
 
 The order is one line of JSON on standard input: `arguments` of the module, its whole `environment`, `cgroups` (cgroup.procs files to
 join), `niceness`, and `log` (the file for standard output and error). If standard input closes instead, the interpreter exits.

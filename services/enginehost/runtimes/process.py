@@ -1,4 +1,7 @@
-"""An engine as a child process with its own session and control group, bound to the life of its host."""
+"""An engine as a child process, bound to the life of its host.
+
+It has its own session and control group.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def free_port(host: str) -> int:
 
 
 def clean_environment(mark: str, added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an engine: this process's without credentials and Thaw's settings, plus `added`."""
+    """The environment of an engine.
+
+    This process's without credentials and Thaw's settings, plus `added`.
+    """
     kept = {k: v for k, v in without_credentials(os.environ).items() if not k.startswith(("THAW_", "OTEL_"))}
     return {**kept, MARK_VARIABLE: mark, **added}
 
@@ -220,7 +226,10 @@ def _spawned(
 
 
 def _start_reaper(token: str, cgroup_procs: str) -> int:
-    """Start a process that ends the engine if this host dies, and return the pipe that holds it off."""
+    """Start the reaper, which ends the engine if this host dies.
+
+    Returns the pipe that holds it off.
+    """
     reading, reaper_pipe = os.pipe()
     try:
         argv = [sys.executable, "-I", str(_REAPER), f"{reaper.VARIABLE}={token}", cgroup_procs]

@@ -1,4 +1,6 @@
-"""Ends what is left of an engine after its host has died: `python -I reaper.py NAME=TOKEN CGROUP_FILES`.
+"""Reaper: `python -I reaper.py NAME=TOKEN CGROUP_FILES`.
+
+It ends what is left of an engine after its host has died.
 
 Standard input is a pipe whose other end the host holds, so the host's death, whatever its cause, is read here as end of file. The kernel kills the
 engine's first process together with the host (spawn.py); its children survive. The reaper kills:
@@ -99,7 +101,10 @@ def shared(pid: int) -> dict[str, int]:
 
 
 def remove(left: dict[str, int]) -> None:
-    """Unlink these files once no process has them mapped, unless the path has another inode by now."""
+    """Unlink these files once no process has them mapped.
+
+    A path that has another inode by now is left alone.
+    """
     deadline = time.monotonic() + _WITHIN_S
     while left := {path: inode for path, inode in left.items() if _inode(path) == inode}:
         used: set[str] = set()

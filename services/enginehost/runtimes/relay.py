@@ -1,4 +1,6 @@
-"""Forwards connections of a Unix socket to a port of the loopback: `python -I relay.py DESCRIPTOR PORT`.
+"""Relay: `python -I relay.py DESCRIPTOR PORT`.
+
+It forwards connections of a Unix socket to a port of the loopback.
 
 It runs by file name in a bare interpreter, like spawn.py, in the network namespace of an engine that listens only on ports. A Unix socket's
 path is visible from every network namespace, so the host can connect. When either side closes, the relay closes both: so the engine

@@ -1,4 +1,7 @@
-"""A spare interpreter that has imported an engine's modules before a start: imports take half of a Python engine's start."""
+"""A spare interpreter that has imported an engine's modules.
+
+Imports take half of a Python engine's start.
+"""
 
 from __future__ import annotations
 

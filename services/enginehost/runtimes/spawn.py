@@ -1,4 +1,6 @@
-"""Becomes an engine's program, bound to its host: `python -I spawn.py PARENT CGROUP_FILES NICENESS NETWORK -- PROGRAM ARGUMENT…`.
+"""Becomes an engine's program, bound to its host.
+
+Run `python -I spawn.py PARENT CGROUP_FILES NICENESS NETWORK -- PROGRAM ARGUMENT…`.
 
 It joins the control groups whose `cgroup.procs` files are given (separated by colons), sets the niceness, enters a network namespace
 if NETWORK requests one, asks the kernel to kill it when its parent dies, and executes the program. It runs by file name in a bare
@@ -77,7 +79,7 @@ def _unshare(flags: int) -> None:
 
 
 def _relay(path: str, port: str) -> None:
-    """Start the relay as a process of the engine's session and control group, but not as its child.
+    """Start the relay in the engine's session, but not as its child.
 
     Engines may wait for any child of theirs.
     """

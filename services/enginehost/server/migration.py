@@ -1,4 +1,4 @@
-"""Migration commands of a host: list and read requests, warm the engine's prefix cache, and yield."""
+"""Migration commands of a host: list, read, warm the cache, yield."""
 
 from __future__ import annotations
 

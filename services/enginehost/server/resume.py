@@ -1,4 +1,6 @@
-"""Resumes a response that another engine of the same weights began, through the completions endpoint with token ids.
+"""Resumes a response that another engine of the same weights began.
+
+The completions endpoint gets its token ids.
 
 The text of a response lags behind its tokens (half a character, the beginning of a stop string). The engine receives the tokens whose text the
 client has completely, and generates the others again. So it finds a stop string that spans the switch, and splits no character.

@@ -1,4 +1,7 @@
-"""The request path of a hosted engine: requests from NATS to its port, and numbered responses back."""
+"""The request path of a hosted engine.
+
+Requests go from NATS to its port, and numbered responses back.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def not_resumable_reason(driver: Driver, endpoint: str, body: Mapping[str, Any])
 
 
 def not_resumable_request_reason(endpoint: str, body: Mapping[str, Any], engine_args: Mapping[str, Any], api: TokenApi) -> str:
-    """Why another engine could not resume the response to such a request; empty if one could."""
+    """Why no other engine could resume the response; empty if one could."""
     if endpoint not in ("chat", "completion"):
         return "only chat and text completions are tracked"
     if untracked_reason := api.untracked_reason(endpoint):

@@ -49,7 +49,9 @@ class CpuDevice:
 
 
 def private_pss(pid: int) -> int | None:
-    """The process's PSS without shared memory (weight segments), in bytes; None if the process has no memory.
+    """The process's PSS without shared memory, in bytes; None if it has none.
+
+    Weight segments are shared memory.
 
     Raises:
         PermissionError: This process may not ptrace the other one.
@@ -75,7 +77,10 @@ def private_rss(pid: int) -> int | None:
 
 
 def available_bytes() -> int:
-    """Host memory that is available without swapping, within this process's memory cgroup."""
+    """Host memory that is available without swapping.
+
+    The limit of this process's memory cgroup counts.
+    """
     free = psutil.virtual_memory().available
     room = _cgroup_room()
     return free if room is None else min(free, room)
@@ -102,7 +107,10 @@ def _cgroup_room() -> int | None:
 
 
 def _cgroups() -> Iterable[tuple[str, str]]:
-    """Yield (controller, path) of this process; the unified hierarchy's controller is empty."""
+    """Yield (controller, path) of this process.
+
+    The controller of the unified hierarchy is empty.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -114,7 +122,7 @@ def _cgroups() -> Iterable[tuple[str, str]]:
 
 
 def oom_kills() -> int | None:
-    """Number of kills by the kernel's out-of-memory killer since boot; None if unknown."""
+    """Number of kernel OOM kills since boot; None if unknown."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             key, _, value = line.partition(" ")

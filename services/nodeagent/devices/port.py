@@ -23,13 +23,16 @@ class DeviceInfo:
 
 
 class Device(Protocol):
-    """A device. Both readings raise `DeviceFailed` if the driver does not answer: a GPU can be lost while the node keeps running."""
+    """A device.
+
+    Both readings raise `DeviceFailed` if the driver does not answer: a GPU can be lost while the node keeps running.
+    """
 
     @property
     def info(self) -> DeviceInfo: ...
 
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
-        """Private bytes of each process on this device; processes without any are left out.
+        """Private bytes of each process; processes without any are left out.
 
         Blocking.
         """

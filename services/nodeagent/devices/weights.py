@@ -1,4 +1,4 @@
-"""Whether engines map the loader's weights on a GPU, or copy them into their own memory (ADR 0027)."""
+"""Whether engines map the loader's weights on a GPU or copy them (ADR 0027)."""
 
 from __future__ import annotations
 

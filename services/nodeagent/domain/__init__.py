@@ -1,1 +1,1 @@
-"""Pure decisions of a nodeagent: the reaction to each event, and the bookings of its devices."""
+"""Pure decisions: the reaction to each event, and device bookings."""

@@ -1,4 +1,7 @@
-"""Adoption of the instances of an earlier agent: engines keep serving, dead ones are cleaned up, silent ones are ended."""
+"""Adoption of an earlier agent's instances.
+
+Engines keep serving, dead ones are cleaned up, silent ones are ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The lifecycle of instances on one node: `decide(state, event, now)` returns the next state and the effects.
+"""The lifecycle of instances: `decide(state, event, now)`.
+
+It returns the next state and the effects.
 
     preparing ──fork, report──► loading ──report──► ready ──stop──► draining ──exit──► stopped
         any ──exit, failure report, no progress──► failed

@@ -1,4 +1,7 @@
-"""Inputs of a nodeagent's decisions (events in the past tense, and commands), and their outputs (effects)."""
+"""Inputs and outputs of a nodeagent's decisions.
+
+Inputs are events (past tense) and commands; outputs are effects.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ class Suspended:
 
 @dataclass(frozen=True)
 class SuspendFailed:
-    """The instance was not suspended and runs as before; its engine may still refuse requests."""
+    """The instance was not suspended and runs as before.
+
+    Its engine may still refuse requests.
+    """
 
     instance_id: str
     error: ErrorBody
@@ -95,7 +101,10 @@ class ResumeFailed:
 
 @dataclass(frozen=True)
 class Assessed:
-    """The outlook of a suspension, and the memory that the instance holds: device memory, on cpu also swap."""
+    """The outlook of a suspension, and the memory that the instance holds.
+
+    On cpu that includes swap.
+    """
 
     instance_id: str
     outlook: Outlook
@@ -159,7 +168,10 @@ class DrainAnswered:
 
 @dataclass(frozen=True)
 class MemoryFreed:
-    """The kernel accounts no memory to the process any more; it had `freed_bytes` before."""
+    """The kernel no longer accounts memory to the process.
+
+    It had `freed_bytes` before.
+    """
 
     instance_id: str
     freed_bytes: int
@@ -317,7 +329,10 @@ class Signal:
 
 @dataclass(frozen=True)
 class Measure:
-    """Measure the process's memory while it exists, so that the memory freed by its exit is known."""
+    """Measure the process's memory while it exists.
+
+    So the memory freed by its exit is known.
+    """
 
     instance_id: str
     after_s: float = 0.0

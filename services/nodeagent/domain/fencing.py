@@ -11,7 +11,10 @@ from shared.errors import StaleToken
 
 
 def stale(transition: Transition, token: int, instance: Instance | None) -> StaleToken | None:
-    """Why a command with `token` is too old for this node or instance; None if it is not. Records a newer epoch."""
+    """Why a command with `token` is stale for this node or instance.
+
+    None if it is not. Records a newer epoch.
+    """
     epoch = token >> EPOCH_SHIFT
     if epoch < transition.state.newest_epoch:
         return StaleToken(f"epoch {epoch} is stale: this node has seen epoch {transition.state.newest_epoch} of a newer leader")

@@ -1,4 +1,4 @@
-"""The reservation queue: reservations are granted when their bytes are free, and dropped at their deadline."""
+"""The reservation queue: grants when bytes are free, drops at deadlines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from shared.errors import InsufficientMemory
 
 
 def settle(transition: Transition) -> None:
-    """After every event: 1. drop expired reservations, 2. grant those that fit, one at a time."""
+    """Update the queue after every event.
+
+    1. Drop expired reservations. 2. Grant those that fit, one at a time.
+    """
     for r in [r for r in transition.state.queue if r.until <= transition.now]:  # 1
         transition.state = replace(transition.state, queue=tuple(q for q in transition.state.queue if q is not r))
         _give_up(transition, r)
@@ -33,7 +36,10 @@ def settle(transition: Transition) -> None:
 
 
 def _give_up(transition: Transition, r: Reservation) -> None:
-    """Drop an expired reservation: a start fails, a suspended instance stays suspended and reports the error."""
+    """Drop an expired reservation.
+
+    A start fails; a suspended instance stays suspended and reports the error.
+    """
     instance = transition.find(r.instance_id)
     if instance is None:
         return

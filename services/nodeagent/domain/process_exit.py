@@ -1,4 +1,7 @@
-"""The exit of an engine's process: expected, a failure, or a failed resume that is followed by a cold start."""
+"""The exit of an engine's process.
+
+It is expected, a failure, or a failed resume that is followed by a cold start.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def by_precedence(queue: Iterable[Reservation]) -> list[Reservation]:
 
 
 def grant(queue: tuple[Reservation, ...], ledger: Ledger) -> tuple[Reservation | None, tuple[Reservation, ...]]:
-    """The next reservation that fits, or None, and the remaining queue with updated counts."""
+    """The next reservation that fits, or None, and the remaining queue."""
     blocked: set[str] = set()
     for r in by_precedence(queue):
         if blocked.isdisjoint(r.device_ids) and ledger.refusal(r.device_ids, r.nbytes, but=r.instance_id) is None:
@@ -47,7 +47,10 @@ def grant(queue: tuple[Reservation, ...], ledger: Ledger) -> tuple[Reservation |
 
 
 def _count_passed(q: Reservation, by: Reservation) -> Reservation:
-    """`q` while it waits; its count rises if a later reservation got bytes of its devices."""
+    """`q` while it waits, with an updated count.
+
+    The count rises if a later reservation got bytes of its devices.
+    """
     if q.since < by.since and set(q.device_ids) & set(by.device_ids):
         return replace(q, passed=q.passed + 1)
     return q

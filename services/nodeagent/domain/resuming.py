@@ -1,4 +1,7 @@
-"""Resuming instances: memory is reserved first, and they serve only once verified; otherwise one cold start follows."""
+"""Resuming instances, or one cold start if a resume fails.
+
+Memory is reserved first, and an instance serves only once verified.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,7 @@ def on_resume_failed(transition: Transition, event: ResumeFailed) -> None:
 
 
 def restarts(instance: Instance) -> bool:
-    """True if the exit of this process is followed by a cold start, because its resume failed."""
+    """True if a cold start follows this exit, because the resume failed."""
     return instance.state is InstanceState.RESUMING and not instance.stop_asked
 
 

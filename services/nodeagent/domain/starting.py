@@ -159,7 +159,7 @@ def on_report(transition: Transition, report: EngineReport) -> None:
 
 
 def on_loader(transition: Transition, event: LoaderReported) -> None:
-    """Loaded bytes are progress; a loader that is back can release weights that it could not release before."""
+    """Handle a loader status: progress of loads, and retries of releases."""
     for instance in list(transition.state.instances.values()):
         loaded = event.loaded.get(instance.instance_id, 0)
         if instance.state.starting and loaded > instance.loaded_bytes:
@@ -171,7 +171,10 @@ def on_loader(transition: Transition, event: LoaderReported) -> None:
 
 
 def _release_strays(transition: Transition, event: LoaderReported) -> None:
-    """Release weights held for instances that do not exist, after a while: refused starts, or holds made after an exit."""
+    """Release weights held for instances that do not exist, after a while.
+
+    They belong to refused starts, or were attached after an exit.
+    """
     stray_holders = {
         holder: transition.state.stray_holders.get(holder, transition.now)
         for holder in event.loaded

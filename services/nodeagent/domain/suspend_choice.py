@@ -1,4 +1,4 @@
-"""Chooses how to suspend an engine: the method that resumes fastest, among those that free enough memory."""
+"""Chooses how to suspend: the fastest resume that frees enough memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Suspending instances: the process stays, its memory is freed (resuming: resuming.py).
+"""Suspending instances: the process stays, its memory is freed.
+
+See resuming.py for the reverse.
 
     ready ──pause──► draining ──idle, frozen, memory verified──► suspended | asleep ──reserved──► resuming ──verified──► ready
                          └──impossible──► stopped                              resume fails ──► preparing (a cold start, once)
@@ -43,7 +45,7 @@ LEAK_FLOOR = 64 * 1024 * 1024
 
 
 def not_suspendable_reason(state: NodeState, instance: Instance) -> str:
-    """Why the instance would be stopped instead of suspended; empty if it would be suspended."""
+    """Why the instance would be stopped instead of suspended; empty if not."""
     suspend_state, outlook = instance.suspend_state, instance.suspend_state.outlook
     if outlook.way is None:
         return outlook.reason or "it has not been assessed yet"
@@ -136,7 +138,10 @@ def on_suspend(transition: Transition, event: SuspendCommand) -> None:
 
 
 def retry_deferred(transition: Transition, instance_id: str) -> None:
-    """Decide deferred suspensions: the instance has been assessed, has exited, or is restarting."""
+    """Decide deferred suspensions.
+
+    The instance has been assessed, has exited, or is restarting.
+    """
     asks = transition.state.deferred_suspends.get(instance_id, ())
     transition.state = replace(
         transition.state, deferred_suspends={k: a for k, a in transition.state.deferred_suspends.items() if k != instance_id}
@@ -146,7 +151,10 @@ def retry_deferred(transition: Transition, instance_id: str) -> None:
 
 
 def pause(transition: Transition, instance: Instance, until: float) -> None:
-    """Drain the instance: gateways see the state, and the engine is asked to refuse new requests."""
+    """Drain the instance, and ask its engine to refuse new requests.
+
+    Gateways see the state.
+    """
     instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": until})
     transition.park(instance, pausing=True, resume_requested=False)
     transition.emit(PauseEngine(instance.instance_id, only_if_idle=False))
@@ -215,7 +223,10 @@ def freeze(transition: Transition, instance: Instance) -> None:
 
 
 def on_suspended(transition: Transition, event: Suspended) -> None:
-    """Memory was verified: the freed bytes become available to others here, and nowhere else."""
+    """Memory was verified: book the remainder only.
+
+    The freed bytes become available to others here, and nowhere else.
+    """
     instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE or not instance.suspend_state.freezing or instance.stop_asked:
         return
@@ -253,7 +264,7 @@ def on_suspended(transition: Transition, event: Suspended) -> None:
 
 
 def on_suspend_failed(transition: Transition, event: SuspendFailed) -> None:
-    """The engine runs as before: it serves again if a resume was requested, otherwise it is stopped."""
+    """The engine runs as before: serve again if wanted, else stop."""
     instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE or not instance.suspend_state.freezing:
         return
@@ -363,7 +374,10 @@ def on_measured(transition: Transition, event: Measured) -> None:
 
 
 def _book_leak(transition: Transition, instance: Instance, used: int) -> None:
-    """Book bytes that an engine uses far beyond its booking: they are not available to others."""
+    """Book bytes that an engine uses far beyond its booking.
+
+    They are not available to others.
+    """
     booked = transition.state.ledger.bookings.get(instance.instance_id)
     total = booked.bytes_each * len(booked.device_ids) if booked is not None else 0
     if booked is not None and used > LEAK_FACTOR * total and used > total + LEAK_FLOOR:

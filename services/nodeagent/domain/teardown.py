@@ -1,4 +1,7 @@
-"""From an exited process to free memory: weights released, memory verified, and then the booking removed."""
+"""From an exited process to free memory.
+
+Weights are released, memory is verified, and then the booking is removed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from shared.contracts.node import InstanceState
 
 
 def mark_gone(transition: Transition, instance: Instance, error: ErrorBody | None) -> Instance:
-    """Record that the process has exited: failed if it was not asked to stop and `error` is set, else draining."""
+    """Record that the process has exited.
+
+    The instance failed if it was not asked to stop and `error` is set; else it is draining.
+    """
     died = not instance.stop_asked and error is not None
     update = {
         "process": Process.GONE,
@@ -32,7 +38,7 @@ def mark_gone(transition: Transition, instance: Instance, error: ErrorBody | Non
 
 
 def free(transition: Transition, instance: Instance) -> None:
-    """Start to free the instance's resources: verify its memory and release its weights."""
+    """Start to free resources: verify the memory and release the weights."""
     transition.emit(VerifyMemoryFreed(instance.instance_id))
     release(transition, instance)
 

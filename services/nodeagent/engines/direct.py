@@ -1,4 +1,7 @@
-"""Launches each engine as a new interpreter: slower by its imports, with nothing shared."""
+"""Launches each engine as a new interpreter.
+
+Slower by its imports, with nothing shared.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ _CLEAN_WITHIN_S = 30.0
 
 
 class DirectLauncher:
-    """Runs `python -m <module> SPEC.json` in its own session, so that signals to this agent do not reach engines."""
+    """Runs `python -m <module> SPEC.json` in its own session.
+
+    So signals to this agent do not reach engines.
+    """
 
     def __init__(self, module: str, specs: Path, name: str = "direct", spares: Spares | None = None) -> None:
         """`spares`: spare hosts, used where one is available."""
@@ -73,7 +79,10 @@ class DirectLauncher:
         return status
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:
-        """Remove the container of a killed host, through a new host process of the same module."""
+        """Remove the container of a killed host.
+
+        A new host process of the same module does it.
+        """
         if card.spec.container is None:
             return
         reaper = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Explains the exit of an engine from its status, the kernel's OOM counter and its log."""
+"""Explains exits from the status, the OOM counter and the log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def _how(returncode: int | None) -> str:
 
 
 def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:
-    """Remove the oldest engine logs beyond `keep`, except those of the instances in `spared`."""
+    """Remove the oldest engine logs beyond `keep`.
+
+    Logs of the instances in `spared` stay.
+    """
     logs = [p for p in directory.glob("*.engine.log") if p.name.removesuffix(".engine.log") not in spared]
     for path in sorted(logs, key=lambda p: p.stat().st_mtime, reverse=True)[keep:]:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The port through which engine processes are launched, and the environment that every engine gets."""
+"""The port that launches engine processes, and their environment."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ class Launcher(Protocol):
         ...
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:
-        """Exit status of an ended process (-N for signal N); None if it is not known within `within_s` seconds."""
+        """Exit status of an ended process (-N for signal N).
+
+        None if it is not known within `within_s` seconds.
+        """
         ...
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:
-        """Remove resources of a dead process outside this machine's processes, such as containers. Raises `ThawError`."""
+        """Remove a dead process's resources elsewhere, such as containers.
+
+        Raises `ThawError`.
+        """
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Engine processes in the kernel: pid and start time identify one uniquely, and a pidfd signals its exit."""
+"""Engine processes in the kernel.
+
+Pid and start time identify one uniquely, and a pidfd signals its exit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ _SIGNALS = {"term": signal.SIGTERM, "kill": signal.SIGKILL}
 
 
 def process_start(pid: int) -> int | None:
-    """Start time in clock ticks since boot (field 22 of /proc/<pid>/stat); None if it has exited."""
+    """Start time in clock ticks since boot; None if it has exited.
+
+    Field 22 of /proc/<pid>/stat.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -24,7 +30,9 @@ def process_start(pid: int) -> int | None:
 
 
 def find_log_writer(log_path: Path) -> int | None:
-    """The process whose standard error is `log_path`: an engine whose pid was not recorded. None if there is none.
+    """The process whose standard error is `log_path`; None if there is none.
+
+    It is an engine whose pid was not recorded.
 
     A hosted engine writes to the same log; the host is the one that started first.
     """

@@ -1,4 +1,6 @@
-"""Spare hosts: each has an engine's interpreter with its imports done, which saves half of a start.
+"""Spare hosts: interpreters with their imports done.
+
+They save half of a start.
 
 There is one for each configured engine. It is used once, and replaced after a period without starts, because imports compete for the cores of a
 starting engine. A spare holds memory (some 500 MB for vLLM) that is not charged to a device. It exits with this agent.
@@ -117,7 +119,10 @@ def _closed(host: subprocess.Popen[bytes]) -> None:
 
 
 def serves(card: ModelCard) -> bool:
-    """True if a spare can host the model: its imports and environment were fixed before the model was known."""
+    """True if a spare can host the model.
+
+    Its imports and environment were fixed before the model was known.
+    """
     spec = card.spec
     own = spec.container is None and not spec.command and not spec.env and spec.network != "host"
     return own and not card.info.source.startswith("hf://")

@@ -1,4 +1,6 @@
-"""Launches builtin engines by fork from a zygote, a process that has imported the libraries once.
+"""Launches builtin engines by fork from a zygote.
+
+The zygote has imported the libraries once.
 
 The zygote is detached and outlives this agent; the next agent finds it by its socket. If it dies a new one is started; its engines keep running,
 and their exits are seen through their pidfds, without an exit status.

@@ -1,1 +1,1 @@
-"""Suspending engines: control groups that freeze them, and the methods that free and restore their memory."""
+"""Suspending engines: control groups, and methods to free memory."""

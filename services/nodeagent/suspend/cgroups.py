@@ -1,4 +1,6 @@
-"""Control groups, one per engine, to find, freeze, measure and end all its processes. Supports the freezers of cgroup v2 and v1.
+"""Control groups, one per engine, to freeze and end all its processes.
+
+They also find and measure them. Supports the freezers of cgroup v2 and v1.
 
 v2: `cgroup.freeze` and `cgroup.events`; SIGKILL reaches frozen processes. v1: `freezer.state`; a signal waits until the group is thawed.
 """
@@ -40,7 +42,10 @@ class FreezerV2:
     version = 2
 
     def prepare(self, directory: Path) -> None:
-        """Raise `OSError` if the kernel cannot freeze groups (before 5.2) or the group is not writable."""
+        """Raise `OSError` if groups cannot be frozen.
+
+        The kernel is older than 5.2, or the group is not writable.
+        """
         (directory / "cgroup.freeze").read_text()
 
     def set_frozen(self, directory: Path, frozen: bool) -> None:
@@ -64,7 +69,9 @@ class FreezerV1:
 
 
 class Cgroups:
-    """The control groups of a node's engines (`scope`: NodeSettings.scope), below the group of this process.
+    """The control groups of a node's engines, below this process's group.
+
+    `scope` is NodeSettings.scope.
 
     If `root` is None there are no groups, and `reason` explains why. Calls block for milliseconds at most, except `freeze`, which takes seconds if a
     process is in the kernel.
@@ -86,7 +93,10 @@ class Cgroups:
         return self._freezer.version if self._freezer is not None else None
 
     def create(self, instance_id: str) -> Path | None:
-        """Create the instance's group and return its cgroup.procs file; None without groups."""
+        """Create the instance's group; return its cgroup.procs file, or None.
+
+        None: there are no groups.
+        """
         if self._root is None:
             return None
         directory = self._directory(instance_id)
@@ -112,7 +122,9 @@ class Cgroups:
             log.warning("failed to move a process into its control group", extra={"pid": pid, "error": str(e)})
 
     def gather(self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Move `host`'s descendants and `others` into the group, and `host` itself if it is the engine.
+        """Move `host`'s descendants and `others` into the group.
+
+        `host` itself too if it is the engine.
 
         Returns:
             All pids of the engine.
@@ -133,7 +145,10 @@ class Cgroups:
             return ()
 
     def outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `pids` that run outside the group, because a delegated v2 group cannot take them from another group."""
+        """Those of `pids` that run outside the group.
+
+        A delegated v2 group cannot take them from another group.
+        """
         inside = set(self.pids(instance_id))
         return tuple(p for p in pids if p not in inside and Path(f"/proc/{p}").exists())
 
@@ -167,7 +182,10 @@ class Cgroups:
             return False
 
     def kill(self, instance_id: str, spared: int | None = None) -> None:
-        """Send SIGKILL to every process of the group, frozen or not, and to processes forked meanwhile."""
+        """Send SIGKILL to every process of the group, frozen or not.
+
+        Processes forked meanwhile are included.
+        """
         for _ in range(10):
             left = [p for p in self.pids(instance_id) if p != spared]
             for pid in left:
@@ -217,7 +235,10 @@ class Cgroups:
 
 
 def open_cgroups(scope: str, version: int | None = None) -> Cgroups:
-    """Open the first hierarchy in which this process may create freezable groups: v2, then v1 (or only `version`)."""
+    """Open the first hierarchy in which groups can be created and frozen.
+
+    v2 is tried before v1, or only `version`.
+    """
     reasons = []
     for freezer, root in hierarchies():
         if version not in (None, freezer.version):
@@ -263,7 +284,10 @@ def hierarchies() -> Iterator[tuple[Freezer, Path]]:
 
 
 def _below(mount: Path, root: str, path: str) -> Path:
-    """This process's own group; the mount's root if that is not visible, as in a container."""
+    """This process's own group.
+
+    The mount's root if that is not visible, as in a container.
+    """
     relative = path.removeprefix(root.rstrip("/")).lstrip("/")
     own = mount / relative
     return own if own.is_dir() else mount

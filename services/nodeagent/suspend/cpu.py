@@ -1,4 +1,6 @@
-"""Suspends engines on cpu: freeze the processes and page their memory out to swap; thaw, and page it in on access.
+"""Suspends engines on cpu: freeze them, and page them out to swap.
+
+A resume thaws them; pages return on access.
 
 A page that another process maps too (a zygote's imports, shared weights) stays in memory. Success is judged by PSS, read while the engine is frozen.
 """

@@ -1,4 +1,6 @@
-"""CUDA checkpoint: the driver copies device memory to host memory and frees the device; then the processes are frozen.
+"""CUDA checkpoint: the driver copies device memory to host memory.
+
+The device is freed, and the processes are frozen.
 
 Order, for every process with a context: lock all, checkpoint all, then freeze; thaw, restore all, unlock all. Freezing before all are locked
 hangs, and CUDA may misbehave while frozen, according to CRIU's maintainers. Requires driver 570 or later and the package cuda-bindings.
@@ -286,7 +288,10 @@ class CudaCheckpoint:
 
 
 def _several_devices(target: Target) -> str:
-    """Why an engine with several devices cannot be checkpointed: NCCL's peer-to-peer and shared memory links."""
+    """Why an engine with several devices cannot be checkpointed.
+
+    NCCL uses peer-to-peer and shared memory links.
+    """
     if len(target.device_ids) < 2 or all(target.environment.get(k) == v for k, v in _SINGLE_PROCESS_NCCL.items()):
         return ""
     needed = ", ".join(f"{k}={v}" for k, v in _SINGLE_PROCESS_NCCL.items())

@@ -1,4 +1,7 @@
-"""Measured cost of a suspend method on this node, to estimate it for engines that it has not been used on."""
+"""Measured cost of a suspend method on this node.
+
+It estimates the cost for other engines.
+"""
 
 from __future__ import annotations
 

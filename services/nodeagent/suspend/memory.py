@@ -1,4 +1,4 @@
-"""Process memory as the kernel counts it, and `process_madvise` on other processes."""
+"""Process memory as the kernel counts it, and `process_madvise`."""
 
 from __future__ import annotations
 
@@ -155,7 +155,10 @@ def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _advise(descriptor: int, pieces: list[tuple[int, int]], advice: int) -> int:
-    """Advise all pieces in one call; where the kernel stops early, continue after the piece that it stopped at."""
+    """Advise all pieces in one call.
+
+    Where the kernel stops early, it continues after that piece.
+    """
     total = 0
     while pieces:
         vector = (_Iovec * len(pieces))(*(_Iovec(start, length) for start, length in pieces))

@@ -1,4 +1,4 @@
-"""Device memory that an engine's processes use together; bookings are verified against it."""
+"""Device memory of an engine's processes; bookings are verified by it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class MemoryUsage:
         return sum(self.by_process(target.device_ids, target.pids).values())
 
     def held(self, target: Target) -> int:
-        """As `used`; on cpu plus swap, which is the memory in use if the engine touched everything. Blocking."""
+        """As `used`; on cpu plus swap. Blocking.
+
+        This is the memory in use if the engine touched everything.
+        """
         if target.on_cuda:
             return self.used(target)
         now = footprint(target.pids)

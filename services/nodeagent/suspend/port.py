@@ -38,7 +38,10 @@ class Target:
 
 @dataclass(frozen=True)
 class SuspendResult:
-    """Measured result of a suspension: device memory before and after, and host memory and swap of the snapshot."""
+    """Measured result of a suspension.
+
+    Device memory before and after, and host memory and swap of the snapshot.
+    """
 
     used_bytes: int
     left_bytes: int

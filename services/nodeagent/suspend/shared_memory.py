@@ -1,7 +1,7 @@
-"""Shared-memory shared_memory of killed Python engines (vLLM included), which cannot unlink them.
+"""Shared memory of killed Python engines, which cannot unlink it.
 
 The host's reaper (services/enginehost/runtimes/reaper.py) does the same. When the nodeagent kills host and engine together, the reaper starts too
-late to see which shared_memory the engine had mapped.
+late to see which segments the engine had mapped.
 """
 
 from __future__ import annotations

@@ -76,7 +76,10 @@ class EngineSleep:
         return SuspendResult(used, left, max(0, now.pss - host.pss) if target.on_cuda else 0)
 
     async def _settled(self, target: Target, used: int) -> int:
-        """Memory in use once it no longer falls: drivers free memory shortly after they report it."""
+        """Memory in use once it no longer falls.
+
+        Drivers free memory shortly after they report it.
+        """
         deadline = asyncio.get_running_loop().time() + _FREED_WITHIN_S
         last = used
         while True:

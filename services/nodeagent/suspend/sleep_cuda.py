@@ -78,7 +78,7 @@ class SleepThenCheckpoint:
         return self._cuda.cannot_spill()
 
     async def spill(self, target: Target) -> int:
-        """Move the snapshot, with the weights that the engine moved to host memory, to swap."""
+        """Move the snapshot, with weights in host memory, to swap."""
         return await self._cuda.spill(target)
 
     def forget(self, instance_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Suspends and resumes instances: pauses their engines, runs the chosen method, and verifies the result."""
+"""Suspends and resumes instances, and verifies the result."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ class Suspender:
             return Outlook(reason=e.message), 0
 
     def _outlooks(self, instance: Instance, target: Target) -> list[Outlook]:
-        """The outlooks of all methods, without those that failed recently with this model if another one is possible."""
+        """The outlooks of all methods.
+
+        Those that failed recently with this model are left out if another one is possible.
+        """
         found = [way.outlook(target) for way in self._ways.values()]
         since = time.monotonic() - _TRIED_AGAIN_S
         model = instance.command.card.name
@@ -189,7 +192,10 @@ class Suspender:
         return used
 
     async def _wake(self, instance: Instance) -> EngineProbed:
-        """Wake the engine, retrying while it is unreachable: it may have lost NATS and be reconnecting."""
+        """Wake the engine, retrying while it is unreachable.
+
+        It may have lost NATS and be reconnecting.
+        """
         subject = subjects.engine_control(instance.instance_id)
         # Reading weights again takes time proportional to their size.
         within_s = max(self._wake_within_s, _PATIENCE * instance.suspend_state.outlook.resume_s)
@@ -211,7 +217,10 @@ class Suspender:
             return answer
 
     def _prove(self, instance: Instance, target: Target) -> int:
-        """Verify that the engine's memory is present again: on its device, or on cpu in memory or swap. Blocking."""
+        """Verify that the engine's memory is present again. Blocking.
+
+        It is on its device, or on cpu in memory or swap.
+        """
         suspend_state = instance.suspend_state
         try:
             there = self._memory_usage.held(target)
@@ -225,7 +234,7 @@ class Suspender:
         return there
 
     def group_for(self, instance: Instance) -> str | None:
-        """The cgroup.procs file that a hosted engine's processes join, if there are groups.
+        """The cgroup.procs file that a hosted engine joins, if there are groups.
 
         Blocking.
         """
@@ -247,7 +256,7 @@ class Suspender:
         self.cgroups.kill(instance.instance_id)
 
     async def ended(self, instance_id: str) -> None:
-        """Clean up after the instance's process has exited: remaining processes and the group."""
+        """Clean up after an exit: remaining processes and the control group."""
         self._frozen.pop(instance_id, None)
         for way in self._ways.values():
             way.forget(instance_id)

@@ -1,4 +1,4 @@
-"""LoraCache in an engine process over real NATS: loaded while it serves, shared, refused, and let go of."""
+"""LoRA adapters in an engine process over real NATS: loaded while it serves, shared, refused, and unloaded."""
 
 from __future__ import annotations
 

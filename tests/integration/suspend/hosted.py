@@ -1,4 +1,4 @@
-"""Real engines under a real nodeagent: started, asked, is_assessed at."""
+"""Real engines under a real nodeagent: started, asked, assessed."""
 
 from __future__ import annotations
 

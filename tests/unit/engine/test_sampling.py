@@ -51,7 +51,7 @@ def test_draws_follow_the_distribution() -> None:
     "params", [SamplingParams(), SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.2)]
 )
 def test_rounding_does_not_change_what_is_drawn(params: SamplingParams) -> None:
-    """Where a flat distribution is computed again, in another batch or at another engine, and thousands of ranks and spans have moved."""
+    """Where a flat distribution is computed again, in another batch or at another engine, and thousands of ranks and shares have moved."""
     source = torch.Generator().manual_seed(1)
     logits = torch.randn(20_000, generator=source) * 1e-3
     logits[:300] += 8.0

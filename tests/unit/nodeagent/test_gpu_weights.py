@@ -54,11 +54,11 @@ def world() -> World:
 def meter(world: World, gpu: Gpu) -> Meter:
     """All of its instances hold the model's weights."""
     found = Meter({"cuda:0": gpu}, lambda: world.state, lambda: None, lambda *_: None)
-    has_reported(found, {"cuda:0": 40})
+    report_loader(found, {"cuda:0": 40})
     return found
 
 
-def has_reported(meter: Meter, on_devices: dict[str, int]) -> None:
+def report_loader(meter: Meter, on_devices: dict[str, int]) -> None:
     held = ("a", "b", "c")
     segment = SegmentStatus(
         weights_id="w", model="m", segment="s", total_bytes=40, loaded_bytes=30, holders=held, on_devices=on_devices
@@ -68,7 +68,7 @@ def has_reported(meter: Meter, on_devices: dict[str, int]) -> None:
 
 def test_weights_are_charged_where_the_instance_computes(meter: Meter) -> None:
     assert [meter.weights(i) for i in ("a", "b", "c")] == [40, 40, 30]
-    has_reported(meter, {})  # the engine has copied them into its own memory, which is measured as that
+    report_loader(meter, {})  # the engine has copied them into its own memory, which is measured as that
     assert [meter.weights(i) for i in ("a", "c")] == [0, 30]
 
 

@@ -246,7 +246,7 @@ def test_the_binding_calls_the_driver_as_documented() -> None:
 
 
 def test_the_package_has_what_is_called_of_it() -> None:
-    """cuda-bindings itself, which needs no driver to be is_assessed at: 12.8.0, 13.0.3 and 13.5.0 have been."""
+    """cuda-bindings itself, which can be read without a driver: 12.8.0, 13.0.3 and 13.5.0 have been."""
     api = pytest.importorskip("cuda.bindings.driver")
     args = api.CUcheckpointLockArgs()
     args.timeoutMs = 500

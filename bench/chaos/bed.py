@@ -82,7 +82,7 @@ class Bed(Thaw):
         self.keepers: dict[str, Suspender] = {}
 
     def begin(self, *, hosted: bool = True) -> None:
-        self.environment["THAW_DRAM_BYTES"] = "0"  # memory that no instance holds is a fault in the set_ledger
+        self.environment["THAW_DRAM_BYTES"] = "0"  # memory that no instance holds is a booking fault
         self.hosted, model = self._hosted_model() if hosted else ("none", None)
         specs = {n: self._demo(n, size, i) for i, (n, size) in enumerate(_BUILTIN.items())}
         adapter = write_adapter(self.home / "adapters" / "style", Path(specs["one"].source))
@@ -300,7 +300,7 @@ class Bed(Thaw):
         return faults
 
     def settle(self, within_s: float) -> list[str]:
-        """The faults in the set_ledger that are there still after `within_s` without load."""
+        """Booking faults that remain after `within_s` without load."""
         deadline = time.monotonic() + within_s
         while (faults := self.faults_in_the_books()) and time.monotonic() < deadline:
             time.sleep(0.25)

@@ -111,7 +111,10 @@ class BenchMesh:
 
 
 def drop_file_cache() -> bool:
-    """Write dirty pages back and empty the page cache. False where that is not allowed."""
+    """Write dirty pages back and empty the page cache.
+
+    False where that is not allowed.
+    """
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("1")

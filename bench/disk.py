@@ -128,7 +128,10 @@ class Loading:
         self._figures = self._until("ready")
 
     def go(self) -> dict[str, float]:
-        """The figures of its load. It keeps its memory until `end`: what is measured next does not meet the freeing of it."""
+        """The figures of its load.
+
+        It keeps its memory until `end`: what is measured next does not meet the freeing of it.
+        """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")

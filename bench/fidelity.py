@@ -124,7 +124,10 @@ def recorded(url: str, admin_key: str, export: Path) -> tuple[list[RequestTrace]
 
 
 def run(options: argparse.Namespace, directory: Path) -> None:
-    """Record a mesh that serves the workload. `directory` gets `run.jsonl`, as exported, and `loads.jsonl`."""
+    """Record a mesh that serves the workload.
+
+    `directory` gets `run.jsonl`, as exported, and `loads.jsonl`.
+    """
     requests = workload(options.rps, options.seconds, options.cv, options.seed)
     with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
         home = Path(temporary) / "home"

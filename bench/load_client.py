@@ -59,7 +59,11 @@ class Events:
 
 @dataclass
 class Tally:
-    """What the streams saw. `received` are all texts, `tokens` those before the deadline; `cpu_s` is this process's own time."""
+    """What the streams saw.
+
+    `received` are all texts, `tokens` those before the deadline; `cpu_s` is this process's own
+    time.
+    """
 
     ttft_ms: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
@@ -92,7 +96,10 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     async def ask(self, request: bytes, deadline: float = math.inf, *, counted: bool = True) -> int:
-        """The number of texts received. Those after the deadline (`time.perf_counter`) are waited for and not tallied."""
+        """The number of texts received.
+
+        Those after the deadline (`time.perf_counter`) are waited for and not tallied.
+        """
         self._parser = httptools.HttpResponseParser(self)
         self._events = Events()
         self._texts = 0

@@ -107,7 +107,10 @@ def other(node: str) -> str:
 
 
 def order(mesh: Roomy, stream: Stream, node: str) -> dict[str, Any] | None:
-    """Move the stream there in rounds; the record of its migration. None, and why is printed, if it was not done."""
+    """Move the stream there in rounds; the record of its migration.
+
+    None, and why is printed, if it was not done.
+    """
     (record,) = mesh.order(request_id=stream.request_id, node=node)["migrations"]
     if record["state"] != "done":
         print(f"a migration is {record['state']}: {record['error']} {record['requests']} {record['rounds']}", flush=True)
@@ -117,7 +120,10 @@ def order(mesh: Roomy, stream: Stream, node: str) -> dict[str, Any] | None:
 
 
 def in_one_go(mesh: Roomy, stream: Stream, source: str, instance: str) -> float:
-    """The gateway is asked at once, with nothing prepared. Seconds until the first token arrived from there."""
+    """The gateway is asked at once, with nothing prepared.
+
+    Seconds until the first token arrived from there.
+    """
 
     async def move() -> float:
         nats = Mesh(CommonSettings(nats_url=SecretStr(mesh.endpoints["nats_url"])), "bench")

@@ -100,7 +100,10 @@ class Instance:
 
 
 class MeshDoor:
-    """Plays the engines and their nodeagent. There is no scheduler: both models are ready all the time."""
+    """Plays the engines and their nodeagent.
+
+    There is no scheduler: both models are ready all the time.
+    """
 
     def __init__(self, nats_url: str, intervals: dict[str, float]) -> None:
         self._mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_url)), "prepared-engine")

@@ -42,7 +42,10 @@ def spread(values: Sequence[float]) -> str:
 
 
 def write(path: Path | None, figures: dict[str, float], *, add: bool = False) -> None:
-    """Write `{"figures", "machine", "commands"}` to the file of `--json`. `add`: to what the file has of other runs."""
+    """Write `{"figures", "machine", "commands"}` to the file of `--json`.
+
+    `add`: to what the file has of other runs.
+    """
     if path is None:
         return
     before = json.loads(path.read_text()) if add and path.exists() else {"figures": {}, "commands": []}

@@ -161,7 +161,10 @@ class Cluster:
 
 
 def run(state: ClusterState, events: Iterator[Event], seconds: float, expected: Callable[[object], bool] | None) -> list[float]:
-    """Seconds of each decision, for `seconds` seconds. `expected`: an effect that every decision must have."""
+    """Seconds of each decision, for `seconds` seconds.
+
+    `expected`: an effect that every decision must have.
+    """
     took: list[float] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(took) < 20:

@@ -16,7 +16,10 @@ _TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 @contextmanager
 def slow_source(directory: Path, bytes_per_second: int) -> Iterator[str]:
-    """The URL of `directory`, served by nginx. Raises RuntimeError where there is none."""
+    """The URL of `directory`, served by nginx.
+
+    Raises RuntimeError where there is none.
+    """
     nginx = shutil.which("nginx")
     if nginx is None:
         raise RuntimeError("this needs nginx: apt install nginx-light")

@@ -62,7 +62,9 @@ _SAMPLES, _REQUESTS = "samples.jsonl", "requests.jsonl"
 
 
 def start_mesh(suspend: str, **environment: str) -> Thaw:
-    """Two nodes: one holds the pinned model and one other, the second one more. The caller closes it.
+    """Two nodes: one holds the pinned model and one other, the second one more.
+
+    The caller closes it.
 
     Args:
         suspend: THAW_SUSPEND; `off`: every swap stops one engine and starts another.
@@ -236,7 +238,10 @@ def limits_here() -> dict[str, float]:
 
 
 def limit_of(name: str, metric: str, limits: dict[str, float]) -> float:
-    """What a metric must stay below. Rows and messages have no limit of their own: their bytes have."""
+    """What a metric must stay below.
+
+    Rows and messages have no limit of their own: their bytes have.
+    """
     if metric in ("fds", "threads", "processes", "zombies"):
         return limits["fds" if metric == "fds" else "pids"]
     if name == "/dev/shm" and metric == "bytes":

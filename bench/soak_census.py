@@ -33,7 +33,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Counter:
-    """Counts what one mesh has. `steady`: models whose engines live as long as the mesh and are reported by themselves."""
+    """Counts what one mesh has.
+
+    `steady`: models whose engines live as long as the mesh and are reported by themselves.
+    """
 
     def __init__(self, mesh: Thaw, steady: tuple[str, ...]) -> None:
         self._mesh, self._steady = mesh, steady
@@ -132,7 +135,10 @@ class Counter:
         }
 
     def groups(self) -> list[Path]:
-        """Control groups of the mesh's engines. Their names hold a digest of the home and the node, as those of segments do."""
+        """Control groups of the mesh's engines.
+
+        Their names hold a digest of the home and the node, as those of segments do.
+        """
         names = [p.name for p in self._home.nodes.iterdir()]
         prefixes = tuple(f"thaw-{NodeSettings(node=n, home=self._mesh.home).scope}" for n in names)
         return [Path(d) / n for d, below, _ in os.walk(_CGROUPS) for n in below if n.startswith(prefixes)]
@@ -183,7 +189,9 @@ class Counter:
 
 
 def measure(pid: int) -> dict[str, float]:
-    """What a process has. PSS counts shared pages by the share of each; private bytes are what its end would give back.
+    """What a process has.
+
+    PSS counts shared pages by the share of each; private bytes are what its end would give back.
 
     Raises:
         OSError: there is no such process, or none of its memory is left.

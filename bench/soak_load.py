@@ -34,7 +34,10 @@ _TIMEOUT_S = 120.0
 
 @dataclass
 class Asked:
-    """One request and what became of it. `at_s`: since the load began. `lost` says what was wrong with the answer, if anything."""
+    """One request and what became of it.
+
+    `at_s`: since the load began. `lost` says what was wrong with the answer, if anything.
+    """
 
     at_s: float
     kind: str

@@ -27,7 +27,10 @@ _READY_WITHIN_S = 120.0
 
 @dataclass
 class Target:
-    """Something that answers chat completions. `processes`: what works for it, by name."""
+    """Something that answers chat completions.
+
+    `processes`: what works for it, by name.
+    """
 
     name: str
     port: int
@@ -82,7 +85,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def running(pace_ms: float, litellm: Path | None) -> Iterator[list[Target]]:
-    """All servers, each answering. `litellm`: the interpreter of its environment, or none to leave it out."""
+    """All servers, each answering.
+
+    `litellm`: the interpreter of its environment, or none to leave it out.
+    """
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
         home = Path(directory)
         processes = Processes(home, stack)

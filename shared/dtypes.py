@@ -59,7 +59,10 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape that torch gives a tensor of `shape`: two elements of F4 count as one. None where it has no such tensor."""
+    """The shape that torch gives a tensor of `shape`: two elements of F4 count as one.
+
+    None where it has no such tensor.
+    """
     if dtype != "F4":
         return shape
     return (*shape[:-1], shape[-1] // 2) if shape and shape[-1] % 2 == 0 else None

@@ -27,7 +27,10 @@ def mark_of(scope: str, instance_id: str) -> str:
 
 
 def marked(mark: str) -> set[int]:
-    """Processes that carry an instance's mark, zombies left out. Reads every process's environment: some milliseconds."""
+    """Processes that carry an instance's mark, zombies left out.
+
+    Reads every process's environment: some milliseconds.
+    """
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     found = set()
     for pid in all_pids():

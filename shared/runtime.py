@@ -26,7 +26,10 @@ App = Callable[[S, asyncio.Event], Awaitable[int]]
 def run_service(
     name: str, settings_type: type[S], app: App[S], *, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
 ) -> int:
-    """Run `app(settings, stop)` until it returns its exit status. `stop` is set by SIGTERM and SIGINT; a second one ends the process."""
+    """Run `app(settings, stop)` until it returns its exit status.
+
+    `stop` is set by SIGTERM and SIGINT; a second one ends the process.
+    """
     try:
         settings = settings_type()
     except ValidationError as e:

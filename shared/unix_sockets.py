@@ -12,7 +12,10 @@ _LONGEST = 100
 
 @contextmanager
 def short_address(path: Path) -> Iterator[str]:
-    """An address to bind or connect to for `path`. The kernel takes about 100 bytes: a longer path goes by way of its open directory."""
+    """An address to bind or connect to for `path`.
+
+    The kernel takes about 100 bytes: a longer path goes by way of its open directory.
+    """
     if len(os.fsencode(path)) <= _LONGEST:
         yield str(path)
         return

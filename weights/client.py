@@ -65,7 +65,11 @@ def attach(
 
 
 class Weights:
-    """Weights that this process holds. `buffer` is the whole segment as a private, writable mapping: no other process sees writes to it."""
+    """Weights that this process holds.
+
+    `buffer` is the whole segment as a private, writable mapping: no other process sees writes to
+    it.
+    """
 
     def __init__(self, connection: _Connection, attached: SocketAttached) -> None:
         self._connection = connection
@@ -86,7 +90,10 @@ class Weights:
         return self.loaded_bytes >= self.total_bytes
 
     def wait_until(self, watermark: int) -> None:
-        """Return when every byte of the segment below `watermark` is loaded. Raises the load's error."""
+        """Return when every byte of the segment below `watermark` is loaded.
+
+        Raises the load's error.
+        """
         while self.loaded_bytes < min(watermark, self.total_bytes):
             message = self._connection.receive()
             if isinstance(message, SocketWatermark | SocketComplete):
@@ -104,7 +111,10 @@ class Weights:
             yield tensor, view[tensor.offset : tensor.offset + tensor.nbytes]
 
     def close(self) -> None:
-        """Release the hold. Memory of live views stays mapped until they are gone: the loader does not reuse it before."""
+        """Release the hold.
+
+        Memory of live views stays mapped until they are gone: the loader does not reuse it before.
+        """
         try:
             self.buffer.close()
         except BufferError:  # unmapped with the last view

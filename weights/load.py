@@ -194,7 +194,10 @@ def load_private(
 
 
 def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory:
-    """Memory for one load of `path`, populated beforehand, as a loader's pool has it. Raises what `load_private` raises."""
+    """Memory for one load of `path`, populated beforehand, as a loader's pool has it.
+
+    Raises what `load_private` raises.
+    """
     with opened(path, rank, ranks) as (checkpoint, _):
         total = lay_out(checkpoint, "").total_bytes
     pool = _own_pool(None, total)

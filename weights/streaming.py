@@ -81,7 +81,10 @@ class TensorStream:
             self.close()
 
     def close(self) -> None:
-        """Call off what has not been read; returns when no thread reads any more. Tensors that were taken stay as they are."""
+        """Call off what has not been read; returns when no thread reads any more.
+
+        Tensors that were taken stay as they are.
+        """
         self._left.set()
         with self._changed:
             begun = self._begun
@@ -144,7 +147,10 @@ class TensorStream:
         return bind(entry.name, entry.dtype, entry.shape, data, start)
 
     def _use_again(self, needed: Counter[int], free: set[int], begun: _Begun) -> None:
-        """The memory of chunks whose tensors are all gone, once no thread reads into them. `free`: those that wait for that."""
+        """The memory of chunks whose tensors are all gone, once no thread reads into them.
+
+        `free`: those that wait for that.
+        """
         while self._gone:
             chunks = self._gone.popleft()
             needed.subtract(chunks)
@@ -188,8 +194,11 @@ def _by_chunk(layout: Layout) -> Counter[int]:
 
 
 def _unbind() -> None:
-    """Run on every core that some thread of this process may run on. An OpenMP runtime binds the thread that calls it to one of them, and the
-    threads that this one starts inherit that: all would read on the core that is to copy meanwhile."""
+    """Run on every core that some thread of this process may run on.
+
+    An OpenMP runtime binds the thread that calls it to one of them, and the threads that this one
+    starts inherit that: all would read on the core that is to copy meanwhile.
+    """
     allowed: set[int] = set()
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has just ended

@@ -84,7 +84,9 @@ def source_of(model: str, revision: str | None) -> str:
 
 @contextmanager
 def weights(source: str, socket: str | None) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Each tensor of a model, as soon as it is whole; they are read from now on. Raises `ThawError`.
+    """Each tensor of a model, as soon as it is whole; they are read from now on.
+
+    Raises `ThawError`.
 
     A tensor is a view of memory that other processes may have as well: it is valid until the next one is asked for.
     """

@@ -38,7 +38,10 @@ Say = Callable[[str], None]
 
 @dataclass
 class Struck:
-    """A fault that has been done. Seconds of the monotonic clock. `recovered`: None if it did not within its bound."""
+    """A fault that has been done.
+
+    Seconds of the monotonic clock. `recovered`: None if it did not within its bound.
+    """
 
     fault: Fault
     at: float
@@ -231,7 +234,11 @@ class Campaign:
         )
 
     def _find(self, strike: Strike) -> psutil.Process | None:
-        """A living process of the kind. One that is just being started again is waited for; an engine is asked for, and is_assessed for later."""
+        """A living process of the kind.
+
+        One that is just being started again is waited for; an engine is asked for, and is_assessed
+        for later.
+        """
         deadline = time.monotonic() + _REPLACED_S
         while True:
             if found := self._bed.victims(strike.victim):
@@ -293,7 +300,10 @@ class Campaign:
             time.sleep(0.02)
 
     def _is_replaced(self, strike: Strike, process: psutil.Process) -> bool:
-        """Whether a killed service runs again. Engines and zygotes start on demand; stopped processes continue by themselves."""
+        """Whether a killed service runs again.
+
+        Engines and zygotes start on demand; stopped processes continue by themselves.
+        """
         if strike.action == "stop" or strike.victim in ("engine", "engine host", "hosted engine", "zygote"):
             return True
         wanted = 2 if strike.victim in ("gateway", "scheduler", "nodeagent", "loader") else 1

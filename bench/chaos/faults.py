@@ -30,7 +30,10 @@ STOP_SHARE, PAIR_SHARE = 0.12, 0.1
 
 @dataclass(frozen=True)
 class Strike:
-    """One process is killed (SIGKILL) or stopped (SIGSTOP). `pick`, in [0, 1): which of the processes of its kind."""
+    """One process is killed (SIGKILL) or stopped (SIGSTOP).
+
+    `pick`, in [0, 1): which of the processes of its kind.
+    """
 
     victim: str
     action: Action
@@ -57,7 +60,10 @@ class Fault:
 
 
 def plan(kills: int, seed: int, victims: dict[str, int] = VICTIMS) -> tuple[Fault, ...]:
-    """Faults that strike `kills` processes in all. Every kind of process is struck in proportion to its count in `victims`."""
+    """Faults that strike `kills` processes in all.
+
+    Every kind of process is struck in proportion to its count in `victims`.
+    """
     random_ = random.Random(seed)
     deck: list[str] = []
     faults: list[Fault] = []

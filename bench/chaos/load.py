@@ -24,7 +24,10 @@ _KEYED, _STREAMED, _SAMPLED, _TWINS = 0.35, 0.6, 0.3, 0.4
 
 @dataclass(frozen=True)
 class Served:
-    """A model that clients ask for. `tokens`: how many to ask for, one of these. `resumes`: its streams survive their engine."""
+    """A model that clients ask for.
+
+    `tokens`: how many to ask for, one of these. `resumes`: its streams survive their engine.
+    """
 
     name: str
     weight: float
@@ -58,7 +61,11 @@ def jobs(served: tuple[Served, ...], seed: int, client: int) -> Iterator[Job]:
 
 
 class Asker:
-    """One `openai` client. `gateway_of`: the gateway that serves a connection, by the client's port; `on_status` sees every response's status."""
+    """One `openai` client.
+
+    `gateway_of`: the gateway that serves a connection, by the client's port; `on_status` sees every
+    response's status.
+    """
 
     def __init__(self, url: str, gateway_of: Callable[[int], str | None]) -> None:
         self._gateway_of = gateway_of
@@ -137,7 +144,10 @@ def _describe(error: Exception) -> str:
 
 
 class Client(threading.Thread):
-    """Sends its jobs until `stopped`. `struck`: whether a gateway (by name; None: any) has been struck since a time."""
+    """Sends its jobs until `stopped`.
+
+    `struck`: whether a gateway (by name; None: any) has been struck since a time.
+    """
 
     def __init__(
         self,

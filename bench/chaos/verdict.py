@@ -22,7 +22,11 @@ LOGIT_DEVIATION = 3.0
 
 @dataclass(frozen=True)
 class Job:
-    """A request to send. `key`: its Idempotency-Key. `exact`: its answer is determined by its body, so that it can be compared."""
+    """A request to send.
+
+    `key`: its Idempotency-Key. `exact`: its answer is determined by its body, so that it can be
+    compared.
+    """
 
     number: int
     model: str
@@ -48,7 +52,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one request. `error` None: an answer. `tokens` 0: not reported by the engine. `gateway`: the one that had the connection."""
+    """The result of one request.
+
+    `error` None: an answer. `tokens` 0: not reported by the engine. `gateway`: the one that had the
+    connection.
+    """
 
     text: str = ""
     finish: str | None = None
@@ -61,7 +69,9 @@ class Answer:
 
 @dataclass
 class Exchange:
-    """A request from its first sending to its last answer. Times in seconds of the monotonic clock.
+    """A request from its first sending to its last answer.
+
+    Times in seconds of the monotonic clock.
 
     `cuts`: how often its connection broke with its own gateway, beyond the client's own retries.
     `repeats`: answers to the same key, asked for afterwards or beside it.
@@ -81,7 +91,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Reference:
-    """The undisturbed answer. `ends`: where each token's text ends, `gaps`: the log-probability between the two best tokens there."""
+    """The undisturbed answer.
+
+    `ends`: where each token's text ends, `gaps`: the log-probability between the two best tokens
+    there.
+    """
 
     answer: Answer
     ends: tuple[int, ...] = ()

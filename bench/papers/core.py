@@ -48,8 +48,11 @@ STUDENT = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`scale` of 1: as long as the paper's experiment, or as ours says; less: shorter. `sensitivity`: also with what is not stated at ±50 %.
-    `only`: of an experiment with several settings, those whose names have this in them."""
+    """`scale` of 1: as long as the paper's experiment, or as ours says; less: shorter.
+
+    `sensitivity`: also with what is not stated at ±50 %. `only`: of an experiment with several
+    settings, those whose names have this in them.
+    """
 
     seeds: int = 10
     scale: float = 1.0
@@ -103,8 +106,11 @@ Measure = Callable[[Outcome], Figures]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulated set-up. `label` distinguishes it within its experiment; `everywhere`: every node's disk holds every model that fits.
-    Not `consolidated`: pipelines stay pipelines."""
+    """One simulated set-up.
+
+    `label` distinguishes it within its experiment; `everywhere`: every node's disk holds every
+    model that fits. Not `consolidated`: pipelines stay pipelines.
+    """
 
     label: tuple[tuple[str, str], ...]
     cluster: ClusterFile
@@ -170,7 +176,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the paper says in words or tables. With a number: `ours` is compared with it; without: `holds` says whether the order is the same."""
+    """What the paper says in words or tables.
+
+    With a number: `ours` is compared with it; without: `holds` says whether the order is the same.
+    """
 
     where: str
     text: str

@@ -135,7 +135,10 @@ def end_to_end(
 
 
 def measure(outcome: Outcome) -> Figures:
-    """Attainment in percent; an unanswered request misses it. Cost: memory held over time."""
+    """Attainment in percent; an unanswered request misses it.
+
+    Cost: memory held over time.
+    """
     total: dict[str, int] = {}
     met: dict[str, int] = {}
     for s in outcome.served:

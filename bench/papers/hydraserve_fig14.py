@@ -18,11 +18,15 @@ MODEL = "Llama2-13B"
 
 
 def burst(requests: int, group: int, slower: float = 1.0, copies_apart: bool = False) -> dict[str, float]:
-    """Workers for all requests at 8 each, over the servers evenly. A server fetches each part of the model once, however many of its workers wait
-    for it (section 5.1; artifact, local_server.py: one region by model, stage and stages, shared by all that ask); the stages of one group
-    lie on different servers in the same order, so that each server has one part to fetch. With `copies_apart` every worker fetches its own.
-    A group prefills its 8 x `group` requests one after another; each stage does its part of the work, so that prompts of different requests
-    overlap in the pipeline."""
+    """Workers for all requests at 8 each, over the servers evenly.
+
+    A server fetches each part of the model once, however many of its workers wait for it (section
+    5.1; artifact, local_server.py: one region by model, stage and stages, shared by all that ask);
+    the stages of one group lie on different servers in the same order, so that each server has one
+    part to fetch. With `copies_apart` every worker fetches its own. A group prefills its 8 x
+    `group` requests one after another; each stage does its part of the work, so that prompts of
+    different requests overlap in the pipeline.
+    """
     workers = -(-requests // int(c.BATCH.value))
     fetches = -(-workers // SERVERS) if copies_apart else 1
     network = c.NETWORK.value * 1e9 / fetches

@@ -54,8 +54,12 @@ def cluster(
 
 
 def group(model: str, dataset: str, slower: float = 1.0, copies: int | None = None) -> ModelGroup:
-    """Maximum concurrency 1, and a GPU to itself (footnote 3 counts so). A token takes the data set's inference time over its answers' mean
-    length; larger models take longer by their bytes, since decoding is bound by reading weights (ours: the paper states OPT-6.7B's only)."""
+    """Maximum concurrency 1, and a GPU to itself (footnote 3 counts so).
+
+    A token takes the data set's inference time over its answers' mean length; larger models take
+    longer by their bytes, since decoding is bound by reading weights (ours: the paper states
+    OPT-6.7B's only).
+    """
     lengths = c.DATASETS[dataset]
     seconds = c.SHAREGPT_S / (c.RATIO if dataset == "GSM8K" else 1.0) * c.WEIGHTS_GB[model] / c.WEIGHTS_GB["OPT-6.7B"] * slower
     token = seconds / (lengths.output + c.RECOMPUTE * lengths.prompt)
@@ -112,7 +116,10 @@ def whole(
 
 
 def case(model: str, dataset: str, rps: float, profile: Profile, seconds: float, zipf: float = c.ZIPF.value, **more: float) -> Case:
-    """One point of Fig. 8 and 9. A single copy of OPT-30B takes two devices: 66 GB do not fit on one."""
+    """One point of Fig. 8 and 9.
+
+    A single copy of OPT-30B takes two devices: 66 GB do not fit on one.
+    """
     slower, denser = more.pop("slower", 1.0), more.pop("denser", DENSER)
     models = group(model, dataset, slower)
     machines = cluster(together=2 if model == "OPT-30B" else 1, **more)  # type: ignore[arg-type]  # floats of the sensitivity runs only

@@ -98,7 +98,10 @@ def single(
 
 
 def measure(outcome: Outcome) -> Figures:
-    """Load: time to the first token less what is beside it. By model, of one that is asked for."""
+    """Load: time to the first token less what is beside it.
+
+    By model, of one that is asked for.
+    """
     found = {
         "load_s": fmean(max(0.0, s.ttft - c.OTHER_S.value) for s in outcome.served),
         "ttft_s": fmean(s.ttft for s in outcome.served),

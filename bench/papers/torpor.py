@@ -57,7 +57,10 @@ def cluster(
 def functions(
     count: int, deadline: float, deadline_bert: float, native: bool = False, keep: Sequence[float] = ()
 ) -> tuple[ModelGroup, ...]:
-    """Models "distributed across inference functions in a round-robin manner". `native`: with a runtime of its own and the native latency."""
+    """Models "distributed across inference functions in a round-robin manner".
+
+    `native`: with a runtime of its own and the native latency.
+    """
     made = []
     for n in range(count):
         m = c.MODELS[n % len(c.MODELS)]

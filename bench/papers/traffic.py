@@ -1,4 +1,6 @@
-"""Requests for the papers' experiments. All are generated: the Azure traces and the data sets are not part of this repository.
+"""Requests for the papers' experiments.
+
+All are generated: the Azure traces and the data sets are not part of this repository.
 
 Arrivals of each model are a Gamma renewal process with a coefficient of variation, as AlpaServe makes them from the Azure trace (ServerlessLLM
 section 7.1 and HydraServe section 8.3 follow it). HydraServe's published generator (github.com/LLMServe/hydraserve, scripts/kubernetes/vllm: trace/
@@ -75,7 +77,10 @@ def azure_like(
     seed: int,
     denser: float = DENSER,
 ) -> tuple[Request, ...]:
-    """rps·seconds requests. `lengths` by model. Which model is popular is drawn by the seed."""
+    """rps·seconds requests.
+
+    `lengths` by model. Which model is popular is drawn by the seed.
+    """
     random = Random(f"{seed}/{rps}/{cv}")
     parts = shares(len(models), zipf)
     random.shuffle(parts)

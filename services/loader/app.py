@@ -66,7 +66,11 @@ async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
 
 
 async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records) -> int:
-    """Serve with a pool. The pool survives a kill, and a shutdown while instances hold weights in it; else the shutdown removes it."""
+    """Serve with a pool.
+
+    The pool survives a kill, and a shutdown while instances hold weights in it; else the shutdown
+    removes it.
+    """
     gpus = _gpus(settings)
     hooks = {"on_populated": gpus.pin, "on_punch": gpus.unpin} if gpus is not None else {}
     pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, **hooks)
@@ -141,7 +145,10 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
 
 
 async def _warn_engines(mesh: Mesh, subject: str, status: LoaderStatus) -> None:
-    """Make engines on GPU memory of this loader exit before the memory goes. An engine that misses this exits with the next loader."""
+    """Make engines on GPU memory of this loader exit before the memory goes.
+
+    An engine that misses this exits with the next loader.
+    """
     if mesh.lost.is_set() or not any(s.on_devices for s in status.segments):
         return
     with contextlib.suppress(NatsError, TimeoutError):
@@ -150,7 +157,10 @@ async def _warn_engines(mesh: Mesh, subject: str, status: LoaderStatus) -> None:
 
 
 def pool_bytes() -> int:
-    """Return the size of the pool's address space: that of host memory. No page is allocated at first."""
+    """Return the size of the pool's address space: that of host memory.
+
+    No page is allocated at first.
+    """
     return -(-physical_memory() // CHUNK_BYTES) * CHUNK_BYTES
 
 

@@ -1,4 +1,7 @@
-"""Commands of the mesh and of local readers, as events of the loop. Runs on the event loop's thread."""
+"""Commands of the mesh and of local readers, as events of the loop.
+
+Runs on the event loop's thread.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +162,10 @@ class Loader:
         return any(e.holders for e in self._loop.state.entries.values())
 
     async def stop(self) -> None:
-        """Refuse waiting requests, cancel loads, and wait for both. Complete weights stay held or cached."""
+        """Refuse waiting requests, cancel loads, and wait for both.
+
+        Complete weights stay held or cached.
+        """
         await self._prefetching.stop()
         self._loop.dispatch(Stop())
         while not self._loop.state.settled:
@@ -184,7 +190,10 @@ class Loader:
         )
 
     async def read_file(self, request: ReadModelFile) -> ModelFilePart:
-        """Read a part of a small file, for a gateway that counts tokens. Raises `NotFound` if this host does not have it."""
+        """Read a part of a small file, for a gateway that counts tokens.
+
+        Raises `NotFound` if this host does not have it.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._inspections, read_part, self._sources, request)
 
     # -- readers without NATS ----------------------------------------------------------------------------------------------------
@@ -203,7 +212,10 @@ class Loader:
         self._loop.dispatch(Release(self._loop.number(), holder))
 
     async def watermarks(self, weights_id: str) -> AsyncIterator[int]:
-        """Yield the loaded bytes, now and on every change, until the load is complete. Raises the load's error."""
+        """Yield the loaded bytes, now and on every change, until the load is complete.
+
+        Raises the load's error.
+        """
         run = self._loop.state.entries[weights_id].run
         while True:
             next_change, entry = self._loop.next_change, self._loop.state.entries.get(weights_id)
@@ -217,7 +229,10 @@ class Loader:
             await next_change.wait()
 
     async def card_of(self, *, weights_id: str | None, source: str | None) -> ModelCard:
-        """Return a card to attach with. Raises `NotFound` for weights unknown to this node, and the errors of reading the source."""
+        """Return a card to attach with.
+
+        Raises `NotFound` for weights unknown to this node, and the errors of reading the source.
+        """
         if source is not None:
             asked = asyncio.get_running_loop().run_in_executor(self._inspections, minimal_card, self._sources, source)
             try:

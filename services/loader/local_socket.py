@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class LocalReaders:
-    """Connections of one socket. `prefix` makes holders' names unique across restarts of the loader."""
+    """Connections of one socket.
+
+    `prefix` makes holders' names unique across restarts of the loader.
+    """
 
     def __init__(self, loader: Loader, shared_memory: Path, prefix: str) -> None:
         self._loader, self._shared_memory, self._prefix = loader, shared_memory, prefix

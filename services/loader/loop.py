@@ -1,4 +1,7 @@
-"""The owner of the loader's state: events in, effects and replies out. Runs on the event loop's thread."""
+"""The owner of the loader's state: events in, effects and replies out.
+
+Runs on the event loop's thread.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ class Loop:
         chunks: Chunks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without weights. `workers` makes the threaded workers, given their way to send events."""
+        """Start without weights.
+
+        `workers` makes the threaded workers, given their way to send events.
+        """
         self._loop = asyncio.get_running_loop()
         self._boot_id, self.records = boot_id, records
         self.state, self.clock = State(chunks=chunks), clock
@@ -65,7 +71,10 @@ class Loop:
         return next(self._numbers)
 
     async def ask(self, event: Callable[[int], Event]) -> Message:
-        """Dispatch the event made with a reply's number, and return the reply. Raises the `ThawError` that refuses it."""
+        """Dispatch the event made with a reply's number, and return the reply.
+
+        Raises the `ThawError` that refuses it.
+        """
         number = self.number()
         reply: asyncio.Future[Message] = self._loop.create_future()
         self._replies[number] = reply

@@ -25,7 +25,10 @@ class _Prefetch:
 
 
 class Prefetching:
-    """Prefetches in progress, by weights id. `release_hold(holder, keep)` ends a hold: it cancels the load, or caches complete weights."""
+    """Prefetches in progress, by weights id.
+
+    `release_hold(holder, keep)` ends a hold: it cancels the load, or caches complete weights.
+    """
 
     def __init__(self, load: Load, release_hold: Callable[[str, bool], None]) -> None:
         self._load = load
@@ -47,7 +50,10 @@ class Prefetching:
             found.task.cancel()
 
     def yield_to(self, weights_id: str) -> None:
-        """Cancel all other prefetches: a request waits for these weights. A prefetch of these weights continues at the load's priority."""
+        """Cancel all other prefetches: a request waits for these weights.
+
+        A prefetch of these weights continues at the load's priority.
+        """
         for other in [w for w in self._running if w != weights_id]:
             log.info("cancelled a prefetch in favour of a load", extra={"weights": other})
             self.cancel(other)

@@ -11,7 +11,10 @@ from shared.settings import NodeSettings
 
 
 class LoaderSettings(NodeSettings):
-    """Settings of the loader. The Hugging Face hub has its own variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE."""
+    """Settings of the loader.
+
+    The Hugging Face hub has its own variables: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
+    """
 
     loader_threads: int = Field(default=4, ge=1, le=64, description="Threads that read from each disk.")
     loader_remote_threads: int = Field(

@@ -26,7 +26,10 @@ def attached(state: State, e: Entry, pool: str, phases: tuple[PhaseSpan, ...]) -
 
 
 def record(state: State, e: Entry) -> WeightsRecord:
-    """Make the record of complete weights. Connections are left out: they end with the loader."""
+    """Make the record of complete weights.
+
+    Connections are left out: they end with the loader.
+    """
     return WeightsRecord(
         weights_id=e.weights_id,
         model=e.model,

@@ -1,1 +1,4 @@
-"""The migrator moves running requests between engines with a short pause. The mesh also works without it."""
+"""The migrator moves running requests between engines with a short pause.
+
+The mesh also works without it.
+"""

@@ -15,8 +15,11 @@ from shared.contracts.traces import RequestTrace
 
 
 class AddModels(Request):
-    """Register or change models, all or none. With `prune`, models not named are removed (their instances drain). `reread`: the files of those
-    that are registered with the same spec are read again too, and changes there take effect."""
+    """Register or change models, all or none.
+
+    With `prune`, models not named are removed (their instances drain). `reread`: the files of those
+    that are registered with the same spec are read again too, and changes there take effect.
+    """
 
     deadline_ms: Deadline = 300_000
     kind: Literal["add_models"] = "add_models"
@@ -132,7 +135,10 @@ class PlanExplained(Message):
 
 
 class ChangeNode(Request):
-    """Cordon: no new instances. Drain: cordon, and every instance leaves as soon as it is idle or its drain time is over."""
+    """Cordon: no new instances.
+
+    Drain: cordon, and every instance leaves as soon as it is idle or its drain time is over.
+    """
 
     kind: Literal["change_node"] = "change_node"
     node: str

@@ -10,13 +10,18 @@ CONTRACT_VERSION = "1.0"
 
 
 class Frozen(BaseModel):
-    """A value inside a message. Unknown fields are dropped, so that a peer one minor version ahead is understood."""
+    """A value inside a message.
+
+    Unknown fields are dropped, so that a peer one minor version ahead is understood.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Message(Frozen):
-    """One message on the wire, as JSON. `kind` distinguishes messages of one subject; `v` is the contract's version.
+    """One message on the wire, as JSON.
+
+    `kind` distinguishes messages of one subject; `v` is the contract's version.
 
     A new field needs a default (the previous minor version does not send it); a changed meaning needs a new major.
     """

@@ -13,7 +13,10 @@ from shared.contracts.base import Message
 
 @dataclass(frozen=True)
 class Channel:
-    """`replies` is empty for events. `listener` is the process that receives `messages`."""
+    """`replies` is empty for events.
+
+    `listener` is the process that receives `messages`.
+    """
 
     name: str
     address: str

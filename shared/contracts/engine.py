@@ -111,8 +111,10 @@ class PingEngine(Request):
 
 
 class DrainEngine(Request):
-    """Take no new request; report `stopped` and exit once none is left. With `only_if_idle` a serving engine fails with
-    `instance_busy` and continues to serve."""
+    """Take no new request; report `stopped` and exit once none is left.
+
+    With `only_if_idle` a serving engine fails with `instance_busy` and continues to serve.
+    """
 
     kind: Literal["drain"] = "drain"
     only_if_idle: bool = False
@@ -145,7 +147,10 @@ class WakeEngine(Request):
 
 
 class ProbeEngine(Request):
-    """Generate a few tokens greedily (or embed a word), whatever the state. Answered with `EngineProbed`, or `engine_failed`."""
+    """Generate a few tokens greedily (or embed a word), whatever the state.
+
+    Answered with `EngineProbed`, or `engine_failed`.
+    """
 
     deadline_ms: Deadline = 30_000
     kind: Literal["probe"] = "probe"
@@ -161,7 +166,10 @@ class EngineProbed(Message):
 
 
 class DropAdapter(Request):
-    """The LoRA adapter is no longer registered: unload it once no request uses it. Harmless if it is not loaded."""
+    """The LoRA adapter is no longer registered: unload it once no request uses it.
+
+    Harmless if it is not loaded.
+    """
 
     kind: Literal["drop_adapter"] = "drop_adapter"
     name: str

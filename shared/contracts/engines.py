@@ -12,7 +12,10 @@ EVERYTHING = "*"
 
 
 class Capabilities(Frozen):
-    """What an engine can do. `openai` is the least that any command which opens an OpenAI-compatible port can."""
+    """What an engine can do.
+
+    `openai` is the least that any command which opens an OpenAI-compatible port can.
+    """
 
     token_resume: bool = False
     """Takes a prompt as token ids and reports the ids it generated, so that another instance can resume where it stopped."""

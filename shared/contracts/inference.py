@@ -39,8 +39,12 @@ RESUME = "resume"
 
 
 class ResumedChoice(Frozen):
-    """One choice as far as it was made. An engine that resumes it sends what follows `token_ids`, and `text_chars` characters
-    of text (the tokens may have made more, which was held back: an incomplete character, the beginning of a stop string)."""
+    """One choice as far as it was made.
+
+    An engine that resumes it sends what follows `token_ids`, and `text_chars` characters of text
+    (the tokens may have made more, which was held back: an incomplete character, the beginning of a
+    stop string).
+    """
 
     index: int = 0
     token_ids: tuple[int, ...] = ()
@@ -49,7 +53,10 @@ class ResumedChoice(Frozen):
 
 
 class Resume(Frozen):
-    """Resume an answer that another engine of the same weights has begun. Messages are numbered from 0 again; `usage` counts everything."""
+    """Resume an answer that another engine of the same weights has begun.
+
+    Messages are numbered from 0 again; `usage` counts everything.
+    """
 
     revision: str = Field(description="Of the weights; any other refuses (`conflict`).")
     choices: tuple[ResumedChoice, ...]
@@ -106,8 +113,12 @@ class TokenLogprob(TopLogprob):
 
 
 class ChoiceDelta(Frozen):
-    """What one choice gained. `text` may lag behind `token_ids` while a character is incomplete or a stop string may be starting;
-    all the text of all deltas is the answer, and all their token ids are what the model generated."""
+    """What one choice gained.
+
+    `text` may lag behind `token_ids` while a character is incomplete or a stop string may be
+    starting; all the text of all deltas is the answer, and all their token ids are what the model
+    generated.
+    """
 
     index: int = 0
     text: str = ""
@@ -123,7 +134,10 @@ class Usage(Frozen):
 
 
 class InferStarted(Message):
-    """The engine has admitted the request. `phases` end when this was sent (times relative to the sending)."""
+    """The engine has admitted the request.
+
+    `phases` end when this was sent (times relative to the sending).
+    """
 
     kind: Literal["started"] = "started"
     seq: int = 0
@@ -183,8 +197,10 @@ class InferResponse(Message):
 
 
 class InferData(Message):
-    """More bytes of an HTTP answer, at most DATA_BYTES, sent as they arrive. `progress`: their tokens, of an answer that another
-    engine could resume."""
+    """More bytes of an HTTP answer, at most DATA_BYTES, sent as they arrive.
+
+    `progress`: their tokens, of an answer that another engine could resume.
+    """
 
     kind: Literal["data"] = "data"
     seq: int
@@ -194,7 +210,10 @@ class InferData(Message):
 
 
 class InferEnd(Message):
-    """An HTTP answer is complete, whatever its status. `usage`: as far as the engine's answer has it."""
+    """An HTTP answer is complete, whatever its status.
+
+    `usage`: as far as the engine's answer has it.
+    """
 
     kind: Literal["end"] = "end"
     seq: int

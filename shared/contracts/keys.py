@@ -28,8 +28,10 @@ class NewKey(Frozen):
 
 
 class KeyList(Frozen):
-    """`configured`: inference keys of the gateway's settings instead. `required`: inference needs a key, even if there are
-    none."""
+    """`configured`: inference keys of the gateway's settings instead.
+
+    `required`: inference needs a key, even if there are none.
+    """
 
     keys: tuple[ApiKey, ...] = ()
     configured: int = 0

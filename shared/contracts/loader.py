@@ -42,7 +42,10 @@ class Inspected(Message):
 
 
 class PrepareWeights(Request):
-    """Start fetching and loading now for `instance_id`; answered at once with `Done`. Repeating it is harmless."""
+    """Start fetching and loading now for `instance_id`; answered at once with `Done`.
+
+    Repeating it is harmless.
+    """
 
     kind: Literal["prepare"] = "prepare"
     token: int
@@ -66,7 +69,10 @@ class AttachWeights(Request):
 
 
 class WeightsAttached(Message):
-    """`phases` (fetch, load) are relative to this message's sending. Files of the model (config, tokenizer) lie in `directory`."""
+    """`phases` (fetch, load) are relative to this message's sending.
+
+    Files of the model (config, tokenizer) lie in `directory`.
+    """
 
     kind: Literal["attached"] = "attached"
     weights_id: str
@@ -154,7 +160,10 @@ class SegmentStatus(Frozen):
 
 
 class LinkStatus(Frozen):
-    """What loads share: a disk, a remote host, a peer, a device's bus. `finish_ms`: when all that is queued now will be loaded."""
+    """What loads share: a disk, a remote host, a peer, a device's bus.
+
+    `finish_ms`: when all that is queued now will be loaded.
+    """
 
     link: str = Field(description="As ssd:nvme0n1, remote:bucket.s3.amazonaws.com, peer:node-1, bus:cuda:0.")
     bytes_per_second: float | None = Field(default=None, description="Learned from its latest chunks.")

@@ -26,7 +26,10 @@ class RunningChoice(Frozen):
 
 
 class RunningRequest(Frozen):
-    """A request that an engine serves. `fixed`: why it cannot be continued elsewhere; empty: it can."""
+    """A request that an engine serves.
+
+    `fixed`: why it cannot be continued elsewhere; empty: it can.
+    """
 
     request_id: str
     gateway_id: str
@@ -39,7 +42,10 @@ class RunningRequest(Frozen):
 
 
 class ListRequests(Request):
-    """What the engine serves now, those waiting in it included. Answered with `RequestsListed`."""
+    """What the engine serves now, those waiting in it included.
+
+    Answered with `RequestsListed`.
+    """
 
     kind: Literal["list_requests"] = "list_requests"
 
@@ -50,7 +56,10 @@ class RequestsListed(Message):
 
 
 class ReadTokens(Request):
-    """The prompt and what was generated so far. Answered with `TokensRead`, or `not_found` if it is over."""
+    """The prompt and what was generated so far.
+
+    Answered with `TokensRead`, or `not_found` if it is over.
+    """
 
     kind: Literal["read_tokens"] = "read_tokens"
     request_id: str
@@ -105,9 +114,13 @@ class YieldInfer(Request):
 
 
 class MoveRequest(Request):
-    """Continue a request on another instance. Answered with `RequestMoved` when the first token has arrived from there; with
-    `not_found` when the request is over, `conflict` when it cannot be moved, or not now (another move, no token yet), with the
-    instance's error if it could not be resumed there (it then runs where it did, or anywhere else: nothing is lost)."""
+    """Continue a request on another instance.
+
+    Answered with `RequestMoved` when the first token has arrived from there; with `not_found` when
+    the request is over, `conflict` when it cannot be moved, or not now (another move, no token
+    yet), with the instance's error if it could not be resumed there (it then runs where it did, or
+    anywhere else: nothing is lost).
+    """
 
     deadline_ms: Deadline = 30_000
     kind: Literal["move_request"] = "move_request"
@@ -134,7 +147,10 @@ GATEWAY_CONTROL: TypeAdapter[MoveRequest] = TypeAdapter(MoveRequest)
 
 
 class FindRequest(Request):
-    """Which request is meant by `x-request-id`. Answered with `RequestFound` by the gateway that holds it; other gateways stay silent."""
+    """Which request is meant by `x-request-id`.
+
+    Answered with `RequestFound` by the gateway that holds it; other gateways stay silent.
+    """
 
     deadline_ms: Deadline = 1_000
     kind: Literal["find_request"] = "find_request"
@@ -174,7 +190,9 @@ class MovedRequest(Frozen):
 
 
 class MigrationRecord(Message):
-    """An order to move one request, or all of an instance's, and how far it is. Written with compare-and-set only.
+    """An order to move one request, or all of an instance's, and how far it is.
+
+    Written with compare-and-set only.
 
     `owner` works on it; its lease is over when the record has not changed for `LEASE_S` by the watcher's own clock (clocks are not compared).
     """

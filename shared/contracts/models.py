@@ -57,7 +57,10 @@ class Slo(Strict):
 
 
 class ContainerOptions(Strict):
-    """An engine as a container of the node's Docker or Podman. The model's directory is mounted read-only at its own path."""
+    """An engine as a container of the node's Docker or Podman.
+
+    The model's directory is mounted read-only at its own path.
+    """
 
     image: str = Field(min_length=1)
     entrypoint: tuple[str, ...] = Field(default=(), description="Instead of the image's own.")
@@ -91,7 +94,10 @@ class ContainerOptions(Strict):
 
 
 class PlacementRules(Strict):
-    """Where instances of a model may run. Every rule must hold; each device that one excludes is shown with it by `thaw explain`."""
+    """Where instances of a model may run.
+
+    Every rule must hold; each device that one excludes is shown with it by `thaw explain`.
+    """
 
     labels: dict[str, str] = Field(
         default_factory=dict,
@@ -204,8 +210,11 @@ class ModelOptions(Strict):
 
 
 class ModelSpec(ModelOptions):
-    """One entry of `models:`. With `base` it is a LoRA adapter, which runs in that model's instances: the options that make an instance
-    what it is are then the base's."""
+    """One entry of `models:`.
+
+    With `base` it is a LoRA adapter, which runs in that model's instances: the options that make an
+    instance what it is are then the base's.
+    """
 
     name: str = Field(pattern=NAME_PATTERN)
     source: str = Field(
@@ -272,8 +281,11 @@ class LinearShape(Frozen):
 
 
 class AdapterInfo(Frozen):
-    """What a LoRA adapter's files say (PEFT's adapter_config.json). `modules`: the matrices of its base that it adds to, as they lie in the
-    base's files. Patterns hold for modules whose name is theirs or ends with it."""
+    """What a LoRA adapter's files say (PEFT's adapter_config.json).
+
+    `modules`: the matrices of its base that it adds to, as they lie in the base's files. Patterns
+    hold for modules whose name is theirs or ends with it.
+    """
 
     rank: int = Field(gt=0)
     alpha: float

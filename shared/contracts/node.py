@@ -26,8 +26,11 @@ RESERVATION = "reserve_bytes"
 
 
 class StartInstance(Request):
-    """Reserve, start an engine, have it load. Answered at once with `Done` or `Failure`; progress is in `NodeStatus`.
-    Repeating it with the same token is harmless."""
+    """Reserve, start an engine, have it load.
+
+    Answered at once with `Done` or `Failure`; progress is in `NodeStatus`. Repeating it with the
+    same token is harmless.
+    """
 
     kind: Literal["start"] = "start"
     token: int = Field(description="Fencing token: leader epoch · 2³² + a counter. Older than one seen: refused.")
@@ -50,8 +53,11 @@ class StartInstance(Request):
 
 
 class StopInstance(Request):
-    """Drain, then stop and prove the memory free. `only_if_idle`: fail with `instance_busy` if it is serving.
-    `Done` is answered when draining has begun; the end shows in `NodeStatus`. An unknown instance is `Done` too."""
+    """Drain, then stop and prove the memory free.
+
+    `only_if_idle`: fail with `instance_busy` if it is serving. `Done` is answered when draining has
+    begun; the end shows in `NodeStatus`. An unknown instance is `Done` too.
+    """
 
     kind: Literal["stop"] = "stop"
     token: int
@@ -80,9 +86,13 @@ class SuspendInstance(Request):
 
 
 class ResumeInstance(Request):
-    """Reserve what the instance needs and bring it back. Answered at once with `Done` or `Failure` (`insufficient_memory`, `not_found`);
-    progress is in `NodeStatus`: resuming, then ready. One that is ready or resuming is `Done`; one that is being suspended resumes as
-    soon as it can. A restore that fails is followed by one cold start under the same instance id."""
+    """Reserve what the instance needs and bring it back.
+
+    Answered at once with `Done` or `Failure` (`insufficient_memory`, `not_found`); progress is in
+    `NodeStatus`: resuming, then ready. One that is ready or resuming is `Done`; one that is being
+    suspended resumes as soon as it can. A restore that fails is followed by one cold start under
+    the same instance id.
+    """
 
     kind: Literal["resume"] = "resume"
     token: int
@@ -99,7 +109,11 @@ NODE_COMMAND: TypeAdapter[NodeCommand] = TypeAdapter(NodeCommand)
 
 
 class InstanceMemory(Frozen):
-    """Bytes of one instance. `weights` counts shared memory, or on a GPU what the loader has there; several instances of one node share it."""
+    """Bytes of one instance.
+
+    `weights` counts shared memory, or on a GPU what the loader has there; several instances of one
+    node share it.
+    """
 
     weights: int = 0
     private: int = 0
@@ -112,7 +126,10 @@ SuspendWay = Literal["cpu", "cuda", "sleep", "sleep_cuda"]
 
 
 class Timing(Frozen):
-    """One start, suspension or resumption. `at`: Unix seconds when it was over, for people."""
+    """One start, suspension or resumption.
+
+    `at`: Unix seconds when it was over, for people.
+    """
 
     at: float
     took_ms: float

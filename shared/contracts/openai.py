@@ -174,7 +174,10 @@ class OtherRequest(_Open):
 
 
 def not_honoured(request: BaseModel, honours: frozenset[str] = frozenset()) -> str | None:
-    """The first field of `request` that asks an engine for what it cannot do. `honours`: as in `Capabilities`."""
+    """The first field of `request` that asks an engine for what it cannot do.
+
+    `honours`: as in `Capabilities`.
+    """
     given = (request.model_extra or {}) | {name: getattr(request, name) for name in request.model_fields_set & NOT_HONOURED.keys()}
     asked = (n for n, harmless in NOT_HONOURED.items() if given.get(n) is not None and given[n] not in harmless)
     return None if EVERYTHING in honours else next((n for n in asked if n not in honours), None)

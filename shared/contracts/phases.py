@@ -35,8 +35,11 @@ NEW_ZYGOTE = "new zygote"
 
 
 class PhaseSpan(Frozen):
-    """One measured phase. Times are milliseconds on the measuring process's monotonic clock, relative to the origin that the
-    enclosing message names; they are never compared with another host's clock."""
+    """One measured phase.
+
+    Times are milliseconds on the measuring process's monotonic clock, relative to the origin that
+    the enclosing message names; they are never compared with another host's clock.
+    """
 
     phase: Phase
     start_ms: float

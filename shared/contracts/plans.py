@@ -21,7 +21,10 @@ RESTORES = ("restore", "evict_then_restore")
 
 
 class Candidate(Frozen):
-    """One device that was considered. `excluded` says why it could not be taken; None: it could."""
+    """One device that was considered.
+
+    `excluded` says why it could not be taken; None: it could.
+    """
 
     node: str
     device_ids: tuple[str, ...]

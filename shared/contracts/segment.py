@@ -25,7 +25,10 @@ HEADER_BYTES = PAGE
 
 
 class Extent(Frozen):
-    """A run of neighbouring chunks of the pool. A segment is its extents one after the other."""
+    """A run of neighbouring chunks of the pool.
+
+    A segment is its extents one after the other.
+    """
 
     offset: int = Field(ge=0, description="In the pool's file, a multiple of the page size.")
     nbytes: int = Field(gt=0)
@@ -67,7 +70,10 @@ class SharedMemoryHandle(Frozen):
 
 
 class CudaIpcHandle(Frozen):
-    """A segment in a GPU's memory, owned by the loader. `bus_id` names the GPU in every process (`cudaDeviceGetByPCIBusId`)."""
+    """A segment in a GPU's memory, owned by the loader.
+
+    `bus_id` names the GPU in every process (`cudaDeviceGetByPCIBusId`).
+    """
 
     kind: Literal["cuda-ipc"] = "cuda-ipc"
     device: str

@@ -64,14 +64,20 @@ class RequestTrace(Message):
 
 
 class TracePage(Frozen):
-    """Traces of requests in the order in which they were written. `next`: where the next page begins; None: there is none yet."""
+    """Traces of requests in the order in which they were written.
+
+    `next`: where the next page begins; None: there is none yet.
+    """
 
     traces: tuple[RequestTrace, ...] = ()
     next: int | None = None
 
 
 class LoadTrace(Message):
-    """One start of an instance. Times are milliseconds since the scheduler received the demand."""
+    """One start of an instance.
+
+    Times are milliseconds since the scheduler received the demand.
+    """
 
     kind: Literal["load_trace"] = "load_trace"
     plan_id: str

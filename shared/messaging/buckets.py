@@ -31,7 +31,10 @@ class Copy(Protocol):
 
 
 class BucketWatcher:
-    """Reads the whole bucket, then its changes. A change that a restart swallowed shows in the bucket's last revision."""
+    """Reads the whole bucket, then its changes.
+
+    A change that a restart swallowed shows in the bucket's last revision.
+    """
 
     def __init__(self, mesh: Mesh, bucket: Callable[[JetStreamContext, int], Awaitable[KeyValue]], copy: Copy) -> None:
         self._mesh = mesh

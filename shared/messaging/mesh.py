@@ -40,7 +40,10 @@ _MAX_FAULTS = 5
 
 
 class Mesh:
-    """Owns the process's NATS connection. `lost` is set when it has closed for good: the process should then end."""
+    """Owns the process's NATS connection.
+
+    `lost` is set when it has closed for good: the process should then end.
+    """
 
     def __init__(self, settings: CommonSettings, name: str) -> None:
         self.name = name
@@ -150,7 +153,10 @@ class Mesh:
         queue: str = "",
         concurrent: bool = False,
     ) -> Responder:
-        """Answer requests on `subject`; every exception becomes a `Failure`. Serial and in order unless `concurrent`."""
+        """Answer requests on `subject`; every exception becomes a `Failure`.
+
+        Serial and in order unless `concurrent`.
+        """
 
         async def answer(message: NatsMessage) -> bytes:
             with carried(message.headers):
@@ -160,7 +166,9 @@ class Mesh:
         return self._subscribe(subject, answer, queue, concurrent)
 
     def listen(self, subject: str, kind: type[E], handler: Callable[[E], Awaitable[None]]) -> Responder:
-        """Hear events of one kind, serially and in order. A malformed or failing one is logged and dropped.
+        """Handle events of one kind, serially and in order.
+
+        A malformed or failing one is logged and dropped.
 
         So is one whose sender published it in another node's name: NATS keeps a node to the subjects of its own, and a subject with a
         wildcard for the node is held against the event's `node`.

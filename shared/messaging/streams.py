@@ -76,7 +76,10 @@ async def idempotency_bucket(js: JetStreamContext, ttl_s: float, replicas: int =
 
 
 async def keys_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
-    """The bucket of API keys (key: SHA-256 of the API key, in hex). Full, it refuses further keys, but not revocations."""
+    """The bucket of API keys (key: SHA-256 of the API key, in hex).
+
+    Full, it refuses further keys, but not revocations.
+    """
     return await _bucket(js, subjects.KEYS_BUCKET, replicas)
 
 

@@ -24,7 +24,10 @@ tracer = trace.get_tracer("thaw")
 
 
 def setup_tracing(settings: CommonSettings, service: str) -> None:
-    """Install the process's tracer provider. Without an OTLP endpoint spans get ids (for logs and `thaw trace`) and go nowhere."""
+    """Install the process's tracer provider.
+
+    Without an OTLP endpoint spans get ids (for logs and `thaw trace`) and go nowhere.
+    """
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -98,7 +101,10 @@ def trace_id(span: Span) -> str:
 
 
 def record_phases(spans: Iterable[PhaseSpan], parent: Context, now_ns: int | None = None) -> None:
-    """Export measured phases (relative to now) as child spans. Each process exports only its own phases, so that none is exported twice."""
+    """Export measured phases (relative to now) as child spans.
+
+    Each process exports only its own phases, so that none is exported twice.
+    """
     base = time.time_ns() if now_ns is None else now_ns
     for s in spans:
         start = base + int(s.start_ms * 1e6)

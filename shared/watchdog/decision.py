@@ -29,7 +29,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Look:
-    """One observation. `beats`: heartbeats received so far; `in_loop`: the last message was a heartbeat, not the end of the loop.
+    """One observation.
+
+    `beats`: heartbeats received so far; `in_loop`: the last message was a heartbeat, not the end of
+    the loop.
 
     `state`: letter of /proc/PID/stat; `cpu_wait_s`: seconds that the main thread was runnable without a processor, in total;
     None: the kernel was not asked.

@@ -68,7 +68,10 @@ def card_of(name: str, *, task: str = "generate", context: int = 2048, routes: t
 
 @dataclass
 class Run:
-    """One request at a fake engine. `say` numbers and sends a message; `cancelled` is set by `CancelInfer`."""
+    """One request at a fake engine.
+
+    `say` numbers and sends a message; `cancelled` is set by `CancelInfer`.
+    """
 
     engine: FakeEngine
     request: InferRequest
@@ -157,7 +160,10 @@ async def stop_when_asked(run: Run | None) -> Message:
 
 
 class FakeEngine:
-    """One instance. `yields` answers `YieldInfer`; None: nothing does. Keeps every request it got."""
+    """One instance.
+
+    `yields` answers `YieldInfer`; None: nothing does. Keeps every request it got.
+    """
 
     def __init__(self, mesh: Mesh, model: str, behaviour: Behaviour = speak, capacity: int = 16) -> None:
         self.mesh, self.nc = mesh, mesh.nc

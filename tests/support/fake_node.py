@@ -78,7 +78,10 @@ class FakeInstance:
 
 @dataclass
 class FakeNode:
-    """One node with one cpu device. `sizes`: bytes of weights by source, for `InspectModel`."""
+    """One node with one cpu device.
+
+    `sizes`: bytes of weights by source, for `InspectModel`.
+    """
 
     mesh: Mesh
     node: str = "node-0"

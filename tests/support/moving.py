@@ -62,11 +62,17 @@ class Roomy(Thaw):
         return str(instance["instance_id"]), str(node["node"])
 
     def order(self, **fields: Any) -> dict[str, Any]:
-        """What `thaw migrate` asks for, without a process for each. Raises `httpx.HTTPStatusError`."""
+        """What `thaw migrate` asks for, without a process for each.
+
+        Raises `httpx.HTTPStatusError`.
+        """
         return self._admin("migrations", fields)
 
     def move_away(self, request_id: str) -> dict[str, Any]:
-        """Move a request to a node that it is not on. Statuses may lag behind a stream that has just started, so each node is tried in turn."""
+        """Move a request to a node that it is not on.
+
+        Statuses may lag behind a stream that has just started, so each node is tried in turn.
+        """
         for node in [n["node"] for n in self.cluster()["nodes"]]:
             try:
                 return self.order(request_id=request_id, node=node)
@@ -213,8 +219,11 @@ def body(model: str, seed: int | None = None, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Stream:
-    """One streamed completion, read in a thread of its own. `gaps`: seconds between tokens; `began`, `first`: when it was asked,
-    and when the first token arrived."""
+    """One streamed completion, read in a thread of its own.
+
+    `gaps`: seconds between tokens; `began`, `first`: when it was asked, and when the first token
+    arrived.
+    """
 
     url: str
     body: dict[str, Any]

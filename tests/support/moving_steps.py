@@ -19,7 +19,10 @@ _TURN_S = 0.005
 
 
 class Order(threading.Thread):
-    """A migration that is asked for in a thread. `answer`: its records; `refused`: the error's body, or what became of the connection."""
+    """A migration that is asked for in a thread.
+
+    `answer`: its records; `refused`: the error's body, or what became of the connection.
+    """
 
     def __init__(self, mesh: Roomy, **fields: Any) -> None:
         super().__init__(name="order", daemon=True)

@@ -28,7 +28,10 @@ def ask(client: openai.OpenAI, model: str = "one", tokens: int = 8) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`disconnected`: the connection broke. `truncated`: the stream ended in order, without a finish or an error."""
+    """`disconnected`: the connection broke.
+
+    `truncated`: the stream ended in order, without a finish or an error.
+    """
 
     kind: Kind
     status: int | None = None

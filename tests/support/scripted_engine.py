@@ -30,7 +30,10 @@ PROMPT_TOKENS = 7
 
 @dataclass(frozen=True)
 class Script:
-    """What a model would say to a request: a text for each choice. A token is a byte of it, in UTF-8."""
+    """What a model would say to a request: a text for each choice.
+
+    A token is a byte of it, in UTF-8.
+    """
 
     texts: tuple[str, ...]
     stops: tuple[str, ...] = ()

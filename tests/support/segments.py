@@ -32,7 +32,10 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 class WrittenSegment:
-    """A segment under a test's own name. `write_index` then `write_data`: what a loader does in that order."""
+    """A segment under a test's own name.
+
+    `write_index` then `write_data`: what a loader does in that order.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.name = f"thaw-test-{secrets.token_hex(6)}"

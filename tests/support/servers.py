@@ -80,7 +80,10 @@ class NatsServer:
 
 
 class PostgresServer:
-    """PostgreSQL on a loopback port, trusting local users. Runs as `nobody` where the tests run as root."""
+    """PostgreSQL on a loopback port, trusting local users.
+
+    Runs as `nobody` where the tests run as root.
+    """
 
     def __init__(self, *, listen: str = "127.0.0.1", durable: bool = False) -> None:
         """`durable`: commits wait for the disk, as they do where it matters."""

@@ -1,4 +1,6 @@
-"""A zygote that forks stub engines: `python -m tests.support.stub_zygote SOCKET`. Without torch it listens within half a second.
+"""A zygote that forks stub engines: `python -m tests.support.stub_zygote SOCKET`.
+
+Without torch it listens within half a second.
 
 A card whose engine_args hold `stub: {"fork_error": …}` is answered with `ZygoteFailure`.
 """

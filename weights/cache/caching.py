@@ -34,7 +34,10 @@ _REST_BYTES = 8 * 1024 * 1024
 
 
 class CachingTier:
-    """A cache in front of the remote tier `inner`. Memory given to `read` is read until `settled`, or `close`."""
+    """A cache in front of the remote tier `inner`.
+
+    Memory given to `read` is read until `settled`, or `close`.
+    """
 
     def __init__(
         self,
@@ -236,7 +239,10 @@ class CachingTier:
         self._on_wrong(file)
 
     def _drop_bad(self, partial: PartialModel) -> None:
-        """Remove the damaged file, and unverified ones from the same source. Only without writes in progress, which would restore a piece."""
+        """Remove the damaged file, and unverified ones from the same source.
+
+        Only without writes in progress, which would restore a piece.
+        """
         if not self._bad or self._fill is None:
             return
         for file in self._files:

@@ -64,7 +64,10 @@ class Journal:
         self.there: dict[int, RangeSet] = {}
 
     def refresh(self) -> bool:
-        """Read lines appended since the last call; True if there were any. Skips lines that a crash truncated."""
+        """Read lines appended since the last call; True if there were any.
+
+        Skips lines that a crash truncated.
+        """
         if os.fstat(self._fd).st_size < self._read_to:  # restarted
             self._reset()
         data = self._rest
@@ -121,7 +124,10 @@ class Journal:
         self.there[piece.file] = there
 
     def drop(self, file: int) -> None:
-        """Remove all pieces of one file; followers restart from the beginning. Raises `OSError`."""
+        """Remove all pieces of one file; followers restart from the beginning.
+
+        Raises `OSError`.
+        """
         assert self.head is not None
         kept = [p for pieces in self.pieces.values() for p in pieces.values() if p.file != file]
         head = self.head

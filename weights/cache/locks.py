@@ -20,7 +20,10 @@ class FileLock:
 
     @classmethod
     def take(cls, path: Path, *, shared: bool = False, within_s: float = 0.0) -> FileLock | None:
-        """Take the lock; None if another process holds it for `within_s` seconds. Raises `OSError`."""
+        """Take the lock; None if another process holds it for `within_s` seconds.
+
+        Raises `OSError`.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + within_s
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -17,7 +17,10 @@ from weights.tiers.port import TierFile
 
 
 class PartialModel:
-    """`partial/REVISION`. One process writes (the holder of the fill lock), others read. Raises `OSError`."""
+    """`partial/REVISION`.
+
+    One process writes (the holder of the fill lock), others read. Raises `OSError`.
+    """
 
     def __init__(self, directory: Path, revision: str, source: str, files: Sequence[TierFile], *, writes: bool) -> None:
         self._directory = directory
@@ -46,7 +49,10 @@ class PartialModel:
                 self._journal.begin(self._head)
 
     def _same(self, head: JournalHead | None) -> bool:
-        """True if the journal is of the same model. Peers and sources may report different versions of it."""
+        """True if the journal is of the same model.
+
+        Peers and sources may report different versions of it.
+        """
         if head is None or head.revision != self._head.revision:
             return False
         return [(f.name, f.size) for f in head.files] == [(f.name, f.size) for f in self._head.files]

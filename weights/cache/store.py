@@ -1,4 +1,6 @@
-"""The SSD cache: complete models by revision in one directory, with a quota. All loaders of a machine may share it.
+"""The SSD cache: complete models by revision in one directory, with a quota.
+
+All loaders of a machine may share it.
 
 entries/REVISION/   a complete model: its files, and entry.json
 partial/REVISION/   a model being fetched: its files so far, and the journal
@@ -35,7 +37,10 @@ _ROOM_WITHIN_S = 20.0
 
 
 class EntryRecord(Frozen):
-    """The content of entry.json. `files` have the SHA-256 computed on arrival if the source has none."""
+    """The content of entry.json.
+
+    `files` have the SHA-256 computed on arrival if the source has none.
+    """
 
     revision: str
     source: str
@@ -74,12 +79,18 @@ class SsdCache:
     # -- reading -----------------------------------------------------------------------------------------------------------------
 
     def lookup(self, revision: str) -> Path | None:
-        """Return the directory of the complete model. It may be evicted at any time: `hold` it to read it."""
+        """Return the directory of the complete model.
+
+        It may be evicted at any time: `hold` it to read it.
+        """
         directory = self._entries / checked(revision)
         return directory if (directory / ENTRY).is_file() else None
 
     def hold(self, revision: str, *, pinned: bool | None = None) -> Hold | None:
-        """Hold the complete model and mark it used; None without it. `pinned` (not None) also sets whether it may be evicted."""
+        """Hold the complete model and mark it used; None without it.
+
+        `pinned` (not None) also sets whether it may be evicted.
+        """
         try:
             lock = FileLock.take(self._locks / f"{checked(revision)}.use", shared=True)
         except OSError as e:
@@ -170,7 +181,10 @@ class SsdCache:
                 in_use |= {gone for gone in plan if not self.remove(gone)}
 
     def promote(self, record: EntryRecord) -> Path:
-        """Make a fetched and verified model an entry. The caller has its fill lock. Raises `OSError`."""
+        """Make a fetched and verified model an entry.
+
+        The caller has its fill lock. Raises `OSError`.
+        """
         partial, entry = self.partial(record.revision), self._entries / record.revision
         for file in record.files:
             flush(partial / file.name)
@@ -189,7 +203,10 @@ class SsdCache:
         return entry
 
     def remove(self, revision: str) -> bool:
-        """Remove a model, complete or partial, unless it is in use. Returns True if it is removed."""
+        """Remove a model, complete or partial, unless it is in use.
+
+        Returns True if it is removed.
+        """
         locks: list[FileLock] = []
         try:
             for kind in ("use", "fill"):

@@ -33,7 +33,10 @@ class _Digest:
 
 
 class Verifier:
-    """SHA-256 of each file (MD5 if only that is known), fed by `put`. Calls `on_wrong(file)` once for a damaged file."""
+    """SHA-256 of each file (MD5 if only that is known), fed by `put`.
+
+    Calls `on_wrong(file)` once for a damaged file.
+    """
 
     def __init__(self, files: Sequence[TierFile], where: str, on_wrong: Callable[[TierFile], None]) -> None:
         self._where, self._on_wrong = where, on_wrong
@@ -77,7 +80,10 @@ class Verifier:
                     raise Cancelled
 
     def wait(self, cancelled: threading.Event | None = None) -> None:
-        """Wait until every started file with a known checksum is verified. Raises `CheckpointInvalid`."""
+        """Wait until every started file with a known checksum is verified.
+
+        Raises `CheckpointInvalid`.
+        """
         with self._changed:
             while True:
                 if self._wrong is not None:

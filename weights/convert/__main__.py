@@ -28,7 +28,10 @@ _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Printer:
-    """Progress on standard output, not for every piece. Who reads it being gone ends the conversion, as its output has no use."""
+    """Progress on standard output, not for every piece.
+
+    Who reads it being gone ends the conversion, as its output has no use.
+    """
 
     def __init__(self) -> None:
         self._next = 0.0

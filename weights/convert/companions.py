@@ -1,4 +1,7 @@
-"""The files beside the weights: configuration, tokenizer, templates, licence. They are copied as they are."""
+"""The files beside the weights: configuration, tokenizer, templates, licence.
+
+They are copied as they are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ _PATTERNS = (
 
 
 def companions(root: Path) -> list[Path]:
-    """Relative paths of the small files of the model in `root`, sorted. Raises `CheckpointInvalid` for links that leave it."""
+    """Relative paths of the small files of the model in `root`, sorted.
+
+    Raises `CheckpointInvalid` for links that leave it.
+    """
     found = {p.relative_to(root) for pattern in _PATTERNS for p in root.glob(pattern) if p.is_file()}
     wanted = sorted(p for p in found if not any(part.startswith(".") for part in p.parts) and not _index(p.name))
     for path in wanted:

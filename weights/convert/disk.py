@@ -76,7 +76,10 @@ def _check_free(destination: Path) -> None:
 
 
 def _claim(draft: Path, destination: Path) -> int:
-    """Return a descriptor of `draft` that holds its lock. The kernel releases the lock of a process that died."""
+    """Return a descriptor of `draft` that holds its lock.
+
+    The kernel releases the lock of a process that died.
+    """
     try:
         draft.mkdir(exist_ok=True)
         fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -121,7 +124,10 @@ def _publish(draft: Path, destination: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file with its bytes on the disk. Raises what `disk_error` makes of a failure."""
+    """A new file with its bytes on the disk.
+
+    Raises what `disk_error` makes of a failure.
+    """
     try:
         path.parent.mkdir(exist_ok=True)
         with path.open("xb") as file:

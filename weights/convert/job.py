@@ -25,7 +25,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was done. `bytes` are those of the partitions; `tied` tensors needed none of their own."""
+    """What was done.
+
+    `bytes` are those of the partitions; `tied` tensors needed none of their own.
+    """
 
     tensors: int
     tied: int

@@ -97,8 +97,11 @@ def _split(name: str, style: str, dimensions: int) -> Split | None:
 
 
 def plan_for(directory: Path | None, ranks: int) -> Plan:
-    """The plan of the model in `directory`. Raises `UnsupportedArchitecture` if transformers has none, `CheckpointInvalid` if it is for
-    heads that cannot be divided by `ranks`."""
+    """The plan of the model in `directory`.
+
+    Raises `UnsupportedArchitecture` if transformers has none, `CheckpointInvalid` if it is for
+    heads that cannot be divided by `ranks`.
+    """
     if ranks == 1:
         return Plan(1)
     if directory is None or mode_of(directory / "config.json") is None:

@@ -70,7 +70,10 @@ class TorchShard:
 
     @contextmanager
     def tensors(self) -> Iterator[Sequence[SourceTensor]]:
-        """Its tensors. Raises `CheckpointInvalid`, or `InsufficientMemory` for an old file that does not fit."""
+        """Its tensors.
+
+        Raises `CheckpointInvalid`, or `InsufficientMemory` for an old file that does not fit.
+        """
         before = _stamp(self.path)
         weights = _state_dict(self.path, _load(self.path, self.size))
         yield [_describe(self.path, name, tensor) for name, tensor in weights.items()]
@@ -178,7 +181,10 @@ def _describe(path: Path, name: str, tensor: torch.Tensor) -> SourceTensor:
 
 
 def _dtype(path: Path, name: str, tensor: torch.Tensor) -> str:
-    """The name of its type. Raises `CheckpointInvalid` for tensors that are more, or less, than their elements."""
+    """The name of its type.
+
+    Raises `CheckpointInvalid` for tensors that are more, or less, than their elements.
+    """
     import torch
 
     if tensor.is_quantized or tensor.layout != torch.strided or tensor.device.type != "cpu":
@@ -192,7 +198,10 @@ def _dtype(path: Path, name: str, tensor: torch.Tensor) -> str:
 
 
 class _View:
-    """A tensor's row-major bytes. One that lies otherwise in memory is copied for as long as it is being read."""
+    """A tensor's row-major bytes.
+
+    One that lies otherwise in memory is copied for as long as it is being read.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach().resolve_conj().resolve_neg()

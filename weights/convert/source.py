@@ -57,7 +57,10 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """What `path` holds: a model or adapter directory, or one file. Raises `CheckpointInvalid`."""
+    """What `path` holds: a model or adapter directory, or one file.
+
+    Raises `CheckpointInvalid`.
+    """
     mode = mode_of(path)
     if mode is None:
         raise CheckpointInvalid(f"{path} does not exist; name a model directory, or a .safetensors, .bin or .pt file")

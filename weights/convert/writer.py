@@ -18,7 +18,10 @@ from weights.formats.segment import pages
 
 
 class PartitionWriter:
-    """`entries` grows with each tensor; `tied` counts those that were there already. To be closed."""
+    """`entries` grows with each tensor; `tied` counts those that were there already.
+
+    To be closed.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = path, rank

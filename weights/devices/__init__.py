@@ -1,1 +1,4 @@
-"""Devices that hold weights: host memory that engines map, or a GPU's memory. Import from the modules."""
+"""Devices that hold weights: host memory that engines map, or a GPU's memory.
+
+Import from the modules.
+"""

@@ -120,7 +120,10 @@ _LOOK_AGAIN_S = 0.05
 def wait_for(
     changed: threading.Condition, done: Callable[[], bool], ended: Callable[[], bool], cancelled: threading.Event | None
 ) -> bool:
-    """Wait until `done` (True), or `ended` or `cancelled` (False). Both functions are called with the condition held."""
+    """Wait until `done` (True), or `ended` or `cancelled` (False).
+
+    Both functions are called with the condition held.
+    """
     with changed:
         while not done():
             if ended() or (cancelled is not None and cancelled.is_set()):

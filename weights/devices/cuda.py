@@ -26,7 +26,10 @@ _RATE_WEIGHT = 0.2
 
 
 class CudaArena:
-    """`place.nbytes` at `address` on the device. The device's thread moves its watermark."""
+    """`place.nbytes` at `address` on the device.
+
+    The device's thread moves its watermark.
+    """
 
     def __init__(self, device: CudaDevice, number: int, place: Place, address: int) -> None:
         self._device, self.number, self._place, self.address = device, number, place, address
@@ -101,7 +104,10 @@ class CudaArena:
 
 
 class CudaDevice:
-    """`group_bytes`: the elbow of the device's curve (`probe.group_bytes`). `pins` may be shared by the devices of a process."""
+    """`group_bytes`: the elbow of the device's curve (`probe.group_bytes`).
+
+    `pins` may be shared by the devices of a process.
+    """
 
     def __init__(
         self,
@@ -234,7 +240,10 @@ class CudaDevice:
             return None
 
     def _finish(self, group: Group, arena: CudaArena, event: Event, issued: float, previous: float) -> float:
-        """Wait for the group; the time. It shares the bus with no other but those before it: it began when they ended."""
+        """Wait for the group; the time.
+
+        It shares the bus with no other but those before it: it began when they ended.
+        """
         try:
             self._driver.wait(event)
         except Exception as e:

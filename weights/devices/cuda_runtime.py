@@ -13,7 +13,10 @@ _BUS_ID_CHARS = 32
 
 
 class CudaRuntime:
-    """Thread-safe, as CUDA's runtime is. Contexts are the devices' primary ones, which torch uses too."""
+    """Thread-safe, as CUDA's runtime is.
+
+    Contexts are the devices' primary ones, which torch uses too.
+    """
 
     def __init__(self, runtime: Any) -> None:
         self._rt = runtime

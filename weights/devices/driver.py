@@ -78,5 +78,8 @@ class CudaDriver(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Block (without spinning) until it has happened, and destroy it. Raises what the copies before it failed with."""
+        """Block (without spinning) until it has happened, and destroy it.
+
+        Raises what the copies before it failed with.
+        """
         ...

@@ -105,7 +105,9 @@ class _Waiting:
 
 
 class CopyQueue:
-    """The copies of one device's bus. The caller numbers the arenas and reuses no number.
+    """The copies of one device's bus.
+
+    The caller numbers the arenas and reuses no number.
 
     Attributes:
         order: "arrival" copies one arena after the other, "fair" the one with the fewest bytes copied; requests before background in both.

@@ -28,7 +28,11 @@ def has_driver() -> bool:
 
 
 def load_driver() -> CudaDriver:
-    """The real one. Raises `DeviceMissing` with the remedy. Devices are numbered as NVML numbers them: by their place on the bus."""
+    """The real one.
+
+    Raises `DeviceMissing` with the remedy. Devices are numbered as NVML numbers them: by their
+    place on the bus.
+    """
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     from weights.devices.cuda_runtime import load_cuda  # only where a GPU is wanted
 
@@ -36,7 +40,11 @@ def load_driver() -> CudaDriver:
 
 
 class Devices:
-    """The open devices. Methods may be called from any thread. The pool's hooks (`PoolMemory`) cost nothing before a device is open."""
+    """The open devices.
+
+    Methods may be called from any thread. The pool's hooks (`PoolMemory`) cost nothing before a
+    device is open.
+    """
 
     def __init__(self, load: Callable[[], CudaDriver], group_bytes: Callable[[CudaDriver, DeviceFacts], int]) -> None:
         """`group_bytes`: the elbow of a device's curve (`probe.group_bytes`)."""
@@ -49,7 +57,10 @@ class Devices:
         self._closed = False
 
     def get(self, device_id: str) -> CudaDevice:
-        """Opened if it is not yet, which takes seconds on its first use on this machine. Raises `DeviceMissing` or what CUDA says."""
+        """Opened if it is not yet, which takes seconds on its first use on this machine.
+
+        Raises `DeviceMissing` or what CUDA says.
+        """
         with self._lock:
             if (found := self._open.get(device_id)) is not None:
                 return found
@@ -74,7 +85,10 @@ class Devices:
         return tuple(self._open.values())
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-lock a chunk, once a device is open. One that cannot be locked is copied from all the same, more slowly."""
+        """Page-lock a chunk, once a device is open.
+
+        One that cannot be locked is copied from all the same, more slowly.
+        """
         if (driver := self._driver) is None or (pins := self._pins) is None:
             return
         try:

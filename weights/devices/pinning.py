@@ -11,7 +11,10 @@ from weights.devices.grouping import Run
 
 
 class Pins:
-    """Page-locked ranges by address. Registering takes long (the driver walks the pages): different chunks register at the same time."""
+    """Page-locked ranges by address.
+
+    Registering takes long (the driver walks the pages): different chunks register at the same time.
+    """
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver

@@ -23,7 +23,10 @@ from shared.contracts.segment import ArenaHandle, Extent
 
 
 class Priority(IntEnum):
-    """Priority of a copy. A smaller one is copied first, from the next group of copies on."""
+    """Priority of a copy.
+
+    A smaller one is copied first, from the next group of copies on.
+    """
 
     REQUEST = 0
     BACKGROUND = 1
@@ -67,7 +70,10 @@ class Arena(Protocol):
         ...
 
     def handle(self) -> ArenaHandle:
-        """Return what an engine opens the memory with. Bytes above the watermark are undefined."""
+        """Return what an engine opens the memory with.
+
+        Bytes above the watermark are undefined.
+        """
         ...
 
     def raise_priority(self, priority: Priority) -> None:
@@ -75,7 +81,9 @@ class Arena(Protocol):
         ...
 
     def release(self) -> int:
-        """Cancel queued copies, wait for those in progress, free the memory. Returns its bytes; 0 on a second call.
+        """Cancel queued copies, wait for those in progress, free the memory.
+
+        Returns its bytes; 0 on a second call.
 
         An engine that maps it must have exited before (the loader's holders ensure that): freeing memory that another process has opened is
         undefined on CUDA.
@@ -105,15 +113,24 @@ class Device(Protocol):
         ...
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory that copies read: whole, populated pages. A second call does nothing."""
+        """Page-lock host memory that copies read: whole, populated pages.
+
+        A second call does nothing.
+        """
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo `pin` of this address; unknown ones are fine. Nothing may be copying from it."""
+        """Undo `pin` of this address; unknown ones are fine.
+
+        Nothing may be copying from it.
+        """
         ...
 
     def allocate(self, place: Place, priority: Priority = Priority.REQUEST) -> Arena:
-        """Allocate an arena. Raises `InsufficientMemory` if the device has no memory for it."""
+        """Allocate an arena.
+
+        Raises `InsufficientMemory` if the device has no memory for it.
+        """
         ...
 
     def close(self) -> None:

@@ -55,7 +55,9 @@ class Checkpoint:
 
 
 def weight_names(present: Collection[str], where: str) -> tuple[str, ...] | None:
-    """The one file that holds all weights; None if an index must be asked. The order of preference is transformers'.
+    """The one file that holds all weights; None if an index must be asked.
+
+    The order of preference is transformers'.
 
     Raises `CheckpointInvalid` if there are no safetensors weights among the file names `present`.
     """
@@ -80,7 +82,10 @@ def weight_names(present: Collection[str], where: str) -> tuple[str, ...] | None
 
 
 def parse_index(data: bytes, where: str, suffixes: tuple[str, ...] = (".safetensors",)) -> dict[str, str]:
-    """The tensor → file name map of a model.safetensors.index.json or its like. File names must be plain: no directory, no `..`."""
+    """The tensor → file name map of a model.safetensors.index.json or its like.
+
+    File names must be plain: no directory, no `..`.
+    """
     index = parse_json(data, where)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -124,7 +129,10 @@ def check_regular(path: Path) -> None:
 
 
 def read_small(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
-    """A configuration file's content. Raises `CheckpointInvalid` if it is missing, unreadable or absurdly large."""
+    """A configuration file's content.
+
+    Raises `CheckpointInvalid` if it is missing, unreadable or absurdly large.
+    """
     check_regular(path)
     try:
         with path.open("rb") as file:
@@ -182,7 +190,10 @@ def open_checkpoint(directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoin
 
 
 def open_path(path: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
-    """The checkpoint that `path` names: a model directory, or one safetensors file. Raises `CheckpointInvalid`."""
+    """The checkpoint that `path` names: a model directory, or one safetensors file.
+
+    Raises `CheckpointInvalid`.
+    """
     mode = mode_of(path)
     if mode is None:
         raise CheckpointInvalid(f"{path} does not exist; name a model directory or a .safetensors file")

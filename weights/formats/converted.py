@@ -62,8 +62,11 @@ class Partition(_Strict):
 
 
 class Entry(_Strict):
-    """One tensor of one rank. `offset` and `size` in bytes; `stride` in elements; `dim` is the dimension along which tensor parallelism
-    divided it, null for a whole tensor; `sha256` of its bytes."""
+    """One tensor of one rank.
+
+    `offset` and `size` in bytes; `stride` in elements; `dim` is the dimension along which tensor
+    parallelism divided it, null for a whole tensor; `sha256` of its bytes.
+    """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
     rank: Natural
@@ -125,7 +128,10 @@ def place_after(end: int, size: int) -> int:
 
 
 def write_index(partitions: Sequence[Partition], entries: Iterable[Entry]) -> bytes:
-    """The index as stored. Raises `CheckpointInvalid` if it becomes too long to be read."""
+    """The index as stored.
+
+    Raises `CheckpointInvalid` if it becomes too long to be read.
+    """
     head = Head(ranks=len(partitions), partitions=tuple(partitions)).model_dump_json().encode().removesuffix(b"}")
     body = head + _OPEN + b"\n" + b",\n".join(e.model_dump_json().encode() for e in entries) + _CLOSE
     data = body + _TAIL + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
@@ -138,7 +144,10 @@ def write_index(partitions: Sequence[Partition], entries: Iterable[Entry]) -> by
 
 
 def parse_index(data: bytes, where: str) -> Index:
-    """The index that `data`, the content of `where`, holds. Raises `CheckpointInvalid` for anything that does not hold exactly."""
+    """The index that `data`, the content of `where`, holds.
+
+    Raises `CheckpointInvalid` for anything that does not hold exactly.
+    """
     end = data.find(b"\n", 0, _LINE_BYTES)
     line = data[: max(0, end)]
     if not line.endswith(_OPEN):
@@ -244,7 +253,10 @@ def _check_together(entries: list[Entry], where: str) -> None:
 
 
 def partition_of(index: Index, raw: bytes, where: str, rank: int = 0, ranks: int = 1) -> RankPartition:
-    """The file of `rank` of `ranks`. Raises `CheckpointInvalid` if the model was divided otherwise."""
+    """The file of `rank` of `ranks`.
+
+    Raises `CheckpointInvalid` if the model was divided otherwise.
+    """
     if index.ranks != ranks or not 0 <= rank < ranks:
         _invalid(
             where,

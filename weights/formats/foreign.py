@@ -60,7 +60,10 @@ def _unread(spec: ModelSpec) -> ModelInfo:
 
 
 def _from_gguf(path: Path, files: list[Path]) -> ModelInfo:
-    """Describe a GGUF model. The first shard has the metadata; the bytes are those of all files."""
+    """Describe a GGUF model.
+
+    The first shard has the metadata; the bytes are those of all files.
+    """
     found = [read_gguf(file) for file in files]
     first = found[0]
     kind = str(first.metadata.get("general.architecture", ""))

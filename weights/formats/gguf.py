@@ -1,4 +1,6 @@
-"""Metadata and tensor list of a GGUF file. Every read is bounded, since the file is not trusted.
+"""Metadata and tensor list of a GGUF file.
+
+Every read is bounded, since the file is not trusted.
 
 Layout: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3, little-endian. Weights are not read.
 """

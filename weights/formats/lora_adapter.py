@@ -50,7 +50,10 @@ def is_adapter(present: Collection[str]) -> bool:
 
 
 def check_adapter_config(directory: Path, present: Collection[str]) -> bytes:
-    """adapter_config.json, if it is that of an adapter that can be served. Raises `CheckpointInvalid` or `InvalidModel`."""
+    """adapter_config.json, if it is that of an adapter that can be served.
+
+    Raises `CheckpointInvalid` or `InvalidModel`.
+    """
     config = read_small(directory / CONFIG)
     _read_config(parse_json(config, str(directory / CONFIG)), str(directory / CONFIG))
     if "adapter_model.bin" in present and not any(n.endswith(".safetensors") for n in present):
@@ -61,7 +64,10 @@ def check_adapter_config(directory: Path, present: Collection[str]) -> bytes:
 
 
 def describe_adapter(source: str, revision: str, checkpoint: Checkpoint, directory: Path) -> ModelInfo:
-    """`weights_bytes` is what the segment will take of shared memory. Raises `CheckpointInvalid` or `InvalidModel`."""
+    """`weights_bytes` is what the segment will take of shared memory.
+
+    Raises `CheckpointInvalid` or `InvalidModel`.
+    """
     path = directory / CONFIG
     raw = parse_json(read_small(path), str(path))
     info = _read_config(raw, str(path))

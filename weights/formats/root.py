@@ -9,7 +9,10 @@ from shared.errors import CheckpointInvalid
 
 
 def mode_of(path: Path) -> int | None:
-    """Return `st_mode` of `path`; None if it does not exist. Raises `CheckpointInvalid` if that cannot be determined."""
+    """Return `st_mode` of `path`; None if it does not exist.
+
+    Raises `CheckpointInvalid` if that cannot be determined.
+    """
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # or it has a zero byte

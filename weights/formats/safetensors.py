@@ -29,8 +29,11 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file. `offset` counts bytes from the start of the file; tied tensors have the same. `sha256` of its bytes, in hex, is
-    known of converted checkpoints only, else empty."""
+    """One tensor of a file.
+
+    `offset` counts bytes from the start of the file; tied tensors have the same. `sha256` of its
+    bytes, in hex, is known of converted checkpoints only, else empty.
+    """
 
     name: str
     dtype: str

@@ -1,4 +1,7 @@
-"""Memory limits of this process's control group. Beyond them the kernel kills instead of refusing memory."""
+"""Memory limits of this process's control group.
+
+Beyond them the kernel kills instead of refusing memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def memory_room(sys: Path = _SYS, own: Path = _OWN) -> int | None:
 
 
 def _limited(sys: Path, own: Path) -> Iterator[tuple[Path, _Version, int]]:
-    """This process's group and those around it, as far as they have a limit. In a container the path may be the host's, and its own is the root."""
+    """This process's group and those around it, as far as they have a limit.
+
+    In a container the path may be the host's, and its own is the root.
+    """
     paths = dict(_paths(own))
     version, root, path = (_V1, sys / "memory", paths["memory"]) if "memory" in paths else (_V2, sys, paths.get("", "/"))
     group = root / path.lstrip("/")

@@ -97,7 +97,9 @@ def parts(nbytes: int) -> tuple[int, ...]:
 
 
 def take(table: Chunks, owner: int, nbytes: int) -> Chunks | None:
-    """Give `owner` chunks for `nbytes`: spare ones first, then the lowest free ones. None if the pool has too few.
+    """Give `owner` chunks for `nbytes`: spare ones first, then the lowest free ones.
+
+    None if the pool has too few.
 
     A spare chunk with more memory than its part needs is not taken: the status would report less than is in use.
     """
@@ -130,7 +132,10 @@ def mark(table: Chunks, owner: int, *, cached: bool) -> Chunks:
 
 
 def doom(table: Chunks, owner: int, keep: int = 0) -> Chunks:
-    """Release the owner's chunks; `vacate` follows when no process maps them. Only whole chunks are kept."""
+    """Release the owner's chunks; `vacate` follows when no process maps them.
+
+    Only whole chunks are kept.
+    """
     gone = table.owned[owner]
     keep = min(keep, gone.nbytes // CHUNK_BYTES)
     owned = {k: v for k, v in table.owned.items() if k != owner}
@@ -153,7 +158,10 @@ def fill_spare(table: Chunks, number: int, count: int) -> Chunks:
 
 
 def vacate(table: Chunks, number: int, kept: int | None = None) -> Chunks:
-    """Finish a release: no process maps the doomed chunks. Those kept are spare now, the others free."""
+    """Finish a release: no process maps the doomed chunks.
+
+    Those kept are spare now, the others free.
+    """
     gone = table.doomed.get(number)
     if gone is None:
         return table

@@ -86,12 +86,18 @@ class PoolMemory:
     # -- allocating ----------------------------------------------------------------------------------------------------------------
 
     def allocate(self, offset: int, length: int) -> None:
-        """Allocate these bytes without zeroing or mapping pages. Raises `OSError` (ENOSPC) without memory: never SIGBUS later."""
+        """Allocate these bytes without zeroing or mapping pages.
+
+        Raises `OSError` (ENOSPC) without memory: never SIGBUS later.
+        """
         with self._lock:  # punch reads the file's blocks before and after
             os.posix_fallocate(self._fd, offset, length)
 
     def populate(self, offset: int, length: int) -> None:
-        """`allocate`, and map the pages at once: reads into them fault no more. Within one chunk; `offset` starts a page."""
+        """`allocate`, and map the pages at once: reads into them fault no more.
+
+        Within one chunk; `offset` starts a page.
+        """
         chunk, end = offset // CHUNK_BYTES, offset % CHUNK_BYTES + length
         if self._ready.get(chunk, 0) >= end:
             return
@@ -112,7 +118,9 @@ class PoolMemory:
         self.populate(chunk * CHUNK_BYTES, CHUNK_BYTES)
 
     def prepare_huge(self, chunk: int) -> None:
-        """`prepare` with huge pages if the kernel has them. Finding them may take three times as long: call it in the background.
+        """`prepare` with huge pages if the kernel has them.
+
+        Finding them may take three times as long: call it in the background.
 
         A direct read needs a descriptor for each run of memory, and a disk's request has few of them; and there are fewer pages to look up, map
         and unmap. Where it is refused the pages are small.
@@ -124,7 +132,10 @@ class PoolMemory:
         self.prepare(chunk)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write through the descriptor: new pages are neither zeroed nor mapped first. Raises `OSError` (ENOSPC)."""
+        """Write through the descriptor: new pages are neither zeroed nor mapped first.
+
+        Raises `OSError` (ENOSPC).
+        """
         done = 0
         while done < len(data):
             with data[done:] as rest:
@@ -137,14 +148,20 @@ class PoolMemory:
     # -- freeing -------------------------------------------------------------------------------------------------------------------
 
     def zap(self, chunk: int, length: int = CHUNK_BYTES) -> None:
-        """Unmap the chunk's pages here; their content stays. A page that only its readers map can be paged out with them, and is counted once.
-        Page-locked chunks stay."""
+        """Unmap the chunk's pages here; their content stays.
+
+        A page that only its readers map can be paged out with them, and is counted once.
+        Page-locked chunks stay.
+        """
         if self._on_populated is None:
             self._ready.pop(chunk, None)
             _libc.madvise(self._address + chunk * CHUNK_BYTES, length, _MADV_DONTNEED)
 
     def punch(self, chunks: Iterable[int]) -> int:
-        """Free the memory of `chunks`. Returns the bytes that the file has less afterwards, read back."""
+        """Free the memory of `chunks`.
+
+        Returns the bytes that the file has less afterwards, read back.
+        """
         freed = 0
         for offset, length in _runs(sorted(chunks)):
             for at in range(offset, offset + length, CHUNK_BYTES):

@@ -15,7 +15,10 @@ from weights.pool.shm import no_room
 
 
 class Space(Protocol):
-    """Where pieces are read to. Offsets are the segment's; the range of all methods but `write` lies within one chunk."""
+    """Where pieces are read to.
+
+    Offsets are the segment's; the range of all methods but `write` lies within one chunk.
+    """
 
     def write(self, offset: int, data: memoryview | bytes) -> None: ...
     def copy(self, offset: int, data: memoryview) -> None: ...
@@ -25,7 +28,10 @@ class Space(Protocol):
 
 
 class Region:
-    """`nbytes` in `chunks` of the pool, in that order. Offsets are the segment's; a range given to a method lies within one chunk."""
+    """`nbytes` in `chunks` of the pool, in that order.
+
+    Offsets are the segment's; a range given to a method lies within one chunk.
+    """
 
     def __init__(self, pool: PoolMemory, chunks: Sequence[int], nbytes: int) -> None:
         assert (len(chunks) - 1) * CHUNK_BYTES < nbytes <= len(chunks) * CHUNK_BYTES

@@ -65,7 +65,10 @@ class Ring:
     # -- the reading threads -------------------------------------------------------------------------------------------------------
 
     def enter(self, offset: int) -> None:
-        """Wait until the chunk of this byte is in the window, and give it memory. Raises `Cancelled` after `close`, `InsufficientMemory`."""
+        """Wait until the chunk of this byte is in the window, and give it memory.
+
+        Raises `Cancelled` after `close`, `InsufficientMemory`.
+        """
         chunk = offset // CHUNK_BYTES
         with self._changed:
             self._changed.wait_for(lambda: self._closed or chunk < self._limit)
@@ -104,7 +107,10 @@ class Ring:
         self.write(offset, data)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Return these bytes. References keep the whole range mapped, and not what the chunk holds."""
+        """Return these bytes.
+
+        References keep the whole range mapped, and not what the chunk holds.
+        """
         return self._view[offset : offset + length]
 
     # -- the consumer --------------------------------------------------------------------------------------------------------------
@@ -125,7 +131,10 @@ class Ring:
                 self._released.append(chunk)
 
     def close(self) -> None:
-        """Stop reading and free unneeded memory. Threads that wait to read get `Cancelled`."""
+        """Stop reading and free unneeded memory.
+
+        Threads that wait to read get `Cancelled`.
+        """
         with self._changed:
             self._closed = True
             while self._released:

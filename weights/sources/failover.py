@@ -14,7 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class FailoverTier:
-    """`listed` says what there is; `places` are read in order. All are closed with it. `used`: the links that brought bytes."""
+    """`listed` says what there is; `places` are read in order.
+
+    All are closed with it. `used`: the links that brought bytes.
+    """
 
     def __init__(self, listed: Tier, places: Sequence[Tier]) -> None:
         self._listed, self._places = listed, list(places)

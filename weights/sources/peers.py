@@ -63,7 +63,9 @@ def _has(status: LoaderStatus, revision: str) -> bool:
 
 
 def peers_first(peers: Sequence[float | None], source: float | None) -> bool:
-    """Whether a peer is read before the source. Speeds in bytes per second, None: not measured yet.
+    """Whether a peer is read before the source.
+
+    Speeds in bytes per second, None: not measured yet.
 
     1. The source is known to be faster than every peer, all of them measured: no.
     2. Otherwise yes: a peer is on the mesh's own network, costs the source nothing, and its speed will be known afterwards.

@@ -53,7 +53,10 @@ class Origin:
 
 
 class Connection:
-    """For one request at a time. Raises `OSError`, `http.client.HTTPException` and `Cancelled`."""
+    """For one request at a time.
+
+    Raises `OSError`, `http.client.HTTPException` and `Cancelled`.
+    """
 
     def __init__(
         self, origin: Origin, tls: ssl.SSLContext | None, patience: Patience, cancelled: threading.Event | None = None
@@ -73,7 +76,10 @@ class Connection:
     def request(
         self, method: str, target: str, headers: Mapping[str, str], cancelled: threading.Event | None = None
     ) -> http.client.HTTPResponse:
-        """Send a request without a body; its response, headers read. The body must be read before the next request."""
+        """Send a request without a body; its response, headers read.
+
+        The body must be read before the next request.
+        """
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         if any("\r" in line or "\n" in line for line in lines):
             raise ValueError("a line break in a request")
@@ -108,7 +114,11 @@ class Connection:
 
 
 class _Stream(io.RawIOBase):
-    """A socket as a file. Waits in short slices, so that calling off and stalls are noticed. Closing it leaves the socket open."""
+    """A socket as a file.
+
+    Waits in short slices, so that calling off and stalls are noticed. Closing it leaves the socket
+    open.
+    """
 
     def __init__(self, sock: socket.socket, cancelled: threading.Event | None, stall_s: float) -> None:
         self._sock, self._cancelled, self._stall_s = sock, cancelled, stall_s
@@ -132,7 +142,10 @@ class _Stream(io.RawIOBase):
                 raise TimeoutError(f"no bytes for {self._stall_s:g} s")
 
     def _filled(self, into: WriteableBuffer) -> int | None:
-        """Read available bytes; None if a slice brought none. A large read returns at least 256 KiB, or what arrived within a slice."""
+        """Read available bytes; None if a slice brought none.
+
+        A large read returns at least 256 KiB, or what arrived within a slice.
+        """
         wanted = memoryview(into).nbytes
         self._low_water(min(wanted, _LOW_WATER_BYTES) if wanted > _SMALL_BYTES else 1)
         try:

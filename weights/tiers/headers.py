@@ -65,7 +65,10 @@ def _read_sums(directory: Path) -> dict[str, str]:
 
 
 def _checksum(path: Path, size: int) -> str | None:
-    """The SHA-256 of `path`; None if it is no file of `size` bytes. A file that has not changed since is not read twice."""
+    """The SHA-256 of `path`; None if it is no file of `size` bytes.
+
+    A file that has not changed since is not read twice.
+    """
     try:
         status = path.stat()
         if status.st_size != size:
@@ -81,7 +84,10 @@ def _hash(path: Path, _inode: int, _mtime_ns: int, _ctime_ns: int) -> str:
 
 
 def checkpoint_of(tier: Tier, directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
-    """The checked headers of the weight files. `directory`: where the small files lie. Raises `CheckpointInvalid`."""
+    """The checked headers of the weight files.
+
+    `directory`: where the small files lie. Raises `CheckpointInvalid`.
+    """
     if tier.directory is not None:
         return open_checkpoint(tier.directory, rank, ranks)
     files = {file.name: file for file in tier.files()}

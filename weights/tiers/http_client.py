@@ -74,8 +74,12 @@ class Answer:
 
 
 class HttpClient:
-    """Connections to any hosts, kept between requests. `headers` go to the origin of each request only, never along a redirect to
-    another host. TLS trusts the system's authorities, or those of SSL_CERT_FILE / SSL_CERT_DIR. `direct`: through no proxy."""
+    """Connections to any hosts, kept between requests.
+
+    `headers` go to the origin of each request only, never along a redirect to another host. TLS
+    trusts the system's authorities, or those of SSL_CERT_FILE / SSL_CERT_DIR. `direct`: through no
+    proxy.
+    """
 
     def __init__(self, headers: Mapping[str, str] | None = None, patience: Patience | None = None, *, direct: bool = False) -> None:
         self._headers, self._patience, self._direct = dict(headers or {}), patience or Patience(), direct
@@ -85,7 +89,10 @@ class HttpClient:
         self._closed = False
 
     def get(self, url: str, headers: Mapping[str, str] | None = None, cancelled: threading.Event | None = None) -> Answer:
-        """The answer to a GET of `url`, redirects followed. Raises `OSError`, `http.client.HTTPException`, `Cancelled`."""
+        """The answer to a GET of `url`, redirects followed.
+
+        Raises `OSError`, `http.client.HTTPException`, `Cancelled`.
+        """
         home = _place(url)
         for _ in range(_MOST_REDIRECTS):
             own = self._headers if _place(url) == home else {}

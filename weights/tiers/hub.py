@@ -64,7 +64,10 @@ def open_hub(source: str, backoff: Backoff | None = None) -> Tier:
 
 
 class HubTier(RemoteTier):
-    """One repository at one commit. `listing`: (name, size, SHA-256 where the hub has one)."""
+    """One repository at one commit.
+
+    `listing`: (name, size, SHA-256 where the hub has one).
+    """
 
     def __init__(self, repo: str, commit: str, listing: list[tuple[str, int, str | None]], backoff: Backoff | None = None) -> None:
         from huggingface_hub.utils import build_hf_headers

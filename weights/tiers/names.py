@@ -75,7 +75,10 @@ def weights_of(present: Collection[str], where: str, read: Callable[[str], bytes
 
 
 def select(sizes: Mapping[str, int], where: str, read: Callable[[str], bytes]) -> tuple[str, ...]:
-    """Names of all of a model's files among those at a place, sorted. Raises `CheckpointInvalid` if its weights are not there."""
+    """Names of all of a model's files among those at a place, sorted.
+
+    Raises `CheckpointInvalid` if its weights are not there.
+    """
     safe = {name: size for name, size in sizes.items() if is_safe(name)}
 
     def read_checked(name: str) -> bytes:

@@ -15,7 +15,9 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class TierFile:
-    """One file of a model. `version` changes when the content does (an ETag; size and times).
+    """One file of a model.
+
+    `version` changes when the content does (an ETag; size and times).
 
     `sha256`, `md5`: in hexadecimal, if the source lists them.
     """
@@ -28,7 +30,9 @@ class TierFile:
 
 
 class Tier(Protocol):
-    """All files of one model in one place. Methods block and may be called from several threads.
+    """All files of one model in one place.
+
+    Methods block and may be called from several threads.
 
     Errors are `ThawError`s that name the file and the remedy: `CheckpointInvalid` (gone, changed, cut short for good, wrong checksum),
     `Unavailable` (unreachable after the retries), `InvalidModel` (a source that cannot be meant). `Cancelled` soon after `cancelled`.
@@ -55,11 +59,16 @@ class Tier(Protocol):
         ...
 
     def files(self) -> Sequence[TierFile]:
-        """Every file of the model, sorted by name. The first call may ask the source; later calls return the same list."""
+        """Every file of the model, sorted by name.
+
+        The first call may ask the source; later calls return the same list.
+        """
         ...
 
     def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
-        """Fill `into` with the bytes of `file` from `offset` on: all of them, or an error. Retries and resumes by itself.
+        """Fill `into` with the bytes of `file` from `offset` on: all of them, or an error.
+
+        Retries and resumes by itself.
 
         A tier with a cache still reads `into` after the call: the memory must hold these bytes until `close`. Raises
         `CheckpointInvalid` if the file is not the `version` that was listed any more.

@@ -31,7 +31,9 @@ class Retry(Exception):
 
 @dataclass
 class RemoteFile:
-    """One file behind `url()`, which may sign at each call. `where` names it in messages.
+    """One file behind `url()`, which may sign at each call.
+
+    `where` names it in messages.
 
     `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the first answer says. `headers`: of the
     first answer. `key`: for the store that the file is in. `whole_only`: the server has shown that it knows no ranges.
@@ -71,7 +73,10 @@ def refusal(where: str, status: int) -> ThawError:
 
 
 class RangeReader:
-    """Reads for one tier, from several threads. `refused(where, status)` is the error for 401, 403, 404, 407 and 410."""
+    """Reads for one tier, from several threads.
+
+    `refused(where, status)` is the error for 401, 403, 404, 407 and 410.
+    """
 
     def __init__(
         self, client: HttpClient, backoff: Backoff | None = None, refused: Callable[[str, int], ThawError] = refusal
@@ -79,7 +84,10 @@ class RangeReader:
         self._client, self._backoff, self._refused = client, backoff or Backoff(), refused
 
     def read(self, file: RemoteFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
-        """Fill `into` from `offset` on. Raises `CheckpointInvalid`, `Unavailable`, `InvalidModel` or `Cancelled`."""
+        """Fill `into` from `offset` on.
+
+        Raises `CheckpointInvalid`, `Unavailable`, `InvalidModel` or `Cancelled`.
+        """
         done = failures = 0
         while done < len(into):
             try:
@@ -90,7 +98,10 @@ class RangeReader:
                 failures = self._again(file, failures, e, cancelled)
 
     def head(self, file: RemoteFile, limit: int, cancelled: threading.Event | None = None) -> bytes | None:
-        """The first bytes, `limit` at most; learns size and validator. None if the file is not there."""
+        """The first bytes, `limit` at most; learns size and validator.
+
+        None if the file is not there.
+        """
         failures = 0
         while True:
             try:
@@ -185,7 +196,10 @@ class RangeReader:
 
 
 def _size(answer: Answer, offset: int) -> int | None:
-    """Bytes of the whole file, where the answer says it. Raises `Retry` for a part that was not asked for."""
+    """Bytes of the whole file, where the answer says it.
+
+    Raises `Retry` for a part that was not asked for.
+    """
     if answer.status == HTTPStatus.OK:
         return answer.response.length
     found = _CONTENT_RANGE.fullmatch(answer.header("Content-Range") or "")

@@ -16,7 +16,10 @@ _SCRATCH_BYTES = 1024 * 1024
 
 
 class WholeFileStream:
-    """Readers wait until the connection reaches their offset. A late reader, or one after an error, opens a new connection."""
+    """Readers wait until the connection reaches their offset.
+
+    A late reader, or one after an error, opens a new connection.
+    """
 
     def __init__(self, connect: Callable[[threading.Event | None], Answer]) -> None:
         self._connect = connect
@@ -27,7 +30,10 @@ class WholeFileStream:
         self._position = 0
 
     def read(self, offset: int, into: memoryview, cancelled: threading.Event | None) -> int:
-        """Fill `into` with the bytes from `offset` on; its length. Raises `OSError`, `HTTPException` or `Cancelled`."""
+        """Fill `into` with the bytes from `offset` on; its length.
+
+        Raises `OSError`, `HTTPException` or `Cancelled`.
+        """
         self._await_turn(offset, cancelled)
         try:
             if self._answer is None or offset < self._position:

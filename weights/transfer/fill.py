@@ -14,7 +14,10 @@ from weights.transfer.reader import ReadStats
 
 
 class PieceReader(Protocol):
-    """Reads pieces into the region, from several threads. `stats`: what it has read so far."""
+    """Reads pieces into the region, from several threads.
+
+    `stats`: what it has read so far.
+    """
 
     stats: ReadStats
 
@@ -23,7 +26,10 @@ class PieceReader(Protocol):
 
 
 class Filling:
-    """A load in progress. `write_head` writes header and index; readers may map the segment from then on."""
+    """A load in progress.
+
+    `write_head` writes header and index; readers may map the segment from then on.
+    """
 
     def __init__(
         self,

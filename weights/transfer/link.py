@@ -20,7 +20,10 @@ _numbers = itertools.count(1)
 
 @dataclass
 class Transfer:
-    """One load on one link. `read` is called with each piece, from the link's threads; the first error ends the load."""
+    """One load on one link.
+
+    `read` is called with each piece, from the link's threads; the first error ends the load.
+    """
 
     pieces: Sequence[Piece]
     read: Callable[[Piece], None]
@@ -81,7 +84,10 @@ class Link:
             )
 
     def close(self) -> None:
-        """End the threads after the pieces they read. Loads that are not over end as cancelled."""
+        """End the threads after the pieces they read.
+
+        Loads that are not over end as cancelled.
+        """
         with self._changed:
             self._closing = True
             for transfer in list(self._transfers.values()):

@@ -19,7 +19,10 @@ _WINDOWS = 9
 
 @dataclass(frozen=True)
 class Load:
-    """One load's queue entry. `chunks` and `nbytes` are still to be started; `under_way` bytes are being read."""
+    """One load's queue entry.
+
+    `chunks` and `nbytes` are still to be started; `under_way` bytes are being read.
+    """
 
     load: int
     chunks: int

@@ -26,8 +26,11 @@ class Piece:
 
 
 def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False) -> tuple[Piece, ...]:
-    """All of the weight files, in the segment's order. No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages).
-    `remote`: each piece costs a request, so the last ones are not smaller."""
+    """All of the weight files, in the segment's order.
+
+    No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages). `remote`: each
+    piece costs a request, so the last ones are not smaller.
+    """
     found: list[Piece] = []
     tail = layout.total_bytes - TAIL_BYTES
     for number, place in enumerate(layout.places):

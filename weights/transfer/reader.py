@@ -32,7 +32,11 @@ _buffered_logged = threading.Event()
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read. What is not the default is there to be measured (bench/loader.py). `chunk_bytes`, of one read, counts whole pages."""
+    """How to read.
+
+    What is not the default is there to be measured (bench/loader.py). `chunk_bytes`, of one read,
+    counts whole pages.
+    """
 
     threads: int = 4
     chunk_bytes: int = CHUNK_BYTES

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """`source`: the section, table or page. Not `stated`: the paper omits it, and it is shown with ±50 %."""
+    """`source`: the section, table or page.
+
+    Not `stated`: the paper omits it, and it is shown with ±50 %.
+    """
 
     value: float
     unit: str

@@ -41,8 +41,11 @@ DATASETS = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`throughput`: Table 1, SLLM-CM, tokens per second. `gb`: 2 bytes a parameter. `kv_mb`: of one token, from the model's published
-    configuration (layers x KV heads x head size x 2 x 2 bytes)."""
+    """`throughput`: Table 1, SLLM-CM, tokens per second.
+
+    `gb`: 2 bytes a parameter. `kv_mb`: of one token, from the model's published configuration
+    (layers x KV heads x head size x 2 x 2 bytes).
+    """
 
     name: str
     gb: float

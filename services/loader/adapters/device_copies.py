@@ -29,7 +29,10 @@ _CLOSED_AT_ONCE = 4
 
 @dataclass
 class _Copy:
-    """One arena of a run. `lock` is held while its memory is released: a second caller waits for that."""
+    """One arena of a run.
+
+    `lock` is held while its memory is released: a second caller waits for that.
+    """
 
     order: OpenArena
     arena: Arena | None = None
@@ -41,7 +44,10 @@ class _Copy:
 
 @dataclass
 class _Source:
-    """A run's bytes in host memory. `ranges`: offsets and sizes in the segment in order of arrival, each once."""
+    """A run's bytes in host memory.
+
+    `ranges`: offsets and sizes in the segment in order of arrival, each once.
+    """
 
     region: Region
     ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -49,7 +55,11 @@ class _Source:
 
 
 class Copies:
-    """The arenas of all runs. `emit` is called from threads: one per arena waits for its last byte; the device's own thread copies."""
+    """The arenas of all runs.
+
+    `emit` is called from threads: one per arena waits for its last byte; the device's own thread
+    copies.
+    """
 
     def __init__(self, devices: Devices, pool: PoolMemory, emit: Callable[[Event], None]) -> None:
         self._devices, self._pool, self._emit = devices, pool, emit
@@ -66,7 +76,10 @@ class Copies:
             self._sources[run] = _Source(region)
 
     def arrived(self, run: int, offset: int, nbytes: int) -> None:
-        """Copy these bytes, which are now in host memory, to the run's arenas. They may cross chunks."""
+        """Copy these bytes, which are now in host memory, to the run's arenas.
+
+        They may cross chunks.
+        """
         if (source := self._sources.get(run)) is None:
             return
         if source.copies:
@@ -197,7 +210,10 @@ class Copies:
         return arena
 
     def _fill(self, region: Region, arena: Arena, offset: int, nbytes: int) -> None:
-        """Copy chunk by chunk, since chunks are not contiguous. `arena.wait` raises the device's errors."""
+        """Copy chunk by chunk, since chunks are not contiguous.
+
+        `arena.wait` raises the device's errors.
+        """
         end = offset + nbytes
         while offset < end:
             length = min(end - offset, CHUNK_BYTES - offset % CHUNK_BYTES)
@@ -208,7 +224,10 @@ class Copies:
             offset += length
 
     def _pin(self, region: Region, offset: int, nbytes: int) -> None:
-        """Page-lock the chunks of these bytes. The driver's buffer copies a last, partial chunk, which does not have all of its memory."""
+        """Page-lock the chunks of these bytes.
+
+        The driver's buffer copies a last, partial chunk, which does not have all of its memory.
+        """
         for index in range(offset // CHUNK_BYTES, -(-(offset + nbytes) // CHUNK_BYTES)):
             if (index + 1) * CHUNK_BYTES <= region.nbytes:
                 self._devices.pin(_address(region, index * CHUNK_BYTES, CHUNK_BYTES), CHUNK_BYTES)

@@ -35,7 +35,10 @@ Find = Callable[[str], AbstractContextManager[tuple[Path, EntryRecord] | None]]
 
 
 class PeerServer:
-    """Serve from construction until `close`. Raises `OSError` if the address cannot be bound."""
+    """Serve from construction until `close`.
+
+    Raises `OSError` if the address cannot be bound.
+    """
 
     def __init__(self, host: str, port: int, find: Find) -> None:
         self.token = secrets.token_urlsafe(32)

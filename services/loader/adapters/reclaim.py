@@ -39,15 +39,21 @@ class Reclaimer:
         self._watch: threading.Thread | None = None
 
     def start(self, order: Vacate, before: Callable[[], int] = lambda: 0) -> None:
-        """Perform `order` in a thread. `before` is called first: it ends this process's own use of the memory, and returns the bytes of
-        device memory that this released."""
+        """Perform `order` in a thread.
+
+        `before` is called first: it ends this process's own use of the memory, and returns the
+        bytes of device memory that this released.
+        """
         if order.nbytes:
             self._threads.submit(self._reclaim, order, before)
         else:
             self._readiness.submit(self._make_ready, order)
 
     def close(self) -> None:
-        """Wait for running orders. Chunks that are still mapped are found again at the next start."""
+        """Wait for running orders.
+
+        Chunks that are still mapped are found again at the next start.
+        """
         self._closing.set()
         self._threads.shutdown()
         self._readiness.shutdown()
@@ -126,7 +132,10 @@ class Reclaimer:
 
 
 def _await_exit(pids: list[int], within: float) -> None:
-    """Wait until one of `pids` has exited, at most `within` seconds. A process may also unmap without exiting, which has no event."""
+    """Wait until one of `pids` has exited, at most `within` seconds.
+
+    A process may also unmap without exiting, which has no event.
+    """
     fds: list[int] = []
     try:
         fds.extend(os.pidfd_open(pid) for pid in pids)

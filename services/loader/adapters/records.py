@@ -50,7 +50,10 @@ class Records:
 
     @contextmanager
     def sole(self) -> Iterator[None]:
-        """Be the only loader of this node. Raises `Conflict` if another one runs, whose memory this one would take."""
+        """Be the only loader of this node.
+
+        Raises `Conflict` if another one runs, whose memory this one would take.
+        """
         self._weights.mkdir(parents=True, exist_ok=True)
         fd = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -65,7 +68,11 @@ class Records:
             os.close(fd)
 
     def write(self, record: WeightsRecord) -> None:
-        """Write a record. A disk error is only logged: serving continues, and a restarted loader loads these weights again."""
+        """Write a record.
+
+        A disk error is only logged: serving continues, and a restarted loader loads these weights
+        again.
+        """
         path = self._path(record.weights_id)
         draft = path.with_suffix(".tmp")
         try:

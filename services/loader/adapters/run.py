@@ -136,7 +136,10 @@ class Run:
     # -- steps -------------------------------------------------------------------------------------------------------------------
 
     def _opened(self) -> tuple[Tier, Path, Checkpoint]:
-        """Open the fastest source of the model, and check its headers. A cancelled run does not wait for a host that hangs."""
+        """Open the fastest source of the model, and check its headers.
+
+        A cancelled run does not wait for a host that hangs.
+        """
         card, sources = self.order.card, self.context.sources
         found: Future[tuple[Tier, Path, Checkpoint]] = Future()
 

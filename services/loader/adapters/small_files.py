@@ -10,7 +10,10 @@ from weights.sources.sources import Sources
 
 
 def read_part(sources: Sources, request: ReadModelFile) -> ModelFilePart:
-    """Read a part of a file. Raises `NotFound` if this host does not have it, `InvalidModel` if `source` is invalid. Blocks."""
+    """Read a part of a file.
+
+    Raises `NotFound` if this host does not have it, `InvalidModel` if `source` is invalid. Blocks.
+    """
     path = sources.small_file(request.source, request.name)
     absent = NotFound(f"{request.name} of {request.source} is not on this node")
     if path is None:

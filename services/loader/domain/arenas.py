@@ -73,7 +73,10 @@ def on_closed(state: State, event: ArenaClosed) -> Decision:
 
 
 def on_copied(state: State, event: CopiedToDevice) -> Decision:
-    """Record the end of a copy. A report about a closed or closing arena changes nothing."""
+    """Record the end of a copy.
+
+    A report about a closed or closing arena changes nothing.
+    """
     entry = state.entries.get(event.weights_id)
     device = next((d for d, a in entry.arenas.items() if a.number == event.number), None) if entry is not None else None
     if entry is None or device is None:

@@ -30,7 +30,10 @@ Decision = tuple[State, tuple[Effect, ...]]
 
 
 def settle(state: State, room: int) -> Decision:
-    """Grant chunks to waiting loads, in order of arrival. `room`: bytes of memory free at the last measurement."""
+    """Grant chunks to waiting loads, in order of arrival.
+
+    `room`: bytes of memory free at the last measurement.
+    """
     effects: list[Effect] = []
     for entry in sorted((e for e in state.entries.values() if e.wants), key=lambda e: e.run):
         state, more = _serve(state, entry, room)
@@ -78,7 +81,10 @@ def _deny(state: State, entry: Entry) -> Decision:
 
 
 def promised(state: State) -> int:
-    """Bytes that granted loads and chunks being populated will still take. A cancelled load counts until it has ended."""
+    """Bytes that granted loads and chunks being populated will still take.
+
+    A cancelled load counts until it has ended.
+    """
     filling = (e for e in state.entries.values() if e.stage in (Stage.LOADING, Stage.INDEXED, Stage.LEAVING))
     return state.chunks.making_bytes + sum(
         max(0, o.fresh - e.loaded_bytes) for e in filling if (o := state.chunks.owned.get(e.run)) is not None

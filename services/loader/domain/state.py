@@ -68,7 +68,10 @@ class Arena:
 
 @dataclass(frozen=True)
 class Closing:
-    """An arena without holders, being released. `replies`: releases to answer then, with the bytes that stay cached."""
+    """An arena without holders, being released.
+
+    `replies`: releases to answer then, with the bytes that stay cached.
+    """
 
     released_by: str
     replies: tuple[tuple[int, int], ...] = ()
@@ -129,7 +132,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class State:
-    """All entries by weights id. `released`: the latest instances that released; their late prepares and attaches are refused."""
+    """All entries by weights id.
+
+    `released`: the latest instances that released; their late prepares and attaches are refused.
+    """
 
     entries: Mapping[str, Entry] = field(default_factory=dict)
     runs: int = 0

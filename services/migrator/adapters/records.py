@@ -30,7 +30,10 @@ def parse(value: bytes) -> MigrationRecord | None:
 
 
 class Copy:
-    """Mirrors the bucket in `leases` and calls `changed`. The watch of one's own writes renews only one's own lease."""
+    """Mirrors the bucket in `leases` and calls `changed`.
+
+    The watch of one's own writes renews only one's own lease.
+    """
 
     def __init__(self, leases: Leases, changed: Callable[[MigrationRecord | None, str], None]) -> None:
         self._leases = leases
@@ -56,7 +59,10 @@ class Copy:
 
 
 class Held:
-    """A record whose lease this process holds. Writes the newest version given, one after the other."""
+    """A record whose lease this process holds.
+
+    Writes the newest version given, one after the other.
+    """
 
     def __init__(self, bucket: KeyValue, record: MigrationRecord, revision: int, lost: Callable[[bool], None]) -> None:
         self._bucket = bucket
@@ -122,7 +128,10 @@ class Records:
         self.owner = owner
 
     async def claim(self, seen: MigrationRecord, lost: Callable[[bool], None]) -> tuple[MigrationRecord, Held] | None:
-        """Become the owner of a record; None if it is no longer as `seen`. Raises NATS errors."""
+        """Become the owner of a record; None if it is no longer as `seen`.
+
+        Raises NATS errors.
+        """
         bucket = await migrations_bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas)
         there, revision = await _get(bucket, seen.migration_id)
         if there != seen or there is None:

@@ -77,7 +77,10 @@ class Metrics:
 
 
 class MigrationSpan:
-    """The span of one migration by this owner. A later owner's span belongs to the same trace."""
+    """The span of one migration by this owner.
+
+    A later owner's span belongs to the same trace.
+    """
 
     def __init__(self, record: MigrationRecord) -> None:
         self._began = time.time_ns()

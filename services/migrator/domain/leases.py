@@ -35,7 +35,10 @@ class Refusal:
 
 @dataclass(slots=True)
 class Leases:
-    """The known content of the bucket. `refused`: failed claims by the id of a record unchanged since."""
+    """The known content of the bucket.
+
+    `refused`: failed claims by the id of a record unchanged since.
+    """
 
     watched: dict[str, Watched] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
@@ -53,7 +56,10 @@ class Leases:
         self.refused.pop(migration_id, None)
 
     def refuse(self, record: MigrationRecord, now: float, *, away: bool = False) -> None:
-        """Record a failed claim. `away`: the bucket was unreachable, which is no evidence about the record."""
+        """Record a failed claim.
+
+        `away`: the bucket was unreachable, which is no evidence about the record.
+        """
         there = self.watched.get(record.migration_id)
         if there is not None and there.record == record:
             before = None if away else self.refused.get(record.migration_id)

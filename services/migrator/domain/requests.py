@@ -113,7 +113,10 @@ def prepared(t: Turn, name: str, result: ResumePrepared) -> None:
 
 
 def not_read(t: Turn, name: str, error: ErrorBody) -> None:
-    """The source does not have it: it finished or moved, or its engine is gone. The destination knows which."""
+    """The source does not have it: it finished or moved, or its engine is gone.
+
+    The destination knows which.
+    """
     if name not in t.work.jobs:
         return
     if error.code == UnsupportedParameter.code:
@@ -126,8 +129,10 @@ def not_read(t: Turn, name: str, error: ErrorBody) -> None:
 
 
 def not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
-    """1. The destination resumes from its own cache: hand over. 2. It has other weights, or the request arrived there meanwhile. 3. It has no
-    memory, or is gone: the request stays.
+    """1. The destination resumes from its own cache: hand over. 2.
+
+    It has other weights, or the request arrived there meanwhile. 3. It has no memory, or is gone:
+    the request stays.
     """
     job = t.work.jobs.get(name)
     if job is None:
@@ -165,7 +170,10 @@ def was_moved(t: Turn, name: str, tokens: int, pause_ms: float | None) -> None:
 
 
 def not_moved(t: Turn, name: str, error: ErrorBody) -> None:
-    """1. A newer migration has it. 2. Its memory was lost. 3. Any other refusal may follow a successful switch."""
+    """1. A newer migration has it. 2.
+
+    Its memory was lost. 3. Any other refusal may follow a successful switch.
+    """
     if name not in t.work.jobs:
         return
     if error.code == StaleToken.code:  # 1

@@ -1,4 +1,6 @@
-"""Cost of recomputation, number of rounds, and when to hand over. Times in milliseconds.
+"""Cost of recomputation, number of rounds, and when to hand over.
+
+Times in milliseconds.
 
 A round recomputes `gap` tokens in a·gap + b, while the source generates the next gap at rate r: r·(a·gap + b). Gaps shrink towards
 r·b / (1 - r·a) if r·a < 1; they do not shrink if the destination is no faster than the source.
@@ -23,7 +25,10 @@ _SURE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The known a (per token) and b (per round). The sums are of measurements, older ones weighted less."""
+    """The known a (per token) and b (per round).
+
+    The sums are of measurements, older ones weighted less.
+    """
 
     a: float = 0.5
     b: float = 20.0

@@ -89,7 +89,10 @@ class Turn:
             self.record(requests=tuple(new if m is old else m for m in self.work.record.requests))
 
     def resolve(self, name: str, outcome: Outcome, *, resumed: bool = False, **more: Any) -> None:
-        """Finish a request. The destination drops its prepared state, unless it `resumed` from it."""
+        """Finish a request.
+
+        The destination drops its prepared state, unless it `resumed` from it.
+        """
         job = self.work.jobs.pop(name)
         for key in [k for k in self.work.asked if k.partition(":")[2] == name]:
             del self.work.asked[key]
@@ -98,7 +101,10 @@ class Turn:
             self._effects.append(Forget(self.work.record.instance_id, ForgetResume(prepared=self.prepared_name(name))))
 
     def prepared_name(self, name: str) -> str:
-        """Return the name of prepared state. Every owner uses the same, so that the next one continues."""
+        """Return the name of prepared state.
+
+        Every owner uses the same, so that the next one continues.
+        """
         request = next((m.request_id for m in self.work.record.requests if same(m.request_id, name)), name)
         return f"{self.work.record.migration_id}.{request}"
 
@@ -116,7 +122,11 @@ class Turn:
         self.set(queue=())
 
     def end(self, *, lost: bool = False, forget: bool = True) -> None:
-        """End the work on this migration. `lost`: the record is another owner's. Without `forget` the prepared state stays for the next owner."""
+        """End the work on this migration.
+
+        `lost`: the record is another owner's. Without `forget` the prepared state stays for the
+        next owner.
+        """
         if not lost or forget:
             for name in list(self.work.jobs):
                 self.resolve(name, "failed", reason="called off")

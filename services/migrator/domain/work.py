@@ -13,7 +13,10 @@ from shared.contracts.migration import MigrationRecord, MovedRequest, RunningReq
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`at_once`: requests of an instance moved concurrently. `pause_ms`: a pause that clients do not notice."""
+    """`at_once`: requests of an instance moved concurrently.
+
+    `pause_ms`: a pause that clients do not notice.
+    """
 
     at_once: int = 4
     pause_ms: float = 100.0
@@ -81,7 +84,10 @@ class Work:
 
 
 def base_of(request_id: str) -> str:
-    """Return a request's base name. A gateway appends a hyphen and a number for each attempt."""
+    """Return a request's base name.
+
+    A gateway appends a hyphen and a number for each attempt.
+    """
     base, _, number = request_id.rpartition("-")
     return base if base and number.isdigit() else request_id
 

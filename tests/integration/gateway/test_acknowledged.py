@@ -57,8 +57,8 @@ def server() -> Iterator[OwnNats]:
 
 
 def test_every_write_is_synced_before_its_acknowledgement(server: OwnNats) -> None:
-    told: dict[str, Any] = httpx.get(f"http://127.0.0.1:{server.monitor}/varz", timeout=20).json()
-    assert told["jetstream"]["config"]["sync_always"] is True
+    status: dict[str, Any] = httpx.get(f"http://127.0.0.1:{server.monitor}/varz", timeout=20).json()
+    assert status["jetstream"]["config"]["sync_always"] is True
     settings = [line for line in (ROOT / "compose" / "nats.conf").read_text().splitlines() if line.startswith("jetstream {")]
     assert ["sync_interval: always" in line for line in settings] == [True]
 

@@ -33,7 +33,7 @@ async def test_every_admin_route_asks_for_the_admin_key(node: FakeNode, serve: S
         assert "administers the mesh" in caplog.text
 
 
-async def test_the_list_of_models_tells_no_secrets_of_their_sources(node: FakeNode, serve: ServeFn) -> None:
+async def test_the_list_of_models_contains_no_secrets_of_their_sources(node: FakeNode, serve: ServeFn) -> None:
     secret = card_of("gamma", source="https://me:hidden@host/models/gamma?X-Signature=hidden")
     await (await catalog_bucket(node.mesh.nc.jetstream())).put(subjects.token(secret.name), secret.model_dump_json().encode())
     async with serve() as served:
@@ -57,5 +57,5 @@ async def test_prompts_are_logged_only_where_that_is_asked_for(
             assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
             # Neither does an error repeat what was sent to a log.
             assert (await served.http.post("/v1/chat/completions", json=body | {"n": "many"})).status_code == 400
-    told = [vars(r) for r in caplog.records if r.name.startswith("services.")]
-    assert (secret in str(told)) is asked
+    logged = [vars(r) for r in caplog.records if r.name.startswith("services.")]
+    assert (secret in str(logged)) is asked

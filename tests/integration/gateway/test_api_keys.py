@@ -33,8 +33,8 @@ async def thaw(served: Served, *arguments: str) -> tuple[int | None, Any]:
     return status, json.loads(out)
 
 
-async def said(served: Served, *arguments: str) -> str:
-    """What the command line tells a person, in one line."""
+async def output_of(served: Served, *arguments: str) -> str:
+    """Return the output of a command in one line."""
     return " ".join((await _run(served, *arguments))[1].split())
 
 
@@ -81,8 +81,8 @@ async def test_the_first_key_closes_the_endpoint_on_every_gateway(guarded: Serve
 
 async def test_revoking_the_last_key_says_that_every_request_is_refused(guarded: Served) -> None:
     assert [(await thaw(guarded, "keys", "add", name))[0] for name in ("alice", "bob")] == [0, 0]
-    assert "every request is refused" not in await said(guarded, "keys", "revoke", "alice")
-    assert "every request is refused" in await said(guarded, "keys", "revoke", "bob")
+    assert "every request is refused" not in await output_of(guarded, "keys", "revoke", "alice")
+    assert "every request is refused" in await output_of(guarded, "keys", "revoke", "bob")
 
 
 async def test_only_an_explicit_setting_opens_the_endpoint_with_the_last_key(node: FakeNode, serve: ServeFn) -> None:
@@ -90,7 +90,7 @@ async def test_only_an_explicit_setting_opens_the_endpoint_with_the_last_key(nod
         _, made = await thaw(served, "keys", "add", "alice")
         assert not await opens(served, "/v1/models", None)
         assert await opens(served, "/v1/models", made["key"])
-        assert "every client that reaches" in await said(served, "keys", "revoke", "alice")
+        assert "every client that reaches" in await output_of(served, "keys", "revoke", "alice")
         await until_listed(served, CARDS)
         assert await opens(served, "/v1/models", None)
     async with serve(admin_key="root") as served:
@@ -168,10 +168,10 @@ async def test_keys_of_the_settings_count_when_they_are_gone(node: FakeNode, ser
 async def test_an_endpoint_that_requires_keys_is_closed_without_any(node: FakeNode, serve: ServeFn) -> None:
     async with serve(admin_key="root", require_key=True) as served:
         assert not await opens(served, "/v1/models", None)
-        assert "every request is refused" in await said(served, "keys", "list")
+        assert "every request is refused" in await output_of(served, "keys", "list")
         _, made = await thaw(served, "keys", "add", "alice")
         assert await opens(served, "/v1/models", made["key"])
-        assert "every request is refused" in await said(served, "keys", "revoke", "alice")
+        assert "every request is refused" in await output_of(served, "keys", "revoke", "alice")
         assert not await opens(served, "/v1/models", None)
 
 

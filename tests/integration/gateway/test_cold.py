@@ -32,7 +32,7 @@ async def test_a_hundred_requests_wake_one_model(gateway: Served, node: FakeNode
     assert len({a.headers["x-request-id"] for a in answers}) == 100
 
 
-async def test_a_full_queue_refuses_with_a_time_to_come_back(gateway: Served, node: FakeNode) -> None:
+async def test_a_full_queue_refuses_with_a_time_to_retry(gateway: Served, node: FakeNode) -> None:
     waiting = [asyncio.create_task(gateway.http.post(URL, json=chat("beta"))) for _ in range(2)]
     await node.until_demand(lambda: any(d.model == "beta" for d in node.demand))
     await until(lambda: _queued(gateway, "beta", 2))
@@ -58,7 +58,7 @@ async def test_the_queues_time_out_is_not_to_be_retried(gateway: Served) -> None
     assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_a_failed_load_is_told_to_every_waiter(gateway: Served, node: FakeNode) -> None:
+async def test_a_failed_load_fails_every_waiting_request(gateway: Served, node: FakeNode) -> None:
     waiting = [asyncio.create_task(gateway.http.post(URL, json=chat(stream=i % 2 == 0))) for i in range(4)]
     await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 4)
     await node.load_failed("alpha", CheckpointInvalid("shard 2 of 3 is truncated"))
@@ -72,7 +72,7 @@ async def test_a_failed_load_is_told_to_every_waiter(gateway: Served, node: Fake
         }
 
 
-async def test_what_can_never_fit_is_told_at_once(gateway: Served, node: FakeNode) -> None:
+async def test_a_model_that_can_never_fit_fails_at_once(gateway: Served, node: FakeNode) -> None:
     async def impossible(demand: Demand) -> None:
         raise InsufficientMemory("alpha needs 9 GB and no device has more than 4")
 
@@ -124,7 +124,7 @@ async def test_leaving_the_queue_ends_the_demand(gateway: Served, node: FakeNode
     await node.until_demand(lambda: node.demand[-1].waiting == 0)
 
 
-async def test_nobody_listening_is_not_the_clients_problem(gateway: Served, node: FakeNode) -> None:
+async def test_a_missing_responder_is_hidden_from_the_client(gateway: Served, node: FakeNode) -> None:
     ghost = await node.engine("alpha")
     await ghost.vanish()
     waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
@@ -143,9 +143,7 @@ async def test_a_draining_engine_hands_its_request_on(gateway: Served, node: Fak
     assert (await waiting).json()["choices"][0]["message"]["content"] == TEXT
 
 
-async def test_an_engine_that_dies_in_a_stream_that_nobody_can_continue_ends_it_with_an_error(
-    gateway: Served, node: FakeNode
-) -> None:
+async def test_a_stream_that_cannot_be_resumed_ends_with_an_error(gateway: Served, node: FakeNode) -> None:
     async def fixed(run: Run) -> None:
         await run.start(fixed="it has a memory of its own")
         await run.text(WORDS[0])
@@ -248,7 +246,7 @@ async def _traced(gateway: Served, request_id: str) -> bool:
     return (await gateway.http.get(f"/admin/v1/traces/{request_id}")).status_code == 200
 
 
-async def test_a_scheduler_that_comes_late_hears_of_it(serve: ServeFn, own_nats: object) -> None:
+async def test_a_late_scheduler_receives_the_demand(serve: ServeFn, own_nats: object) -> None:
     from tests.support.servers import NatsServer
 
     assert isinstance(own_nats, NatsServer)

@@ -1,4 +1,4 @@
-"""Commands come from the operator: an admin API without a key takes none, and no request carries any."""
+"""An admin API without a key accepts no commands or code; no inference request carries any."""
 
 from __future__ import annotations
 

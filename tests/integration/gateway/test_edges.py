@@ -126,7 +126,7 @@ async def test_a_body_as_large_as_a_message_may_be_does_not_cost_the_connection(
 
 
 async def test_request_ids_are_the_gateways_own(gateway: Served, node: FakeNode) -> None:
-    """A client's id is sent back beside ours and names nothing: nobody takes another request's."""
+    """A client's id is returned beside the gateway's; no client can take another request's id."""
     for name, given, echoed in (
         ("x-client-request-id", "mine-1", "mine-1"),
         ("x-request-id", "mine-1", "mine-1"),
@@ -203,7 +203,7 @@ async def _lists(gateway: Served, model: str, there: bool) -> bool:
 
 
 async def _registered(node: FakeNode, card: ModelCard) -> bool:
-    """Whether JetStream, which takes a moment to come back, has taken the card."""
+    """Whether JetStream, which restarts slowly, has stored the card."""
     try:
         bucket = await catalog_bucket(node.mesh.nc.jetstream(timeout=0.5))
         await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
@@ -336,7 +336,7 @@ async def test_prompts_over_the_context_are_refused_by_the_models_own_tokenizer(
     assert len(engine.requests) == 1
 
 
-async def test_an_order_that_a_gateway_cannot_wait_for_any_more_is_told_so(node: FakeNode, serve: ServeFn) -> None:
+async def test_a_wake_is_interrupted_by_a_shutdown(node: FakeNode, serve: ServeFn) -> None:
     asked = asyncio.Event()
 
     async def never(request: AdminRequest) -> Message:

@@ -1,4 +1,4 @@
-"""An engine that dies under a request: the request goes on from its tokens, and its client sees nothing of it."""
+"""An engine dies under a request: the request resumes from its tokens, unnoticed by its client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "Grüße aus 日本 - 🙂 done"
 def holding(number: int, event: asyncio.Event | None = None) -> Any:
     """Stop before that token of an attempt."""
     forever = event or asyncio.Event()
-    return lambda run, said: forever if said == number else None
+    return lambda run, tokens: forever if tokens == number else None
 
 
 async def die(node: FakeNode, engine: FakeEngine) -> None:
@@ -36,12 +36,12 @@ def events(body: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in body.split("\n") if line.startswith("data: {")]
 
 
-def said(body: str, index: int = 0) -> str:
+def content_of(body: str, index: int = 0) -> str:
     return "".join(c["delta"].get("content") or "" for e in events(body) for c in e.get("choices", ()) if c["index"] == index)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_goes_on_where_its_engine_died(gateway: Served, node: FakeNode, stream: bool) -> None:
+async def test_a_request_resumes_where_its_engine_died(gateway: Served, node: FakeNode, stream: bool) -> None:
     script = Script((TEXT,))
     first = await node.engine("alpha", Teller(script, holding(9)))
     body = chat(stream=stream, stream_options={"include_usage": True}) if stream else chat()
@@ -55,7 +55,7 @@ async def test_a_request_goes_on_where_its_engine_died(gateway: Served, node: Fa
     assert teller.resumed == [9]
     assert teller.made == len(TEXT.encode()) - 9
     if stream:
-        assert said(answer.text) == TEXT
+        assert content_of(answer.text) == TEXT
         assert answer.text.endswith("data: [DONE]\n\n")
         assert {e["id"] for e in events(answer.text)} == {events(answer.text)[0]["id"]}
         usage = events(answer.text)[-1]["usage"]
@@ -77,11 +77,11 @@ async def test_a_request_goes_on_where_its_engine_died(gateway: Served, node: Fa
 async def test_an_end_that_was_lost_is_missed_though_the_engine_is_busy(
     gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last messages do not come, and no later one shows the gap; the engine serves another request, and is never idle."""
+    """The last messages are lost, and no later one shows the gap; the engine serves another request, and is never idle."""
     monkeypatch.setattr(failover, "PROBE_AFTER_S", 1.0)
 
-    def fall_silent(run: Run, said: int) -> None:
-        if said == 9 and run.request.resume is None:
+    def fall_silent(run: Run, tokens: int) -> None:
+        if tokens == 9 and run.request.resume is None:
             run.cancelled.set()
 
     teller = Teller(Script((TEXT,)), fall_silent)
@@ -90,8 +90,8 @@ async def test_an_end_that_was_lost_is_missed_though_the_engine_is_busy(
     await engine.until(lambda: bool(engine.requests) and engine.requests[0].seq == 2)
     engine.behaviour = teller
     answer = await gateway.http.post(URL, json=chat(stream=True))
-    assert said(answer.text) == TEXT
+    assert content_of(answer.text) == TEXT
     assert teller.resumed == [9]
-    assert engine.cancelled == [engine.requests[1].request.request_id], "should it come there after all"
+    assert engine.cancelled == [engine.requests[1].request.request_id], "in case the request arrives there late"
     assert not other.done()
     other.cancel()

@@ -1,4 +1,4 @@
-"""Answers in HTTP's form whose host tells which tokens its bytes are: another host goes on with them, under the same head."""
+"""Pass-through responses that report their tokens: another host resumes them under the same head."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def body(stream: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
-async def test_an_answer_goes_on_at_another_host(
+async def test_a_response_resumes_on_another_host(
     http: httpx.AsyncClient, node: FakeNode, stream: bool, key: dict[str, str]
 ) -> None:
     first = await node.engine("own", Host(until=2))
@@ -89,7 +89,7 @@ async def test_an_answer_goes_on_at_another_host(
         assert again.content == answer.content
 
 
-async def test_a_host_that_answers_something_else_instead_is_not_gone_on_with(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_a_host_that_does_not_resume_is_not_used(http: httpx.AsyncClient, node: FakeNode) -> None:
     first = await node.engine("own", Host(until=2))
     waiting = asyncio.create_task(http.post(URL, json=body(True)))
     await first.until(lambda: bool(first.requests) and first.requests[0].seq == 3)
@@ -104,7 +104,7 @@ async def test_a_host_that_answers_something_else_instead_is_not_gone_on_with(ht
     assert answer.text.count(first.id) == len(WORDS)
 
 
-async def test_what_only_its_host_could_go_on_with_ends_with_an_error(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_a_response_that_only_its_host_can_resume_ends_with_an_error(http: httpx.AsyncClient, node: FakeNode) -> None:
     first = await node.engine("own", Host(until=2, fixed="it has tools"))
     waiting = asyncio.create_task(http.post(URL, json=body(True)))
     await first.until(lambda: bool(first.requests) and first.requests[0].seq == 3)

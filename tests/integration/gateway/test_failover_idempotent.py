@@ -1,4 +1,4 @@
-"""With an Idempotency-Key: the answer's parts, said by several engines, are one answer for all who bring the key, and for whoever takes over."""
+"""Failover with an Idempotency-Key: all clients of the key read one response of several parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from services.gateway.adapters import engine_client, idempotency_store
 from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
-from tests.integration.gateway.test_failover import TEXT, URL, die, events, holding, said
+from tests.integration.gateway.test_failover import TEXT, URL, content_of, die, events, holding
 from tests.support.fake_engine import FakeEngine, FakeNode
 from tests.support.scripted_engine import Script, Teller
 from tests.support.servers import NatsServer
@@ -24,13 +24,13 @@ BODY = chat(stream=True)
 
 
 async def ask(gateway: Served, engine: FakeEngine, tokens: int) -> asyncio.Task[httpx.Response]:
-    """A keyed stream, once its engine has said so many tokens."""
+    """Start a stream with an idempotency key, and wait until its engine has sent that many tokens."""
     waiting = asyncio.create_task(gateway.http.post(URL, json=BODY, headers=KEY))
-    await has_said(engine, tokens)
+    await has_sent(engine, tokens)
     return waiting
 
 
-async def has_said(engine: FakeEngine, tokens: int) -> None:
+async def has_sent(engine: FakeEngine, tokens: int) -> None:
     await engine.until(lambda: bool(engine.requests) and engine.requests[0].seq == tokens + 1)
 
 
@@ -50,13 +50,13 @@ async def test_all_who_bring_the_key_get_the_parts_as_one(gateway: Served, node:
         await die(node, second)
         third = await node.engine("alpha", Teller(script))
         answers = [await owner, await follower, await other.http.post(URL, json=body, headers=KEY)]
-        assert [said(a.text) for a in answers] == [TEXT] * 3
+        assert [content_of(a.text) for a in answers] == [TEXT] * 3
         assert [a.headers.get("idempotent-replayed") for a in answers] == [None, "true", "true"]
         assert answers[2].content == answers[1].content
         assert len(third.requests) == 1
 
 
-async def test_a_gateway_that_takes_over_goes_on_from_the_parts(
+async def test_a_new_owner_resumes_from_the_parts(
     node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner dies after one engine did, and then the other engine does."""
@@ -78,7 +78,7 @@ async def test_a_gateway_that_takes_over_goes_on_from_the_parts(
         await node.engine("alpha", third)
         await die(node, second)
         answer = await waiting
-        assert said(answer.text) == TEXT
+        assert content_of(answer.text) == TEXT
         assert third.resumed == [14]
 
 
@@ -96,10 +96,10 @@ def hard_of_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hard_of_hearing")
 @pytest.mark.parametrize("logprobs", [False, True])
-async def test_a_follower_that_has_heard_more_than_the_owner_leaves_it_out(
+async def test_a_follower_that_read_more_than_the_owner_skips_the_repetition(
     gateway: Served, node: FakeNode, serve: ServeFn, logprobs: bool
 ) -> None:
-    """The owner did not get some messages that were captured all the same, and went on from before them."""
+    """The owner missed messages that were captured, and resumed from before them."""
     script, body = Script((TEXT,), logprobs=logprobs), chat(stream=True, logprobs=logprobs)
     first = await node.engine("alpha", Teller(script, holding(12)))
     owner = asyncio.create_task(gateway.http.post(URL, json=body, headers=KEY))
@@ -111,13 +111,13 @@ async def test_a_follower_that_has_heard_more_than_the_owner_leaves_it_out(
             got = ""
             async for line in answer.aiter_lines():
                 got += line + "\n"
-                if said(got) == "Grüße aus " and first.state is InstanceState.READY:
+                if content_of(got) == "Grüße aus " and first.state is InstanceState.READY:
                     await die(node, first)
                     await node.engine("alpha", teller)
         assert teller.resumed == [9]
-        assert said(got) == said((await owner).text) == TEXT
+        assert content_of(got) == content_of((await owner).text) == TEXT
         again = await other.http.post(URL, json=body, headers=KEY)
-        assert said(again.text) == TEXT
+        assert content_of(again.text) == TEXT
         assert sum(len(c["logprobs"]["content"]) for e in events(got) for c in e["choices"] if c.get("logprobs")) == (
             len(TEXT.encode()) if logprobs else 0
         )
@@ -126,10 +126,10 @@ async def test_a_follower_that_has_heard_more_than_the_owner_leaves_it_out(
 # Fails now and then on a busy machine, before and after the changes of 0.2.0; the cause is not known yet.
 @pytest.mark.long
 @pytest.mark.usefixtures("hard_of_hearing")
-async def test_a_follower_that_has_heard_more_takes_over_in_the_middle_of_it(
+async def test_a_follower_that_read_more_takes_over_in_the_middle(
     node: FakeNode, serve: ServeFn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has passed on too early is not told to the engine that it asks: all who bring the key read the same parts."""
+    """The next engine does not resume from output beyond the recorded part: all clients of the key read the same parts."""
     monkeypatch.setattr(idempotency_store, "LEASE_S", 1.0)
     monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
     first = await node.engine("alpha", Teller(SCRIPT, holding(12)))
@@ -143,14 +143,14 @@ async def test_a_follower_that_has_heard_more_takes_over_in_the_middle_of_it(
             got = ""
             async for line in answer.aiter_lines():
                 got += line + "\n"
-                if said(got) == "Grüße aus " and first.state is InstanceState.READY:
+                if content_of(got) == "Grüße aus " and first.state is InstanceState.READY:
                     await die(node, first)
                     second = await node.engine("alpha", Teller(SCRIPT, holding(1)))
-                    await has_said(second, 1)
+                    await has_sent(second, 1)
                     await owning.aclose()
                     await node.engine("alpha", third)
                     await die(node, second)
         assert "shutting_down" in (await gone).text
-        assert said(got) == TEXT
+        assert content_of(got) == TEXT
         assert third.resumed == [10]
-        assert said((await other.http.post(URL, json=BODY, headers=KEY)).text) == TEXT
+        assert content_of((await other.http.post(URL, json=BODY, headers=KEY)).text) == TEXT

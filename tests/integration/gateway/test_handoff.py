@@ -19,7 +19,7 @@ from shared.contracts.migration import MoveRequest, RequestMoved
 from shared.contracts.node import InstanceState
 from shared.errors import Conflict, InstanceDraining, InsufficientMemory, NotFound, StaleToken, ThawError
 from tests.integration.gateway.conftest import Served, chat, until
-from tests.integration.gateway.test_failover import TEXT, URL, die, holding, said
+from tests.integration.gateway.test_failover import TEXT, URL, content_of, die, holding
 from tests.support.fake_engine import Behaviour, FakeEngine, FakeNode, Run, drain
 from tests.support.scripted_engine import Script, Teller
 
@@ -52,16 +52,16 @@ class Moving:
     async def whole(self) -> None:
         answer = await self.answer
         assert answer.status_code == 200
-        assert said(answer.text) == TEXT
+        assert content_of(answer.text) == TEXT
         assert answer.text.endswith("data: [DONE]\n\n")
         assert '"error"' not in answer.text
 
 
 @asynccontextmanager
 async def held(
-    gateway: Served, node: FakeNode, go_on: asyncio.Event | None = None, headers: dict[str, str] | None = None
+    gateway: Served, node: FakeNode, release: asyncio.Event | None = None, headers: dict[str, str] | None = None
 ) -> AsyncIterator[Moving]:
-    source = await node.engine("alpha", Teller(Script((TEXT,)), holding(HELD, go_on)))
+    source = await node.engine("alpha", Teller(Script((TEXT,)), holding(HELD, release)))
     answer = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True), headers=headers))
     await source.until(lambda: bool(source.requests) and source.requests[0].seq == HELD + 1)
     yield Moving(node, source, answer)
@@ -74,7 +74,7 @@ async def destination(node: FakeNode, behaviour: Behaviour | None = None) -> Fak
 
 
 @pytest.mark.parametrize("headers", [{}, {"idempotency-key": "k"}])
-async def test_a_stream_goes_on_at_the_destination(gateway: Served, node: FakeNode, headers: dict[str, str]) -> None:
+async def test_a_stream_resumes_on_the_destination(gateway: Served, node: FakeNode, headers: dict[str, str]) -> None:
     async with held(gateway, node, headers=headers) as move:
         teller = Teller(Script((TEXT,)))
         to = await destination(node, teller)
@@ -90,9 +90,9 @@ async def test_a_stream_goes_on_at_the_destination(gateway: Served, node: FakeNo
         # The client is done: an order that is repeated finds nothing.
         with pytest.raises(NotFound):
             await move.order(to.id)
-        (told,) = (await traced(gateway, await move.answer))["handovers"]
-        assert (told["kind"], told["tokens"], told["migration_id"]) == ("move", HELD, "m")
-        assert (told["source_instance"], told["instance_id"]) == (move.source.id, to.id)
+        (handover,) = (await traced(gateway, await move.answer))["handovers"]
+        assert (handover["kind"], handover["tokens"], handover["migration_id"]) == ("move", HELD, "m")
+        assert (handover["source_instance"], handover["instance_id"]) == (move.source.id, to.id)
         metrics = (await gateway.http.get("/metrics")).text
         assert re.search(r'thaw_requests_handed_over_total\{.*thaw_kind="move".*\} 1.0', metrics)
         assert re.search(r'thaw_requests_pause_seconds_count\{.*thaw_kind="move".*\} 1.0', metrics)
@@ -128,13 +128,13 @@ async def test_an_order_that_was_carried_out_can_be_repeated_and_an_older_one_is
 
 async def test_of_two_orders_at_once_one_is_carried_out(gateway: Served, node: FakeNode) -> None:
     async with held(gateway, node) as move:
-        asked, go_on = asyncio.Event(), asyncio.Event()
+        asked, release = asyncio.Event(), asyncio.Event()
         stop = move.source.yields
         assert stop is not None
 
         async def slow(run: Run | None) -> Message:
             asked.set()
-            await go_on.wait()
+            await release.wait()
             return await stop(run)
 
         move.source.yields = slow
@@ -144,7 +144,7 @@ async def test_of_two_orders_at_once_one_is_carried_out(gateway: Served, node: F
         with pytest.raises(Conflict, match="in progress"):
             await move.order(other.id, token=2, migration="n")
         again = asyncio.create_task(move.order(to.id))  # the same order, repeated meanwhile
-        go_on.set()
+        release.set()
         assert (await again).instance_id == to.id
         await first
         await move.whole()
@@ -204,11 +204,11 @@ async def test_a_source_that_dies_is_done_without(
 
 
 async def test_a_request_that_is_over_before_it_stops_has_not_moved(gateway: Served, node: FakeNode) -> None:
-    go_on = asyncio.Event()
-    async with held(gateway, node, go_on) as move:
+    release = asyncio.Event()
+    async with held(gateway, node, release) as move:
 
         async def finish(run: Run | None) -> Message:
-            go_on.set()
+            release.set()
             await move.source.until(lambda: move.source.requests[0].seq == LENGTH + 2)
             return Failure(error=NotFound("it is over").body())
 

@@ -1,4 +1,4 @@
-"""Requests made to cost the gateway more than they cost their sender are refused, and it goes on serving."""
+"""Requests that cost the gateway more than their sender are refused, and the gateway keeps serving."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_open_requests_are_bounded_in_bytes(node: FakeNode, serve: ServeFn
         await until(taken)
 
 
-async def test_a_body_that_does_not_come_is_given_up(node: FakeNode, serve: ServeFn) -> None:
+async def test_a_body_that_does_not_arrive_is_given_up(node: FakeNode, serve: ServeFn) -> None:
     async with serve(body_timeout=0.3) as gateway:
         await until_listed(gateway, CARDS)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.gateway_port)
@@ -72,7 +72,7 @@ async def test_a_body_that_does_not_come_is_given_up(node: FakeNode, serve: Serv
 
 
 async def talk(served: Served, *parts: bytes, within: float = 10.0) -> bytes:
-    """Send bytes on a connection of their own; what comes until the gateway closes it."""
+    """Send bytes on a new connection; return what the gateway sends until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.settings.gateway_port)
     try:
         async with asyncio.timeout(within):
@@ -145,7 +145,7 @@ async def test_connections_are_bounded(serve: ServeFn, node: FakeNode) -> None:
 async def test_a_client_that_does_not_read_is_cut_off(serve: ServeFn, node: FakeNode) -> None:
     async def endless(run: Run) -> None:
         await run.start()
-        while not run.engine.cancelled:  # as an engine does; the fake one is only told
+        while not run.engine.cancelled:  # as an engine does; the fake one only records the command
             await run.text("x" * 65536)
 
     async with serve(write_timeout=0.3, stream_buffer_bytes=1024 * 1024) as gateway:

@@ -109,7 +109,7 @@ class Paced:
 
 
 def content(text: str) -> str:
-    """What a stream said."""
+    """Join the content of a stream."""
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     return "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
 
@@ -274,7 +274,7 @@ async def test_a_stopped_gateway_hands_its_generation_over(node: FakeNode, serve
     assert engine.cancelled == []
 
 
-async def test_a_client_that_leaves_ends_what_nobody_else_waits_for(gateway: Served, node: FakeNode) -> None:
+async def test_a_disconnect_cancels_a_request_without_other_waiters(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", Paced())
     async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as answer:
         await anext(answer.aiter_lines())
@@ -358,7 +358,7 @@ async def test_followers_outlive_an_engine_that_drains(gateway: Served, node: Fa
     assert len(engine.requests) == 1
 
 
-async def test_an_answer_that_is_not_kept_any_more_is_made_anew(gateway: Served, node: FakeNode) -> None:
+async def test_an_expired_response_is_generated_again(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
     assert (await gateway.http.post(URL, json=chat(), headers=KEY)).status_code == 200
     await until(lambda: _done(node))

@@ -27,7 +27,7 @@ def says(*words: str) -> Any:
     """An engine's behaviour: these words and then nothing."""
 
     async def half(run: Run) -> None:
-        await run.start(fixed="nobody else can go on")
+        await run.start(fixed="no other engine can resume it")
         await run.text(*words)
         await run.cancelled.wait()
 
@@ -35,7 +35,10 @@ def says(*words: str) -> Any:
 
 
 async def begun(gateway: Served, engine: FakeEngine, node: FakeNode, then: Any, **fields: Any) -> tuple[str, FakeEngine]:
-    """A keyed stream whose engine dies after its client has read the first words; what it got in the end, and who came next."""
+    """Start a stream under a key, and let its engine die after the client has read the first tokens.
+
+    Returns the text that the client got, and the next attempt.
+    """
     text = ""
     async with gateway.http.stream("POST", URL, json=chat(stream=True, **fields), headers=KEY) as answer:
         async for part in answer.aiter_text():
@@ -60,7 +63,7 @@ async def test_a_whole_answer_is_made_again_unseen(gateway: Served, node: FakeNo
     assert len(other.requests) == 1
 
 
-async def test_a_stream_goes_on_where_the_dead_engine_left_it(gateway: Served, node: FakeNode) -> None:
+async def test_a_stream_resumes_where_its_engine_died(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", says(*WORDS[:2]))
     text, other = await begun(gateway, engine, node, speak)
     assert content(text) == TEXT
@@ -73,7 +76,7 @@ async def test_a_stream_goes_on_where_the_dead_engine_left_it(gateway: Served, n
     assert len(other.requests) == 1
 
 
-async def test_a_client_in_between_goes_on_too(gateway: Served, node: FakeNode) -> None:
+async def test_a_follower_in_between_resumes_too(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", says(*WORDS[:2]))
     second = asyncio.create_task(_when_running(gateway, engine))
     text, _ = await begun(gateway, engine, node, speak)
@@ -85,7 +88,7 @@ async def _when_running(gateway: Served, engine: FakeEngine) -> httpx.Response:
     return await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
 
 
-async def test_one_that_would_go_on_differently_breaks_off_and_stays_so(gateway: Served, node: FakeNode) -> None:
+async def test_a_diverging_stream_breaks_off_for_good(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", says(*WORDS[:2]))
     text, other = await begun(gateway, engine, node, says("quite another"))
     assert content_of_events(text)[:2] == list(WORDS[:2])

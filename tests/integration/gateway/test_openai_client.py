@@ -91,7 +91,7 @@ async def test_embeddings(gateway: Served, node: FakeNode, encoding: Any) -> Non
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 async def test_embeddings_in_several_messages(gateway: Served, node: FakeNode, encoding: Any) -> None:
-    """What came of an engine that died is not part of the answer."""
+    """Output of an engine that died is not part of the response."""
     runs = 0
 
     async def in_parts(run: Run) -> None:
@@ -176,19 +176,19 @@ async def test_every_error_is_the_clients_own(
 
 
 async def test_an_error_in_a_stream_is_raised_by_the_client(gateway: Served, node: FakeNode) -> None:
-    heard = asyncio.Event()
+    has_read = asyncio.Event()
 
     async def break_off(run: Run) -> None:
         await run.start()
         await run.text("Hello")
-        await heard.wait()
+        await has_read.wait()
         await run.fail(EngineFailed("it broke"))
 
     await node.engine("alpha", break_off)
     async with client_of(gateway) as client:
         stream = await client.chat.completions.create(**chat(stream=True))
         await anext(stream)
-        heard.set()
+        has_read.set()
         with pytest.raises(openai.APIError, match="it broke") as caught:
             async for _ in stream:
                 pass

@@ -39,7 +39,7 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "own", "input": "né"} | fields
 
 
-async def test_a_stream_is_passed_on_byte_for_byte_as_it_comes(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_a_stream_is_passed_on_byte_for_byte(http: httpx.AsyncClient, node: FakeNode) -> None:
     parts = [
         b"event: response.created\r\ndata: {}\r\n\r\n",
         b"data: \xc3",
@@ -50,9 +50,9 @@ async def test_a_stream_is_passed_on_byte_for_byte_as_it_comes(http: httpx.Async
 
     async def slowly(run: Run) -> None:
         await run.respond(f"{EVENTS}; charset=utf-8", headers={"x-engine": "e", "connection": "close"})
-        for part, told in zip(parts, go, strict=True):
+        for part, event in zip(parts, go, strict=True):
             await run.data(part)
-            await told.wait()
+            await event.wait()
         await run.close()
 
     await node.engine("own", slowly)
@@ -61,9 +61,9 @@ async def test_a_stream_is_passed_on_byte_for_byte_as_it_comes(http: httpx.Async
         assert answer.headers["x-engine"] == "e"
         assert "queue;dur=" in answer.headers["server-timing"]
         got = answer.aiter_raw()
-        for part, told in zip(parts, go, strict=True):
+        for part, event in zip(parts, go, strict=True):
             assert await anext(got) == part
-            told.set()
+            event.set()
         assert [rest async for rest in got] == []
 
 
@@ -151,7 +151,7 @@ async def test_json_that_breaks_off_is_an_error_with_a_status(http: httpx.AsyncC
     assert (answer.status_code, answer.json()["error"]) == (500, {"type": "api_error", "message": "gone"})
 
 
-async def test_a_form_reaches_the_engine_as_it_came(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_a_form_reaches_the_engine_unchanged(http: httpx.AsyncClient, node: FakeNode) -> None:
     async def echo(run: Run) -> None:
         await run.respond("text/plain; charset=utf-8", b"hello")
         await run.close()
@@ -208,7 +208,7 @@ async def test_an_engine_may_answer_openais_routes_in_its_own_words(http: httpx.
 
 
 @pytest.mark.parametrize("status", [200, 503])
-async def test_what_comes_after_a_comment_is_an_event(node: FakeNode, serve: ServeFn, status: int) -> None:
+async def test_output_after_a_comment_is_an_event(node: FakeNode, serve: ServeFn, status: int) -> None:
     async with serve(waking_comment_after=0.1, waking_comment_interval=0.1) as gateway:
         await register(gateway, node)
         async with gateway.http.stream("POST", "/v1/messages", json=body(stream=True)) as answer:
@@ -225,9 +225,9 @@ async def test_what_comes_after_a_comment_is_an_event(node: FakeNode, serve: Ser
             await node.engine("own", late)
             rest = "\n".join([line async for line in lines])
     if status == 200:
-        said = [line for line in rest.splitlines() if line and not line.startswith(": waking")]
-        assert said[:2] + said[3:] == ["event: ping", "data: {}", "data: [DONE]"]
-        assert said[2].startswith(": timing queue;dur=")
+        written = [line for line in rest.splitlines() if line and not line.startswith(": waking")]
+        assert written[:2] + written[3:] == ["event: ping", "data: {}", "data: [DONE]"]
+        assert written[2].startswith(": timing queue;dur=")
     else:
         assert json.loads(rest.rsplit("data: ", 1)[1])["error"]["message"].endswith('503: {"busy": 1}')
 

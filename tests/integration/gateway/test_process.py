@@ -32,8 +32,8 @@ async def spawn(**environment: str) -> Process:
 
 async def ended(process: Process) -> tuple[int | None, str]:
     async with asyncio.timeout(15):
-        _, said = await process.communicate()
-    return process.returncode, said.decode()
+        _, log = await process.communicate()
+    return process.returncode, log.decode()
 
 
 async def answers(base: str, path: str) -> bool:
@@ -44,19 +44,19 @@ async def answers(base: str, path: str) -> bool:
         return False
 
 
-async def test_a_taken_port_is_told() -> None:
+async def test_a_taken_port_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        status, said = await ended(await spawn(THAW_GATEWAY_PORT=str(taken.getsockname()[1])))
+        status, log = await ended(await spawn(THAW_GATEWAY_PORT=str(taken.getsockname()[1])))
     assert status == 1
-    assert "THAW_GATEWAY_PORT" in said
+    assert "THAW_GATEWAY_PORT" in log
 
 
-async def test_a_wrong_setting_is_told() -> None:
-    status, said = await ended(await spawn(THAW_GATEWAY_PORT="eighty"))
+async def test_a_wrong_setting_is_reported() -> None:
+    status, log = await ended(await spawn(THAW_GATEWAY_PORT="eighty"))
     assert status == 2
-    assert "gateway: THAW_GATEWAY_PORT: " in said
+    assert "gateway: THAW_GATEWAY_PORT: " in log
 
 
 async def test_it_can_be_stopped_while_nats_is_not_there() -> None:
@@ -112,10 +112,10 @@ async def test_sigterm_ends_it_in_order_and_logs_no_prompt(node: FakeNode, own_n
             process.send_signal(signal.SIGTERM)
             assert "shutting_down" in [line async for line in lines if line][-1]
     await engine.until(lambda: len(engine.cancelled) == 1)
-    status, said = await ended(process)
-    assert status == 0, said
-    assert '"message": "answered"' in said
-    assert "secret" not in said
+    status, log = await ended(process)
+    assert status == 0, log
+    assert '"message": "request finished"' in log
+    assert "secret" not in log
 
 
 async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would() -> None:
@@ -130,7 +130,7 @@ async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would() ->
         assert not done
         late = NatsServer(port=nats_port)
         try:
-            # Without a scheduler there is no catalogue yet: what is told is that, and no longer that NATS is away.
+            # Without a scheduler there is no catalogue yet; NATS is no longer among the reasons.
             await until(lambda: joined(base), within=20)
         finally:
             asked.cancel()

@@ -224,9 +224,7 @@ async def test_what_cannot_be_honoured_is_named_before_the_first_byte(
     assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", next(iter(fields)))
 
 
-async def test_a_refusal_of_the_engine_comes_with_its_status_although_a_stream_was_asked_for(
-    gateway: Served, node: FakeNode
-) -> None:
+async def test_a_refused_stream_has_the_status_of_the_engine(gateway: Served, node: FakeNode) -> None:
     from shared.errors import UnsupportedParameter
 
     async def refuse(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler's autoscaler is told of requests that came."""
+"""Counts of arrivals for the scheduler's autoscaler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.contracts.demand import ARRIVALS_WINDOW_S
 from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 
-def came(*times: float) -> Arrivals:
+def arrivals_at(*times: float) -> Arrivals:
     found = Arrivals()
     for at in times:
         found.record(at)
@@ -20,7 +20,7 @@ def came(*times: float) -> Arrivals:
 
 
 def test_the_window_slides_and_the_fullest_whole_one_is_remembered_for_a_while() -> None:
-    arrivals = came(10.1, 10.2, 10.9, 11.0)
+    arrivals = arrivals_at(10.1, 10.2, 10.9, 11.0)
     assert (arrivals.window(11.05), arrivals.peak(11.05)) == (4, 3)
     assert (arrivals.window(11.95), arrivals.peak(11.95)) == (1, 3)
     assert (arrivals.window(12.5), arrivals.peak(12.5)) == (0, 3)
@@ -35,21 +35,21 @@ def test_it_counts_as_if_it_remembered_all(distances: list[float], after: float)
     for distance in distances:
         now += distance
         times.append(now)
-    arrivals, now = came(*times), now + after
+    arrivals, now = arrivals_at(*times), now + after
     assert arrivals.window(now) == sum(t > now - ARRIVALS_WINDOW_S for t in times)
     present = int(now // ARRIVALS_WINDOW_S)
     whole = [int(t // ARRIVALS_WINDOW_S) for t in times]
     assert arrivals.peak(now) == max([whole.count(n) for n in range(present - WINDOWS, present)])
 
 
-def test_demand_tells_of_requests_that_were_served_at_once_too() -> None:
+def test_demand_counts_requests_that_were_served_at_once() -> None:
     world = RecordedEffects()
     dispatcher = Dispatcher("gw", world)
     dispatcher.on_status(status(instance("i", capacity=1)), 0.0)
     for n in range(3):
         dispatcher.on_request(ticket(f"r{n}", now=100.0), 10, 100.0)
-    (told,) = world.demands
-    assert (told.waiting, told.in_flight, told.window) == (1, 2, 3)
+    (demand,) = world.demands
+    assert (demand.waiting, demand.in_flight, demand.window) == (1, 2, 3)
     dispatcher.on_tick(101.5)
     assert (world.demands[-1].window, world.demands[-1].peak) == (0, 3)
     for n in range(3):

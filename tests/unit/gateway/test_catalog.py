@@ -16,8 +16,8 @@ def card(name: str, base: str | None = None, *aliases: str) -> ModelCard:
     info = model_info(f"/m/{name}")
     if base is not None:
         shape = LinearShape(name="q", rows=1, columns=1)
-        told = AdapterInfo(rank=2, alpha=3, alpha_pattern={"q": 5}, modules=(shape,))
-        info = info.model_copy(update={"adapter": told, "modules": (shape,)})
+        adapter = AdapterInfo(rank=2, alpha=3, alpha_pattern={"q": 5}, modules=(shape,))
+        info = info.model_copy(update={"adapter": adapter, "modules": (shape,)})
     return ModelCard(spec=ModelSpec(name=name, source=f"/m/{name}", base=base, aliases=aliases), info=info, created=1)
 
 
@@ -53,10 +53,10 @@ def test_all_else_does_not_exist(catalog: Catalog, name: str) -> None:
 def test_an_adapter_goes_to_the_engine_with_what_that_needs(catalog: Catalog) -> None:
     ask = EngineRequest("chat", b"{}", lora_adapter=catalog.lora_adapter("sql"))
     fields = ask.envelope()
-    told = InferRequest.model_validate({"request_id": "r", "instance_id": "i", "model": "llama", "body": {}, **fields}).adapter
-    assert told is not None
-    assert (told.name, told.spec.base, told.info.revision) == ("sql", "llama", "rev-/m/sql")
-    assert told.info.adapter is not None
-    assert told.info.adapter.scale_of("q") == 2.5
-    assert told.info.modules == told.info.adapter.modules == ()
+    adapter = InferRequest.model_validate({"request_id": "r", "instance_id": "i", "model": "llama", "body": {}, **fields}).adapter
+    assert adapter is not None
+    assert (adapter.name, adapter.spec.base, adapter.info.revision) == ("sql", "llama", "rev-/m/sql")
+    assert adapter.info.adapter is not None
+    assert adapter.info.adapter.scale_of("q") == 2.5
+    assert adapter.info.modules == adapter.info.adapter.modules == ()
     assert "adapter" not in EngineRequest("chat", b"{}").envelope()

@@ -63,7 +63,7 @@ def test_no_more_than_twice_the_capacity_is_sent(dispatcher: Dispatcher, world: 
     assert dispatcher.waiting("m") == 1
 
 
-def test_waiting_is_told_at_once_then_each_second_then_once_at_its_end(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_demand_is_published_at_once_then_every_second_then_once_with_zero(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     first, second = ask(dispatcher, "a"), ask(dispatcher, "b")
     assert [d.waiting for d in world.demands] == [1]
     for tenth in range(1, 21):
@@ -77,7 +77,7 @@ def test_waiting_is_told_at_once_then_each_second_then_once_at_its_end(dispatche
     assert len(world.demands) == 4
 
 
-def test_the_queue_is_bounded_and_says_when_to_come_back(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_a_full_queue_refuses_with_a_time_to_retry(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     for name in "ab":
         ask(dispatcher, name)
     dispatcher.on_demand_reply("m", DemandNoted(outlook="starting", eta_ms=7000), 0)
@@ -174,7 +174,7 @@ def test_those_who_lost_their_engine_keep_their_order(dispatcher: Dispatcher, wo
     assert [name for name, _ in world.sent] == ["r0", "r1", "r2", "r3"] * 2
 
 
-def test_a_request_that_brings_tokens_goes_on_longer(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_output_resets_the_limits_of_losses(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made, now = ticket("r", wait=1e6), 0.0
     dispatcher.on_status(status(instance("i")), now)
     dispatcher.on_request(made, 1, now)
@@ -208,10 +208,10 @@ def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispat
     assert len(world.sent) == 1, "its last words may still be under way"
     dispatcher.on_tick(21.0 + failover.GONE_GRACE_S)
     assert world.sent == [("r", "i"), ("r", "i")]
-    assert world.cancelled == ["r"], "should it come there after all"
+    assert world.cancelled == ["r"], "in case the request arrives there late"
 
 
-def test_last_words_that_come_after_all_are_taken(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_late_final_messages_are_accepted(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
     made = ask(dispatcher, "r")
     dispatcher.on_missing(made, made.attempt_id, 21.0)
@@ -220,7 +220,7 @@ def test_last_words_that_come_after_all_are_taken(dispatcher: Dispatcher, world:
     assert len(world.sent) == 1
 
 
-def test_the_response_timeout_counts_all_that_is_gone_on_with(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_the_response_timeout_counts_all_resumed_attempts(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6, response=100)
     dispatcher.on_status(status(instance("i", active=1)), 0)
     dispatcher.on_request(made, 1, 0)
@@ -235,7 +235,7 @@ def test_the_response_timeout_counts_all_that_is_gone_on_with(dispatcher: Dispat
     assert world.failed["r"].status == 504
 
 
-def test_what_one_instance_cannot_go_on_with_another_may(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_a_response_that_one_instance_cannot_resume_goes_to_another(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6)
     dispatcher.on_status(status(instance("i"), instance("j")), 0)
     dispatcher.on_request(made, 1, 0)
@@ -258,7 +258,7 @@ def test_a_yielded_request_goes_where_it_was_to_go_or_back(dispatcher: Dispatche
     assert [where for _, where in world.sent] == ["i", "k", "i", "i"]
 
 
-def test_a_dead_engines_request_fails_if_something_was_said(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_a_committed_request_fails_with_its_engine(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
     dispatcher.on_message(made, 0.5)

@@ -89,8 +89,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         for model in MODELS:
             waiting = sum(t.model == model and t.stage is Stage.QUEUED for t in self.all.values())
             assert waiting == self.dispatcher.waiting(model)
-            told = [d.waiting for d in self.world.demands if d.model == model]
-            assert bool(waiting) == bool(told and told[-1])
+            published = [d.waiting for d in self.world.demands if d.model == model]
+            assert bool(waiting) == bool(published and published[-1])
 
     @invariant()
     def slots_are_counted(self) -> None:

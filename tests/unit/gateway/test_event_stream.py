@@ -1,4 +1,4 @@
-"""What a client can put together from the events is what the engine said, whatever the texts and in whatever order."""
+"""A client reassembles from the events exactly the engine's output, for any texts and order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EngineClient that die, yield, refuse, or lose messages anywhere: the client gets event for event what it would have got undisturbed."""
+"""Engines die, yield, refuse or lose messages at any point: the client receives the undisturbed response."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ KINDS = st.sampled_from(["plain", "full", "whole"])
 
 
 class World(RecordedEffects):
-    """One request and its engine. A cut says after how many messages of an attempt which fault comes, and whether the next instance refuses."""
+    """One request and its engine.
+
+    Each cut gives the number of messages before a fault, the fault, and whether the next instance refuses.
+    """
 
     def __init__(self, script: Script, sink: EventStream | BufferedCompletion, cuts: list[tuple[int, Fault, bool]]) -> None:
         super().__init__()
@@ -117,8 +120,8 @@ def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]]) -> 
     world.run()
     assert world.request.completion.error is None, world.request.completion.error
     assert world.dispatcher.in_flight("alpha") == world.dispatcher.waiting("alpha") == 0
-    told = by_choice(sink.take()) if isinstance(sink, EventStream) else sink.body()
-    return told, world.request.stats.usage, world.request.resume_state.tokens
+    output = by_choice(sink.take()) if isinstance(sink, EventStream) else sink.body()
+    return output, world.request.stats.usage, world.request.resume_state.tokens
 
 
 @settings(max_examples=400, deadline=None)

@@ -14,45 +14,45 @@ def adapter(name: str) -> ModelCard:
     return card.model_copy(update={"info": card.info.model_copy(update={"revision": name})})
 
 
-def named(told: list[PrefetchTarget]) -> list[tuple[str, str]]:
-    return [(instance_id, card.name) for instance_id, card in told]
+def named(targets: list[PrefetchTarget]) -> list[tuple[str, str]]:
+    return [(instance_id, card.name) for instance_id, card in targets]
 
 
-def heard(early: LoraPrefetch, *states: InstanceState, node: str = "n", waiting: int = 1) -> list[tuple[str, str]]:
+def report(prefetch: LoraPrefetch, *states: InstanceState, node: str = "n", waiting: int = 1) -> list[tuple[str, str]]:
     """A status with one instance of m in each state, named by node and place."""
     instances = [instance(f"{node}{place}", state=state) for place, state in enumerate(states)]
-    return named(early.on_status(status(*instances, node=node), lambda _: waiting))
+    return named(prefetch.on_status(status(*instances, node=node), lambda _: waiting))
 
 
-def test_an_instance_is_told_once_from_its_first_word_on() -> None:
-    early = LoraPrefetch()
-    assert early.on_request("m", adapter("sql")) == []
-    assert heard(early, InstanceState.PREPARING) == []
-    assert heard(early, InstanceState.LOADING) == [("n0", "sql")]
-    assert heard(early, InstanceState.LOADING) == []
-    assert early.on_request("m", adapter("sql")) == []
+def test_an_instance_is_ordered_once_from_its_first_status_on() -> None:
+    prefetch = LoraPrefetch()
+    assert prefetch.on_request("m", adapter("sql")) == []
+    assert report(prefetch, InstanceState.PREPARING) == []
+    assert report(prefetch, InstanceState.LOADING) == [("n0", "sql")]
+    assert report(prefetch, InstanceState.LOADING) == []
+    assert prefetch.on_request("m", adapter("sql")) == []
 
 
-def test_what_comes_later_is_told_at_once_and_wherever_the_base_starts() -> None:
-    early = LoraPrefetch()
-    heard(early, InstanceState.LOADING, InstanceState.READY)
-    heard(early, InstanceState.LOADING, node="o")
-    assert named(early.on_request("m", adapter("sql"))) == [("n0", "sql"), ("o0", "sql")]
-    assert named(early.on_request("m", adapter("poems"))) == [("n0", "poems"), ("o0", "poems")]
-    assert early.on_request("other", adapter("sql")) == []
+def test_a_later_adapter_is_ordered_at_once_on_every_starting_instance() -> None:
+    prefetch = LoraPrefetch()
+    report(prefetch, InstanceState.LOADING, InstanceState.READY)
+    report(prefetch, InstanceState.LOADING, node="o")
+    assert named(prefetch.on_request("m", adapter("sql"))) == [("n0", "sql"), ("o0", "sql")]
+    assert named(prefetch.on_request("m", adapter("poems"))) == [("n0", "poems"), ("o0", "poems")]
+    assert prefetch.on_request("other", adapter("sql")) == []
 
 
-def test_nobody_is_told_of_what_nobody_waits_for_any_more() -> None:
-    early = LoraPrefetch()
-    early.on_request("m", adapter("sql"))
-    assert heard(early, InstanceState.LOADING, waiting=0) == []
-    assert heard(early, InstanceState.LOADING) == []
+def test_no_adapter_is_ordered_once_no_request_waits() -> None:
+    prefetch = LoraPrefetch()
+    prefetch.on_request("m", adapter("sql"))
+    assert report(prefetch, InstanceState.LOADING, waiting=0) == []
+    assert report(prefetch, InstanceState.LOADING) == []
 
 
 def test_an_instance_that_has_gone_is_forgotten() -> None:
-    early = LoraPrefetch()
-    early.on_request("m", adapter("sql"))
-    assert heard(early, InstanceState.LOADING) == [("n0", "sql")]
-    assert heard(early) == []
-    assert early.on_request("m", adapter("poems")) == []
-    assert heard(early, InstanceState.LOADING) == [("n0", "sql"), ("n0", "poems")]
+    prefetch = LoraPrefetch()
+    prefetch.on_request("m", adapter("sql"))
+    assert report(prefetch, InstanceState.LOADING) == [("n0", "sql")]
+    assert report(prefetch) == []
+    assert prefetch.on_request("m", adapter("poems")) == []
+    assert report(prefetch, InstanceState.LOADING) == [("n0", "sql"), ("n0", "poems")]

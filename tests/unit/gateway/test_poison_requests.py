@@ -69,7 +69,7 @@ def test_engines_that_were_killed_are_not_its_doing() -> None:
     assert "poison" in world.seen.failed, "not for ever either"
 
 
-def test_in_company_it_takes_four_and_nobody_with_it() -> None:
+def test_a_shared_engine_dies_four_times_and_only_the_poison_request_fails() -> None:
     world = World()
     world.ready("i")
     world.ask("a", "b", "poison")
@@ -95,7 +95,7 @@ def test_in_company_it_takes_four_and_nobody_with_it() -> None:
     assert world.sent("m") == ["a", "b"]
 
 
-def test_whoever_has_nothing_to_do_with_it_is_not_held_up() -> None:
+def test_unrelated_requests_are_not_delayed() -> None:
     world = World()
     world.ready("i")
     world.ask("a", "poison")
@@ -119,7 +119,7 @@ def test_a_token_in_between_clears_it() -> None:
     assert not world.seen.failed
 
 
-def test_engines_that_were_told_to_end_did_not_die_of_it() -> None:
+def test_a_stopped_engine_does_not_count_as_a_death() -> None:
     world = World()
     world.ready("i0")
     world.ask("a")

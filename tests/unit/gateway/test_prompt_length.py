@@ -117,7 +117,7 @@ class FarMesh:
         return part
 
 
-async def test_the_files_come_through_the_mesh_in_parts_and_once(model: Path) -> None:
+async def test_files_are_read_through_the_mesh_in_chunks_and_once(model: Path) -> None:
     mesh = FarMesh(model)
     files = TokenizerFiles(mesh, lambda: [".0", "one"])  # type: ignore[arg-type]  # only `request` and `max_body` are used
     got = await files.read("/nowhere/here")

@@ -1,4 +1,4 @@
-"""What was heard too much and comes again: left out exactly, whatever pieces it comes in."""
+"""ReplayFilter removes exactly the output that was forwarded, however it is split."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ def deltas(text: str, cuts: list[int], index: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def told(pieces: list[dict[str, Any]]) -> tuple[str, list[int], int]:
+def summary(pieces: list[dict[str, Any]]) -> tuple[str, list[int], int]:
     text = "".join(p["text"] for p in pieces)
     return text, [t for p in pieces for t in p["token_ids"]], sum(bool(p.get("finish_reason")) for p in pieces)
 
 
 @given(st.integers(0, len(TEXT)), st.lists(st.integers(1, 6), max_size=9), st.lists(st.integers(1, 6), max_size=9))
-def test_all_that_is_new_comes_through_once(known: int, before: list[int], after: list[int]) -> None:
+def test_new_output_passes_once(known: int, before: list[int], after: list[int]) -> None:
     first = deltas(TEXT[:known], before)[:] if known else []
     for piece in first:
         piece.pop("finish_reason", None)
-    heard = [{"kind": "chunk", "choices": [p]} for p in first]
-    surplus = ReplayFilter(heard)
-    got = [rest for piece in deltas(TEXT, after) for rest in surplus.remove_from([piece])]
-    text, tokens, ends = told(got)
+    forwarded = [{"kind": "chunk", "choices": [p]} for p in first]
+    replay_filter = ReplayFilter(forwarded)
+    got = [rest for piece in deltas(TEXT, after) for rest in replay_filter.remove_from([piece])]
+    text, tokens, ends = summary(got)
     assert (text, tokens, ends) == (TEXT[known:], [ord(c) for c in TEXT[known:]], 1)
-    assert not surplus
+    assert not replay_filter
 
 
-def test_an_end_that_was_heard_is_not_told_again() -> None:
-    surplus = ReplayFilter([{"choices": deltas("ab", [1])}])
-    assert surplus.pending(0) == (2, 2, True)
-    assert [surplus.remove_from([p]) for p in deltas("ab", [1])] == [[], []]
-    assert not surplus
+def test_a_forwarded_end_is_not_forwarded_again() -> None:
+    replay_filter = ReplayFilter([{"choices": deltas("ab", [1])}])
+    assert replay_filter.pending(0) == (2, 2, True)
+    assert [replay_filter.remove_from([p]) for p in deltas("ab", [1])] == [[], []]
+    assert not replay_filter
 
 
 def test_each_choice_has_its_own() -> None:
-    surplus = ReplayFilter([{"choices": deltas("ab", [])}])
-    assert surplus.remove_from(deltas("cd", [], index=1)) == deltas("cd", [], index=1)
-    assert surplus
+    replay_filter = ReplayFilter([{"choices": deltas("ab", [])}])
+    assert replay_filter.remove_from(deltas("cd", [], index=1)) == deltas("cd", [], index=1)
+    assert replay_filter
 
 
-def test_other_tokens_are_told_apart() -> None:
-    surplus = ReplayFilter([{"choices": [{"text": "ab", "token_ids": [97, 98]}]}])
+def test_different_tokens_are_refused() -> None:
+    replay_filter = ReplayFilter([{"choices": [{"text": "ab", "token_ids": [97, 98]}]}])
     with pytest.raises(Diverged):
-        surplus.remove_from([{"text": "ac", "token_ids": [97, 99]}])
+        replay_filter.remove_from([{"text": "ac", "token_ids": [97, 99]}])
 
 
-def test_what_is_heard_too_much_once_more_comes_before_what_is_left() -> None:
-    surplus = ReplayFilter([{"choices": [{"text": "abcd", "token_ids": [1, 2, 3, 4]}]}])
-    surplus.remove_from([{"text": "ab", "token_ids": [1, 2]}])
-    both = surplus.preceded_by([{"choices": [{"text": "b", "token_ids": [2]}]}])
+def test_a_second_rewind_precedes_pending_output() -> None:
+    replay_filter = ReplayFilter([{"choices": [{"text": "abcd", "token_ids": [1, 2, 3, 4]}]}])
+    replay_filter.remove_from([{"text": "ab", "token_ids": [1, 2]}])
+    both = replay_filter.preceded_by([{"choices": [{"text": "b", "token_ids": [2]}]}])
     assert both.pending(0) == (3, 3, False)
     assert both.remove_from([{"text": "bcde", "token_ids": [2, 3, 4, 5]}]) == [{"text": "e", "token_ids": [5]}]
 
 
 def test_bytes_are_left_out_whole_or_not_at_all() -> None:
-    surplus = ReplayFilter([{"progress": [{"text": "ab", "token_ids": [1, 2]}]}])
-    assert surplus.covers([{"text": "a", "token_ids": [1]}])
+    replay_filter = ReplayFilter([{"progress": [{"text": "ab", "token_ids": [1, 2]}]}])
+    assert replay_filter.covers([{"text": "a", "token_ids": [1]}])
     with pytest.raises(Diverged):
-        surplus.covers([{"text": "bc", "token_ids": [2, 3]}])
+        replay_filter.covers([{"text": "bc", "token_ids": [2, 3]}])
     assert not ReplayFilter().covers([{"text": "c", "token_ids": [3]}])

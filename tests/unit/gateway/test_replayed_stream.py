@@ -1,4 +1,4 @@
-"""An answer that is generated again: however either generation is cut into pieces, the client gets one answer, or is told."""
+"""A response that starts again: the client gets one response, however either is split, or an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [*found, rest]
 
 
-def said(data: bytes) -> str:
+def content_of(data: bytes) -> str:
     events = [json.loads(line[6:]) for line in data.decode().split("\n") if line.startswith("data: {")]
     return "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
 
@@ -57,14 +57,14 @@ def test_one_answer_reaches_the_client(text: str, breaks: list[int], first: list
         sink.chunk([{"index": 0, "text": piece}])
     finish(sink)
     data += sink.take()
-    assert said(data) == text
+    assert content_of(data) == text
     assert data.count(b'"finish_reason":"stop"') == 1
     assert data.count(b'"role"') == 1
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(min_size=1, max_size=20), other=st.text(max_size=20), cuts=CUTS)
-def test_another_answer_is_noticed_before_any_of_it_is_said(text: str, other: str, cuts: list[int]) -> None:
+def test_a_diverging_response_is_detected_before_any_of_it_is_sent(text: str, other: str, cuts: list[int]) -> None:
     assume(not other.startswith(text))
     sink = stream()
     sink.chunk([{"index": 0, "text": text}])
@@ -74,7 +74,7 @@ def test_another_answer_is_noticed_before_any_of_it_is_said(text: str, other: st
         for piece in pieces(other, cuts):
             sink.chunk([{"index": 0, "text": piece}])
         finish(sink)
-    assert said(sink.take()) == ""
+    assert content_of(sink.take()) == ""
 
 
 @pytest.mark.parametrize("begun", [False, True])

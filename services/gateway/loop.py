@@ -297,7 +297,7 @@ class Gateway:
             if request.completion.is_done:
                 continue
             if request.idempotency is not None:
-                request.idempotency.hand_over(ShuttingDown())
+                request.idempotency.release_key(ShuttingDown())
             else:
                 self.dispatcher.on_abort(request.ticket, ShuttingDown(), time.monotonic())
 

@@ -55,7 +55,7 @@ def _check_generation(request: ChatCompletionRequest | CompletionRequest, card: 
 def _check_bias(request: ChatCompletionRequest | CompletionRequest, card: ModelCard) -> None:
     biased = list(request.logit_bias or ())
     if not all(token.isascii() and token.isdigit() for token in biased):
-        raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias")
+        raise InvalidRequest("The keys of logit_bias must be token ids. Send integers as strings", param="logit_bias")
     _check_known([int(token) if len(token) < 20 else 1 << 63 for token in biased], "logit_bias", card)
 
 

@@ -237,7 +237,7 @@ class IdempotentRequest:
             return response.has_started and self._claim is not None and bool(self._claim.entry.reply)
         return response.passthrough is None or response.passthrough.is_cacheable
 
-    def hand_over(self, error: ThawError) -> None:
+    def release_key(self, error: ThawError) -> None:
         """This gateway stops: the engine continues for the gateway that the client retries on."""
         self._releases_key = True
         self._dispatcher.on_disowned(self._ticket, time.monotonic())

@@ -28,7 +28,7 @@ class IdempotencyGuard(Protocol):
     def send(self, route: Route) -> None:
         """Record the chosen instance under the key, then send the request to it."""
 
-    def hand_over(self, error: ThawError) -> None:
+    def release_key(self, error: ThawError) -> None:
         """Give the key up for another gateway, and fail the request here with `error`."""
 
     async def client_left(self) -> None:

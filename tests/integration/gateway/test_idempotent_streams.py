@@ -37,7 +37,7 @@ def says(*words: str) -> Any:
 async def begun(gateway: Served, engine: FakeEngine, node: FakeNode, then: Any, **fields: Any) -> tuple[str, FakeEngine]:
     """Start a stream under a key, and let its engine die after the client has read the first tokens.
 
-    Returns the text that the client got, and the next attempt.
+    Returns the text that the client got, and the next engine.
     """
     text = ""
     async with gateway.http.stream("POST", URL, json=chat(stream=True, **fields), headers=KEY) as answer:

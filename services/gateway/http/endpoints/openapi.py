@@ -19,8 +19,8 @@ POSTS: dict[str, tuple[type[ChatCompletionRequest | CompletionRequest | Embeddin
 _GETS = {
     "/v1/models": "The registered models.",
     "/v1/models/{model}": "One registered model.",
-    "/health": "Whether the process runs.",
-    "/ready": "Whether it takes requests.",
+    "/health": "Whether the process is alive.",
+    "/ready": "Whether the gateway accepts requests.",
     "/metrics": "Prometheus metrics.",
 }
 _ERROR_CODES = ("400", "401", "404", "413", "422", "429", "500", "503", "504")

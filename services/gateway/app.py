@@ -113,7 +113,7 @@ def _is_loopback(listener: socket.socket) -> bool:
 
 
 def _connection_limits(settings: GatewaySettings) -> ConnectionLimits:
-    """Limit connections to the settings, and to the limit of open files, which is raised first."""
+    """Build the limits; raise the limit of open files as far as needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_connections + _OTHER_OPEN_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -152,7 +152,10 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
 
 
 async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
-    """Connect to the mesh, however long it takes; only /health and /ready respond until then."""
+    """Connect to the mesh, however long it takes.
+
+    Until then only /health and /ready respond.
+    """
     mesh = gateway.mesh
     await mesh.start()
     await gateway.run(group)

@@ -1,4 +1,4 @@
-"""Authorization by API keys. Only SHA-256 hashes of keys are stored; admin keys are separate."""
+"""Authorization by API keys, of which only SHA-256 hashes are stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def hash_key(key: str) -> str:
 
 
 class KeyFile:
-    """A file with one hash per line, read again when it changes. A missing file has no key."""
+    """A file with one hash per line; a missing file has no key.
+
+    The file is read again when it changes.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
@@ -62,7 +65,7 @@ class Authorizer:
     """
 
     def __init__(self, settings: GatewaySettings, store: KeyStore, *, is_exposed: bool) -> None:
-        """Read the keys of the settings; `is_exposed` if other machines can reach the gateway."""
+        """Read the settings; `is_exposed` if other machines can reach the gateway."""
         self._admin = frozenset({hash_key(settings.admin_key.get_secret_value())} if settings.admin_key else ())
         listed = settings.api_keys.get_secret_value() if settings.api_keys else ""
         self._listed = frozenset(h.strip().lower() for h in listed.split(",") if h.strip())
@@ -85,7 +88,7 @@ class Authorizer:
 
     @property
     def guards_admin(self) -> bool:
-        """Whether the admin API needs a key. Once an admin key has existed, it always does."""
+        """Whether the admin API needs a key: always, once an admin key has existed."""
         return bool(self._admin) or self.store.existed("admin")
 
     def note_configured(self) -> None:
@@ -128,7 +131,7 @@ class Authorizer:
 
 
 def is_exposed(settings: GatewaySettings, listener: socket.socket) -> bool:
-    """Whether other machines can reach the address that the gateway is published or listens on."""
+    """Whether other machines can reach the published or listening address."""
     if settings.published_address:
         return not is_loopback(settings.published_address)
     if listener.family not in (socket.AF_INET, socket.AF_INET6):

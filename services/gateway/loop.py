@@ -261,7 +261,7 @@ class Gateway:
         return [reason for reason, holds in reasons.items() if holds]
 
     async def wait_for_state(self, path: str) -> None:
-        """Wait until the models and API keys that `path` needs have been read from the mesh.
+        """Wait until the models and API keys that `path` needs have been read.
 
         A gateway that has just been restarted must not use up its clients' few retries.
 

@@ -1,4 +1,4 @@
-"""Publication of demand: the latest queue length of each model, one message at a time per model."""
+"""Publication of demand: the latest queue length of each model."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def start_collecting_rarely() -> None:
 async def collect_when_idle(
     activity: Callable[[], int | None], *, period_s: float = _PERIOD_S, memory_bytes: Callable[[], int] | None = None
 ) -> None:
-    """Run full collections while the gateway is idle or has grown by 256 MiB, until cancelled.
+    """Run full collections while the gateway is idle or has grown, until cancelled.
 
     Args:
         activity: Returns a number that changes with each request, or None while the gateway is

@@ -1,4 +1,4 @@
-"""Store of idempotency keys in JetStream: one KV entry per key, and captured replies of engines.
+"""Store of idempotency keys in JetStream: KV entries and captured replies.
 
 An entry is either `running`, owned by one claim that renews it while it works, or `done`. It names
 the subject on which the engine replies. JetStream captures that subject, so that any gateway can
@@ -6,8 +6,8 @@ read the response from its first message on, during generation and afterwards.
 
 An entry that is not renewed for `LEASE_S` (on the waiter's own clock), or that has no owner, goes
 to the first waiter that replaces exactly that revision. An attempt of which no client received
-output deletes its entry when it fails, so that the next request starts again. See docs/adr/0011-idempotency.md
-and docs/adr/0015.
+output deletes its entry when it fails, so that the next request starts again. See
+docs/adr/0011-idempotency.md and docs/adr/0015.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def store_errors_as_unavailable() -> Iterator[None]:
 
 
 def is_store_unavailable(error: Exception) -> bool:
-    """Whether the store did not reply, as during a restart of NATS, so that a retry may succeed."""
+    """Whether the store did not reply, as during a restart of NATS; a retry may help."""
     return isinstance(error, NatsError | TimeoutError) or isinstance(error.__cause__, NatsError | TimeoutError)
 
 
@@ -171,7 +171,7 @@ class Claim:
     async def record_attempt(
         self, reply: str, attempt_id: str, instance_id: str, node: str, revision: str = "", parts: tuple[ResponsePart, ...] = ()
     ) -> None:
-        """Record an attempt before it is sent, with the parts of the response that it continues."""
+        """Record an attempt, and the parts that it continues, before it is sent."""
         await self._write(reply=reply, attempt_id=attempt_id, instance_id=instance_id, node=node, revision=revision, parts=parts)
 
     async def complete(self, messages: int, error: ThawError | None) -> None:
@@ -260,7 +260,7 @@ class IdempotencyStore:
             return None
 
     async def delete(self, found: ExistingKey) -> None:
-        """Delete an entry whose response is no longer stored; no-op if the entry has changed."""
+        """Delete an entry whose response is gone; no-op if the entry has changed."""
         try:
             await (await self._open()).delete(found.key, last=found.revision)
         except KeyWrongLastSequenceError:
@@ -308,7 +308,7 @@ class IdempotencyStore:
 
     @asynccontextmanager
     async def announce_waiter(self, key: str) -> AsyncIterator[None]:
-        """Reply to the owner's `has_waiters` inside the block; notify the owner at its end."""
+        """Reply to the owner's `has_waiters` inside the block, and notify it at the end."""
 
         async def confirm(message: Msg) -> None:
             await message.respond(b"")
@@ -323,7 +323,7 @@ class IdempotencyStore:
                 await nc.publish(subjects.keyed_left(key))
 
     async def has_waiters(self, key: str) -> bool:
-        """Whether another client waits for the response. NATS replies at once if none does."""
+        """Whether another client waits; NATS replies at once if none does."""
         try:
             await self._mesh.nc.request(subjects.keyed_waiters(key), timeout=_WAITERS_TIMEOUT_S)
         except NoRespondersError:

@@ -1,4 +1,7 @@
-"""A file that records which kinds of API keys have existed, in case NATS loses the keys."""
+"""A file that records which kinds of API keys have existed.
+
+It keeps the endpoint closed if NATS loses the keys.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys that operators add and revoke: hashes in a JetStream bucket that every gateway watches.
+"""API keys that operators add and revoke: hashes in a JetStream bucket.
 
 The bucket also records for each scope that a key has existed, and so does a file of the gateway
 (`KeyMarker`): an endpoint that had keys does not open when the last one is revoked or lost. See

@@ -136,7 +136,7 @@ def _template_bytes(request: ChatCompletionRequest | CompletionRequest | Embeddi
 
 
 def _texts(request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest) -> tuple[str, list[str]]:
-    """Return the parameter's name, and its prompts as text; a conversation is one prompt."""
+    """Return the parameter's name, and its prompts; a conversation is one prompt."""
     if isinstance(request, ChatCompletionRequest):
         return "messages", ["".join(_text_of(m.content) for m in request.messages)]
     name, value = ("prompt", request.prompt) if isinstance(request, CompletionRequest) else ("input", request.input)

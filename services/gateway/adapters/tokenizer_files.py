@@ -1,4 +1,4 @@
-"""Tokenizer files of a model: from this host, or through the mesh from a node that has them."""
+"""Tokenizer files of a model, from this host or from a node that has them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _RETRY_MS = 1_000
 
 @dataclass(frozen=True)
 class ByteLimits:
-    """Maximum bytes of active requests: in total, per API key (or address), and per model."""
+    """Maximum bytes of active requests: in total, per API key, and per model."""
 
     gateway: int
     key: int
@@ -42,7 +42,7 @@ class Admission:
         return Reservation(self, key)
 
     def refusal(self, key: str, model: str | None, more: int, reserved: int) -> ThawError | None:
-        """Return the error for a request that needs `more` bytes, or None if it may have them.
+        """Return the error for a request that needs `more` bytes; None if it fits.
 
         Args:
             reserved: Bytes that the request has already.

@@ -1,4 +1,4 @@
-"""The registered models, by name and alias: a copy of what the scheduler publishes."""
+"""The registered models by name and alias, as the scheduler publishes them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Catalog:
         return card if card.spec.base is None else self._cards[card.spec.base]
 
     def lora_adapter(self, name: str) -> ModelCard | None:
-        """Return the LoRA adapter called `name`; None if that is a model. Raises `ModelNotFound`."""
+        """Return the LoRA adapter called `name`; None if that is a model.
+
+        Raises `ModelNotFound`.
+        """
         card = self.named(name)
         return card if card.spec.base is not None else None
 
@@ -67,7 +70,7 @@ class Catalog:
         return card
 
     def _matches(self, card: ModelCard, prefix: str | None) -> bool:
-        """Whether `card` may be called with `prefix`, which names the base of a LoRA adapter."""
+        """Whether `prefix` is empty, or names the base of the LoRA adapter `card`."""
         if card.spec.base is None:
             return prefix is None
         base = self._lookup(card.spec.base)

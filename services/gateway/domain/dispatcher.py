@@ -144,7 +144,7 @@ class Dispatcher:
             self._pump(ticket.model, now)
 
     def on_refused(self, ticket: Ticket, error: ThawError, now: float) -> None:
-        """The instance drains or cannot resume the response, or no engine listens (rule 4)."""
+        """The instance refuses the request, or no engine listens (rule 4)."""
         if ticket.stage is not Stage.SENT or ticket.instance_id is None:
             return
         ticket.refusals += 1
@@ -171,7 +171,7 @@ class Dispatcher:
             self._on_loss(ticket, now, error, has_died=not isinstance(error, ShuttingDown | EngineKilled))
 
     def on_missing(self, ticket: Ticket, attempt_id: str, now: float) -> None:
-        """The instance no longer has the request. Its final messages may still arrive (rule 6)."""
+        """The instance no longer has the request; messages may still arrive (rule 6)."""
         if ticket.stage is Stage.SENT and ticket.attempt_id == attempt_id:
             ticket.reported_missing_at = now
 

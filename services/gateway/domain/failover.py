@@ -1,4 +1,4 @@
-"""Limits and conditions of failover: when an instance is given up, and when a request is."""
+"""Limits and conditions of failover."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ STALL_S = 30.0
 IDLE_GRACE_S = 10.0
 """How long an instance may report itself idle before a request sent to it counts as lost."""
 PROBE_AFTER_S = 10.0
-"""Silence of a request after which its instance is probed: while it serves others it is not idle."""
+"""Silence of a request after which its instance is probed.
+
+An instance that serves other requests is never reported idle.
+"""
 
 
 def is_instance_gone(ticket: Ticket, route: Route | None, now: float, *, is_node_known: bool) -> bool:
@@ -39,13 +42,16 @@ def is_instance_gone(ticket: Ticket, route: Route | None, now: float, *, is_node
 
 
 def has_crashed(status: InstanceStatus) -> bool:
-    """Whether the engine died by itself; a killed one is no evidence against its requests."""
+    """Whether the engine died by itself.
+
+    A killed engine is no evidence against its requests.
+    """
     was_killed = status.error is not None and status.error.code == EngineKilled.code
     return status.state is InstanceState.FAILED and not was_killed
 
 
 def is_missing(ticket: Ticket, now: float) -> bool:
-    """Whether the instance reported that it lacks the request, and has sent no message since."""
+    """Whether the instance reported the request missing, and is silent since."""
     reported_at = ticket.reported_missing_at
     return reported_at > ticket.last_activity_at and now - reported_at >= GONE_GRACE_S
 

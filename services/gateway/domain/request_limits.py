@@ -1,4 +1,4 @@
-"""Limits on the counts in one request: some are cheap to send and expensive to serve."""
+"""Limits on counts in one request that are cheap to send and expensive to serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Maximum counts in one request. `choices` counts those of all prompts (prompts x n)."""
+    """Maximum counts in one request; `choices` counts those of all prompts."""
 
     prompts: int = 2048
     choices: int = 1024

@@ -1,4 +1,4 @@
-"""Checks against a model's card: parameters that its engine cannot honour, and lengths."""
+"""Checks of a request against the card of its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The route table: instances as their nodes report them, and the choice among them."""
+"""The route table: live instances, and the choice among them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, InstanceStat
 from shared.contracts.phases import PhaseSpan
 
 OVERCOMMIT = 2
-"""Requests sent to an instance at once, over all gateways, as a multiple of its capacity.
+"""Requests sent to an instance at once, as a multiple of its capacity.
 
-The instance's own queue then never runs dry while the news of a finished request is under way.
-Requests beyond that wait here, where they can still go to another replica.
+The requests of all gateways count. The instance's own queue then never runs dry while the news of
+a finished request is under way. Further requests wait here, where they can still go to another
+replica.
 """
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 4.0
@@ -67,7 +68,10 @@ class _Node:
 
 
 class RouteTable:
-    """Instances of all nodes that reported recently: a cache of what nodeagents broadcast."""
+    """Instances of all nodes that reported recently.
+
+    It is a cache of what nodeagents broadcast.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -136,7 +140,7 @@ class RouteTable:
             self._shared.discard(instance_id)
 
     def is_shared(self, instance_id: str) -> bool:
-        """Whether the instance had several requests at a time since it last had none of ours."""
+        """Whether the instance has had several requests at once while it had ours."""
         return instance_id in self._shared
 
     def _sync(self, instance_id: str) -> None:
@@ -151,11 +155,14 @@ class RouteTable:
         return iter(self._by_id.values())
 
     def choose(self, model: str, now: float) -> Route | None:
-        """Return the least-loaded instance that accepts a request; ties go to the lowest id."""
+        """Return the least-loaded instance that accepts requests; the lowest id of equals."""
         return self._least_loaded([r for r in self.of(model) if r.accepts(now)])
 
     def choose_for(self, ticket: Ticket, now: float) -> Route | None:
-        """Like `choose`, but heed the ticket's preferred, excluded and revision constraints."""
+        """Like `choose`, for a request that may need or avoid certain instances.
+
+        The ticket may prefer an instance, exclude instances, or need a revision of the weights.
+        """
         routes = [r for r in self.of(ticket.model) if r.accepts(now) and r.status.instance_id not in ticket.excluded_instances]
         if ticket.is_resumable:
             routes = [r for r in routes if r.status.revision == ticket.revision] or routes

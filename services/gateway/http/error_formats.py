@@ -1,4 +1,4 @@
-"""Error formats of the served APIs, for response bodies and for the last event of a stream.
+"""Error formats of the served APIs, for bodies and for the end of a stream.
 
 OpenAI: `{"error": {...}}`, also as an event, at which the clients raise.
 Responses: the same body; in a stream `event: error` with the fields at the top level.

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn in the service's event loop, with an acceptor that shares the loop.
+"""The HTTP server: uvicorn with an acceptor that shares the event loop.
 
 uvloop accepts every connection of the backlog in one turn of the loop: 2,048 connections that
 arrive together stall all requests for 0.1 to 0.2 s. The acceptor takes a few in each turn.

@@ -65,7 +65,7 @@ def require_same_request(place: Claim | ExistingKey, request: str) -> Claim | Ex
 
 
 class IdempotentRequest:
-    """Drive one request from `run`. Its other methods are called while `run` is in progress."""
+    """Drive one request from `run`; other methods are called meanwhile."""
 
     def __init__(
         self,
@@ -238,7 +238,10 @@ class IdempotentRequest:
         return response.passthrough is None or response.passthrough.is_cacheable
 
     def release_key(self, error: ThawError) -> None:
-        """This gateway stops: the engine continues for the gateway that the client retries on."""
+        """Release the key, and fail the request here with `error`.
+
+        The engine continues for the gateway that the client retries on.
+        """
         self._releases_key = True
         self._dispatcher.on_disowned(self._ticket, time.monotonic())
         self._request.completion.fail(error)
@@ -311,7 +314,7 @@ class IdempotentRequest:
     # Clients.
 
     async def settled(self) -> None:
-        """Wait until the key records how the request ended, so that an immediate retry finds it."""
+        """Wait until the key records the end, so that an immediate retry finds it."""
         await self._settled.wait()
 
     async def client_left(self) -> None:

@@ -88,7 +88,7 @@ class Replay:
                 await unsubscribe()
 
     def _unread_parts(self, entry: Entry) -> tuple[ResponsePart, ...]:
-        """Return the parts that have not been read to their end; the first may be in progress."""
+        """Return the parts not yet read to their end; the first may be in progress."""
         first = next((n for n, part in enumerate(entry.parts) if part.reply == self.subject), 0)
         return entry.parts[first:]
 

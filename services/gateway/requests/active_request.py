@@ -87,7 +87,7 @@ class ActiveRequest:
         self._dispatcher = dispatcher
 
     def attach_idempotency(self, guard: IdempotencyGuard) -> None:
-        """Put the request under an idempotency key; its replies are read from a captured stream."""
+        """Put the request under an idempotency key, whose replies are captured."""
         self.idempotency = guard
         self.reader.accepts_duplicates = True
 
@@ -166,7 +166,7 @@ class ActiveRequest:
     # The client.
 
     async def client_left(self) -> None:
-        """The client disconnected: end the request, unless its idempotency key keeps it alive."""
+        """End the request of a client that disconnected, unless its key keeps it alive."""
         if self.idempotency is not None:
             await self.idempotency.client_left()
         else:

@@ -7,7 +7,7 @@ from services.gateway.requests.sink import TokenSink
 
 
 class ClientResponse:
-    """Collect a response in one of two forms: tokens in `sink`, or HTTP in `passthrough`.
+    """A response in one of two forms: tokens in `sink`, or HTTP in `passthrough`.
 
     Attributes:
         passthrough: The engine's HTTP response; None while the response is made of tokens.
@@ -35,7 +35,7 @@ class ClientResponse:
         return self.sink.streams and not self.sink.is_repeatable
 
     def overflows(self, pending_bytes: int) -> bool:
-        """Whether the client reads too slowly. Replays are exempt: capture is already bounded."""
+        """Whether the client reads too slowly; replays are exempt, as capture is bounded."""
         return pending_bytes > self._buffer_limit_bytes and not self.is_replay
 
     def restart(self) -> None:

@@ -24,7 +24,7 @@ _FINAL: dict[str, type[Answered]] = {
 
 
 def parse_final(message: dict[str, Any]) -> Answered:
-    """Parse the message that completes a response. Raises `KeyError` for any other kind."""
+    """Parse the message that completes a response; `KeyError` for other kinds."""
     return _FINAL[message["kind"]].model_validate(message)
 
 

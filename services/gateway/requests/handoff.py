@@ -1,4 +1,4 @@
-"""Hand-offs of a running request to another instance: the ordered one, and the history."""
+"""Hand-offs of a running request to another instance."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class PassthroughResponse:
 
     @property
     def is_cacheable(self) -> bool:
-        """Whether a repeated request gets this response; not if its status asks for a retry."""
+        """Whether a repetition gets this response, rather than a retry."""
         return self.head.status < 500 and self.head.status not in _RETRIED
 
     def matches(self, head: InferResponse) -> bool:

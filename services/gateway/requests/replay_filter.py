@@ -28,7 +28,7 @@ class _Choice:
 
 
 class ReplayFilter:
-    """Output that was forwarded and will be generated again. True while any is pending."""
+    """Output that was forwarded and will be generated again; true while any is pending."""
 
     def __init__(self, messages: Iterable[dict[str, Any]] = ()) -> None:
         """Expect the output of `messages`, which were forwarded, to be generated again."""
@@ -51,7 +51,7 @@ class ReplayFilter:
         return combined
 
     def pending(self, index: int) -> tuple[int, int, bool]:
-        """Return the pending tokens and characters of a choice, and whether its end is pending."""
+        """Return a choice's pending tokens, pending characters, and whether its end is."""
         choice = self._choices.get(index, _Choice())
         return len(choice.token_ids), choice.chars, choice.is_finished
 

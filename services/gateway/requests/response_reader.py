@@ -55,7 +55,9 @@ class Attempt:
 
 
 class ResponseReader:
-    """Apply an engine's messages to the parts of a request, and report events to the dispatcher.
+    """Apply an engine's messages to the parts of a request.
+
+    Events are reported to the dispatcher.
 
     Attributes:
         attempt: The present attempt.

@@ -1,4 +1,4 @@
-"""Timings, token counts and phases of one request, for metrics, traces and headers."""
+"""Timings, token counts and phases of one request."""
 
 from __future__ import annotations
 

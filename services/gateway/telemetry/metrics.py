@@ -1,4 +1,4 @@
-"""Metrics of /metrics: OpenTelemetry instruments with `gen_ai` names, as Prometheus text."""
+"""OpenTelemetry metrics with `gen_ai` names, exported as Prometheus text."""
 
 from __future__ import annotations
 

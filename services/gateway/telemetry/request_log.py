@@ -1,4 +1,4 @@
-"""Records of finished requests: metrics, a span, a log entry, and a trace for `thaw trace`.
+"""Records of finished requests: metrics, span, log entry, and trace.
 
 Traces are published in the background, off the request path.
 """

@@ -1,4 +1,4 @@
-"""The admin API: each route sends one request to the scheduler, or reads keys or traces."""
+"""The admin API: requests to the scheduler, API keys, and traces."""
 
 from __future__ import annotations
 

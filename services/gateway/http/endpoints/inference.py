@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, /v1/completions, /v1/embeddings, and routes of engines."""
+"""The inference endpoints: chat, completions, embeddings, and engines' own routes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _IdempotencyKey:
 
 
 def client_of(scope: Scope) -> str:
-    """Name the client for admission control: by its API key, or, without one, by its address."""
+    """Name the client for admission control by its API key, or else its address."""
     key = Authorizer.key_hash(Headers(scope=scope))
     client = scope.get("client")
     return key or (f"address {client[0]}" if client else "")

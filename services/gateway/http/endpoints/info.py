@@ -1,4 +1,4 @@
-"""Routes without inference: models, health, metrics, the API's description, unknown routes."""
+"""Routes without inference: models, health, metrics, and the API's description."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.errors import MethodNotAllowed, NotFound
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
-    """Describe a model. As in vLLM, `root` is its source, and `parent` a LoRA adapter's base."""
+    """Describe a model; `root` is its source, and `parent` a LoRA adapter's base."""
     return {
         "id": card.name,
         "object": "model",
@@ -61,7 +61,7 @@ class Info:
         return json_response(document())
 
     async def unknown_route(self, request: Request) -> Response:
-        """Refuse any other route. A POST goes to `Inference`, since its body may name a model."""
+        """Refuse any other route; a POST goes to `Inference`."""
         path = request.url.path
         if path in POSTS:
             raise MethodNotAllowed(f"Not allowed to {request.method} on {path}")

@@ -1,1 +1,1 @@
-"""Checks around every request: connection limits, browser guard, API keys, error responses."""
+"""Connection limits, protection against web pages, API keys, and error responses."""

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with limits on connections, headers, pipelining and slow clients.
+"""uvicorn's HTTP protocol with limits on connections, headers and slow clients.
 
 uvicorn has no options for these with httptools. A connection refused here has no request yet, so
 the response is written to the socket directly, in OpenAI's format.
@@ -23,7 +23,10 @@ _MAX_PIPELINED = 16
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of connections. Timeouts are seconds; a head is a request line with its headers."""
+    """Limits of connections, with timeouts in seconds.
+
+    A head is a request line with its headers.
+    """
 
     connections: int
     per_address: int

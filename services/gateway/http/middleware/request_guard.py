@@ -1,4 +1,4 @@
-"""Protection of a local gateway against web pages, and of monitoring routes without a key.
+"""Protection against requests of web pages, and of monitoring routes.
 
 A gateway on loopback is open to every program of the machine, browsers included. A page of another
 site can send requests to it in two ways: under a name of its own (DNS rebinding; the Host header

@@ -18,7 +18,7 @@ def new_request_id() -> str:
 
 
 class RequestIds:
-    """Add an `x-request-id` to every response; traces and commands refer to requests by it.
+    """Add an `x-request-id` to every response; traces and commands use it.
 
     A client's own id (`x-client-request-id`, or `x-request-id` as proxies send it) is returned as
     `x-client-request-id` and recorded in the span and the trace. Nothing is looked up by it, so

@@ -1,4 +1,6 @@
-"""Time slices for long work on the event loop, so that one body does not delay other clients.
+"""Time slices for long work on the event loop.
+
+One large body must not delay other clients.
 
 A thread would not help: the parsers hold the interpreter lock while they run, and a thread of pure
 Python takes it from the event loop for 5 ms at a time, several times per event.

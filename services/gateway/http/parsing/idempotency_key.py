@@ -19,7 +19,7 @@ _VALID = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 def idempotency_key_of(scope: Scope) -> str | None:
-    """Hash the Idempotency-Key with the API key and the route; None without the header."""
+    """Hash the Idempotency-Key with API key and route; None without the header."""
     headers = Headers(scope=scope)
     header = headers.get(HEADER)
     if header is None:
@@ -30,9 +30,9 @@ def idempotency_key_of(scope: Scope) -> str | None:
 
 
 def with_seed(parsed: ParsedRequest, key: str) -> ParsedRequest:
-    """Give a sampled stream without a seed one that is derived from its idempotency key.
+    """Give a stream without a seed one that is derived from its idempotency key.
 
-    If its engine dies midway, another engine then generates the same text, and the stream continues.
+    If its engine dies, another one then generates the same text, and the stream continues.
     """
     request = parsed.request
     if not isinstance(request, ChatCompletionRequest | CompletionRequest) or not request.stream or request.seed is not None:

@@ -1,4 +1,7 @@
-"""Parsing and validation of request bodies. Errors name the parameter as OpenAI's do."""
+"""Parsing and validation of request bodies.
+
+Errors name the parameter as OpenAI's do.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def parse(endpoint: Endpoint, body: bytes) -> ParsedRequest:
 
 
 async def parse_passthrough(body: bytes, route: str, query: str, headers: Mapping[str, str]) -> ParsedRequest:
-    """Parse a request of a route that only engines serve: JSON or a form that names a model."""
+    """Parse JSON or a form for a route that only engines serve."""
     forwarded = {name: headers[name] for name in FORWARDED if name in headers}
     content_type = headers.get("content-type", "")
     if not is_form(content_type):
@@ -120,7 +123,7 @@ def to_invalid_request(error: ValidationError, body: bytes) -> InvalidRequest:
 
 
 def path_in(data: Any, location: tuple[int | str, ...]) -> str:
-    """Convert a pydantic location to a path in `data`; branches of unions are left out."""
+    """Convert a pydantic location to a path in `data`, without branches of unions."""
     path = ""
     last = len(location) - 1
     for i, part in enumerate(location):

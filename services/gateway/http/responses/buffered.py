@@ -27,7 +27,7 @@ class _Choice:
 
 
 class _Buffered:
-    """Nothing is sent before the response is complete, so that it can always start again."""
+    """A sink that sends nothing early, so that the response can always start again."""
 
     pending = 0
     streams = False

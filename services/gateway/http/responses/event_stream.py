@@ -111,7 +111,7 @@ class EventStream:
         return delta | {"text": text}
 
     def _open(self, index: int) -> bytes:
-        """Begin a choice; a chat sends an event with its role. Returns the constant prefix."""
+        """Begin a choice, for chat with an event; return its constant prefix."""
         head = json.dumps(self._head.fields(), ensure_ascii=False, separators=(",", ":"))[:-1]
         if self._chat:
             self._emit(self._choice(index, {"role": "assistant", "content": "", "refusal": None}))

@@ -48,7 +48,10 @@ def _chat_token(token: dict[str, Any]) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: list[dict[str, Any]] | None, offset: int) -> tuple[dict[str, Any] | None, int]:
-    """Build the log-probabilities of /v1/completions, and return them with the next text offset."""
+    """Build the log-probabilities of /v1/completions.
+
+    Returns them, and the next text offset.
+    """
     if tokens is None:
         return None, offset
     offsets = []

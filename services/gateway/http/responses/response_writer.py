@@ -1,4 +1,4 @@
-"""Writing of a request's response to its client, and detection of a client that disconnects.
+"""Writing of a response to its client, and detection of a disconnect.
 
 Tokens, whole: one JSON body once the last token has arrived.
 
@@ -64,7 +64,7 @@ async def cancel_on_disconnect(request: ActiveRequest, receive: Receive) -> Asyn
 
 
 def ignored_names(request: ActiveRequest) -> str:
-    """List the ignored parameters, with unsafe characters of the client's names replaced."""
+    """List the ignored parameters; unsafe characters are replaced."""
     return ", ".join(_UNSAFE.sub("?", name)[:64] for name in request.stats.ignored_parameters[:32])
 
 
@@ -120,7 +120,7 @@ class ResponseWriter:
         self._timer: asyncio.TimerHandle | None = None
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the response. Raises the request's error if nothing has been sent before it."""
+        """Write the response; raise the request's error if nothing was sent before it."""
         self._loop = asyncio.get_running_loop()
         if self._accepts_events:
             self._request.on_requeued = self._restart_timer
@@ -160,7 +160,7 @@ class ResponseWriter:
                 await completion.wait_for_wake()
 
     async def _forward_tokens(self, stream: EventStream, send: Send) -> None:
-        """Write tokens as they arrive, until a comment, an end or another form of response."""
+        """Write tokens as they arrive, until there is something else to write."""
         completion, response = self._request.completion, self._request.response
         while not (completion.is_done or completion.has_client_left or self._comments or response.passthrough is not None):
             if stream.pending:
@@ -206,7 +206,7 @@ class ResponseWriter:
         return data + comments
 
     def _failure(self, error: ThawError) -> bytes:
-        """Format the last event of a stream that broke off, after the output that preceded it."""
+        """Format the end of a stream that broke off: pending output, then the error."""
         response = self._request.response
         passthrough = response.passthrough
         data = self._take() if response.has_started or response.is_replay else b""
@@ -224,7 +224,7 @@ class ResponseWriter:
         return self._late_headers() if self._owes_timing else b""
 
     def _insert_timing(self, data: bytes) -> bytes:
-        """Insert the timing that the headers lack before `[DONE]`, where OpenAI's clients stop."""
+        """Insert the timing before `[DONE]`, where OpenAI's clients stop."""
         end = data.rfind(DONE) if self._owes_timing else -1
         if end < 0 or data[max(0, end - 1) : end] not in (b"", b"\n"):
             return data

@@ -10,7 +10,7 @@ from services.gateway.requests.active_request import ActiveRequest
 
 
 def describe_wait(request: ActiveRequest, dispatcher: Dispatcher) -> str:
-    """Describe in one line the phase that a request waits for, its progress and its estimate."""
+    """Describe in one line what a request waits for, with progress and estimate."""
     model, now = request.ticket.model, time.monotonic()
     if request.ticket.stage is Stage.FOLLOWING:
         return "waiting for the first request with this Idempotency-Key"

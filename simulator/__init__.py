@@ -1,1 +1,4 @@
-"""The scheduler without a cluster: its own decisions, on devices, links and requests that are simulated event by event. Import from the modules."""
+"""Discrete-event simulation of the scheduler's decisions on devices, links and requests.
+
+Import from the modules.
+"""

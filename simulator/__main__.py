@@ -1,5 +1,8 @@
-"""`python -m simulator < order.json`: what `thaw simulate` runs. Prints one JSON document; a refusal is `{"error": …}` and
-status 1. How far it is goes to standard error, a JSON object a line."""
+"""`python -m simulator < order.json`, the process behind `thaw simulate`.
+
+Prints one JSON document, or `{"error": …}` with exit status 1. Progress goes to standard error, one
+JSON object per line.
+"""
 
 from __future__ import annotations
 

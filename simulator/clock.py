@@ -1,4 +1,4 @@
-"""Simulated time: jobs in order of when they are due, and of their making where that is the same."""
+"""Simulated time: jobs by due time, then by order of creation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Job = Callable[[], None]
 
 
 class Timer:
-    """A job to come. `cancel` makes it never happen."""
+    """A scheduled job; `cancel` prevents it."""
 
     __slots__ = ("job",)
 
@@ -36,7 +36,7 @@ class Clock:
         return self.at(self.now + seconds, job)
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Until nothing is left to do, or `until` says so."""
+        """Run until no job is left or `until` returns True."""
         heap = self._heap
         while heap:
             when, _, timer = heappop(heap)

@@ -1,4 +1,7 @@
-"""What is simulated: cluster.yaml and models.yaml. Bytes and bandwidths in GB (10^9), times in seconds unless the name says otherwise."""
+"""The simulated system: cluster.yaml and models.yaml.
+
+Bytes and bandwidths are in GB (10^9), times in seconds, unless a name says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,12 @@ class _Strict(BaseModel):
 
 
 class LinkSpeeds(_Strict):
-    """GB per second. `remote` and `ssd` belong to a node, `device` to each device, `bus` to `bus_devices` neighbours, `peer` to two devices."""
+    """GB per second.
+
+    `remote` and `ssd` belong to a node, `device` to each device, `bus` to `bus_devices` neighbours,
+    and
+    `peer` to a pair of devices.
+    """
 
     remote: float = Field(gt=0)
     ssd: float = Field(gt=0)
@@ -37,14 +45,14 @@ class LinkSpeeds(_Strict):
     )
 
     def between(self, source: int, target: int) -> float:
-        """Bandwidth from device to device; 0: not connected."""
+        """Return the bandwidth between two devices; 0: not connected."""
         if isinstance(self.peer, tuple):
             return self.peer[source][target] if max(source, target) < len(self.peer) else 0.0
         return self.peer or 0.0
 
 
 class NodeGroup(_Strict):
-    """`count` nodes alike, called NAME-0, NAME-1 …"""
+    """`count` identical nodes, called NAME-0, NAME-1 …"""
 
     name: str = "node"
     count: int = Field(default=1, ge=1)
@@ -61,8 +69,14 @@ class NodeGroup(_Strict):
 
 
 class Startup(_Strict):
-    """What a start takes beside the bytes. With `prefetch` bytes move while the engine starts; with `stream` they go on to the device as they
-    come; with `overlap` libraries load while weights are copied. All three: HydraServe's Eq. 5. None: its Eq. 1."""
+    """Durations of a start besides loading.
+
+    With `prefetch` weights are fetched while the engine starts; with `stream` they go on to the
+    device as
+    they arrive; with `overlap` libraries load while weights are copied. All three: HydraServe's Eq.
+    5;
+    none: its Eq. 1.
+    """
 
     container_s: float = Field(default=0.0, ge=0)
     context_s: float = Field(default=0.0, ge=0)
@@ -77,7 +91,7 @@ class Startup(_Strict):
 
 
 class Runtime(_Strict):
-    """What the simulated system does, whatever the policy."""
+    """The simulated system's behaviour, whatever the policy."""
 
     startup: Startup = Startup()
     capabilities: frozenset[Capability] = EVERY_CAPABILITY
@@ -132,7 +146,7 @@ class Runtime(_Strict):
 
 
 class Failure(_Strict):
-    """A node that is gone from `at` on, for `seconds`."""
+    """A node is down from `at` on, for `seconds`."""
 
     node: str
     at: float = Field(ge=0)
@@ -168,14 +182,19 @@ class ClusterFile(_Strict):
 
 
 class Fixed(_Strict):
-    """The plain kind of the older papers: every request takes as long, one after the other on an instance."""
+    """A service of the older papers: every request takes the same time, one at a time per instance."""
 
     kind: Literal["fixed"] = "fixed"
     seconds: float = Field(gt=0)
 
 
 class Batching(_Strict):
-    """Prompts one after the other at a rate; all that run get a token each `tpot_ms`, and `tpot_ms_more` longer for each further one."""
+    """A batching engine.
+
+    Prompts are computed one after the other; each running request gets a token every `tpot_ms`,
+    plus
+    `tpot_ms_more` for each further one.
+    """
 
     kind: Literal["batching"] = "batching"
     prefill_tokens_per_second: float = Field(gt=0)
@@ -194,7 +213,7 @@ Service = Annotated[Fixed | Batching, Field(discriminator="kind")]
 
 
 class ModelGroup(_Strict):
-    """`copies` models alike, called NAME-0, NAME-1 …; first come more popular ones."""
+    """`copies` identical models, called NAME-0, NAME-1 …; the more popular ones first."""
 
     name: str
     copies: int = Field(default=1, ge=1)
@@ -221,7 +240,7 @@ class ModelGroup(_Strict):
 
     @property
     def capacity(self) -> int:
-        """Requests that an instance runs at once."""
+        """Return the requests that an instance runs at once."""
         return 1 if isinstance(self.service, Fixed) else self.service.concurrency
 
 
@@ -237,7 +256,11 @@ File = TypeVar("File", bound=BaseModel)
 
 
 def read(path: Path, kind: type[File]) -> File:
-    """Raises `InvalidRequest` that names the file and the key."""
+    """Read a YAML file.
+
+    Raises:
+        InvalidRequest: The file or a key is invalid; the text names both.
+    """
     try:
         return kind.model_validate(yaml.safe_load(path.read_text()))
     except (OSError, yaml.YAMLError) as e:

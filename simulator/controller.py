@@ -1,7 +1,7 @@
-"""The controller of the simulation: it queues requests, asks the profile's five functions, and has the machines carry out what they say.
+"""The simulated controller: queues requests, asks the profile, and carries out its choices.
 
-Warm requests go to the instance with the fewest running ones, without asking. All other decisions are the profile's: in which order models that wait
-are considered, who leaves, which option is taken, how long idle instances stay and how many there should be.
+Requests for running models go to the instance with the fewest requests. The profile makes all other
+decisions: the order of waiting models, victims, options, keep-alive, and replicas.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Controller:
         self._ended()
 
     def requeue(self, runs: list[Run]) -> None:
-        """Interrupted requests wait again, before all others of their model."""
+        """Queue preempted requests before all others of their model."""
         for run in reversed(runs):
             run.waiting = True
             run.model.queue.appendleft(run)
@@ -110,7 +110,7 @@ class Controller:
         self.pump()
 
     def dispatch(self, model: SimModel) -> None:
-        """Waiting requests go to instances that take them, the least busy first."""
+        """Assign waiting requests to open instances, the least busy first."""
         if self.world.runtime.exclusive:
             return
         queue = model.queue
@@ -132,7 +132,9 @@ class Controller:
                 self.world.touch(part.device)
 
     def _grant(self, instance: Instance, run: Run) -> bool:
-        """Memory for the request's KV cache, where instances have none of their own; weights left behind make room for it."""
+        """Reserve memory for the request's KV cache where instances have none; evicts reusable
+        weights.
+        """
         world, model = self.world, instance.model
         if not world.runtime.elastic_kv or not model.kv_per_token or run.kv_bytes:
             return True
@@ -157,7 +159,7 @@ class Controller:
         return True
 
     def finished(self, run: Run) -> None:
-        """An instance has answered a request."""
+        """Record a finished request."""
         world, now, instance, model = self.world, self.world.clock.now, run.instance, run.model
         assert instance is not None
         assert run.begun is not None
@@ -180,7 +182,7 @@ class Controller:
         self._ended()
 
     def _served_out(self, instance: Instance) -> None:
-        """An instance has nothing to do."""
+        """Handle an instance without requests."""
         if instance.state != "ready":
             return
         for part in instance.parts:
@@ -210,7 +212,7 @@ class Controller:
     # Decisions.
 
     def pump(self) -> None:
-        """Ask the profile about every model that waits, until it has nothing more to say."""
+        """Ask the profile about every waiting model until it chooses nothing more."""
         if self._pumping:
             self._again = True
             return
@@ -239,7 +241,7 @@ class Controller:
             if model.tried == version or not model.queue:
                 continue
             if any(v == version and model.alike(m) for m, v in hopeless.items()) and self._nowhere(model):
-                model.tried = version  # one like it has just been found no device
+                model.tried = version  # an equal model has just found no device
                 continue
             world.outcome.decisions += 1
             world.asking = ask.priority
@@ -256,13 +258,16 @@ class Controller:
                 return
 
     def _nowhere(self, model: SimModel) -> bool:
-        """Nothing of it is on any device, so that it may go wherever another one may."""
+        """True if nothing of the model is on any device, so that it may go wherever an equal one may."""
         if any(k[1] == model.name for k in self.options.snapshots):
             return False
         return not model.instances and not any(model.name in d.kept for d in self.world.devices.values())
 
     def _wants(self, model: SimModel) -> bool:
-        """Whether there should be one more instance of it; with devices that execute one at a time, whether anybody waits."""
+        """True if the model needs one more instance.
+
+        With devices that run one request at a time: if any request waits.
+        """
         if not model.queue:
             self._hungry.pop(model, None)
             return False
@@ -294,14 +299,14 @@ class Controller:
         self.starts.begin(start)
 
     def _take(self, instance: Instance, since: float) -> None:
-        """The next request executes on a device that is its own until it ends."""
+        """Run the next request on a device of its own."""
         run = instance.model.queue.popleft()
         if not instance.model.queue:
             self._hungry.pop(instance.model, None)
         self._serve(instance, run, since)
 
     def _start_at(self, source: Instance, device: SimDevice, ready: Callable[[Instance], None]) -> Start | None:
-        """An instance for what another one serves; None without room."""
+        """Start an instance as the destination of another one's requests; None without room."""
         world, model = self.world, source.model
         if not device.node.alive or world.free(device) < model.need:
             return None
@@ -311,7 +316,7 @@ class Controller:
         return self.starts.new(model, option, f"i{world.plans}", self.finished, ready)
 
     def _in_service(self, instance: Instance) -> None:
-        """An instance is ready."""
+        """Put a ready instance into service."""
         world = self.world
         if instance.predicted is not None and not world.runtime.exclusive:
             first = instance.model.prefill_seconds(instance.prompt_predicted, instance.service)
@@ -330,7 +335,7 @@ class Controller:
             self.pump()
 
     def _close(self) -> None:
-        """The end: what instances held, and how busy devices were."""
+        """Finish the run: add what instances held and how busy devices were."""
         world = self.world
         now = world.clock.now = max(self._last_ended, 0.0)
         world.outcome.ended_at = now

@@ -1,4 +1,4 @@
-"""Instances that leave: for good, to a snapshot, interrupted, or after what they serve has moved elsewhere."""
+"""How instances stop: for good, suspended, preempted, or after a migration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Departures:
         self._world, self._options, self._starts, self._requeue = world, options, starts, requeue
         self.migrations: Migrations | None = None
         self._suspending: set[str] = set()
-        """Instances that are to be suspended as soon as what they serve is answered."""
+        """Instances that are suspended once their requests are finished."""
 
     def clear(self, device: SimDevice, clearance: Clearance) -> None:
-        """Carry out what a plan needs first. Weights left behind go when the bytes are taken."""
+        """Carry out the clearance of a plan; reusable weights are dropped when the memory is taken."""
         for key in clearance.victims:
             instance = device.instances.get(key)
             if instance is None or instance.state != "ready":
@@ -36,7 +36,7 @@ class Departures:
                 self.suspend(instance)
             elif not instance.runs:
                 self.leave(instance)
-            else:  # chosen as idle, and serving by now: it leaves when it has answered
+            else:  # chosen as idle and serving by now: it stops after its requests
                 self._close(instance)
 
     def _close(self, instance: Instance) -> None:
@@ -45,7 +45,7 @@ class Departures:
             self._world.touch(part.device)
 
     def emptied(self, instance: Instance) -> bool:
-        """Its last request has been answered; whether it leaves for that."""
+        """Handle the last finished request; return True if the instance stops for it."""
         if instance.key in self._suspending:
             self._suspending.discard(instance.key)
             self._snapshot(instance)
@@ -56,7 +56,7 @@ class Departures:
         return False
 
     def keep(self, instance: Instance) -> None:
-        """An idle instance stays for as long as the policy says."""
+        """Start the keep-alive of an idle instance, as the policy says."""
         world, group = self._world, instance.model.group
         seconds = world.profile.keep(group.keep_alive, instance.load_s)
         if seconds < 0 or seconds == float("inf") or len(instance.model.instances) <= group.replicas_min:
@@ -73,7 +73,7 @@ class Departures:
         instance.keep_timer, instance.leaves_at = world.clock.after(seconds, over), world.clock.now + seconds
 
     def _comes_back_sooner(self, instance: Instance) -> bool:
-        """From a snapshot than by a new start, of which weights that stay on the device are no part."""
+        """True if a snapshot restores faster than a new start, whose weights may stay on the device."""
         world, model, path = self._world, instance.model, instance.parts[0].device.path
         stays = "reuse" in world.can and not world.runtime.exclusive
         load = 0.0 if stays else model.weights / min(link.bandwidth for link in path)
@@ -81,7 +81,7 @@ class Departures:
         return back < world.startup_seconds(0.0, load)
 
     def leave(self, instance: Instance) -> None:
-        """It serves nobody any more; its memory is free when that is proved."""
+        """Stop an instance; its memory is free after `leave_s`."""
         self._out_of_service(instance)
         self._world.outcome.stops += 1
         seconds = self._world.runtime.startup.leave_s
@@ -115,18 +115,18 @@ class Departures:
             self._starts.room(part.device)
 
     def preempt(self, instance: Instance) -> None:
-        """What it serves begins again elsewhere, from the prompt."""
+        """Restart its requests elsewhere, from the prompt."""
         runs = list(instance.runs)
         for run in runs:
             instance.take(run)
-            run.pause += self._world.clock.now - run.admitted_at  # until it is where it was, beside what it waits
+            run.pause += self._world.clock.now - run.admitted_at  # until it is where it was, in addition to its wait
             run.tokens = 0
         self._world.outcome.preemptions += len(runs)
         self.leave(instance)
         self._requeue(runs)
 
     def suspend(self, instance: Instance) -> None:
-        """To host memory, when what it serves is answered; without room there it is stopped."""
+        """Suspend to host memory after its requests; stop it if there is no room."""
         if instance.runs:
             self._close(instance)
             self._suspending.add(instance.key)
@@ -152,13 +152,13 @@ class Departures:
         world.clock.after(seconds + world.runtime.startup.leave_s, over)
 
     def count(self, instance: Instance) -> None:
-        """What it held, until now."""
+        """Add what the instance held until now to the outcome."""
         seconds = self._world.clock.now - instance.began
         self._world.outcome.device_seconds += seconds * len(instance.parts)
         self._world.outcome.device_memory_gb_seconds += seconds * instance.nbytes / GB
 
     def drop(self, instance: Instance) -> list[Run]:
-        """Its node is gone, and it with it. Returns what it served."""
+        """Remove an instance of a failed node and return its requests."""
         runs = list(instance.runs)
         for run in runs:
             instance.take(run)

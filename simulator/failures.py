@@ -1,4 +1,4 @@
-"""Nodes that fail and come back: as listed, or drawn with a mean time between failures."""
+"""Node failures: listed ones, or random ones with a mean time between failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulator.instances import Instance, Run, SimNode
 from simulator.world import World
 
 Fail = Callable[[SimNode, float], None]
-"""A node fails, for so many seconds."""
+"""Called with a node that fails, and the seconds until it is back."""
 
 
 def schedule(world: World, controller: Controller) -> None:
@@ -18,7 +18,7 @@ def schedule(world: World, controller: Controller) -> None:
 
 
 def drawn(world: World, fail: Fail) -> None:
-    """Have `fail` called when nodes fail."""
+    """Call `fail` at each node failure."""
     failures = world.cluster.failures
     for event in failures.events:
         world.clock.at(event.at, lambda e=event: fail(world.nodes[e.node], e.seconds))  # type: ignore[misc]
@@ -32,7 +32,7 @@ class Nodes:
         self._world, self._controller = world, controller
 
     def fail(self, node: SimNode, seconds: float) -> None:
-        """Everything in its memories is lost; its disk is not."""
+        """Fail a node: its memories are lost, its disk is not."""
         if not node.alive:
             return
         world, controller = self._world, self._controller
@@ -73,7 +73,7 @@ class Nodes:
 
 
 class Drawn:
-    """A node's own failures, one after another."""
+    """Random failures of one node."""
 
     def __init__(self, world: World, fail: Fail, node: SimNode, random: Random, mtbf_s: float, mttr_s: float) -> None:
         self._world, self._fails, self._node, self._random = world, fail, node, random

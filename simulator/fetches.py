@@ -1,5 +1,7 @@
-"""Bytes on their way to a node's memory: one fetch for all that wait for the same ones (one copy of a model's weights in a node's memory serves all
-its instances: HydraServe §5.1, ServerlessLLM §4, and the mesh's own loader)."""
+"""Shared fetches into a node's memory: one for all instances that need the same weights.
+
+As HydraServe §5.1, ServerlessLLM §4, and Thaw's loader.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ class Fetches:
         self._numbers = 0
 
     def join(self, node: SimNode, key: Key, path: tuple[Link, ...], nbytes: float, done: Done) -> Callable[[], None]:
-        """Fetch, or wait for who does already. Returns how to leave: with the last one the fetch ends."""
+        """Fetch, or join a fetch under way.
+
+        Returns:
+            A function that leaves; when the last one leaves, the fetch is cancelled.
+        """
         self._numbers += 1
         number = self._numbers
         found = self._open.get(key)
@@ -42,7 +48,10 @@ class Fetches:
         return key in self._open
 
     def expected(self, node: SimNode, whole: str | None, path: tuple[Link, ...], nbytes: float) -> float:
-        """Seconds until the bytes would be in the node's memory: of one more fetch, or of the one under way for `whole`, a model."""
+        """Return the seconds until the bytes are in the node's memory.
+
+        By a new fetch, or by the one under way for the model `whole`.
+        """
         found = self._open.get((node.name, whole, 0, 1)) if whole is not None else None
         alone = node.network.expected(path, nbytes) if path else 0.0
         if found is None:

@@ -1,4 +1,4 @@
-"""Simulated nodes: their memories, what lies in them, and the links to them."""
+"""Simulated nodes: memories, devices, links, and what they hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ InstanceT = TypeVar("InstanceT")
 
 
 class Cache:
-    """Things in a memory of `capacity` bytes, least recently used first out; what is pinned stays."""
+    """An LRU cache of `capacity` bytes; pinned entries stay."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.used = capacity, 0
@@ -27,7 +27,7 @@ class Cache:
         return name in self.held
 
     def add(self, name: str, nbytes: int) -> bool:
-        """Whether it is there now: not if what is pinned leaves too little room."""
+        """Add an entry; return False if pinned entries leave too little room."""
         if name in self.held:
             self.held.move_to_end(name)
             return True
@@ -71,7 +71,7 @@ class Cache:
 
 
 class Kept:
-    """Weights of a model that an ended instance left on a device (Tangram's reuse store), all or some of them."""
+    """Weights that a stopped instance left on a device (Tangram's reuse store), whole or in part."""
 
     __slots__ = ("last_used", "model", "nbytes")
 
@@ -80,7 +80,10 @@ class Kept:
 
 
 class Device(Generic[InstanceT]):
-    """`booked`: bytes that instances hold; `promised`: bytes that planned ones will, once there is room; `kept`: weights left behind."""
+    """A device.
+
+    `booked`: bytes of instances; `promised`: bytes of planned instances; `kept`: reusable weights.
+    """
 
     __slots__ = (
         "booked",
@@ -126,7 +129,7 @@ class Device(Generic[InstanceT]):
 
     @property
     def room(self) -> int:
-        """Bytes that nobody holds now; less than 0 never."""
+        """Return the free bytes, never negative."""
         return self.budget - self.booked - self.kept_bytes
 
     def keep(self, model: str, nbytes: int, now: float) -> None:
@@ -136,7 +139,7 @@ class Device(Generic[InstanceT]):
             self.kept_bytes += nbytes
 
     def drop(self, model: str, nbytes: int | None = None) -> int:
-        """Give up weights left behind: all, or as many bytes. Returns how many went."""
+        """Drop reusable weights, all or `nbytes` of them; return the bytes dropped."""
         kept = self.kept.get(model)
         if kept is None:
             return 0
@@ -148,7 +151,7 @@ class Device(Generic[InstanceT]):
         return gone
 
     def begin(self, now: float) -> None:
-        """A request begins to execute."""
+        """Count a request that begins to execute."""
         if self.busy == 0:
             self.busy_since = now
         self.busy += 1
@@ -177,13 +180,13 @@ class Node(Generic[InstanceT]):
                     device.bus, device.neighbours = bus, tuple(d for d in neighbours if d is not device)
 
     def tier(self, model: str) -> Tier:
-        """Where the model's weights are nearest."""
+        """Return the nearest tier with the model's weights."""
         if model in self.dram:
             return "dram"
         return "ssd" if model in self.ssd else "remote"
 
     def source(self, tier: Tier) -> tuple[Link, ...]:
-        """The links from a tier to the node's memory."""
+        """Return the links from a tier to the node's memory."""
         if tier == "dram":
             return ()
         return (self.disk,) if tier == "ssd" else (self.nic,)

@@ -1,4 +1,4 @@
-"""Requests as they run, and the instances that run them: prompts one after the other, then tokens in step."""
+"""Models, their requests, and the instances that run them: prefill, then decode in steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = Literal["starting", "ready", "leaving", "parked", "gone"]
 
 
 class SimModel:
-    """`window`: arrivals of the sliding window; `total`: requests so far."""
+    """A model. `window`: arrivals of the sliding window; `total`: requests so far."""
 
     def __init__(self, name: str, number: int, group: ModelGroup, nodes: tuple[SimNode, ...]) -> None:
         self.name, self.number, self.group, self.nodes = name, number, group, nodes
@@ -36,13 +36,13 @@ class SimModel:
         self.last_asked = 0.0
         self.mean_output = 0.0
         self.tried = -1
-        """The state of the devices when it was last tried in vain."""
+        """Version of the devices at its last unsuccessful placement."""
 
     def service_on(self, kind: str) -> Service:
         return self.group.services.get(kind, self.group.service)
 
     def alike(self, other: SimModel) -> bool:
-        """Whether what is no room for the other is none for this one: as big or bigger, on the same nodes."""
+        """True if this model needs at least as much room as the other, on the same nodes."""
         return self.need >= other.need and self.nodes == other.nodes and self.group.priority == other.group.priority
 
     @property
@@ -75,14 +75,14 @@ class SimModel:
         return len(self.window)
 
     def exec_seconds(self, prompt: int, output: float) -> float:
-        """Of one request alone on a device."""
+        """Return the seconds of one request alone on a device."""
         service = self.group.service
         if isinstance(service, Fixed):
             return service.seconds
         return service.prefill_ms / 1e3 + prompt / service.prefill_tokens_per_second + output * service.tpot_ms / 1e3
 
     def resume_seconds(self, tokens: float, service: Service | None = None) -> float:
-        """a·(t_in + t_out) + b of ServerlessLLM §6.2."""
+        """Return a·(t_in + t_out) + b of ServerlessLLM §6.2, in seconds."""
         service = service or self.group.service
         each = self.group.resume_s_per_token
         if each is None:
@@ -91,8 +91,12 @@ class SimModel:
 
 
 class Run:
-    """One request. `tokens`: made so far; `paused_at`: since when it is interrupted; `prepared`: tokens whose keys and values are
-    already where it goes on."""
+    """One request.
+
+    `tokens`: generated so far; `paused_at`: start of an interruption; `prepared`: tokens whose KV
+    cache is
+    already at the destination.
+    """
 
     __slots__ = (
         "admitted_at", "arrived", "begun", "cold", "decode_end", "first_at", "instance", "kv_bytes", "kv_device", "model", "number",
@@ -117,7 +121,7 @@ class Run:
         self.waiting = True
 
     def release_kv(self) -> None:
-        """Its KV cache, where it had memory of its own, is no more."""
+        """Free its KV cache, where that has memory of its own."""
         if self.kv_device is not None:
             self.kv_device.booked -= self.kv_bytes
         self.kv_bytes, self.kv_device = 0, None
@@ -133,7 +137,10 @@ class Part:
 
 
 class Instance:
-    """One engine. With several parts a pipeline; `virtual` counts the tokens that each running request has got from it."""
+    """One engine; with several parts a pipeline.
+
+    `_virtual` counts the tokens that each running request has got from it.
+    """
 
     def __init__(
         self, key: str, model: SimModel, parts: list[Part], clock: Clock, runtime: Runtime, finished: Callable[[Run], None]
@@ -152,13 +159,13 @@ class Instance:
         """Stages of a pipeline that have the whole model."""
         self.source = ""
         self.bound: Run | None = None
-        """The request that it was made for, on devices that execute one at a time."""
+        """The request that it was started for, on devices that run one at a time."""
         self.moving = False
-        """What it serves is being moved elsewhere: it takes nothing new."""
+        """Its requests are being migrated: it accepts no new ones."""
         self.runs: dict[Run, None] = {}
         self.keep_timer: Timer | None = None
         self.leaves_at: float | None = None
-        """Of an idle one: when its keep-alive ends."""
+        """When the keep-alive of an idle instance ends."""
         self._decoding: list[tuple[float, int, Run]] = []
         self._virtual, self._since, self._speed = 0.0, clock.now, 0.0
         self._next: Timer | None = None
@@ -168,7 +175,7 @@ class Instance:
 
     @property
     def open(self) -> bool:
-        """Whether it takes one more request."""
+        """True if it accepts one more request."""
         return self.state == "ready" and not self.moving and len(self.runs) < self.capacity
 
     @property
@@ -176,7 +183,10 @@ class Instance:
         return sum(p.nbytes for p in self.parts)
 
     def slowness(self) -> float:
-        """How much longer everything takes than alone on one device: each stage does its share of the work at its share of the device."""
+        """Return the slowdown against running alone on one device.
+
+        Each stage does its share of the work at its share of the device.
+        """
         parts = self.parts
         if not self._runtime.share_compute:
             return 1.0
@@ -198,7 +208,7 @@ class Instance:
         ) * self.slowness() + self._hops()
 
     def admit(self, run: Run, since: float | None = None) -> None:
-        """Begin to serve a request, or go on with it. `since`: it has been executing since then, behind the bytes that came."""
+        """Start or resume a request. `since`: it has been executing since then, during the load."""
         now = self._clock.now
         idle = not self.runs
         self.runs[run] = None
@@ -218,7 +228,7 @@ class Instance:
         if isinstance(self.service, Batching) and self.service.prefill_together and since is None:
             run.admitted_at, run.timer = now, Timer(lambda: None)
             self._pending.append(run)
-            self._clock.after(0.0, self._pass)  # those that come at once are computed together
+            self._clock.after(0.0, self._pass)  # prompts that arrive together are computed together
             return
         begin = max(now, self._prompts_until) if since is None else since
         seconds = self.prompt_seconds(run)
@@ -229,7 +239,7 @@ class Instance:
         run.timer = self._clock.at(end, lambda: self._prompted(run))
 
     def _pass(self) -> None:
-        """Compute all prompts that wait, unless some are being computed."""
+        """Compute all waiting prompts, unless a pass is under way."""
         now = self._clock.now
         if not self._pending or now < self._prompts_until:
             return
@@ -262,12 +272,12 @@ class Instance:
 
     def _advance(self) -> None:
         now = self._clock.now
-        if now > self._since:  # `_since` lies ahead while the KV cache is gathered
+        if now > self._since:  # `_since` is in the future while the KV cache is gathered
             self._virtual += (now - self._since) * self._speed
             self._since = now
 
     def respeed(self) -> None:
-        """Who runs here, or beside it, has changed."""
+        """Recompute the speed after a change of the requests here or beside it."""
         self._advance()
         if self._next is not None:
             self._next.cancel()
@@ -312,7 +322,7 @@ class Instance:
             self._others_share()
 
     def take(self, run: Run) -> None:
-        """Take a running request away, with the tokens that it has by now."""
+        """Remove a running request, with its tokens so far."""
         run.tokens = self.tokens_of(run)
         if run.timer is not None:
             run.timer.cancel()
@@ -330,7 +340,7 @@ class Instance:
         self.respeed()
 
     def become(self, parts: list[Part], pause: float) -> None:
-        """A pipeline goes on as one of its stages; what decodes pauses while its KV cache is gathered."""
+        """Turn a pipeline into one of its stages; decoding pauses while its KV cache is gathered."""
         now = self._clock.now
         for run in self.runs:
             for part in self.parts:
@@ -345,14 +355,14 @@ class Instance:
         self.respeed()
 
     def tokens_of(self, run: Run) -> int:
-        """Tokens that a request has so far."""
+        """Return the tokens of a request so far."""
         if run.timer is not None or isinstance(self.service, Fixed):
             return run.tokens
         self._advance()
         return max(run.tokens, min(run.output - 1, int(run.output - (run.decode_end - self._virtual) + 1e-6)))
 
     def progress(self) -> tuple[float, int]:
-        """Of all that it serves: expected seconds until the last is done, and tokens (prompt and output) of the longest."""
+        """Return the seconds until its last request is done, and the tokens of the longest one."""
         if isinstance(self.service, Fixed):
             left = max(0.0, self._prompts_until - self._clock.now) if self.runs else 0.0
             return left, max((r.prompt for r in self.runs), default=0)
@@ -378,7 +388,7 @@ class Instance:
 
 
 def _share(part: Part, instance: Instance) -> float:
-    """By how much a device is slower for one instance for the busy ones beside it: by the memory that they have booked (HydraServe §4.1)."""
+    """Return the slowdown by busy instances on the device, by booked memory (HydraServe §4.1)."""
     instances = part.device.instances
     if len(instances) <= 1:
         return 1.0

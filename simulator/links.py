@@ -1,4 +1,4 @@
-"""Links that loads share: max-min fair, or one load after the other; what is in the background takes what is left."""
+"""Shared links: max-min fair, or one load after the other; background loads get the rest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from math import inf
 from simulator.clock import Clock, Timer
 
 _EPSILON = 1e-3
-"""Bytes. What is left of a flow by rounding."""
+"""Bytes that rounding may leave of a flow."""
 
 
 class Link:
-    """`carried`: bytes that have passed."""
+    """A link. `carried`: bytes that have passed."""
 
     __slots__ = ("bandwidth", "carried", "flows", "name", "sequential")
 
@@ -31,7 +31,7 @@ class Flow:
 
 
 class Network:
-    """The links of one node. A flow moves at the same rate over all links of its path."""
+    """The links of one node. A flow has the same rate on all links of its path."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -56,7 +56,10 @@ class Network:
             self._share()
 
     def expected(self, path: Iterable[Link], nbytes: float) -> float:
-        """Seconds for one more flow: q + n/b, with q what is queued on sequential links and b the least share of the others."""
+        """Return q + n/b for one more flow, in seconds.
+
+        q is queued on sequential links, b is the least share of the others.
+        """
         self._advance()
         queued, rate = 0.0, inf
         for link in path:
@@ -99,7 +102,9 @@ class Network:
 
     @staticmethod
     def _fill(flows: list[Flow], free: dict[Link, float]) -> None:
-        """Progressive filling: the link with the least share fixes the rate of its flows, then the next."""
+        """Progressive filling: the link with the least share fixes the rate of its flows, then the
+        next.
+        """
         counts: dict[Link, int] = {}
         for flow in flows:
             flow.rate = inf
@@ -124,7 +129,8 @@ class Network:
     def _due(self) -> None:
         self._next = None
         self._advance()
-        # Time is a float: what would end within its resolution has ended, else it would be due for ever.
+        # Time is a float: a flow that would end within its resolution has ended, or it would never
+        # end.
         ended = [f for f in self.flows if f.left <= max(_EPSILON, f.rate * 1e-9 * max(1.0, self._clock.now)) or f.rate == inf]
         for flow in ended:
             for link in flow.path:
@@ -137,7 +143,7 @@ class Network:
 
 
 def _admitted(flow: Flow) -> bool:
-    """A sequential link carries its first load in the foreground, and one of the background only when there is none."""
+    """True if the flow is the first on its sequential links; background flows come last."""
     for link in flow.path:
         if link.sequential:
             first = next((f for f in link.flows if not f.background), None) or next(iter(link.flows))

@@ -1,4 +1,4 @@
-"""Moving requests as their tokens (ServerlessLLM §5.3): the destination computes keys and values behind what runs, round by round."""
+"""Migration of requests as tokens (ServerlessLLM §5.3): the destination recomputes in rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simulator.starts import Start, Starts
 from simulator.world import World
 
 ROUNDS = 5
-"""At most: after that the source stops, whatever is left."""
+"""Rounds at most: then the source stops, whatever is left."""
 
 
 class Migration:
@@ -39,7 +39,9 @@ class Migrations:
         return any(instance in (m.source, m.destination) for m in self._under_way.values())
 
     def begin(self, source: Instance, device: SimDevice) -> None:
-        """Load the model at the destination, unless it is there, then take over. Without room there the source answers what it has."""
+        """Load the model at the destination, then migrate; without room the source finishes its
+        requests.
+        """
         there = next((i for i in device.instances.values() if i.model is source.model and i.open), None)
         if there is not None:
             migration = Migration(source, there)
@@ -66,7 +68,10 @@ class Migrations:
                 self._world.touch(part.device)
 
     def _round(self, migration: Migration) -> None:
-        """Keys and values for the tokens that came since the last round; again until what is left costs little more than a round's least."""
+        """Recompute the KV cache of the tokens since the last round.
+
+        Rounds repeat until what is left costs little more than the least duration of a round.
+        """
         if migration.over:
             return
         source, model = migration.source, migration.source.model
@@ -98,11 +103,11 @@ class Migrations:
             else:
                 homeless.append(run)
         self._finish(migration)
-        if homeless:  # no memory for its KV cache there: it waits, with its tokens
+        if homeless:  # no memory for its KV cache there: the request waits with its tokens
             self._requeue(homeless)
 
     def _finish(self, migration: Migration) -> None:
-        """The source may leave; a destination that got nothing, because all was answered meanwhile, is idle."""
+        """Stop the source; a destination without requests is idle."""
         migration.over = True
         del self._under_way[migration.source.key]
         destination = migration.destination
@@ -115,7 +120,7 @@ class Migrations:
             self._idle(destination)
 
     def lost(self, instance: Instance) -> None:
-        """One of the two has gone with its node. A source that is left answers what it has, and leaves; a destination is idle."""
+        """Handle the loss of the source or destination with its node."""
         for migration in list(self._under_way.values()):
             if instance is migration.source:
                 other = migration.destination

@@ -1,5 +1,7 @@
-"""Every way for a model to become ready on the simulated machines, with its predicted cost. Ways that need a capability which is not
-there are not made."""
+"""The options for making a model ready on the simulated machines, with predicted cost.
+
+Options that need a missing capability are not built.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class Options:
     def __init__(self, world: World) -> None:
         self._world = world
         self.ledgers = {n: Ledger(node.nic.bandwidth) for n, node in world.nodes.items()}
-        """Fetches under way, as HydraServe's placement keeps them (Eq. 3 and 4)."""
+        """Fetches under way in HydraServe's ledgers (Eq. 3 and 4)."""
         self.snapshots: dict[tuple[str, str], int] = {}
         """Suspended instances by node and model, in bytes."""
 
@@ -46,7 +48,7 @@ class Options:
             found += self._pipelines(ask, model)
         return found
 
-    # Devices that execute one request at a time (Torpor).
+    # Devices that run one request at a time (Torpor).
 
     def _exclusive(self, ask: Ask, model: SimModel, device: SimDevice) -> Iterator[Option]:
         if device.busy or any(i.state == "starting" for i in device.instances.values()):
@@ -105,12 +107,12 @@ class Options:
         yield self._option(device, model, way, clearance, phases, total, source=tier, resident=resident)
 
     def plain(self, model: SimModel, device: SimDevice, tier: str) -> Option:
-        """Loading it where there is room, without asking anybody."""
+        """Return the option of loading where there is room."""
         total = self._world.start_seconds(device, model, model.weights)
         return Option((self._world.view(device),), "load", Cost(total), source=tier)
 
     def merge_seconds(self, device: SimDevice, model: SimModel) -> float:
-        """Moving what lies in the way of new tensors (Tangram §3.2.2 stage 2), as far as a speed for it is stated."""
+        """Return the seconds to move memory regions for new tensors (Tangram §3.2.2, stage 2)."""
         speed = self._world.runtime.merge_gb_per_second
         if speed is None:
             return 0.0
@@ -118,7 +120,7 @@ class Options:
         return lying * self._world.runtime.merge_share / (speed * 1e9)
 
     def _clearance(self, ask: Ask, device: SimDevice, need: int) -> Clearance | None:
-        """What must happen before `need` bytes are free there; None: they cannot be, or not yet."""
+        """Return the clearance of `need` bytes; None: impossible, or not yet."""
         world = self._world
         if need > device.budget:
             return None
@@ -137,7 +139,7 @@ class Options:
         return replace(found, how="evict") if found.how == "suspend" and self._all_idle(device, found) else None
 
     def _at_most(self, device: SimDevice) -> int:
-        """Bytes that could come free there at the very most."""
+        """Return the bytes that could become free there at most."""
         found = device.kept_bytes
         for instance in device.instances.values():
             if instance.state == "leaving" or (instance.state == "ready" and (self._world.interrupts or not instance.runs)):
@@ -162,7 +164,7 @@ class Options:
     ) -> Option:
         service = model.service_on(device.node.group.kind)
         tpot = service.tpot_ms / 1e3 if isinstance(service, Batching) else 0.0
-        exclusive = self._world.runtime.exclusive  # nobody computes beside another there
+        exclusive = self._world.runtime.exclusive  # instances never compute at the same time there
         sharing = 0 if exclusive else len(device.instances) - sum(k in clearance.victims for k in device.instances)
         view = self._world.view(device)
         return Option((view,), way, Cost(total, phases), clearance, resident, source, tpot_s=tpot, sharing=max(0, sharing))

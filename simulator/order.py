@@ -1,4 +1,4 @@
-"""What `thaw simulate` asks for: one document on standard input, and the runs that it means."""
+"""The document that `thaw simulate` writes to standard input, and the runs that it defines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simulator.workloads.traces import read_trace
 
 
 class Order(BaseModel):
-    """The defaults are `thaw simulate`'s own."""
+    """The order of a simulation; defaults are those of `thaw simulate`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -81,7 +81,11 @@ def requests_of(order: Order, models: Sequence[str], seed: int) -> list[Request]
 
 
 def fitting(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> None:
-    """Raises `InvalidRequest` for a model that is larger than every device that it may be on: nothing would come of its requests."""
+    """Check that every model fits on some device.
+
+    Raises:
+        InvalidRequest: A model is larger than every device that it may be on.
+    """
     for number, group in enumerate(models):
         rooms = [n.device_gb for n in cluster.nodes if not group.kinds or n.kind in group.kinds]
         where = f"{path}: models.{number}: {group.name}"
@@ -97,7 +101,7 @@ def fitting(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> N
 
 
 def outcomes(order: Order, told: Told) -> list[tuple[str, int, Outcome]]:
-    """A run for each policy and seed. `told`: how many are done, of how many. Policies meet the same requests."""
+    """Yield the outcome for each policy and seed; all policies get the same requests."""
     cluster, models = read(order.cluster, ClusterFile), read(order.models, ModelsFile).models
     fitting(order.models, cluster, models)
     profiles = [profile_named(name) for name in order.policies]

@@ -1,4 +1,4 @@
-"""Consolidation of pipelines (HydraServe §6): one stage, or several, load the rest behind what they serve and go on alone."""
+"""Consolidation of pipelines (HydraServe §6): stages load the rest and continue alone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Pipelines:
         self._in_service = in_service
 
     def consolidate(self, instance: Instance) -> None:
-        """Scale-down: one stage stays, in the background. Scale-up, if more instances are wanted: as many become whole ones."""
+        """Consolidate: one stage stays, or with more wanted instances, several become whole ones."""
         world, model = self._world, instance.model
         demand = world.demand_of(model)
         others = demand.live - len(instance.parts)
         wanted = max(1, min(len(instance.parts), world.profile.scale(replace(demand, live=others + 1)) - others))
         able = [p for p in instance.parts if self._can_grow(instance, p)]
         if not able:
-            # No stage has room for the rest yet: again when that may have changed, as long as it serves.
+            # No stage has room for the rest yet: retry later, as long as the pipeline serves.
             self._make_room(instance)
             world.clock.after(1.0, lambda: self._again(instance))
             return
@@ -48,7 +48,7 @@ class Pipelines:
             self.consolidate(instance)
 
     def _make_room(self, instance: Instance) -> None:
-        """Idle ones leave for the rest of the model, where the policy says that this costs least, if it lets anybody leave."""
+        """Evict idle instances for the rest of the model, where the policy prefers that."""
         world, model = self._world, instance.model
         found: list[tuple[float, int, Clearance]] = []
         for n, part in enumerate(instance.parts):
@@ -73,12 +73,12 @@ class Pipelines:
         node.network.start(path, nbytes, done, background=True)
 
     def _whole(self, instance: Instance, part: Part, left: dict[int, Part]) -> None:
-        """One survivor has everything. The first one takes over what runs; the others become instances of their own."""
+        """Split the pipeline: the first survivor takes the requests, the others become instances."""
         world = self._world
         if instance.state not in ("ready", "leaving") or part not in instance.parts:
             return
         del left[id(part)]
-        if left:  # others still load: the pipeline serves on, this one waits for them to part
+        if left:  # others still load: the pipeline serves on
             instance.done.append(part)
             return
         survivors = [*instance.done, part]
@@ -96,7 +96,7 @@ class Pipelines:
             p.device.booked -= p.nbytes
             world.touch(p.device)
         replicas = [self._replica(instance, p) for p in others]
-        for new in replicas:  # once all of them count, so that nobody starts one more
+        for new in replicas:  # after all of them count, so that no further instance is started
             self._in_service(new)
         for p in leaving:
             self._starts.room(p.device)
@@ -116,7 +116,7 @@ class Pipelines:
         return new
 
     def _gather_seconds(self, instance: Instance) -> float:
-        """KV blocks of what runs, from the other stages, over the network."""
+        """Return the seconds to gather the running requests' KV blocks over the network."""
         tokens = sum(r.prompt + instance.tokens_of(r) for r in instance.runs)
         share = (len(instance.parts) - 1) / len(instance.parts)
         return tokens * instance.model.kv_per_token * share / (self._world.runtime.gather_gb_per_second * 1e9)

@@ -1,4 +1,7 @@
-"""Plots of runs: distributions over all seeds, and bars of means with their 95 % intervals over seeds. matplotlib is an extra."""
+"""Plots of runs: distributions over all seeds, and means with 95 % intervals over seeds.
+
+matplotlib is an optional dependency.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,17 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 
 
 
 def available() -> None:
-    """Raises `InvalidRequest` with the command that helps, if matplotlib is not there."""
+    """Check for matplotlib.
+
+    Raises:
+        InvalidRequest: It is missing; the text has the command that installs it.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidRequest("plots need matplotlib, which is not installed: pip install 'thaw-mesh[plots]'")
 
 
 def draw(runs: Sequence[Run], directory: Path) -> list[Path]:
-    """The files that were written."""
+    """Draw the plots and return the files."""
     available()
     import matplotlib
 
@@ -43,7 +50,7 @@ def draw(runs: Sequence[Run], directory: Path) -> list[Path]:
         ("startup", "start-up latency and pause, s", lambda o: [s.startup for s in o.served]),
     ):
         series = {n: v for n in names if (v := _pooled(runs, n, values))}
-        if series:  # else no request had such a figure
+        if series:  # otherwise no request had such a figure
             made.append(_cdf(pyplot, directory / f"cdf_{title}.png", unit, series))
     for title, unit, figure in (
         ("ttft_p99", "P99 time to first token, s", lambda f: f["ttft"]["p99"]),
@@ -64,7 +71,7 @@ def _by_seed(runs: Sequence[Run], name: str, figure: Callable[[dict[str, Any]], 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % confidence interval (0 of a single one)."""
+    """Return the mean and half the width of its 95 % confidence interval (0 of a single value)."""
     if len(values) < 2:
         return (values[0] if values else 0.0), 0.0
     t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 2.0

@@ -1,4 +1,4 @@
-"""What came of a simulation: figures for people and for JSON."""
+"""The outcome of a simulation, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ TIERS = ("ready", "snapshot", "peer", "reuse", "dram", "ssd", "remote", "pipelin
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """`queued`: seconds until an engine took it. `ttft` in seconds, `tpot` in seconds for each further token. `pause`: seconds in which it
-    was interrupted (preempted, moved). `ended`: when its last token was there."""
+    """One served request, in seconds.
+
+    `queued`: until an engine took it; `tpot`: for each further token; `pause`: interrupted by
+    preemption
+    or migration; `ended`: time of its last token.
+    """
 
     model: str
     at: float
@@ -24,11 +28,11 @@ class Served:
     ended: float = 0.0
     cold: bool = False
     number: int = -1
-    """Its place in the list of requests."""
+    """Its index in the list of requests."""
 
     @property
     def startup(self) -> float:
-        """Start-up latency with the pause in it, as ServerlessLLM reports it (§7.1)."""
+        """Return the start-up latency including the pause, as in ServerlessLLM §7.1."""
         return self.queued + self.pause
 
 
@@ -36,13 +40,13 @@ class Served:
 class Outcome:
     served: list[Served] = field(default_factory=list)
     failed: int = 0
-    """Told that they cannot be served."""
+    """Requests that were refused."""
     timed_out: int = 0
-    """Given up after the time-out."""
+    """Requests that timed out."""
     lost: int = 0
-    """Neither served nor told: a fault of the simulation or of the scheduler."""
+    """Requests without any result: a fault of the simulation or of the scheduler."""
     given_up: list[tuple[str, float, int]] = field(default_factory=list)
-    """Model, arrival and number of what failed or timed out."""
+    """Model, arrival and index of the failed and timed-out requests."""
     loads: dict[str, int] = field(default_factory=dict)
     startup: list[float] = field(default_factory=list)
     """Seconds from the decision to ready, of each start."""
@@ -54,18 +58,18 @@ class Outcome:
     preemptions: int = 0
     suspensions: int = 0
     restarts: int = 0
-    """Requests that a node's failure interrupted."""
+    """Requests that a node failure interrupted."""
     device_seconds: float = 0.0
     device_memory_gb_seconds: float = 0.0
     prediction_errors: list[float] = field(default_factory=list)
-    """Measured minus predicted, in seconds, of each start."""
+    """Measured minus predicted seconds of each start."""
     percentiles: Mapping[str, float] = field(default_factory=dict)
-    """By model, the share of its requests that must come in time."""
+    """By model, the share of its requests that must meet their objective."""
     device_loads: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """By node, the share of the time in which each device executed something."""
+    """By node, the busy share of each device."""
     ended_at: float = 0.0
     paths: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By number of a request, seconds of its TTFT by phase (the critical path). Only with --mesh."""
+    """By request, seconds of its TTFT by phase (the critical path). Only with --mesh."""
 
     def figures(self) -> dict[str, Any]:
         ttft = sorted(s.ttft for s in self.served)
@@ -101,7 +105,7 @@ class Outcome:
         }
 
     def compliance(self) -> dict[str, bool]:
-        """By model that was asked for: whether enough of its requests came in time (Torpor §7)."""
+        """Return for each requested model whether it complies (Torpor §7)."""
         met: dict[str, int] = {}
         total: dict[str, int] = {}
         for s in self.served:
@@ -112,7 +116,7 @@ class Outcome:
         return {m: met.get(m, 0) >= self.percentiles.get(m, 0.98) * n for m, n in sorted(total.items())}
 
     def load_variance(self) -> float | None:
-        """Mean over the nodes of the variance of its devices' loads, each over the largest of them (Torpor §7.4)."""
+        """Return the mean over nodes of the variance of relative device load (Torpor §7.4)."""
         found = []
         for loads in self.device_loads.values():
             highest = max(loads, default=0.0)
@@ -124,7 +128,7 @@ class Outcome:
 
 
 def percentile(ordered: Sequence[float], p: float) -> float | None:
-    """The nearest rank; None of nothing."""
+    """Return the nearest-rank percentile; None without values."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))] if ordered else None
 
 

@@ -1,4 +1,4 @@
-"""One run: a cluster, its models, requests and a profile, from the first arrival to the last answer."""
+"""One simulation run, from the first arrival to the last response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulator.world import World
 def simulate(
     cluster: ClusterFile, models: Sequence[ModelGroup], requests: Sequence[Request], profile: Profile, seed: int = 0
 ) -> Outcome:
-    """`requests` in order of their arrival. The same arguments give the same outcome."""
+    """Simulate `requests`, ordered by arrival. Equal arguments give equal outcomes."""
     world = World(cluster, models, profile, seed)
     controller = Controller(world)
     schedule(world, controller)

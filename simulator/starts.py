@@ -1,4 +1,4 @@
-"""Starting instances: room first, then bytes over links beside the engine's own start, then ready."""
+"""Starts of instances: memory first, then loads beside the engine's start, then ready."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from simulator.world import World
 
 
 class Start:
-    """An instance that is being started. `outstanding`: things that have to end before it is ready; `victims`: weights that may go for it."""
+    """An instance that is starting.
+
+    `outstanding`: parts that must end before it is ready; `victims`: reusable weights that may be
+    dropped.
+    """
 
     def __init__(self, instance: Instance, way: str, victims: tuple[str, ...], ready: Callable[[Instance], None]) -> None:
         self.instance, self.way, self.victims, self.ready = instance, way, victims, ready
         self.flows: list[Flow] = []
         self.fetches: list[Callable[[], None]] = []
-        """How to leave what it waits for together with others."""
+        """Functions that leave the shared fetches."""
         self.outstanding = 0
         self.begun = False
         self.promised: dict[str, int] = {}
         self.resident = 0
         self.peer: SimDevice | None = None
         self.snapshot = 0
-        """Bytes of the snapshot that it is restored from, which nobody else may take."""
+        """Bytes of the snapshot that it is restored from."""
         self.given_up = False
 
 
@@ -34,13 +38,13 @@ class Starts:
     def __init__(self, world: World, options: Options) -> None:
         self._world, self._options = world, options
         self.waiting: dict[str, list[Start]] = {}
-        """By device, starts that wait for room there, in their order."""
+        """By device, starts that wait for memory, in order."""
         self.under_way: dict[str, Start] = {}
 
     def new(
         self, model: SimModel, option: Option, key: str, finished: Callable[..., None], ready: Callable[[Instance], None]
     ) -> Start:
-        """Promise the bytes. `begin` begins, once there is room."""
+        """Promise the memory; `begin` starts once it is free."""
         world = self._world
         devices = [world.devices[k] for k in option.key]
         stage = -(-model.need // option.stages)
@@ -67,12 +71,12 @@ class Starts:
         return start
 
     def room(self, device: SimDevice) -> None:
-        """Something has left a device: who waits for room there may have it."""
+        """Retry the starts that wait for memory of a device."""
         for start in list(self.waiting.get(device.key, ())):
             self.begin(start)
 
     def begin(self, start: Start) -> None:
-        """Take the bytes that were promised, as soon as all of them are there."""
+        """Take the promised memory once all of it is free."""
         world = self._world
         if start.begun or start.given_up or not all(self._make_room(start, p) for p in start.instance.parts):
             return
@@ -90,7 +94,7 @@ class Starts:
         self._load(start)
 
     def _make_room(self, start: Start, part: Part) -> bool:
-        """Weights left behind go, those that were chosen first, as far as it takes; instances have to leave by themselves."""
+        """Drop reusable weights, chosen ones first; instances have to stop by themselves."""
         device, name = part.device, start.instance.model.name
         own = device.kept[name].nbytes if name in device.kept else 0
         short = part.nbytes - own - device.room
@@ -130,7 +134,7 @@ class Starts:
         self.came(start)
 
     def _restore(self, start: Start) -> None:
-        """A snapshot comes back from the node's memory; the engine is as it was."""
+        """Restore a snapshot from the node's memory."""
         world, part, name = self._world, start.instance.parts[0], start.instance.model.name
         node = part.device.node
         self._count("snapshot")
@@ -144,7 +148,7 @@ class Starts:
         start.flows.append(node.network.start(part.device.path, start.snapshot, restored))
 
     def _copy(self, start: Start) -> None:
-        """From one device to another of the same node."""
+        """Copy from one device to another of the same node."""
         device = start.instance.parts[0].device
         link = device.node.peer(start.peer, device) if start.peer is not None else None
         self._count("peer")
@@ -181,7 +185,7 @@ class Starts:
         start.ready(instance)
 
     def give_up(self, start: Start) -> None:
-        """The instance will not be: its bytes, booked or promised, are free again."""
+        """Cancel a start and free its memory."""
         start.given_up = True
         world, instance = self._world, start.instance
         self.under_way.pop(instance.key, None)
@@ -209,7 +213,7 @@ class Starts:
 
 
 class Load:
-    """The bytes of one part: into its node's memory, and from there to the device, as overlapped as the runtime can."""
+    """The load of one part: to the node's memory and on to the device, as overlapped as possible."""
 
     def __init__(
         self,
@@ -278,7 +282,7 @@ class Load:
 
 
 def cached(world: World, node: SimNode, model: SimModel, tier: Tier, whole: bool) -> None:
-    """What has been fetched whole stays in the node's memory, and on its disk, as far as there is room."""
+    """Cache fetched weights in the node's memory and on its disk, as far as there is room."""
     if not whole:
         return
     if tier == "remote" and world.runtime.cache_ssd:

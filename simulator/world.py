@@ -1,4 +1,4 @@
-"""All that is simulated, and how a policy sees it: views of devices, made again only when something there has changed."""
+"""The simulated state, and the policy's views of it, which are cached until a device changes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from simulator.instances import Instance, SimDevice, SimModel, SimNode
 from simulator.report import Outcome
 
 HORIZON_S = 60.0
-"""As the live scheduler's (`Policy.horizon`)."""
+"""As in the live scheduler (`Policy.horizon_s`)."""
 
 
 class World:
-    """`version` counts changes of devices; a model that was tried in vain is not tried again before there is one."""
+    """The state. `version` counts changes of devices.
+
+    A model without a place is not tried again before the version changes.
+    """
 
     def __init__(self, cluster: ClusterFile, groups: Sequence[ModelGroup], profile: Profile, seed: int) -> None:
         self.clock, self.profile, self.seed = Clock(), profile, seed
         self.cluster, self.runtime = cluster, cluster.runtime
         self.can: frozenset[Capability] = cluster.runtime.capabilities & profile.uses
-        # A device that executes one request at a time is asked about when it executes none: nobody there could be interrupted.
+        # A device that runs one request at a time is offered when it is idle: nothing there can be
+        # preempted.
         self.interrupts = not self.runtime.exclusive and not self.can.isdisjoint(("migrate", "preempt", "suspend"))
         self.outcome = Outcome()
         self.version = 0
         self.asking = 0
-        """Priority of the model that is asked for now."""
+        """Priority of the model that is being placed."""
         self.fetches = Fetches()
         self._roomy: dict[int, list[SimDevice]] = {}
         self._roomy_version = -1
@@ -49,7 +53,9 @@ class World:
         self._fill()
 
     def _fill(self) -> None:
-        """Disks hold the models beforehand, round robin over the nodes that may serve them, the most popular first; with `in_dram` memories do."""
+        """Fill disks with models, round robin over nodes, popular ones first; with `in_dram` memories
+        too.
+        """
         passes = max(len(m.nodes) for m in self.models.values()) if self.runtime.ssd_copies == "full" else 1
         for round_ in range(passes):
             for model in self.models.values():
@@ -64,7 +70,7 @@ class World:
                     node.dram.add(model.name, model.weights)
 
     def touch(self, device: SimDevice) -> None:
-        """Something there has changed."""
+        """Count a change of a device."""
         self.version += 1
         device.version += 1
 
@@ -73,11 +79,14 @@ class World:
             self.touch(device)
 
     def free(self, device: SimDevice) -> int:
-        """Bytes that nobody holds or is promised; negative while those that make room are still there."""
+        """Return the free and unpromised bytes; negative while victims are still there."""
         return device.budget - device.booked - device.kept_bytes - device.promised
 
     def view(self, device: SimDevice) -> DeviceView:
-        """Where those that serve may be moved or interrupted, their progress is in the view, which is then of one moment only."""
+        """Return the policy's view.
+
+        With preemption it contains progress and is valid for one moment.
+        """
         made = (device.version, self.clock.now, self.asking) if self.interrupts else (device.version, 0.0, 0)
         if device.view is None or device.view_of != made:
             device.view, device.view_of = self._view(device), made
@@ -140,8 +149,12 @@ class World:
         )
 
     def _protected(self, instance: Instance, moves: tuple[MigrationTarget, ...]) -> str:
-        """Who serves is interrupted only for a higher priority, or if its requests can go on or begin again elsewhere: two that interrupt
-        each other for ever serve nobody. To be suspended is no interruption: what runs is answered first."""
+        """Return why an instance must not be a victim; empty: it may.
+
+        A serving instance is preempted only for a higher priority, or if its requests can continue
+        elsewhere:
+        two models that preempt each other forever serve nothing. Suspension waits for its requests.
+        """
         interrupted = "suspend" not in self.can or "preempt" in self.can
         if instance.runs and not moves and interrupted and instance.model.group.priority >= self.asking:
             return "serves, and could go on nowhere else"
@@ -174,7 +187,7 @@ class World:
         )
 
     def _moves(self, device: SimDevice, instance: Instance, resume: float) -> tuple[MigrationTarget, ...]:
-        """Devices with room for the instance's model: to load it there, and to take its requests over."""
+        """Return the devices with room for the instance's model, with the seconds to migrate there."""
         model = instance.model
         found = [
             MigrationTarget(i.parts[0].device.key, resume, model.need + max(0, self.free(i.parts[0].device)))
@@ -188,7 +201,7 @@ class World:
         return tuple(found)
 
     def roomy(self, need: int) -> list[SimDevice]:
-        """Devices where so many bytes are free."""
+        """Return the devices with that many free bytes."""
         if self._roomy_version != self.version:
             self._roomy_version = self.version
             self._roomy.clear()
@@ -198,12 +211,14 @@ class World:
         return found
 
     def popularity(self, model: SimModel) -> float:
-        """Share of the requests so far that were for it; all alike before the first."""
+        """Return the model's share of the requests so far; equal shares before the first."""
         return model.total / self.arrived if self.arrived else 1.0 / len(self.models)
 
     def _again(self, model: SimModel, leaves_at: float | None = None) -> float:
-        """How likely it is asked for within `HORIZON_S`, or until it would leave by itself: by how long it has not been, and by how often it
-        has been (as the live scheduler has it for prefetching)."""
+        """Return the probability of a request within `HORIZON_S`, or before it would stop by itself.
+
+        As in the live scheduler's prefetching.
+        """
         now = self.clock.now
         horizon = HORIZON_S if leaves_at is None else min(HORIZON_S, max(0.0, leaves_at - now))
         if not model.total or horizon <= 0:
@@ -213,24 +228,27 @@ class World:
         return min(reuse_odds(unused, horizon), 1 - exp(-horizon / every))
 
     def reload_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
-        """Bytes over the slowest link passed, alone on it."""
+        """Return the seconds over the slowest link, without queueing."""
         node = device.node
         links = (*node.source(node.tier(model.name)), *device.path)
         return nbytes / min(link.bandwidth for link in links)
 
     def _later_seconds(self, model: SimModel, reload: float) -> float | None:
-        """By how much a request is later that executes behind the bytes; None: by all that they take."""
+        """Return the delay of a request that executes during the load; None: all of the load."""
         behind = self.runtime.exclusive and self.runtime.late_execution
         return max(0.0, reload - model.exec_seconds(0, model.mean_output)) if behind else None
 
     def start_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
-        """Until an instance that is started now is ready, by what its links have to do already (q + n/b)."""
+        """Return the seconds until a start is ready, with queueing on its links (q + n/b)."""
         node = device.node
         fetch = self.fetches.expected(node, model.name, node.source(node.tier(model.name)), nbytes)
         return self.startup_seconds(fetch, node.network.expected(device.path, nbytes))
 
     def startup_seconds(self, fetch: float, load: float) -> float:
-        """HydraServe's Eq. 5 with every overlap, Eq. 1 with none; without the terms of the first prompt."""
+        """Return HydraServe's Eq.
+
+        5 with every overlap, Eq. 1 with none, without the first prompt.
+        """
         s = self.runtime.startup
         context = s.container_s + s.context_s
         engine = context + s.libraries_s
@@ -266,7 +284,7 @@ class World:
         live = running = 0
         for instance in model.instances.values():
             if not instance.moving:
-                live += len(instance.parts)  # of a pipeline as many may become instances of their own (HydraServe §6.1)
+                live += len(instance.parts)  # a pipeline may become as many instances (HydraServe §6.1)
                 running += len(instance.runs)
         return Demand(
             model.name,

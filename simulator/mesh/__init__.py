@@ -1,1 +1,4 @@
-"""The whole of the scheduler in the loop: `decide`, and the mesh's own messages. Import from the modules."""
+"""Simulation of the whole scheduler: `decide`, and the mesh's own messages.
+
+Import from the modules.
+"""

@@ -1,4 +1,4 @@
-"""What nodeagents and engines do with the scheduler's commands, in simulated time."""
+"""Nodeagents and engines in simulated time: what they do with the scheduler's commands."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from simulator.world import World
 
 Spans = tuple[tuple[Phase, float, float], ...]
 LOADS_COALESCE_S = 0.1
-"""How long a nodeagent waits with changes of load alone (services/nodeagent/publisher.py)."""
+"""Delay of changes that concern load only (services/nodeagent/publisher.py)."""
 
 
 class Listener(Protocol):
-    """The gateway, as agents know it."""
+    """The gateway's side, as agents call it."""
 
     def routed(self, instance: MeshInstance) -> None:
-        """It is ready for requests."""
+        """The instance accepts requests."""
 
     def unrouted(self, instance: MeshInstance) -> None:
-        """It takes no new ones."""
+        """The instance accepts no new requests."""
 
     def answered(self, run: Run) -> None:
-        """The last token of a request."""
+        """A request has got its last token."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """Seconds of one start. `more`: from ready to the first request's being with it, beyond messages, and what a first prompt takes longer."""
+    """Seconds of one start. `more`: from ready to the first request's arrival, besides messages."""
 
     engine: float
     init: float
@@ -46,11 +46,11 @@ class StartTimes:
 
 
 Recorded = Mapping[str, Sequence[StartTimes]]
-"""By model, what its starts took, in their order."""
+"""By model, the durations of its starts in order."""
 
 
 class Agents:
-    """`post`: an event on its way to the scheduler. `recorded`: in place of `usual`, as far as it goes."""
+    """The nodeagents. `post`: sends an event to the scheduler. `recorded`: overrides `usual`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Agents:
     # Reports.
 
     def report(self, node: MeshNode) -> None:
-        """Its status, at once."""
+        """Send the node's status at once."""
         self._dirty.pop(node.name, None)
         if node.alive:
             self._post(NodeStatusReceived(self._world.clock.now + self._delay, node.status(self._world.clock.now)))
@@ -92,7 +92,7 @@ class Agents:
     # Commands.
 
     def start(self, node: MeshNode, command: StartInstance, before: Spans = ()) -> None:
-        """`before`: what it waited for until it was sent."""
+        """Start an instance. `before`: phases until the command was sent."""
         device = node.device(command.device_ids[0])
         if not node.alive:
             self._refuse_start(command.instance_id, Unavailable(f"nobody listens on {node.name}", should_retry=True))
@@ -120,7 +120,7 @@ class Agents:
         self._post(StartRefused(self._world.clock.now + self._delay, key, error.body()))
 
     def _load(self, node: MeshNode, instance: MeshInstance) -> None:
-        """Bytes come over every link they pass, beside the making of the engine. After the last of these to end it is initialised, then warmed up."""
+        """Load the weights over all links beside the engine's start; then initialise and warm up."""
         clock, now = self._world.clock, self._world.clock.now
         recorded = self._recorded.get(instance.model)
         times = recorded.popleft() if recorded else self._usual
@@ -192,7 +192,7 @@ class Agents:
             self._drained(node, instance)
 
     def _drained(self, node: MeshNode, instance: MeshInstance) -> None:
-        """It serves nobody any more: to host memory, if there is room for it, else for good."""
+        """Suspend a drained instance to host memory if there is room, else stop it."""
         world, model, s = self._world, self._world.models[instance.model], self._world.runtime.startup
         if instance.then == "suspend" and node.sim.dram.add(f"snapshot:{instance.key}", model.snapshot):
             node.sim.dram.pin(f"snapshot:{instance.key}")
@@ -254,7 +254,7 @@ class Agents:
         self.emptied(instance)
 
     def emptied(self, instance: MeshInstance) -> None:
-        """Something that it served has left it."""
+        """Handle an instance whose last request has left it."""
         node = self._nodes[instance.node.name]
         self.loads_changed(node)
         if instance.state is InstanceState.DRAINING and not instance.engine.runs:
@@ -280,7 +280,7 @@ class Agents:
         instance.snapshot = 0
 
     def fail(self, node: MeshNode) -> list[Run]:
-        """The node is gone with all that is in its memories; its disk is not. Returns what it served."""
+        """Fail a node: its memories are lost, its disk is not. Returns the requests it served."""
         runs: list[Run] = []
         for instance in list(node.instances.values()):
             self.listener.unrouted(instance)
@@ -302,7 +302,7 @@ class Agents:
         return runs
 
     def recover(self, node: MeshNode) -> None:
-        """Its nodeagent and loader begin anew."""
+        """Restart the node's nodeagent and loader."""
         node.sim.alive = True
         node.boot, node.seq = node.boot + 1, 0
         self.report(node)
@@ -312,7 +312,7 @@ class Agents:
         return self._by_engine.get(key)
 
     def count(self, instance: MeshInstance) -> None:
-        """What it held of its device, until now."""
+        """Add what the instance held of its device until now."""
         seconds = self._world.clock.now - instance.began
         self._world.outcome.device_seconds += seconds
         self._world.outcome.device_memory_gb_seconds += seconds * instance.command.reserve_bytes / GB

@@ -1,4 +1,7 @@
-"""One gateway: requests wait by model, go to the ready instance with the fewest, and the scheduler hears of demand as real ones tell it."""
+"""One simulated gateway: queues requests by model, and reports demand as real gateways do.
+
+A request goes to the ready instance with the fewest requests.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from simulator.workloads.request import Request
 from simulator.world import World
 
 WINDOWS = 8
-"""So many whole windows are looked back upon for the fullest (services/gateway/domain/arrivals.py)."""
+"""Windows whose maximum is the peak (services/gateway/domain/arrivals.py)."""
 
 
 @dataclass
 class _Queue:
-    """Of a model: what waits, and the instances that take requests."""
+    """The waiting requests of a model, and its open instances."""
 
     model: SimModel
     waiting: deque[Run] = field(default_factory=deque)
@@ -30,7 +33,7 @@ class _Queue:
     came: deque[float] = field(default_factory=deque)
 
     def arrivals(self, now: float) -> tuple[int, int]:
-        """Requests of the last window, and of the fullest of the last whole ones."""
+        """Return the requests of the last window, and of the fullest recent one."""
         present = int(now // ARRIVALS_WINDOW_S)
         while self.came and self.came[0] // ARRIVALS_WINDOW_S < present - WINDOWS:
             self.came.popleft()
@@ -39,13 +42,16 @@ class _Queue:
 
 
 class Gateway:
-    """`tell`: demand on its way to the scheduler. `loads_changed`: a node's engines have more or less to do."""
+    """The gateway.
+
+    `tell`: sends demand to the scheduler. `loads_changed`: an engine's load changed.
+    """
 
     def __init__(self, world: World, tell: Callable[[Demand], None], loads_changed: Callable[[MeshInstance], None]) -> None:
         self._world, self._tell_scheduler, self._loads_changed = world, tell, loads_changed
         self._queues = {name: _Queue(model) for name, model in world.models.items()}
         self.open = 0
-        """Requests that are neither answered nor given up."""
+        """Requests without an answer so far."""
 
     def arrive(self, request: Request, number: int) -> None:
         model = self._world.models[request.model]
@@ -59,7 +65,7 @@ class Gateway:
             self._world.clock.after(self._world.runtime.timeout_s, lambda: self._timed_out(queue, run))
 
     def requeue(self, runs: list[Run]) -> None:
-        """They lost their instance: before all others of their model, in the order of their arrival."""
+        """Queue requests that lost their instance before all others of their model."""
         for run in sorted(runs, key=lambda r: r.number, reverse=True):
             run.waiting = True
             self._queues[run.model.name].waiting.appendleft(run)
@@ -91,7 +97,7 @@ class Gateway:
         self._dispatch(self._queues[model.name])
 
     def _trace(self, run: Run, first: float) -> None:
-        """The critical path of its TTFT, as real gateways find it (services/gateway/telemetry/request_log.py)."""
+        """Return the critical path of a TTFT (services/gateway/telemetry/request_log.py)."""
         arrived, queue = run.arrived, self._queues[run.model.name]
         route = queue.routes.get(run.instance.key) if run.instance is not None else None
         begun = run.begun if run.begun is not None else first
@@ -106,7 +112,7 @@ class Gateway:
             path[part.phase.value] = path.get(part.phase.value, 0.0) + part.duration_ms / 1e3
 
     def failed(self, name: str) -> None:
-        """The scheduler gives up on a model: those who wait are told."""
+        """Fail the waiting requests of a model that the scheduler cannot make ready."""
         queue = self._queues[name]
         for run in queue.waiting:
             self._give_up(run)
@@ -143,7 +149,7 @@ class Gateway:
         self._loads_changed(instance)
 
     def _tell(self, queue: _Queue) -> None:
-        """Demand is a level: told when the first one waits, every second while any does, and once when none does any more."""
+        """Report demand: with the first waiting request, every second, and when none waits any more."""
         now, waiting = self._world.clock.now, len(queue.waiting)
         queue.told_at = now if waiting else None
         oldest = (now - min(r.arrived for r in queue.waiting)) * 1e3 if waiting else 0.0

@@ -1,4 +1,4 @@
-"""Simulated nodes: what their devices hold, what their links bring when, and what they report, in the mesh's own messages."""
+"""Simulated nodes: devices, links, and the status messages that they send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from simulator.links import Flow, Link
 
 @dataclass(eq=False)
 class MeshInstance:
-    """`engine` serves; `state` is what its node says of it. `then`: what becomes of it when it has drained. `snapshot`: bytes in host memory."""
+    """An instance on a node.
+
+    `engine` serves; `state` is what the node reports; `then`: what follows after draining;
+    `snapshot`:
+    bytes in host memory.
+    """
 
     command: StartInstance
     engine: Instance
@@ -28,15 +33,15 @@ class MeshInstance:
     completed: int = 0
     snapshot: int = 0
     resume_s: float = 0.0
-    """What coming back is expected to take."""
+    """Expected seconds to resume."""
     can_suspend: bool = False
     holds: bool = False
-    """Whether the weights are kept in its node's memory for it."""
+    """True while the weights are pinned in the node's memory for it."""
     phases: tuple[tuple[Phase, float, float], ...] = ()
-    """Begin and end, in seconds of the simulation."""
+    """Start and end, in seconds of the simulation."""
     flows: list[Flow] = field(default_factory=list)
     leaves: list[Callable[[], None]] = field(default_factory=list)
-    """How to leave the fetches that it waits for."""
+    """Functions that leave the shared fetches."""
 
     @property
     def key(self) -> str:
@@ -56,7 +61,7 @@ class MeshInstance:
 
 
 class MeshNode:
-    """`boot`: how often its nodeagent has started."""
+    """A node. `boot`: how often its nodeagent has started."""
 
     def __init__(self, sim: SimNode) -> None:
         self.sim, self.name = sim, sim.name
@@ -108,7 +113,7 @@ class MeshNode:
         return LoaderStatus(
             node=self.name,
             boot_id=f"b{self.boot}",
-            bytes_per_second=sim.nic.bandwidth,  # of what a node has none of; what it has comes over its own links
+            bytes_per_second=sim.nic.bandwidth,  # only remote sources; what the node has comes over its own links
             segments=tuple(
                 SegmentStatus(weights_id=w, model=w, segment=w, total_bytes=n, loaded_bytes=n, holders=())
                 for w, n in sim.dram.held.items()

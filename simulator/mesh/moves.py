@@ -1,4 +1,4 @@
-"""A migrator: rounds at the destination while the source goes on, then the hand-over (docs/migration.md)."""
+"""A simulated migrator: rounds at the destination, then the hand-off (docs/migration.md)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class _Migration:
         self._prepared: dict[Run, int] = {}
 
     def round(self) -> None:
-        """Keys and values for the tokens that came since the last round; again until what is left costs little more than a round's least."""
+        """Recompute the KV cache of the tokens since the last round.
+
+        Rounds repeat until what is left costs little more than the least duration of a round.
+        """
         source, destination = self._agents.find(self._record.source_instance), self._agents.find(self._record.instance_id)
         if source is None or destination is None or destination.state is not InstanceState.READY:
             self._end("failed")
@@ -56,7 +59,7 @@ class _Migration:
         self._world.clock.after(seconds, self.round)
 
     def _hand_over(self, source: MeshInstance, destination: MeshInstance) -> None:
-        """What the destination has no slot for waits at the gateway, with its tokens."""
+        """Hand off; requests without a slot at the destination wait at the gateway with their tokens."""
         moved, homeless = [], []
         for run in list(source.engine.runs):
             source.engine.take(run)

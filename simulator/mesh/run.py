@@ -1,8 +1,9 @@
-"""The mesh in simulated time: every decision is the scheduler's own `decide`, on its own state, by the mesh's own messages.
+"""The mesh in simulated time, with the scheduler's own `decide` on its own state.
 
-One gateway and one migrator; a message takes `message_ms`, a decision `decision_ms`. Nodes report at once what changes, within a tenth of a
-second what their engines have to do, and every second while anything is open. Machines are those of the plain simulator: links that are shared,
-engines that batch, nodes that fail.
+One gateway and one migrator; a message takes `message_ms`, a decision `decision_ms`. Nodes report
+changes at once, engine load within a tenth of a second, and everything every second while requests
+are open. The machines are those of the plain simulator: shared links, batching engines, failing
+nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from simulator.world import World
 
 TICK_S = 0.25
 WAITED_S = 0.1
-"""A plan made later than this after its demand was heard: there was no room before."""
+"""A plan made later than this after its demand arrived had to wait for room."""
 Job = Callable[[], None]
 
 
@@ -91,7 +92,12 @@ class Simulation:
         usual: StartTimes | None = None,
         recorded: Recorded | None = None,
     ) -> None:
-        """`policy`: the recorded mesh's, if it is not the default. `usual`, `recorded`: what starts took, in place of the cluster's own."""
+        """Create a run.
+
+        `policy`: that of a recorded mesh, if not the default. `usual`, `recorded`: durations of
+        starts in
+        place of the cluster file's.
+        """
         given = policy or Policy()
         live = cluster.runtime.capabilities & LIVE
         fails = bool(cluster.failures.events) or cluster.failures.mtbf_s is not None
@@ -99,10 +105,10 @@ class Simulation:
             given,
             profile=profile or given.profile,
             capabilities=live,
-            # Nodes and the gateway are heard of as long as there is something to say; only one that has failed falls silent.
+            # Nodes and the gateway count as alive unless they have failed, even without messages.
             node_lost_after_s=NODE_LOST_AFTER_S if fails else inf,
             demand_lost_after_s=inf,
-            # Its nodes keep no queue of reservations: what a status message takes is all that one would save.
+            # Nodes have no queue of reservations: it would save the duration of one message.
             grant_wait_s=0.0,
             recovery_window_s=0.0,
             demand_grace_s=0.0,
@@ -128,7 +134,7 @@ class Simulation:
 
     @property
     def started(self) -> list[str]:
-        """Models, in the order of their starts and resumptions."""
+        """Return the models in the order of their starts and resumptions."""
         return self.agents.started
 
     def run(self, requests: Sequence[Request]) -> Outcome:
@@ -163,7 +169,7 @@ class Simulation:
         outcome.lost = requests - len(outcome.served) - outcome.failed - outcome.timed_out
 
     def _beat(self) -> None:
-        """Nodes report every second while anything is open: else there is nothing to learn from them."""
+        """Have nodes report every second while requests are open."""
         if self._gateway.open or self._fails or self.state.unschedulable or self.state.claimed:
             for node in self.nodes.values():
                 self.agents.report(node)
@@ -199,7 +205,9 @@ class Simulation:
         self._clock.after(self._delay, lambda: self._hear(event))
 
     def _hear(self, event: Event) -> None:
-        """What is heard while a decision is on its way is decided after it: demand in a row together (services/scheduler/loop.py)."""
+        """Queue events that arrive during a decision; consecutive demand is merged
+        (services/scheduler/loop.py).
+        """
         self._heard.append(event)
         if not self._deciding:
             self._deciding = True
@@ -263,7 +271,7 @@ class Simulation:
         self._clock.after(self._decision + self._delay, job)
 
     def _before(self, effect: SendStart | SendResume) -> Spans:
-        """What the start waits for until it is sent: the decision, and bytes that others hold (services/scheduler/adapters/outbox.py)."""
+        """Return the phases until the start was sent (services/scheduler/adapters/outbox.py)."""
         now, since = self._clock.now, effect.requested_at
         spans: Spans = ()
         if effect.planned_at - effect.requested_at > WAITED_S:
@@ -275,7 +283,7 @@ class Simulation:
         return (*spans, (Phase.SCHEDULE, since, now + self._decision))
 
     def _wake_timer(self) -> None:
-        """The scheduler's timer, left out while nothing depends on the time."""
+        """Run the scheduler's timer only when something depends on the time."""
         if self._ticking:
             return
         state, dues = self.state, self.state.deadlines

@@ -1,4 +1,4 @@
-"""A node's loader in simulated time: weights on their way to its memory and its devices, what stays there, and what is brought ahead."""
+"""A node's loader in simulated time: loads, caches and prefetches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Came = Callable[[Phase], None]
 
 
 class Weights:
-    """`report`: a loader has something to say."""
+    """The loaders. `report`: a loader's status has changed."""
 
     def __init__(self, world: World, report: Callable[[MeshNode], None]) -> None:
         self._world, self._report = world, report
@@ -22,7 +22,7 @@ class Weights:
         """By node and model."""
 
     def bring(self, node: MeshNode, instance: MeshInstance, came: Came) -> None:
-        """To the node's memory (`fetch`) and to its device (`load`), chunk by chunk: both begin now."""
+        """Load to the node's memory (`fetch`) and to the device (`load`), pipelined."""
         world, sim, name = self._world, node.sim, instance.model
         nbytes = world.models[name].weights
         instance.tier = sim.tier(name)
@@ -45,7 +45,7 @@ class Weights:
 
     @staticmethod
     def end(instance: MeshInstance) -> None:
-        """It needs nothing more."""
+        """End a load."""
         for leave in instance.leaves:
             leave()
         for flow in instance.flows:
@@ -53,7 +53,7 @@ class Weights:
 
     @staticmethod
     def hold(instance: MeshInstance) -> None:
-        """Weights that an instance uses stay in its node's memory."""
+        """Pin the weights that an instance uses in its node's memory."""
         if not instance.holds:
             instance.holds = True
             instance.node.dram.pin(instance.model)
@@ -65,7 +65,7 @@ class Weights:
             instance.node.dram.unpin(instance.model)
 
     def prefetch(self, node: MeshNode, command: PrefetchWeights) -> None:
-        """Behind everything else on its links."""
+        """Prefetch in the background of all links."""
         name, sim = command.card.name, node.sim
         if not node.alive or (node.name, name) in self._prefetches or self._world.fetches.under_way((node.name, name, 0, 1)):
             return
@@ -87,7 +87,11 @@ class Weights:
             node.sim.network.cancel(flow)
 
     def drop_prefetches(self, node: MeshNode) -> dict[str, float]:
-        """They end where somebody waits for the link. Returns what each lacked: what has come of a model is not fetched again."""
+        """Cancel prefetches when a request waits for the link; keep what has been loaded.
+
+        Returns:
+            The bytes that each lacked.
+        """
         lacking = {}
         for name in [n for where, n in self._prefetches if where == node.name]:
             flow = self._prefetches.pop((node.name, name))

@@ -1,7 +1,8 @@
-"""What the papers compare with, as far as it is a policy: ServerlessLLM §7.3 and §7.4, Torpor §7.3 and §7.4.
+"""Baselines of the papers: ServerlessLLM §7.3 and §7.4, Torpor §7.3 and §7.4.
 
-Ray Serve with an SSD cache is keep-alive on machines that have one; NonSwap is native with a smaller footprint of each function: both are a matter
-of the simulated machine, not of the policy.
+Ray Serve with an SSD cache is keep-alive on machines with an SSD cache, and NonSwap is native with
+a
+smaller footprint: both differ in the simulated machine, not in the policy.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, 
 
 
 def any_device(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """ServerlessLLM §7.3's "de-facto serverless scheduler": "randomly chooses any GPU available and does not comprise any optimization for
-    loading time". Drawn from the devices, so that one with two ways is not twice as likely; its quickest way is taken."""
+    """ServerlessLLM §7.3's "de-facto serverless scheduler": any available GPU at random.
+
+    Drawn from the devices, so that one with two options is not twice as likely; its fastest option
+    is
+    taken.
+    """
     devices = sorted({o.key for o in options})
     if not devices:
         return None
@@ -34,12 +39,12 @@ def any_device(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
 
 def first_fit(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """The first device in the list that has room as it is, else the first that others have to leave."""
+    """Choose the first device with room, else the first with victims."""
     return min(options, key=lambda o: (o.way != "ready", o.clearance.how not in ("none", "leaving"), o.key), default=None)
 
 
 def bound(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Early binding (Torpor §2.2): an instance once made is the only one; the device with the most free memory gets a new one."""
+    """Early binding (Torpor §2.2): one instance per model, on the device with the most free memory."""
     ready = [o for o in options if o.way == "ready"]
     if ready or ask.is_extra:
         return min(ready, key=lambda o: o.key, default=None)
@@ -47,7 +52,7 @@ def bound(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
 
 def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Where there is room, the most of it; else where those that have to leave were used longest ago."""
+    """Choose the most free memory, else the device whose victims were used longest ago."""
 
     def place(o: Option) -> tuple[bool, bool, float, tuple[str, ...]]:
         leaving = [r.last_used for d in o.devices for r in d.residents if r.key in o.clearance.victims]
@@ -57,14 +62,18 @@ def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Optio
 
 
 def evict_first_in(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Idle ones leave, the one that was loaded first first."""
+    """Evict idle instances, first loaded first."""
     return in_order(sorted(inactive(device, ask.model), key=lambda r: (r.ready_at, r.key)), short)
 
 
 def infless_keep(short_term: Sequence[float], long_term: Sequence[float], default: float, share: float = 0.5) -> float:
-    """INFless-KA (Torpor §7.3: "a function keep-alive policy to set the lifespan of individual functions based on historical traces"):
-    seconds that an idle instance stays. Torpor says no more of it. Ours: both arguments are idle times of the function between requests;
-    the tails (99th percentile) of a long history and of a short one are weighed by `share`; `default` while there is no history.
+    """INFless-KA's keep-alive in seconds (Torpor §7.3).
+
+    "A function keep-alive policy to set the lifespan of individual functions based on historical
+    traces";
+    Torpor gives no more detail. Here both arguments are idle times between requests; the 99th
+    percentiles
+    of a long and of a short history are weighted by `share`; `default` without a history.
     """
     tails = [sorted(t)[min(len(t) - 1, int(len(t) * 0.99))] for t in (long_term, short_term) if t]
     if not tails:

@@ -1,9 +1,12 @@
-"""HydraServe §4.1: Algorithm 1, how many stages s and full-memory workers w a cold start gets, and on which servers.
+"""HydraServe §4.1, Algorithm 1: stages s and full-memory workers w of a cold start, and servers.
 
-A cold model's layers are split over s <= 4 servers, each of which fetches 1/s of it. A full-memory worker holds memory for the whole model
-(it prefills and decodes its stage in 1/s of the time), a low-memory worker for its stage alone (its device may be shared by others: the worst
-case, that each stage takes the whole time). Eq. 1, 2 and 5 predict. Placement by contention (Eq. 3, 4): `hydraserve_ledger`; the autoscaler:
-`autoscaling`.
+A cold model's layers are split over s <= 4 servers, each of which fetches 1/s of them. A
+full-memory
+worker has memory for the whole model (it computes its stage in 1/s of the time), a low-memory
+worker
+for its stage only (its device may be shared: in the worst case each stage takes the whole time).
+Eq. 1,
+2 and 5 predict. Contention (Eq. 3, 4) is in `hydraserve_ledger`, the autoscaler in `autoscaling`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A device that could take a worker. `network` and `pcie`: bytes per second (b and p); `sharing`: workers on its device already."""
+    """A candidate device. `network`, `pcie`: bytes per second (b, p); `sharing`: workers on it."""
 
     key: str
     node: str
@@ -32,14 +35,18 @@ class Server:
 
     @property
     def ratio(self) -> float:
-        """1/b + 1/p: seconds for each byte, fetched and then loaded."""
+        """Return 1/b + 1/p: seconds per byte to fetch and load."""
         return 1 / self.network + 1 / self.pcie
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds. `runtime` is t_c, `prefill` t_p, `decode` t_d, `hop` t_n; with overlapped workers t_c's parts `container` (t_cc), `context`
-    (t_cu) and `library` (t_l) take its place."""
+    """Seconds.
+
+    `runtime` is t_c, `prefill` t_p, `decode` t_d, `hop` t_n; with overlapped workers `container`
+    (t_cc),
+    `context` (t_cu) and `library` (t_l) replace t_c.
+    """
 
     prefill: float
     decode: float
@@ -66,32 +73,37 @@ class Scheme:
 
 
 def slowdown(s: int, w: int) -> float:
-    """How much longer than on one whole device a step takes at worst: s - w + w/s."""
+    """Return the worst-case slowdown of a step against one whole device: s - w + w/s."""
     return s - w + w / s
 
 
 def ttft_in_turn(nbytes: int, s: int, w: int, servers: Sequence[Server], t: Times) -> float:
-    """Eq. 1: runtime, then fetching and loading the stage on the slowest server, then prefill and a hop for each stage."""
+    """Return Eq. 1: runtime, fetch and load on the slowest server, prefill, and a hop per stage."""
     return t.runtime + nbytes / s * max(x.ratio for x in servers) + t.prefill * slowdown(s, w) + t.hop * s
 
 
 def ttft_overlapped(nbytes: int, s: int, w: int, servers: Sequence[Server], t: Times) -> float:
-    """Eq. 5: container and context, then libraries beside copying; all of this beside fetching."""
+    """Return Eq. 5: container and context, then libraries beside copying, all beside fetching."""
     stage = nbytes / s
     ready = max(max(t.container + t.context + max(stage / x.pcie, t.library), stage / x.network) for x in servers)
     return ready + t.prefill * slowdown(s, w) + t.hop * s
 
 
 def tpot(s: int, w: int, t: Times) -> float:
-    """Eq. 2."""
+    """Return Eq. 2."""
     return t.decode * slowdown(s, w) + t.hop * s
 
 
 def schemes(nbytes: int, whole: int, servers: Sequence[Server], t: Times, *, overlapped: bool = True) -> Iterator[Scheme]:
-    """Every (s, w) with the best servers for it. `nbytes`: the model's weights, M of the formulas; `whole`: memory of a full worker.
+    """Yield every (s, w) with its best servers.
 
-    The w servers with the least 1/b + 1/p among those that fit `whole`; then of all the others the best that fit a stage's share of it. Stages of
-    one pipeline are on different nodes, since they are to use different links.
+    The w servers with the least 1/b + 1/p that fit a whole worker; then the best that fit a stage.
+    Stages
+    of one pipeline are on different nodes, to use different links.
+
+    Args:
+        nbytes: The model's weights, M of the formulas.
+        whole: Memory of a full worker.
     """
     ttft = ttft_overlapped if overlapped else ttft_in_turn
     ranked = sorted(servers, key=lambda x: (x.ratio, x.sharing, -x.free, x.key))
@@ -127,9 +139,13 @@ def allocate(
     overlapped: bool = True,
     at_least: int = 1,
 ) -> Scheme | None:
-    """Algorithm 1. Of the schemes within both objectives the one with the least sharing of devices; of these (the paper does not say) the one
-    that holds least memory, then the first to answer. None within them: one full-memory worker on the best server. `at_least`: stages that
-    become instances of their own (§6.1). None: not even that fits.
+    """Return the scheme of Algorithm 1; None: no server fits.
+
+    Of the schemes within both objectives the one with the least sharing; of these (the paper does
+    not
+    say) the least memory, then the lowest TTFT. If none meets the objectives, one full-memory
+    worker on
+    the best server. `at_least`: stages that become instances of their own (§6.1).
     """
     found = list(schemes(nbytes, whole, servers, t, overlapped=overlapped))
     within = [x for x in found if x.ttft <= slo_ttft and x.tpot <= slo_tpot and x.stages >= at_least]
@@ -139,8 +155,11 @@ def allocate(
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Algorithm 1's last step over options: `cost.total` is its TTFT, `tpot_s` its TPOT. What is ready or warm is an option of one stage like
-    any other, and is taken before sharing is compared: it starts nothing."""
+    """Choose as Algorithm 1 does, with `cost.total_s` as TTFT and `tpot_s` as TPOT.
+
+    A ready or suspended instance is an option of one stage, and is taken before sharing is
+    compared.
+    """
     if ready := [o for o in options if o.way == "ready"]:
         return min(ready, key=lambda o: (o.cost.total_s, o.key))
     limit, step = ask.slo_ttft_s, ask.slo_tpot_s

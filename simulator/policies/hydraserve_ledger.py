@@ -1,6 +1,8 @@
-"""HydraServe §4.2: cold starts on one server share its network bandwidth B equally; a server takes another only if all keep their deadlines.
+"""HydraServe §4.2: cold starts on a server share its network bandwidth B equally.
 
-Pure: every function takes a ledger and gives a new one. Inference packets go before fetches, so that these alone are in it.
+A server accepts another one only if all keep their deadlines. Pure: every function takes a ledger
+and
+returns a new one. Inference packets have priority over fetches, so that only fetches are recorded.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """`pending`: S_i, bytes to come yet as of the last change; `deadline`: D_i, when they have to be there."""
+    """`pending`: S_i, bytes left at the last change; `deadline`: D_i."""
 
     pending: float
     deadline: float
@@ -19,7 +21,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """One server. `bandwidth`: B, bytes per second; `changed_at`: T', when the number of fetches changed last."""
+    """One server. `bandwidth`: B, bytes per second; `changed_at`: T', last change of the number."""
 
     bandwidth: float
     changed_at: float = 0.0
@@ -27,7 +29,7 @@ class Ledger:
 
 
 def settled(ledger: Ledger, now: float) -> Ledger:
-    """Eq. 4: S_i' = S_i - B/N · (T - T'); whoever has nothing left has ideally finished and is forgotten."""
+    """Return Eq. 4, S_i' = S_i - B/N · (T - T'), without finished fetches."""
     if not ledger.fetches:
         return replace(ledger, changed_at=now)
     came = ledger.bandwidth / len(ledger.fetches) * max(0.0, now - ledger.changed_at)
@@ -36,23 +38,26 @@ def settled(ledger: Ledger, now: float) -> Ledger:
 
 
 def share(ledger: Ledger, now: float) -> float:
-    """B / (N + 1): what one more fetch gets, in bytes per second. The b of Eq. 1 and 5 on this server."""
+    """Return B / (N + 1) in bytes per second: the b of Eq. 1 and 5 for one more fetch."""
     return ledger.bandwidth / (len(settled(ledger, now).fetches) + 1)
 
 
 def accepts(ledger: Ledger, now: float) -> bool:
-    """Eq. 3: S_i <= B/(N+1) · (D_i - T) for every fetch on it. The newcomer's own deadline is Eq. 1's business, with `share`."""
+    """Check Eq. 3 for every fetch: S_i <= B/(N+1) · (D_i - T).
+
+    The newcomer's own deadline is covered by Eq. 1 with `share`.
+    """
     each = share(ledger, now)
     return all(f.pending <= each * (f.deadline - now) for f in settled(ledger, now).fetches.values())
 
 
 def begun(ledger: Ledger, key: str, nbytes: int, deadline: float, now: float) -> Ledger:
-    """A worker was assigned: from now on all share with one more."""
+    """Return the ledger after a worker was assigned."""
     at = settled(ledger, now)
     return replace(at, fetches={**at.fetches, key: Fetch(float(nbytes), deadline)})
 
 
 def ended(ledger: Ledger, key: str, now: float) -> Ledger:
-    """A fetch has come, or was given up."""
+    """Return the ledger after a fetch ended or was cancelled."""
     at = settled(ledger, now)
     return replace(at, fetches={k: f for k, f in at.fetches.items() if k != key})

@@ -1,7 +1,8 @@
-"""ServerlessLLM §6: the server with the least estimated start-up time, over loading here and migrating away first.
+"""ServerlessLLM §6: the server with the least estimated start-up time.
 
-`soonest` over the options is §6.3's "the one offering the lowest estimated startup time". The cost of an option is q + n/b (§6.1); an option
-that migrates first includes the time of the migration. The victims come from the knapsack of §6.2 (`policies/knapsack.py`).
+`soonest` over the options is §6.3's "the one offering the lowest estimated startup time". An option
+costs q + n/b (§6.1), including the time of a migration. The victims come from the knapsack of §6.2
+(`policies/knapsack.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, 
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Those that serve nobody are unloaded, those that serve move, in the least total time. Loads on one node come one after another,
-    on several at once: the bytes are free after the longest of these queues. The penalty is the total time.
+    """Unload idle instances and migrate serving ones, in the least total time.
+
+    Loads on one node run one after another, those of several nodes in parallel: the memory is free
+    after
+    the longest queue. The penalty is the total time.
     """
     idle = [Departure(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in inactive(device, ask.model)]
     serving = [Departure(r.key, r.nbytes, r.last_used, ways_out(r)) for r in movable(device, ask.model)]
@@ -35,8 +39,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """§6.3: "evaluates all servers for loading the forthcoming model, selecting the one offering the lowest estimated startup time";
-    none, "even after considering migration": "the loading task is held pending"."""
+    """Choose the option with the least estimated start-up time (§6.3); None: the load is pending."""
     return soonest(ask, options, seed)
 
 

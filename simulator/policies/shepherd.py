@@ -1,9 +1,13 @@
-"""Shepherd*, as ServerlessLLM §7.3 makes it: ServerlessLLM's placement and loading time estimation, with preemption in place of migration.
+"""Shepherd* as ServerlessLLM §7.3 builds it: its placement, with preemption, not migration.
 
-"In principle, Shepherd* and ServerlessLLM will choose the same GPU. However, Shepherd* will continue to rely on preemption." A victim is
-unloaded at once and begins again where there is room (§5.1: it "identifies that Server 1 is free and reinitiates Model A there"): nothing delays the
-one that comes, and what was computed is lost. So the victims are those that ServerlessLLM would move, by `serverlessllm.least_time`; one that has
-nowhere to begin again is not interrupted, else two could interrupt each other for ever.
+"In principle, Shepherd* and ServerlessLLM will choose the same GPU. However, Shepherd* will
+continue
+to rely on preemption." A victim is unloaded at once and restarts where there is room (§5.1), so
+that
+nothing delays the new model and the computed tokens are lost. The victims are those that
+ServerlessLLM
+would migrate; one without another place is not preempted, or two models could preempt each other
+forever.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from simulator.policies import serverlessllm
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Those that serve nobody are unloaded; of those that serve, whoever would move soonest is interrupted. The penalty is what moving would take."""
+    """Unload idle instances and preempt serving ones; the penalty is the time of migrating them."""
     found = serverlessllm.clear(ask, device, short, now)
     if found is None or found.how == "evict":
         return found
@@ -24,7 +28,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """The least estimated startup time, as ServerlessLLM; of equals the one that interrupts least."""
+    """Choose the least estimated start-up time; of equals the one that preempts least."""
     return soonest(ask, options, seed)
 
 

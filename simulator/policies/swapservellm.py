@@ -1,6 +1,9 @@
-"""SwapServeLLM §3.5: demand-aware preemption. Backends with the shortest request queue go first, of those the least recently accessed;
-one after another, each locked before it goes, until the reservation fits. Pinned ones never go (ours), and what a backend serves is
-answered before it is suspended (ours: the paper freezes it)."""
+"""SwapServeLLM §3.5: demand-aware preemption.
+
+Backends with the shortest request queue are suspended first, of those the least recently used, one
+after another until the reservation fits. Beyond the paper: pinned ones are never suspended, and a
+backend finishes its requests first (the paper freezes it).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, 
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Suspends to host memory. `delay_s`: what the victims still serve, one after another."""
+    """Suspend to host memory. `delay_s`: the victims' requests, one after another."""
     running = sorted(
         [*inactive(device, ask.model), *movable(device, ask.model)],
         key=lambda r: (r.queued + r.active, r.last_used, r.key),

@@ -1,4 +1,7 @@
-"""Tangram §3.4 (Algorithm 2, affinity scheduling) and §3.2.2 stage 1 (minimal-cost eviction). Stage 2, packing: `tangram_packing`."""
+"""Tangram §3.4 (Algorithm 2, affinity scheduling) and §3.2.2 stage 1 (minimal-cost eviction).
+
+Stage 2, packing, is in `tangram_packing`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, 
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Lines 3 to 10 of Algorithm 2 for one request: the least estimated load time (S - S') / B over the devices that can run it. The first of
-    equals is taken, as there."""
+    """Choose as lines 3 to 10 of Algorithm 2: the least load time (S - S') / B, the first of equals."""
     return min(options, key=lambda o: (o.cost.total_s, o.key), default=None)
 
 
 def schedule(asks: Sequence[Ask], options: Mapping[str, Sequence[Option]]) -> list[tuple[Ask, Option]]:
-    """Algorithm 2 whole: requests in their order, each with its best device, which is then no longer available (line 13). `options` by the
-    asking model; a request that no device is left for is not in the answer and stays queued."""
+    """Run Algorithm 2: requests in order, each with its best device, which is then unavailable.
+
+    `options` by model; a request without a device is not in the result and stays queued.
+    """
     taken: set[str] = set()
     chosen = []
     for ask in asks:
@@ -28,12 +32,12 @@ def schedule(asks: Sequence[Ask], options: Mapping[str, Sequence[Option]]) -> li
 
 
 def eviction_cost(r: Resident) -> float:
-    """Eq. 2: c = p · (s / b) · alpha: how likely it is missed, the seconds to load it again, and what a second of its model counts."""
+    """Return Eq. 2, c = p · (s / b) · alpha: miss probability, reload seconds, and weight."""
     return r.miss_probability * r.reload_s * r.sensitivity
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """§3.2.2 stage 1: what is inactive leaves in ascending cost, until the released size is enough. Active models are never touched."""
+    """Evict inactive models in ascending cost until enough is free (§3.2.2, stage 1)."""
     victims = sorted(inactive(device, ask.model), key=lambda r: (eviction_cost(r), r.last_used, r.key))
     return in_order(victims, short, penalties={r.key: eviction_cost(r) for r in victims})
 

@@ -20,7 +20,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`key` empty: free. `fixed`: a tensor of an active model, or KV blocks. `cost`: Eq. 2's, of evicting it."""
+    """A memory region.
+
+    `key` empty: free. `fixed`: a tensor of an active model, or KV blocks. `cost`: Eq. 2's of
+    evicting it.
+    """
 
     size: int
     key: str = ""
@@ -34,8 +38,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Offsets in bytes. `places`: of the new tensors; `moves`: new offsets of regions that move; `moved`: their bytes together; `bound`: M of
-    Algorithm 1, the allocated bytes of the final subspaces that take tensors."""
+    """A packing, with offsets in bytes.
+
+    Attributes:
+        places: Of the new tensors.
+        moves: New offsets of regions that move.
+        moved: The bytes of those together.
+        bound: M of Algorithm 1, the allocated bytes of the final subspaces that take tensors.
+    """
 
     places: Mapping[str, int] = field(default_factory=dict)
     moves: Mapping[str, int] = field(default_factory=dict)
@@ -48,7 +58,7 @@ Tensors = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """Consecutive regions from `offset` on; none of them is fixed."""
+    """Consecutive regions from `offset` on, none of them fixed."""
 
     offset: int
     regions: tuple[Region, ...]
@@ -63,8 +73,10 @@ class _Space:
 
 
 def evict(regions: Sequence[Region], need: int) -> list[Region] | None:
-    """Stage 1: inactive tensors leave in ascending cost until `need` bytes are free in total; None: that does not suffice. Neighbouring
-    free regions become one."""
+    """Stage 1: evict inactive tensors in ascending cost until `need` bytes are free; None: too few.
+
+    Adjacent free regions are merged.
+    """
     short = need - sum(r.size for r in regions if not r.key)
     leaving: set[str] = set()
     for r in sorted((r for r in regions if r.movable), key=lambda r: (r.cost, r.key)):
@@ -76,7 +88,7 @@ def evict(regions: Sequence[Region], need: int) -> list[Region] | None:
 
 
 def without(regions: Sequence[Region], leaving: set[str]) -> list[Region]:
-    """The chain once `leaving` are free."""
+    """Return the chain after `leaving` are freed."""
     left: list[Region] = []
     for r in regions:
         kept = r if r.key and r.key not in leaving else Region(r.size)
@@ -87,12 +99,12 @@ def without(regions: Sequence[Region], leaving: set[str]) -> list[Region]:
 
 
 def pack(regions: Sequence[Region], tensors: Mapping[str, int]) -> Packing | None:
-    """Stage 2, Algorithm 1. None: the islands between fixed regions cannot take the tensors, whatever is merged (more must be evicted)."""
+    """Stage 2, Algorithm 1. None: the islands between fixed regions cannot hold the tensors."""
     return _packed(regions, tensors, _partition)
 
 
 def merge_all(regions: Sequence[Region], tensors: Mapping[str, int]) -> Packing | None:
-    """ "GlobalMerge" of §5.4.1: every allocated region of an island is moved to one end, whether it has to be or not."""
+    """ "GlobalMerge" of §5.4.1: move every allocated region of an island to one end."""
     return _packed(regions, tensors, lambda space, mine: [(space, mine)], needlessly=True)
 
 
@@ -133,7 +145,7 @@ def _islands(regions: Sequence[Region]) -> list[_Space]:
 
 
 def _divide(tensors: Tensors, capacities: Sequence[int]) -> list[Tensors] | None:
-    """Over many bins: each tensor to the largest remaining capacity, as in Algorithm 1; if that fails, to the smallest that holds it."""
+    """Divide tensors over bins: to the largest remaining capacity, else to the smallest that fits."""
     for prefer in (max, min):
         left = list(capacities)
         bins: list[list[tuple[str, int]]] = [[] for _ in capacities]
@@ -150,7 +162,7 @@ def _divide(tensors: Tensors, capacities: Sequence[int]) -> list[Tensors] | None
 
 
 def _partition(space: _Space, tensors: Tensors) -> list[tuple[_Space, Tensors]]:
-    """Lines 2 to 15, with an explicit list of what is pending."""
+    """Lines 2 to 15, with an explicit list of pending subspaces."""
     pending, final = [(space, tensors)], []
     while pending:
         at, mine = pending.pop()
@@ -163,7 +175,7 @@ def _partition(space: _Space, tensors: Tensors) -> list[tuple[_Space, Tensors]]:
 
 
 def _split(space: _Space, tensors: Tensors) -> list[tuple[_Space, Tensors]] | None:
-    """At the largest allocated region at which TryPacking divides the tensors; None: at none."""
+    """Split at the largest allocated region at which TryPacking succeeds; None: at none."""
     points = sorted((n for n, r in enumerate(space.regions) if r.key), key=lambda n: (-space.regions[n].size, n))
     for n in points:
         before, after = space.regions[:n], space.regions[n + 1 :]
@@ -191,7 +203,7 @@ def _try_packing(tensors: Tensors, first: int, second: int) -> tuple[Tensors, Te
 
 
 def _settle(space: _Space, tensors: Tensors, places: dict[str, int], moves: dict[str, int], needlessly: bool) -> None:
-    """Where the tensors of a final subspace go: into free regions as they are, or behind those that are slid to the cheaper end."""
+    """Place a final subspace's tensors: in free regions, or behind regions moved to one end."""
     if not needlessly and (found := _as_is(space, tensors)) is not None:
         places.update(found)
         return
@@ -224,7 +236,7 @@ def _as_is(space: _Space, tensors: Tensors) -> dict[str, int] | None:
 
 
 def _slid(space: _Space, *, up: bool) -> dict[str, int]:
-    """New offsets of those that move when all allocated regions are slid to one end."""
+    """Return the new offsets when all allocated regions are moved to one end."""
     new = space.offset + (space.free if up else 0)
     old = space.offset
     moves = {}

@@ -10,15 +10,18 @@ from services.scheduler.domain.policies.torpor_queue import order
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Algorithm 1. A: devices that execute nothing.
+    """Algorithm 1, with A the devices that execute nothing.
 
-    1. The model is on a device of A: execute there (line 8); which one of several is not stated, ours is drawn, so that none is preferred.
-    2. It is on busy devices only: the pair with the fastest link, copied device to device (line 11).
-    3. It is on none: from host memory, on a device of A
+    1. The model is on a device of A: execute there (line 8). Of several, one is drawn, since the
+       paper
+       does not say which.
+    2. It is on busy devices only: the pair with the fastest link, copied device to device (line
+       11).
+    3. It is on none: from host memory, to a device of A
        a. whose neighbour is not loading (line 13), else
        b. whose neighbour loads a light model (line 15), else
-       c. any (line 17); of several, ours is the one whose victims slow down least, then the one with the most free memory.
-    4. A is empty: it is queued.
+       c. any (line 17); of several the one with the cheapest victims, then the most free memory.
+    4. A is empty: the request is queued.
     """
     available = [o for o in options if not any(d.running for d in o.devices)]
     if here := [o for o in available if o.way == "ready"]:
@@ -32,9 +35,11 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """§5.4: while memory is full a model keeps one replica at most, so those that are elsewhere too go first; then light models, whose
-    swapping slows nobody; then heavy ones; least recently used within each. The penalty is what swapping them in again will slow down:
-    a heavy model's `reload_s`, nothing for the others. Nothing is written back (a host copy is always kept, §4.3)."""
+    """Choose victims (§5.4): second replicas, then light models, then heavy ones, each by LRU.
+
+    The penalty is the slowdown by swapping them in again: a heavy model's `reload_s`, 0 for others.
+    Nothing is written back, since host memory has a copy (§4.3).
+    """
     victims = sorted(inactive(device, ask.model), key=lambda r: (_class(r), r.last_used, r.key))
     return in_order(victims, short, penalties={r.key: r.reload_s if _class(r) == 2 else 0.0 for r in victims})
 

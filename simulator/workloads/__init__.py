@@ -1,1 +1,4 @@
-"""Requests to simulate: drawn from published distributions, or read from traces. Import from the modules."""
+"""Requests to simulate: drawn from published distributions, or read from traces.
+
+Import from the modules.
+"""

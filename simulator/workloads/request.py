@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`at`: seconds from the beginning."""
+    """A request. `at`: seconds from the start."""
 
     at: float
     model: str

@@ -1,6 +1,7 @@
-"""Requests drawn from distributions. The same seed gives the same requests.
+"""Requests drawn from distributions. Equal seeds give equal requests.
 
-No data set and no trace of others is part of this repository: what is drawn has their published statistics, and nothing else of theirs.
+The repository contains no data set and no trace of others: the requests have their published
+statistics only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from simulator.workloads.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Means of tokens, and one coefficient of variation for both (log-normal; 0: all alike). `source`: where the means are published."""
+    """Mean token counts, with one coefficient of variation (log-normal; 0: constant).
+
+    `source`: where the means are published.
+    """
 
     prompt: float
     output: float
@@ -42,14 +46,17 @@ _POSITIVE = {
     "output_tokens": "--output-tokens",
 }
 AZURE_SIGMA = NormalDist().inv_cdf(0.996) - NormalDist().inv_cdf(0.186)
-"""Of log-normal rates: the 18.6 % most popular have 99.6 % of all invocations (Shahrad et al., ATC '20, section 3)."""
+"""Of log-normal rates: the 18.6 % most popular have 99.6 % of invocations (Shahrad et al., §3)."""
 BASE_RUN = 4.0
-"""Mean length of runs of requests for one model in the unchanged trace of Tangram §5.1. The paper does not state it: ours."""
+"""Mean run length in the unchanged trace of Tangram §5.1; Thaw's assumption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """A level of Tangram §5.1. `run`: mean number of consecutive requests for one model; 0: never two."""
+    """A level of Tangram §5.1.
+
+    `run`: mean number of consecutive requests for one model; 0: never two.
+    """
 
     cv: float
     run: float
@@ -65,7 +72,7 @@ LOCALITY = {
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """From `at` on, for `seconds`, arrivals come `times` as fast."""
+    """From `at` on, for `seconds`, the arrival rate is multiplied by `times`."""
 
     at: float
     seconds: float
@@ -74,12 +81,17 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Gamma-distributed times between arrivals with a coefficient of variation `cv` (1: a Poisson process).
+    """Gamma-distributed interarrival times with a coefficient of variation `cv` (1: Poisson).
 
-    `popularity`: "zipf" gives the n-th model a share of 1/n^`zipf`, "azure" that of a quantile of log-normal rates. `run`: mean number of
-    consecutive requests for one model (None: models are drawn one by one; 0: never the same twice). `each`: arrivals are a process of each
-    model's own (as AlpaServe makes them from the Azure trace), not one that models are drawn for. `models_shuffled`: the seed draws which model
-    is popular.
+    Attributes:
+        popularity: "zipf": the n-th model has a share of 1/n^`zipf`; "azure": quantiles of
+            log-normal
+            rates.
+        run: Mean number of consecutive requests for one model; None: models are drawn
+            independently; 0:
+            never the same twice.
+        each: Arrivals are a process of each model, as AlpaServe makes them from the Azure trace.
+        models_shuffled: The seed draws which model is popular.
     """
 
     requests_per_second: float
@@ -127,7 +139,7 @@ def _each(what: Synthetic, models: Sequence[str], shares: Sequence[float], rando
 
 
 def _arrivals(what: Synthetic, rate: float, random: Random, settled: bool = False) -> Iterator[float]:
-    """Times in [0, seconds). `settled`: the process has been going on for long, else it begins with a gap of its own."""
+    """Return times in [0, seconds). `settled`: a process in progress, else it starts with a gap."""
     shape, mean = 1.0 / what.cv**2, 1.0 / rate
     at = -20.0 * mean * (1 + random.random()) if settled else 0.0
     while True:
@@ -140,7 +152,7 @@ def _arrivals(what: Synthetic, rate: float, random: Random, settled: bool = Fals
 
 
 def popularity(what: Synthetic, count: int) -> list[float]:
-    """Shares of the models, the most popular first; together 1."""
+    """Return the models' shares, the most popular first; their sum is 1."""
     if what.popularity == "azure":
         normal = NormalDist()
         weights = [exp(AZURE_SIGMA * normal.inv_cdf(1 - (n + 0.5) / count)) for n in range(count)]

@@ -1,10 +1,13 @@
-"""Requests read from files: our own columns, those of two public traces, and what a mesh has recorded. Faults name file and line.
+"""Requests read from files. Errors name file and line.
 
 - `at, model, prompt_tokens, output_tokens`: seconds, and a name of the models file.
-- Azure LLM inference traces of 2023: `TIMESTAMP, ContextTokens, GeneratedTokens`. They name no model: the models take turns by `popularity`.
-- BurstGPT: `Timestamp, Model, Request tokens, Response tokens, Total tokens, Log Type`. Seconds; requests without an answer (failed) are left
-  out; its models are given to ours in the order in which they first come.
-- Recorded: one JSON object a line, as `thaw trace --export` writes them (`shared.contracts.traces.RequestTrace`).
+- Azure LLM inference traces of 2023: `TIMESTAMP, ContextTokens, GeneratedTokens`. They name no
+  model:
+  models are assigned by `popularity`.
+- BurstGPT: `Timestamp, Model, Request tokens, Response tokens, Total tokens, Log Type`. Seconds;
+  failed requests are left out; its models map to the models file in order of appearance.
+- Recorded: one JSON object per line, as `thaw trace --export` writes them
+  (`shared.contracts.traces.RequestTrace`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ Row = dict[str, str]
 
 
 def read_trace(path: Path, models: Sequence[str], seed: int = 0, speed: float = 1.0, zipf: float = 1.0) -> list[Request]:
-    """The layout is told by the columns, or by the name (`.jsonl`). `speed`: how much faster it is replayed. Raises `InvalidRequest`."""
+    """Read a trace; the columns, or the suffix `.jsonl`, determine its layout.
+
+    Args:
+        path: The file.
+        speed: Replay speed.
+
+    Raises:
+        InvalidRequest: The file is invalid.
+    """
     if speed <= 0:
         raise InvalidRequest("--speed must be positive")
     try:
@@ -91,7 +102,7 @@ class _Azure:
         self._first: datetime | None = None
 
     def __call__(self, row: Row) -> Request:
-        # The traces have seven digits of a second; datetime takes six.
+        # The traces have seven digits of a second; datetime accepts six.
         whole, _, fraction = row["TIMESTAMP"].strip().partition(".")
         at = datetime.fromisoformat(whole).replace(tzinfo=UTC)
         seconds = float(f"0.{fraction}") if fraction else 0.0

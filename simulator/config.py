@@ -35,13 +35,13 @@ class LinkSpeeds(_Strict):
     remote: float = Field(gt=0)
     ssd: float = Field(gt=0)
     device: float = Field(gt=0, description="Host to one device.")
-    bus: float | None = Field(default=None, gt=0, description="What neighbours get together; none: they share nothing.")
+    bus: float | None = Field(default=None, gt=0, description="Shared by neighbouring devices; none: no shared bus.")
     bus_devices: int = Field(default=2, ge=1)
     peer: float | tuple[tuple[float, ...], ...] | None = Field(
-        default=None, description="Device to device: one figure, or one for each pair (0: not connected)."
+        default=None, description="Device to device: one value, or one per pair (0: not connected)."
     )
     sequential: frozenset[SharedLink] = Field(
-        default=frozenset(), description="These bring one load after the other; the rest share their bandwidth fairly."
+        default=frozenset(), description="Links that run one load after the other; the others share their bandwidth fairly."
     )
 
     def between(self, source: int, target: int) -> float:
@@ -56,14 +56,14 @@ class NodeGroup(_Strict):
 
     name: str = "node"
     count: int = Field(default=1, ge=1)
-    kind: str = Field(default="", description="Of its devices; models may be served at another speed there.")
+    kind: str = Field(default="", description="Kind of its devices, to which models may give another speed.")
     devices: int = Field(ge=1, description="Of each node.")
     device_gb: float = Field(gt=0)
     dram_gb: float = Field(ge=0, description="Of each node, for weights and snapshots.")
     ssd_gb: float = Field(
         default=0.0,
         ge=0,
-        description="Of each node, for weights; filled beforehand with models in their order, round robin over the nodes.",
+        description="Of each node, for weights; filled at the start with the models in order, round robin over the nodes.",
     )
     links: LinkSpeeds
 
@@ -82,9 +82,9 @@ class Startup(_Strict):
     context_s: float = Field(default=0.0, ge=0)
     libraries_s: float = Field(default=0.0, ge=0)
     init_s: float = Field(default=0.0, ge=0, description="From the last byte to an engine that can run.")
-    warm_up_s: float = Field(default=0.0, ge=0, description="From then to ready: a first run, and what is measured in it.")
-    leave_s: float = Field(default=0.0, ge=0, description="From the last request to proved free memory.")
-    restore_s: float = Field(default=0.0, ge=0, description="Of a snapshot, beside its bytes.")
+    warm_up_s: float = Field(default=0.0, ge=0, description="From there to ready: the first run and profiling.")
+    leave_s: float = Field(default=0.0, ge=0, description="From the last request to free memory.")
+    restore_s: float = Field(default=0.0, ge=0, description="Restore of a snapshot, without loading its bytes.")
     prefetch: bool = True
     stream: bool = True
     overlap: bool = True
@@ -98,50 +98,46 @@ class Runtime(_Strict):
     exclusive: bool = Field(
         default=False, description="A device executes one request at a time, and requests bind to devices one by one (Torpor §4.5)."
     )
-    late_execution: bool = Field(default=True, description="With `exclusive`: executing begins with the first bytes (Torpor §4.3).")
-    homes: bool = Field(default=False, description="A model belongs to one node, round robin; only there can it be.")
+    late_execution: bool = Field(default=True, description="With `exclusive`: execution starts with the first bytes (Torpor §4.3).")
+    homes: bool = Field(default=False, description="Each model is assigned to one node, round robin, and runs only there.")
     cache_dram: bool = True
     cache_ssd: bool = True
     ssd_copies: Literal["one", "full"] = Field(
-        default="one", description="Of each model on disks, to begin with: one, or as many as the disks of all nodes hold."
+        default="one", description="Copies of each model on disks at the start: one, or as many as fit on the disks of all nodes."
     )
-    in_dram: bool = Field(default=False, description="Every model begins in the memory of its nodes, as far as they hold it.")
+    in_dram: bool = Field(default=False, description="Every model is in the memory of its nodes at the start, as far as it fits.")
     elastic_kv: bool = Field(
-        default=False, description="Memory for the KV cache is taken with each request instead of with the instance (Tangram §3.3)."
+        default=False, description="KV cache memory is allocated per request, not per instance (Tangram §3.3)."
     )
     kv_overhead: float = Field(default=0.0, ge=0, description="Share of a token's time that elastic KV adds.")
     merge_gb_per_second: float | None = Field(
-        default=None, gt=0, description="Moving what lies in the way of new tensors; none: free."
+        default=None, gt=0, description="Speed of moving tensors to merge free memory; none: instantaneous."
     )
-    merge_share: float = Field(default=1.0, ge=0, le=1, description="Of what lies on the device, how much has to be moved.")
-    share_compute: bool = Field(
-        default=True, description="Busy instances of one device share it by the memory that they have booked."
-    )
+    merge_share: float = Field(default=1.0, ge=0, le=1, description="Share of the device's content that has to be moved.")
+    share_compute: bool = Field(default=True, description="Busy instances share a device in proportion to their booked memory.")
     hop_s: float = Field(default=0.0, ge=0, description="t_n of HydraServe: one stage to the next.")
-    gather_gb_per_second: float = Field(default=1.0, gt=0, description="KV cache of a pipeline to the stage that stays.")
+    gather_gb_per_second: float = Field(default=1.0, gt=0, description="Transfer of a pipeline's KV cache to the remaining stage.")
     window_s: float = Field(default=10.0, gt=0, description="Sliding window of the autoscaler.")
-    alpha: float = Field(default=0.5, ge=0, le=1, description="Of the SLO queue, to begin with.")
+    alpha: float = Field(default=0.5, ge=0, le=1, description="Initial alpha of the SLO queue.")
     alpha_period_s: float = Field(default=10.0, gt=0)
-    timeout_s: float = Field(default=300.0, gt=0, description="A request that has waited for so long is given up.")
-    failover: Literal["restart", "resume"] = Field(
-        default="resume", description="Requests of a node that fails begin anew, or go on."
-    )
+    timeout_s: float = Field(default=300.0, gt=0, description="A request that has waited this long fails.")
+    failover: Literal["restart", "resume"] = Field(default="resume", description="Requests of a failed node restart, or resume.")
     message_ms: float = Field(default=1.0, ge=0, description="One way, between any two processes. Only with --mesh.")
     reply_ms: float = Field(
-        default=0.0, ge=0, description="Of a TTFT, what messages between gateway and engine take. Only with --mesh."
+        default=0.0, ge=0, description="Part of the TTFT for messages between gateway and engine. Only with --mesh."
     )
     gateway_ms: float = Field(
-        default=0.0, ge=0, description="From a request's arrival to its demand being on its way. Only with --mesh."
+        default=0.0, ge=0, description="From a request's arrival to the sending of its demand. Only with --mesh."
     )
     noticed_s: float = Field(
         default=10.3,
         ge=0,
-        description="Until a gateway takes requests back from a node that has fallen silent: it asks after 10 s. Only with --mesh.",
+        description="Until a gateway takes requests back from a silent node: it asks after 10 s. Only with --mesh.",
     )
     decision_ms: float = Field(
         default=0.0,
         ge=0,
-        description="From hearing of something to sending what follows: the scheduler's transaction. Only with --mesh.",
+        description="From an event to the sending of its effects: the scheduler's transaction. Only with --mesh.",
     )
 
 
@@ -156,7 +152,7 @@ class Failure(_Strict):
 class Failures(_Strict):
     events: tuple[Failure, ...] = ()
     mtbf_s: float | None = Field(
-        default=None, gt=0, description="Mean time between failures of one node, exponential; drawn by the seed."
+        default=None, gt=0, description="Mean time between failures of one node, exponential, drawn from the seed."
     )
     mttr_s: float = Field(default=60.0, gt=0)
 
@@ -172,7 +168,7 @@ class ClusterFile(_Strict):
         if len(set(names)) < len(names):
             raise ValueError("two groups of nodes have the same name")
         if unknown := {f.node for f in self.failures.events} - set(names):
-            raise ValueError(f"failures.events: no node {min(unknown)!r}; there are {', '.join(names[:8])}")
+            raise ValueError(f"failures.events: no node {min(unknown)!r} exists. The nodes are {', '.join(names[:8])}")
         return self
 
     def each(self) -> Iterator[tuple[str, NodeGroup]]:
@@ -198,12 +194,8 @@ class Batching(_Strict):
 
     kind: Literal["batching"] = "batching"
     prefill_tokens_per_second: float = Field(gt=0)
-    prefill_ms: float = Field(
-        default=0.0, ge=0, description="Of any prompt, beside its tokens; of a pass, with `prefill_together`."
-    )
-    prefill_together: bool = Field(
-        default=False, description="Prompts that wait are computed in one pass, not one after the other."
-    )
+    prefill_ms: float = Field(default=0.0, ge=0, description="Fixed time of each prompt; with `prefill_together`, of each pass.")
+    prefill_together: bool = Field(default=False, description="Waiting prompts are computed in one pass, not one after the other.")
     tpot_ms: float = Field(gt=0)
     tpot_ms_more: float = Field(default=0.0, ge=0)
     concurrency: int = Field(default=16, ge=1)
@@ -218,8 +210,10 @@ class ModelGroup(_Strict):
     name: str
     copies: int = Field(default=1, ge=1)
     weights_gb: float = Field(gt=0)
-    kv_gb: float = Field(default=0.0, ge=0, description="Memory beside the weights that an instance books.")
-    kv_mb_per_token: float = Field(default=0.0, ge=0, description="Elastic KV, and what a consolidated pipeline gathers.")
+    kv_gb: float = Field(default=0.0, ge=0, description="Memory that an instance books besides the weights.")
+    kv_mb_per_token: float = Field(
+        default=0.0, ge=0, description="For elastic KV, and for the transfer of a consolidated pipeline."
+    )
     snapshot_gb: float | None = Field(default=None, gt=0, description="Of a suspended instance; none: its weights.")
     service: Service
     services: dict[str, Service] = Field(default_factory=dict, description="By kind of device, where it differs.")

@@ -56,12 +56,12 @@ def requests_of(order: Order, models: Sequence[str], seed: int) -> list[Request]
     level = None
     if order.locality is not None:
         if order.locality not in LOCALITY:
-            raise InvalidRequest(f"--locality: {order.locality!r} is none of {', '.join(LOCALITY)}")
+            raise InvalidRequest(f"--locality: {order.locality!r} is not one of {', '.join(LOCALITY)}")
         level = LOCALITY[order.locality]
     prompt, output, length_cv = order.prompt_tokens, order.output_tokens, order.length_cv
     if order.lengths is not None:
         if order.lengths not in DATASETS:
-            raise InvalidRequest(f"--lengths: {order.lengths!r} is none of {', '.join(DATASETS)}")
+            raise InvalidRequest(f"--lengths: {order.lengths!r} is not one of {', '.join(DATASETS)}")
         like = DATASETS[order.lengths]
         prompt, output, length_cv = like.prompt, like.output, like.cv
     what = Synthetic(

@@ -41,7 +41,7 @@ def draw(runs: Sequence[Run], directory: Path) -> list[Path]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise InvalidRequest(f"{directory} cannot be made: {e.strerror}") from e
+        raise InvalidRequest(f"{directory} cannot be created: {e.strerror}") from e
     names = list(dict.fromkeys(name for name, _, _ in runs))
     made = []
     for title, unit, values in (

@@ -157,7 +157,7 @@ class World:
         """
         interrupted = "suspend" not in self.can or "preempt" in self.can
         if instance.runs and not moves and interrupted and instance.model.group.priority >= self.asking:
-            return "serves, and could go on nowhere else"
+            return "serves, and has no migration target"
         if instance.moving:
             return "its requests are being moved"
         if instance.state in ("starting", "leaving"):

@@ -95,7 +95,7 @@ class Agents:
         """Start an instance. `before`: phases until the command was sent."""
         device = node.device(command.device_ids[0])
         if not node.alive:
-            self._refuse_start(command.instance_id, Unavailable(f"nobody listens on {node.name}", should_retry=True))
+            self._refuse_start(command.instance_id, Unavailable(f"no nodeagent answers on {node.name}", should_retry=True))
             return
         if not node.fits(device, command.reserve_bytes):
             self._refuse_start(command.instance_id, InsufficientMemory(f"{node.name} has no room for {command.card.name}"), node)
@@ -216,7 +216,9 @@ class Agents:
     def resume(self, node: MeshNode, command: ResumeInstance, before: Spans = ()) -> None:
         instance, world = node.instances.get(command.instance_id), self._world
         if not node.alive or instance is None or not instance.state.parked:
-            missing = Unavailable(f"nobody listens on {node.name}") if not node.alive else NotFound("it is not suspended here")
+            missing = (
+                Unavailable(f"no nodeagent answers on {node.name}") if not node.alive else NotFound("it is not suspended here")
+            )
             self._refuse_start(command.instance_id, missing)
             return
         if not node.fits(instance.device, instance.command.reserve_bytes):

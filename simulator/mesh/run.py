@@ -262,7 +262,7 @@ class Simulation:
             case LoadEnded(plan=plan) if plan.outcome == "ready" and plan.chosen and plan.chosen.predicted_ms and plan.measured_ms:
                 self.outcome.prediction_errors.append((plan.measured_ms - plan.chosen.predicted_ms) / 1e3)
             case CancelMigration():
-                raise AssertionError("a migrator takes up every order at once")
+                raise AssertionError("the simulated migrator claims every order at once")
             case _:
                 pass
 

@@ -97,7 +97,7 @@ LRU = Profile(
     choose=least_recently_used,
     keep=keep_setting,
     scale=one_each,
-    about="What fits, else what was used longest ago leaves.",
+    about="First fit, else least recently used eviction.",
 )
 FIFO = Profile(
     "fifo",
@@ -106,7 +106,7 @@ FIFO = Profile(
     choose=first_fit,
     keep=keep_setting,
     scale=one_each,
-    about="Requests in the order of arrival; what was loaded first leaves first.",
+    about="First come, first served; evicts in order of loading.",
 )
 NATIVE = Profile(
     "native",
@@ -115,7 +115,7 @@ NATIVE = Profile(
     choose=bound,
     keep=keep_until_needed,
     scale=one_each,
-    about="Early binding: an instance stays on its device for good (Native and NonSwap of Torpor, section 7).",
+    about="Early binding: an instance stays on its device permanently (Native and NonSwap of Torpor, section 7).",
 )
 INFLESS_KA = Profile(
     "infless-ka",
@@ -133,7 +133,7 @@ KEEP_ALIVE = Profile(
     choose=any_device,
     keep=keep_load_time,
     scale=per_request,
-    about="Instances leave when they have been idle as long as loading took, and not before (Ray Serve of ServerlessLLM, section 7.4).",
+    about="Instances stop after an idle time equal to their load time (Ray Serve of ServerlessLLM, section 7.4).",
 )
 SIMPLE_SWAP = Profile(
     "simple-swap",

@@ -51,5 +51,5 @@ PROFILE = Profile(
     keep=keep_load_time,
     scale=per_request,
     uses=frozenset({"migrate"}),
-    about="Least estimated startup time; those that serve move elsewhere with their tokens (ServerlessLLM, section 6).",
+    about="Least estimated startup time, with migration of serving instances (ServerlessLLM, section 6).",
 )

@@ -72,7 +72,7 @@ def _table(path: Path, file: Iterator[str], models: Sequence[str], seed: int, zi
             raise InvalidRequest(f"{path} is empty")
         missing = ", ".join(c for c in OURS if c not in columns)
         raise InvalidRequest(
-            f"{path} lacks the columns {missing} (or those of an Azure LLM trace: {', '.join(AZURE)}; or of BurstGPT: {', '.join(BURSTGPT)})"
+            f"{path} has no columns {missing} (or those of an Azure LLM trace: {', '.join(AZURE)}; or of BurstGPT: {', '.join(BURSTGPT)})"
         )
     known = set(models)
     for number, row in enumerate(rows, start=2):

@@ -17,7 +17,7 @@ from shared.errors import InvalidRequest, ThawError
 from simulator.order import Order, document, outcomes
 
 
-def told(done: int, total: int) -> None:
+def progress(done: int, total: int) -> None:
     sys.stderr.write(json.dumps({"done": done, "of": total}) + "\n")
     sys.stderr.flush()
 
@@ -32,7 +32,7 @@ def ordered(text: str) -> dict[str, Any]:
         from simulator import plots
 
         plots.available()
-    runs = outcomes(order, told)
+    runs = outcomes(order, progress)
     made = [str(p) for p in plots.draw(runs, order.plots)] if order.plots is not None else []
     return {**document(runs), "plots": made}
 

@@ -63,12 +63,12 @@ class Network:
         self._advance()
         queued, rate = 0.0, inf
         for link in path:
-            ahead = [f for f in link.flows if not f.background]
+            earlier = [f for f in link.flows if not f.background]
             if link.sequential:
-                queued = max(queued, sum(f.left for f in ahead) / link.bandwidth)
+                queued = max(queued, sum(f.left for f in earlier) / link.bandwidth)
                 rate = min(rate, link.bandwidth)
             else:
-                rate = min(rate, link.bandwidth / (len(ahead) + 1))
+                rate = min(rate, link.bandwidth / (len(earlier) + 1))
         return queued + (nbytes / rate if rate < inf else 0.0)
 
     def _remove(self, flow: Flow) -> None:

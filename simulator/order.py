@@ -100,7 +100,7 @@ def fitting(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> N
             )
 
 
-def outcomes(order: Order, told: Told) -> list[tuple[str, int, Outcome]]:
+def outcomes(order: Order, progress: Told) -> list[tuple[str, int, Outcome]]:
     """Yield the outcome for each policy and seed; all policies get the same requests."""
     cluster, models = read(order.cluster, ClusterFile), read(order.models, ModelsFile).models
     fitting(order.models, cluster, models)
@@ -111,11 +111,11 @@ def outcomes(order: Order, told: Told) -> list[tuple[str, int, Outcome]]:
     for seed in range(order.seeds):
         requests = requests_of(order, names, seed)
         for profile in profiles:
-            told(done, total)
+            progress(done, total)
             run = _mesh if order.mesh else simulate
             found.append((profile.name, seed, run(cluster, models, requests, profile, seed)))
             done += 1
-    told(done, total)
+    progress(done, total)
     return sorted(found, key=lambda f: order.policies.index(f[0]))
 
 

@@ -123,7 +123,7 @@ class Starts:
             context = instance.began + s.container_s + s.context_s
             engine = context + s.libraries_s
             self.expect(start)
-            world.clock.at(max(now, engine), lambda: self.came(start))
+            world.clock.at(max(now, engine), lambda: self.arrived(start))
             stages = len(instance.parts)
             missing = model.weights / stages if stages > 1 else model.weights - start.resident
             tier = instance.parts[0].device.node.tier(model.name)
@@ -131,7 +131,7 @@ class Starts:
             for part in instance.parts:
                 part.device.loading[instance.key] = model.group.heavy
                 Load(self._world, self._options, self, start, part, missing, max(now, context), max(now, engine))
-        self.came(start)
+        self.arrived(start)
 
     def _restore(self, start: Start) -> None:
         """Restore a snapshot from the node's memory."""
@@ -143,7 +143,7 @@ class Starts:
         def restored() -> None:
             node.dram.unpin(f"snapshot:{name}")
             node.dram.remove(f"snapshot:{name}")
-            world.clock.after(world.runtime.startup.restore_s, lambda: self.came(start))
+            world.clock.after(world.runtime.startup.restore_s, lambda: self.arrived(start))
 
         start.flows.append(node.network.start(part.device.path, start.snapshot, restored))
 
@@ -154,7 +154,7 @@ class Starts:
         self._count("peer")
         self.expect(start)
         path = (link,) if link is not None else device.path
-        start.flows.append(device.node.network.start(path, start.instance.model.weights, lambda: self.came(start)))
+        start.flows.append(device.node.network.start(path, start.instance.model.weights, lambda: self.arrived(start)))
 
     def _count(self, tier: str) -> None:
         loads = self._world.outcome.loads
@@ -163,7 +163,7 @@ class Starts:
     def expect(self, start: Start) -> None:
         start.outstanding += 1
 
-    def came(self, start: Start) -> None:
+    def arrived(self, start: Start) -> None:
         start.outstanding -= 1
         if start.outstanding == 0 and not start.given_up:
             cheap = start.way in ("restore", "peer_copy") or (self._world.runtime.exclusive and self._world.runtime.late_execution)
@@ -264,7 +264,7 @@ class Load:
         self._options.fetch_ended(self._node.name, self._start.instance.key)
         cached(world, self._node, self._model, self._tier, whole=len(self._start.instance.parts) == 1)
         if world.runtime.startup.stream:
-            self._starts.came(self._start)
+            self._starts.arrived(self._start)
         else:
             world.clock.at(max(now, self._copy_at) + self._merge, self._copy)
 
@@ -278,7 +278,7 @@ class Load:
         if not self._path:
             self._node.dram.unpin(self._model.name)
         self._part.device.loading.pop(self._start.instance.key, None)
-        self._starts.came(self._start)
+        self._starts.arrived(self._start)
 
 
 def cached(world: World, node: SimNode, model: SimModel, tier: Tier, whole: bool) -> None:

@@ -48,8 +48,8 @@ PRUNE_PERIOD_S = 600.0
 HEAP_PERIOD_S = 60.0
 LOADER_STATUS_PERIOD_S = 10.0
 LOADERS_AT_ONCE = 100
-_AGAIN_S = 0.2
-_TROUBLE = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, StaleEpoch)
+_RETRY_S = 0.2
+_TERM_ERRORS = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, StaleEpoch)
 
 
 async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
@@ -88,11 +88,11 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
             async with leadership(plain_url(settings.database_url.get_secret_value()), above) as term:
                 away.reset()
                 above = await _lead(settings, mesh, engine, term, name, metrics)
-        except _TROUBLE as e:
+        except _TERM_ERRORS as e:
             if away.allows(type(e).__name__):
                 refused = refused_login(e)
                 log.log(logging.ERROR if refused else logging.WARNING, "not leading", extra={"reason": refused or repr(e)})
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
 
 async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, term: Term, name: str, metrics: Metrics) -> int:
@@ -112,7 +112,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:
-        async with _sides(loop, repository, term.epoch, migrations):
+        async with _background_tasks(loop, repository, term.epoch, migrations):
             await handlers.start()
             await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
             deciding = asyncio.create_task(loop.run(outbox), name="decide")
@@ -125,7 +125,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
             finally:
                 await end(deciding, lost)
     except SteppedDown as e:
-        log.warning("stepping down: a newer epoch exists", extra={"mine": term.epoch, "seen": e.epoch})
+        log.warning("stepping down: a newer epoch exists", extra={"mine": term.epoch, "newer": e.epoch})
         return e.epoch
     finally:
         await handlers.stop()
@@ -139,7 +139,7 @@ def _batches(names: list[str], size: int) -> list[list[str]]:
 
 
 @contextlib.asynccontextmanager
-async def _sides(loop: SchedulerLoop, repository: Repository, epoch: int, migrations: Migrations) -> AsyncIterator[None]:
+async def _background_tasks(loop: SchedulerLoop, repository: Repository, epoch: int, migrations: Migrations) -> AsyncIterator[None]:
     """Run the tasks beside a term: timers, and the watch on migrations."""
 
     async def tick() -> None:

@@ -33,7 +33,7 @@ class SteppedDown(Exception):
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
-        super().__init__(f"epoch {epoch} has been seen")
+        super().__init__(f"epoch {epoch} exists")
 
 
 def merge_demand(events: list[Event]) -> list[Event]:
@@ -42,8 +42,8 @@ def merge_demand(events: list[Event]) -> list[Event]:
     for is_demand, run in groupby(events, key=lambda e: isinstance(e, DemandReceived)):
         some = list(run)
         if is_demand and len(some) > 1:
-            heard = tuple(e for e in some if isinstance(e, DemandReceived))
-            found.append(DemandBatch(heard[-1].at, heard))
+            demands = tuple(e for e in some if isinstance(e, DemandReceived))
+            found.append(DemandBatch(demands[-1].at, demands))
         else:
             found += some
     return found
@@ -91,13 +91,13 @@ class SchedulerLoop:
         """Run until cancelled.
 
         Raises:
-            SteppedDown: A newer epoch was seen.
+            SteppedDown: A newer epoch exists.
             StaleEpoch: Another leader was elected.
             SQLAlchemyError: The database failed.
         """
         tasks = [
             asyncio.create_task(self._decide_all(), name="decide events"),
-            asyncio.create_task(self._keep_all(outbox), name="keep decisions"),
+            asyncio.create_task(self._commit_all(outbox), name="commit decisions"),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +119,7 @@ class SchedulerLoop:
                 self._few.clear()
             await asyncio.sleep(0)  # a transaction may have finished
 
-    async def _keep_all(self, outbox: Outbox) -> None:
+    async def _commit_all(self, outbox: Outbox) -> None:
         while True:
             await self._some.wait()
             decided, self._decided = self._decided, _Decided()
@@ -128,7 +128,7 @@ class SchedulerLoop:
             if durable(decided.changes):
                 await self._repository.commit(self.state.epoch, decided.changes)
             outbox.carry_out(decided.effects, clock.now())
-            self._notify(decided.events, outbox.heard)
+            self._notify(decided.events, outbox.node_reported)
             for _ in decided.events:
                 self._events.task_done()
 
@@ -143,7 +143,7 @@ class SchedulerLoop:
             for each in event.demands if isinstance(event, DemandBatch) else (event,):
                 waiter = getattr(each, "waiter", None)
                 if waiter is not None:
-                    decided.effects.append(ReplyTo(waiter, ThawError(f"{type(e).__name__} while deciding: {e}").body()))
+                    decided.effects.append(ReplyTo(waiter, ThawError(f"{type(e).__name__} in a decision: {e}").body()))
             return
         for effect in decision.effects:
             if isinstance(effect, StepDown):
@@ -161,9 +161,9 @@ class SchedulerLoop:
             if isinstance(e, LoadStarted) and (parent := self._loads.started(e)) is not None
         ]
 
-    def _notify(self, batch: list[Event], heard: Callable[[str], None]) -> None:
+    def _notify(self, batch: list[Event], node_reported: Callable[[str], None]) -> None:
         for event in batch:
             if isinstance(event, NodeStatusReceived):
-                heard(event.status.node)
+                node_reported(event.status.node)
             elif isinstance(event, LoaderStatusReceived):
                 self.loader_status_received.set()

@@ -15,7 +15,7 @@ class SchedulerSettings(CommonSettings):
     database_url: SecretStr = Field(
         default=SecretStr("postgresql://thaw@127.0.0.1:5432/thaw"),
         description="PostgreSQL, as postgresql://user:password@host:port/name (postgresql+asyncpg:// is accepted too). Several servers, as "
-        "host:port,host:port: the one that takes writes is used.",
+        "host:port,host:port: the one that accepts writes is used.",
     )
     scheduler_name: str = Field(default="", description="Name of this scheduler in views and logs; host and process id by default.")
     scheduler_metrics_host: str = Field(default="127.0.0.1", description="Address of the scheduler's Prometheus endpoint.")
@@ -39,24 +39,22 @@ class SchedulerSettings(CommonSettings):
     )
     drain_timeout: float = Field(default=60.0, ge=0, description="Seconds running requests of a draining instance may still take.")
     scale_up_after: float = Field(
-        default=1.0, ge=0, description="Seconds demand must exceed the capacity of the replicas there for one more."
+        default=1.0, ge=0, description="Seconds demand must exceed the capacity of the present replicas before one more starts."
     )
     grant_wait: float = Field(
         default=10.0,
         ge=0,
-        description="Seconds a start may wait on its node for bytes of instances that are leaving there; 0: it is sent when they have left.",
+        description="Seconds a start may wait on its node for memory of instances that stop there; 0: it is sent when they have stopped.",
     )
     park_at_once: int = Field(
-        default=2, ge=0, description="Models started on a node at once to be parked ahead of their first request; 0: none are."
+        default=2, ge=0, description="Concurrent starts on a node of models that are parked before their first request; 0: none."
     )
     rebalance_every: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds between looks at whether hot models should be spread and cold ones packed by moving requests; 0: never.",
+        description="Period in seconds of spreading hot models and packing cold ones by migrating requests; 0: never.",
     )
-    prefetch: bool = Field(
-        default=True, description="Bring weights of models that are likely to be asked for to idle nodes ahead of their requests."
-    )
+    prefetch: bool = Field(default=True, description="Prefetch weights of models that are likely to be requested to idle nodes.")
     command_timeout: float = Field(
         default=5.0, gt=0, description="Seconds a nodeagent may be unreachable before a start on it counts as failed."
     )

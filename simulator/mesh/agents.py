@@ -126,7 +126,7 @@ class Agents:
         times = recorded.popleft() if recorded else self._usual
         outstanding = [3]
 
-        def came(phase: Phase) -> None:
+        def arrived(phase: Phase) -> None:
             if self._by_engine.get(instance.key) is not instance:
                 return
             instance.phases += ((phase, now, clock.now),)
@@ -143,8 +143,8 @@ class Agents:
                 instance.phases += ((Phase.PROFILE, began, clock.now),)
             clock.after(times.more, lambda: self._started(node, instance))
 
-        self.weights.bring(node, instance, came)
-        clock.after(times.engine, lambda: came(Phase.CONTAINER))
+        self.weights.bring(node, instance, arrived)
+        clock.after(times.engine, lambda: arrived(Phase.CONTAINER))
 
     def _started(self, node: MeshNode, instance: MeshInstance) -> None:
         if self._by_engine.get(instance.key) is not instance or instance.then == "stop":

@@ -44,11 +44,13 @@ class _Queue:
 class Gateway:
     """The gateway.
 
-    `tell`: sends demand to the scheduler. `loads_changed`: an engine's load changed.
+    `report_demand`: sends demand to the scheduler. `loads_changed`: an engine's load changed.
     """
 
-    def __init__(self, world: World, tell: Callable[[Demand], None], loads_changed: Callable[[MeshInstance], None]) -> None:
-        self._world, self._tell_scheduler, self._loads_changed = world, tell, loads_changed
+    def __init__(
+        self, world: World, report_demand: Callable[[Demand], None], loads_changed: Callable[[MeshInstance], None]
+    ) -> None:
+        self._world, self._tell_scheduler, self._loads_changed = world, report_demand, loads_changed
         self._queues = {name: _Queue(model) for name, model in world.models.items()}
         self.open = 0
         """Requests without an answer so far."""
@@ -118,7 +120,7 @@ class Gateway:
             self._give_up(run)
             self._world.outcome.failed += 1
         queue.waiting.clear()
-        self._tell(queue)
+        self._report_demand(queue)
 
     def _timed_out(self, queue: _Queue, run: Run) -> None:
         if run.waiting and run.begun is None:
@@ -126,7 +128,7 @@ class Gateway:
             self._give_up(run)
             self._world.outcome.timed_out += 1
             if not queue.waiting:
-                self._tell(queue)
+                self._report_demand(queue)
 
     def _give_up(self, run: Run) -> None:
         run.waiting = False
@@ -140,7 +142,7 @@ class Gateway:
                 break
             self._serve(min(free, key=lambda i: (len(i.engine.runs), i.key)), queue.waiting.popleft())
         if (queue.told_at is None) == bool(queue.waiting):
-            self._tell(queue)
+            self._report_demand(queue)
 
     def _serve(self, instance: MeshInstance, run: Run) -> None:
         if run.begun is None:
@@ -148,7 +150,7 @@ class Gateway:
         instance.engine.admit(run)
         self._loads_changed(instance)
 
-    def _tell(self, queue: _Queue) -> None:
+    def _report_demand(self, queue: _Queue) -> None:
         """Report demand: with the first waiting request, every second, and when none waits any more."""
         now, waiting = self._world.clock.now, len(queue.waiting)
         queue.told_at = now if waiting else None
@@ -167,5 +169,5 @@ class Gateway:
             )
         )
         if waiting:
-            told = queue.told_at
-            self._world.clock.after(DEMAND_INTERVAL_S, lambda: self._tell(queue) if queue.told_at == told else None)
+            reported = queue.told_at
+            self._world.clock.after(DEMAND_INTERVAL_S, lambda: self._report_demand(queue) if queue.told_at == reported else None)

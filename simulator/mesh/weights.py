@@ -21,7 +21,7 @@ class Weights:
         self._prefetches: dict[tuple[str, str], Flow] = {}
         """By node and model."""
 
-    def bring(self, node: MeshNode, instance: MeshInstance, came: Came) -> None:
+    def bring(self, node: MeshNode, instance: MeshInstance, arrived: Came) -> None:
         """Load to the node's memory (`fetch`) and to the device (`load`), pipelined."""
         world, sim, name = self._world, node.sim, instance.model
         nbytes = world.models[name].weights
@@ -33,7 +33,7 @@ class Weights:
             sim.dram.add(name, nbytes)
             sim.ssd.add(name, nbytes)
             self.hold(instance)
-            came(Phase.FETCH)
+            arrived(Phase.FETCH)
 
         path = sim.source(instance.tier) if instance.tier != "dram" else ()
         if path:
@@ -41,7 +41,7 @@ class Weights:
         else:
             sim.dram.touch(name)
             world.clock.after(0.0, fetched)
-        instance.flows.append(sim.network.start(instance.device.path, nbytes, lambda: came(Phase.LOAD)))
+        instance.flows.append(sim.network.start(instance.device.path, nbytes, lambda: arrived(Phase.LOAD)))
 
     @staticmethod
     def end(instance: MeshInstance) -> None:

@@ -24,9 +24,9 @@ class LoadTraces:
     A span ends with its leader; its trace id is stored with the plan.
     """
 
-    def __init__(self, told: Callable[[PlanRecord], None] | None = None) -> None:
+    def __init__(self, plan_ended: Callable[[PlanRecord], None] | None = None) -> None:
         """`plan_ended`: called with every plan that has ended."""
-        self._told = told
+        self._plan_ended = plan_ended
         self._open: dict[str, tuple[Span, tuple[str, ...]]] = {}
         self._parents: dict[str, str] = {}
 
@@ -56,8 +56,8 @@ class LoadTraces:
     def ended(self, effect: LoadEnded) -> LoadTrace:
         """Close the load's span with the scheduler's own phases as children; return the load's record."""
         plan = effect.plan
-        if self._told is not None:
-            self._told(plan)
+        if self._plan_ended is not None:
+            self._plan_ended(plan)
         span, waiters = self._open.pop(plan.plan_id, (None, ()))
         parent = self._parents.pop(plan.instance_id or "", None) or plan.traceparent
         if span is not None:

@@ -24,7 +24,7 @@ from shared.messaging.streams import migrations_bucket
 
 log = logging.getLogger(__name__)
 _LIST_MS = 1_000
-_AGAIN_S = 0.25
+_RETRY_S = 0.25
 
 
 class Migrations:
@@ -34,7 +34,7 @@ class Migrations:
         self._mesh = mesh
         self._post = post
         self._records: dict[str, MigrationRecord] = {}
-        self._heard: dict[str, float] = {}
+        self._changed_at: dict[str, float] = {}
         """When each record last changed (seconds of the loop's clock), the oldest first."""
 
     async def _open(self) -> KeyValue:
@@ -59,18 +59,18 @@ class Migrations:
         if self._records.get(key) != record:
             now = clock.now()
             self._records[key] = record
-            self._heard.pop(key, None)
-            self._heard[key] = now
+            self._changed_at.pop(key, None)
+            self._changed_at[key] = now
             self._post(MigrationUpdated(now, record))
             self._forget(now - MIGRATION_KEPT_S)
 
     def _forget(self, before: float) -> None:
         """Remove records that the bucket has expired; watchers get no event for that."""
-        while (key := next(iter(self._heard))) and self._heard[key] < before:
+        while (key := next(iter(self._changed_at))) and self._changed_at[key] < before:
             self.remove(key)
 
     def remove(self, key: str) -> None:
-        self._heard.pop(key, None)
+        self._changed_at.pop(key, None)
         record = self._records.pop(key, None)
         if record is not None and not record.over:
             self._post(MigrationUpdated(clock.now(), record.model_copy(update={"state": "cancelled"})))
@@ -93,7 +93,7 @@ class Migrations:
                 log.warning(
                     "failed to write a migration order; retrying", extra={"migration_id": record.migration_id, "error": repr(e)}
                 )
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
 
     async def call_off(self, migration_id: str, error: ErrorBody) -> None:
         """Cancel an order that no migrator has claimed."""

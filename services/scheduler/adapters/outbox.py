@@ -87,15 +87,15 @@ class Outbox:
         self._patience = patience
         self._migrations = migrations
         self._lanes: dict[str, _Lane] = {}
-        self._heard: dict[str, asyncio.Event] = {}
+        self._status_events: dict[str, asyncio.Event] = {}
 
     def reconcile(self, cards: Iterable[ModelCard]) -> None:
         """Bring the catalogue in line with the database, before any later change of it."""
-        self._lane("catalogue", partial(_surely, partial(self._catalog.reconcile, list(cards))))
+        self._lane("catalogue", partial(_retry_write, partial(self._catalog.reconcile, list(cards))))
 
-    def heard(self, node: str) -> None:
+    def node_reported(self, node: str) -> None:
         """Let lanes that wait for the node retry: it has sent a status."""
-        if (event := self._heard.pop(node, None)) is not None:
+        if (event := self._status_events.pop(node, None)) is not None:
             event.set()
 
     def carry_out(self, effects: Iterable[Effect], committed_at: float) -> None:
@@ -123,7 +123,7 @@ class Outbox:
                     self._lane("catalogue", partial(self._put_card, card, refused))
                 case DeleteCatalog(name):
                     catalogued = True
-                    self._lane("catalogue", partial(_surely, partial(self._catalog.delete, name)))
+                    self._lane("catalogue", partial(_retry_write, partial(self._catalog.delete, name)))
                 case ReplyTo() if catalogued:
                     self._lane("catalogue", partial(self._reply_job, effect, refused))
                     refused = []
@@ -148,7 +148,7 @@ class Outbox:
             command = effect.command
             parent = command.traceparent or self._loads.parent(command.instance_id)
             try:
-                await self._persist(
+                await self._send_with_retries(
                     effect.node,
                     lambda: self._mesh.request(
                         subjects.node_command(effect.node),
@@ -168,7 +168,7 @@ class Outbox:
         async def stop() -> None:
             subject = subjects.node_command(effect.node)
             try:
-                await self._persist(effect.node, lambda: self._mesh.request(subject, effect.command, Done))
+                await self._send_with_retries(effect.node, lambda: self._mesh.request(subject, effect.command, Done))
             except ThawError as e:
                 self._post(StopRefused(clock.now(), effect.command.instance_id, e.body()))
 
@@ -206,7 +206,7 @@ class Outbox:
     async def _put_card(self, card: ModelCard, refused: list[StoreFull]) -> None:
         """Write a card; a full catalogue is reported to the operator who registered the model."""
         try:
-            await _surely(partial(self._catalog.put, card))
+            await _retry_write(partial(self._catalog.put, card))
         except StoreFull as e:
             log.error("failed to write a model to the catalogue", extra={"model": card.name, "error": e.message})
             refused.append(e)
@@ -214,7 +214,7 @@ class Outbox:
     async def _reply_job(self, effect: ReplyTo, refused: list[StoreFull]) -> None:
         self._reply(ReplyTo(effect.waiter, refused[0].body()) if refused else effect)
 
-    async def _persist(self, node: str, send: Callable[[], Awaitable[Message]]) -> None:
+    async def _send_with_retries(self, node: str, send: Callable[[], Awaitable[Message]]) -> None:
         """Send until the node answers, retrying at each of its messages."""
         deadline = clock.now() + self._patience
         while True:
@@ -224,14 +224,14 @@ class Outbox:
             except (Unreachable, DeadlineExceeded):
                 if clock.now() >= deadline:
                     raise
-            event = self._heard.setdefault(node, asyncio.Event())
+            event = self._status_events.setdefault(node, asyncio.Event())
             try:
                 await asyncio.wait_for(event.wait(), _RETRY_S)
             except TimeoutError:
                 continue
 
 
-async def _surely(write: Job) -> None:
+async def _retry_write(write: Job) -> None:
     """Write to the catalogue, with retries while JetStream does not answer.
 
     The next leader reconciles what is left.

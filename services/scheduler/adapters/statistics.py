@@ -104,19 +104,19 @@ async def read_loaders(connection: AsyncConnection, now: float) -> list[LoaderPr
     """Return the stored loaders; they count as silent until their first message."""
     cached: dict[str, list[CachedModel]] = {}
     links: dict[str, list[LinkStatus]] = {}
-    heard: dict[str, float] = {}
+    last_message_at: dict[str, float] = {}
     for row in await connection.execute(select(tables.residency).where(tables.residency.c.tier.in_(("dram", "ssd")))):
         cached.setdefault(row.node, []).append(CachedModel(weights_id=row.weights_id, tier=row.tier, nbytes=row.nbytes))
-        heard[row.node] = min(now, row.heard_at)
+        last_message_at[row.node] = min(now, row.heard_at)
     for row in await connection.execute(select(tables.links)):
         # its queue has passed by now, or is reported again
         links.setdefault(row.node, []).append(LinkStatus(link=row.link, bytes_per_second=row.bytes_per_second))
-        heard[row.node] = min(now, row.heard_at)
+        last_message_at[row.node] = min(now, row.heard_at)
     return [
         LoaderPresence(
             node, at, LoaderStatus(node=node, boot_id="", cached=tuple(cached.get(node, ())), links=tuple(links.get(node, ())))
         )
-        for node, at in heard.items()
+        for node, at in last_message_at.items()
     ]
 
 

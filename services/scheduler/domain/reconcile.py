@@ -51,12 +51,12 @@ def reconcile(tx: Transaction, *, everything: bool, only_due: bool = False) -> N
     if _recovered(tx):
         advance_migrations(tx)
         for first in scale_up_queue(tx, scope.models()):  # 4
-            wish: ScaleUp | None = first
+            needed: ScaleUp | None = first
             for _ in range(first.model.card.spec.replicas.max):
-                if wish is None or not scale_up(tx, wish):
+                if needed is None or not scale_up(tx, needed):
                     break
                 start_claims(tx, scope.claimed())
-                wish = next_scale_up(tx, tx.state.models[wish.model.key])
+                needed = next_scale_up(tx, tx.state.models[needed.model.key])
         start_parking(tx, scope.models())  # 5
         if only_due:
             start_prefetches(tx)  # 6
@@ -90,16 +90,16 @@ def start_claims(tx: Transaction, devices: list[tuple[str, str]]) -> None:
         if presence is None or not presence.alive or presence.status is None:
             continue
         if booking_of(tx.state, node, device).free_soon_bytes < 0:
-            _give_up_hopeless_claims(tx, node, device)
+            _cancel_unfillable_claims(tx, node, device)
         for i in claims_on(tx.state, node, device):
             more = per_device_bytes(i, i.reserve_bytes) - suspended_bytes(tx.state, i)
             booked = [booking_of(tx.state, node, each) for each in i.device_ids]
-            if any(b.held_bytes + more > b.budget_bytes for b in booked) and not _waits_there(tx, i, more, booked):
+            if any(b.held_bytes + more > b.budget_bytes for b in booked) and not _can_wait_on_node(tx, i, more, booked):
                 break
             send_start(tx, i)
 
 
-def _waits_there(tx: Transaction, i: Instance, more: int, booked: list[Booking]) -> bool:
+def _can_wait_on_node(tx: Transaction, i: Instance, more: int, booked: list[Booking]) -> bool:
     """True if a claim may be sent before its memory is free.
 
     The node grants the memory once the drained instances there are gone, and until then nothing of
@@ -110,7 +110,7 @@ def _waits_there(tx: Transaction, i: Instance, more: int, booked: list[Booking])
     return all(b.held_bytes - b.drained_bytes + more <= b.budget_bytes for b in booked)
 
 
-def _give_up_hopeless_claims(tx: Transaction, node: str, device: str) -> None:
+def _cancel_unfillable_claims(tx: Transaction, node: str, device: str) -> None:
     """Cancel claims whose victims do not stop after all, newest first: they are placed again."""
     for i in reversed(claims_on(tx.state, node, device)):
         if booking_of(tx.state, node, device).free_soon_bytes >= 0:

@@ -194,7 +194,7 @@ def _remove(tx: Transaction, model: Model) -> None:
     if plan is not None and plan.outcome == "pending" and plan.instance_id is None:
         tx.put(plan.model_copy(update={"outcome": "cancelled"}))
     tx.emit(DeleteCatalog(model.key))
-    _call_off_wakes(tx, model, ModelNotFound(f"the model {model.key!r} was removed"))
+    _cancel_wakes(tx, model, ModelNotFound(f"the model {model.key!r} was removed"))
 
 
 def _wake(tx: Transaction, event: WakeRequested) -> None:
@@ -203,7 +203,7 @@ def _wake(tx: Transaction, event: WakeRequested) -> None:
     tx.put(Waiter(event.waiter, "wake", model.key, event.at))
 
 
-def _call_off_wakes(tx: Transaction, model: Model, why: ThawError) -> None:
+def _cancel_wakes(tx: Transaction, model: Model, why: ThawError) -> None:
     """Answer the operators who wait for a wake that will not happen: the last command wins."""
     for w in list(tx.state.waiters.values()):
         if w.kind == "wake" and w.model == model.key:
@@ -216,7 +216,7 @@ def _sleep(tx: Transaction, event: SleepRequested) -> None:
     if (base := model.card.spec.base) is not None:
         raise InvalidRequest(f"{model.key} is an adapter of {base} and has no instance of its own: thaw sleep {base}", param="name")
     tx.put(replace(model, sleep_requested=True))
-    _call_off_wakes(tx, model, Conflict(f"{model.key} was put to sleep while it was being woken"))
+    _cancel_wakes(tx, model, Conflict(f"{model.key} was put to sleep while it was being woken"))
     there = [i for i in tx.state.of_model(model.key) if not i.state.parked]
     critical_phases = tuple(i.instance_id for i in there if not i.is_claim)
     tx.put(Waiter(event.waiter, "sleep", model.key, event.at, critical_phases))

@@ -34,16 +34,24 @@ def next_scale_up(tx: Transaction, model: Model) -> ScaleUp | None:
     running = tx.state.live_instances(model)
     live = len(running)
     demand = tx.state.demand.get(name)
-    unmet = tx.state.unschedulable.get(name)
+    waiting_model = tx.state.unschedulable.get(name)
     if live == 0 and tx.state.waiting_count(name):
         woken = [w.since for w in tx.state.waiters.values() if w.kind == "wake" and w.model == name]
-        trouble = tx.state.failures.get(name)
-        trigger = "retry" if trouble and (trouble.attempts or trouble.kills) else "demand" if demand and demand.waiting else "wake"
+        failure_history = tx.state.failures.get(name)
+        trigger = (
+            "retry"
+            if failure_history and (failure_history.attempts or failure_history.kills)
+            else "demand"
+            if demand and demand.waiting
+            else "wake"
+        )
         since = min([*woken, *([demand.since] if demand and demand.since is not None else [])], default=tx.now)
-        heard = min([*woken, *([g.last_message_at for g in demand.gateways if g.waiting] if demand else [])], default=tx.now)
-        return ScaleUp(model, trigger, since, unmet.since if unmet else heard)
+        first_message_at = min(
+            [*woken, *([g.last_message_at for g in demand.gateways if g.waiting] if demand else [])], default=tx.now
+        )
+        return ScaleUp(model, trigger, since, waiting_model.since if waiting_model else first_message_at)
     if live < model.min_replicas:
-        return ScaleUp(model, "min_replicas", tx.now, unmet.since if unmet else tx.now)
+        return ScaleUp(model, "min_replicas", tx.now, waiting_model.since if waiting_model else tx.now)
     return _more(tx, model, running)
 
 
@@ -56,8 +64,8 @@ def _more(tx: Transaction, model: Model, running: list[Instance]) -> ScaleUp | N
     demand = tx.state.demand.get(name)
     capacity = 0
     for i in running:
-        seen = tx.state.reports.get(i.instance_id)
-        capacity += seen.status.capacity if seen and i.ready_at is not None else model.card.spec.max_concurrency
+        report = tx.state.reports.get(i.instance_id)
+        capacity += report.status.capacity if report and i.ready_at is not None else model.card.spec.max_concurrency
     asked = Demand(
         model=name,
         waiting=demand.waiting if demand else 0,
@@ -72,8 +80,8 @@ def _more(tx: Transaction, model: Model, running: list[Instance]) -> ScaleUp | N
     if tx.policy.profile.scale(asked) <= len(running):
         tx.drop(Overload, name)
         return None
-    pressure = tx.state.overload.get(name) or Overload(name, tx.now)
-    tx.put(pressure)
-    if tx.now - pressure.since <= tx.policy.scale_up_after_s:
+    overload = tx.state.overload.get(name) or Overload(name, tx.now)
+    tx.put(overload)
+    if tx.now - overload.since <= tx.policy.scale_up_after_s:
         return None
-    return ScaleUp(model, "replicas", pressure.since, tx.now, is_extra=True)
+    return ScaleUp(model, "replicas", overload.since, tx.now, is_extra=True)

@@ -19,27 +19,31 @@ from shared.errors import ModelNotFound
 
 
 def apply_demand(tx: Transaction, event: DemandReceived) -> None:
-    heard = event.demand
-    model = tx.state.serving_model(heard.model)
+    reported = event.demand
+    model = tx.state.serving_model(reported.model)
     if model is None:
         return
     name = model.key
-    asked_anew = bool(heard.waiting) and not tx.state.waiting_count(name)
-    since = event.at - heard.oldest_wait_ms / 1e3
-    waiting = heard.waiting
-    trouble = tx.state.failures.get(name)
-    if trouble and trouble.failed_at is not None and since <= trouble.failed_at > tx.now - tx.policy.failure_echo_s:
+    asked_anew = bool(reported.waiting) and not tx.state.waiting_count(name)
+    since = event.at - reported.oldest_wait_ms / 1e3
+    waiting = reported.waiting
+    failure_history = tx.state.failures.get(name)
+    if (
+        failure_history
+        and failure_history.failed_at is not None
+        and since <= failure_history.failed_at > tx.now - tx.policy.failure_echo_s
+    ):
         waiting = 0
-    others = _others(tx, name, heard.gateway)
-    old = next((g for m in [tx.state.demand.get(name)] if m for g in m.gateways if g.gateway == heard.gateway), None)
-    parents = heard.traceparents
+    others = _others(tx, name, reported.gateway)
+    old = next((g for m in [tx.state.demand.get(name)] if m for g in m.gateways if g.gateway == reported.gateway), None)
+    parents = reported.traceparents
     if old is not None and old.waiting and waiting:
         parents = parents or old.traceparents
-    entry = GatewayDemand(heard.gateway, waiting, heard.in_flight, since, event.at, parents, heard.window, heard.peak)
-    _keep(tx, name, (*others, entry) if waiting or heard.in_flight else others)
+    entry = GatewayDemand(reported.gateway, waiting, reported.in_flight, since, event.at, parents, reported.window, reported.peak)
+    _keep(tx, name, (*others, entry) if waiting or reported.in_flight else others)
     if asked_anew:
-        habit = tx.state.usage_history.get(name)
-        tx.put(UsageHistory(name, tx.now) if habit is None else habit.used_at(tx.now))
+        usage = tx.state.usage_history.get(name)
+        tx.put(UsageHistory(name, tx.now) if usage is None else usage.used_at(tx.now))
 
 
 def _others(tx: Transaction, name: str, gateway: str) -> tuple[GatewayDemand, ...]:
@@ -53,8 +57,8 @@ def _keep(tx: Transaction, name: str, gateways: tuple[GatewayDemand, ...]) -> No
     else:
         tx.drop(ModelDemand, name)
         tx.drop(Overload, name)
-        if (trouble := tx.state.failures.get(name)) is not None:
-            tx.put(replace(trouble, attempts=0, kills=0, failed_devices=()))
+        if (failure_history := tx.state.failures.get(name)) is not None:
+            tx.put(replace(failure_history, attempts=0, kills=0, failed_devices=()))
 
 
 def expire_demand(tx: Transaction) -> None:
@@ -80,9 +84,9 @@ def reply_to_demand(tx: Transaction, event: DemandReceived) -> None:
         first, ms = min([(i, _left_ms(tx, i)) for i in live], key=itemgetter(1))
         tx.emit(ReplyTo(event.waiter, DemandNoted(outlook="starting", plan_id=first.plan_id, eta_ms=int(ms))))
         return
-    unmet = tx.state.unschedulable.get(model.key)
+    waiting_model = tx.state.unschedulable.get(model.key)
     plan = tx.state.last_plan_of(model.key)
-    reason = unmet.reason if unmet else (model.error or "")
+    reason = waiting_model.reason if waiting_model else (model.error or "")
     tx.emit(ReplyTo(event.waiter, DemandNoted(outlook="waiting", plan_id=plan.plan_id if plan else None, reason=reason)))
 
 

@@ -35,8 +35,8 @@ def resume_requests_s(state: ClusterState, i: Instance) -> float:
     The number of tokens follows from the KV cache in use.
     """
     times = state.migration_times.get(i.model) or MigrationTimes(i.model)
-    model, seen = state.models.get(i.model), state.reports.get(i.instance_id)
-    load = seen.status.load if seen is not None else None
+    model, report = state.models.get(i.model), state.reports.get(i.instance_id)
+    load = report.status.load if report is not None else None
     active = load.active if load is not None else 0
     per_token = model.card.info.kv_bytes_per_token if model is not None else 0
     tokens = load.kv_bytes_used / per_token if load is not None and per_token else 0.0

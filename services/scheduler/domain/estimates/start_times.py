@@ -140,8 +140,8 @@ class Forecast:
 
     def predict_resume(self, i: Instance, *, leaving: bool) -> Prediction:
         """Return the prediction for resuming a suspended instance, as its node measured it."""
-        seen = self._state.reports.get(i.instance_id)
-        known = seen.status.suspension.resume_ms if seen is not None else None
+        report = self._state.reports.get(i.instance_id)
+        known = report.status.suspension.resume_ms if report is not None else None
         phases = {k: PRIOR_MS[k] for k in BEFORE} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
         spread = 0.0
         if (learned := _values(self._state, i.model, i.node).get(RESUMING)) is not None:
@@ -282,8 +282,8 @@ def restart_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
 
 def resumes_faster(state: ClusterState, i: Instance) -> bool:
     """True if resuming the instance takes no longer than starting a new one in its place."""
-    seen, model = state.reports.get(i.instance_id), state.models.get(i.model)
-    resume_ms = seen.status.suspension.resume_ms if seen is not None else None
+    report, model = state.reports.get(i.instance_id), state.models.get(i.model)
+    resume_ms = report.status.suspension.resume_ms if report is not None else None
     if resume_ms is None or model is None:
         return True
     _, anew = Forecast(state, model.card).on(booking_of(state, i.node, i.device_ids[0]), leaving=False)
@@ -341,8 +341,8 @@ def _reserved_ms(plan: PlanRecord) -> float | None:
 
 def _by_phase(plan: PlanRecord) -> dict[str, float]:
     """Return the measured milliseconds by phase, without those that are no samples."""
-    told = tuple(s for s in plan.measured if not _of_the_zygote(s) and s.phase not in (Phase.QUEUE, Phase.MESH))
-    return plan.model_copy(update={"measured": told}).measured_phases
+    sampled = tuple(s for s in plan.measured if not _of_the_zygote(s) and s.phase not in (Phase.QUEUE, Phase.MESH))
+    return plan.model_copy(update={"measured": sampled}).measured_phases
 
 
 def _of_the_zygote(span: PhaseSpan) -> bool:

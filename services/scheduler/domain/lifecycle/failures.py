@@ -48,7 +48,7 @@ def _count_failure(tx: Transaction, i: Instance, error: ErrorBody) -> None:
     model = tx.state.models.get(i.model)
     if model is None or i.leaving != "no" or i.generation != model.card.generation:
         return
-    trouble = tx.state.failures.get(i.model) or FailureHistory(i.model)
+    failure_history = tx.state.failures.get(i.model) or FailureHistory(i.model)
     here = tuple(f"{i.node}/{device}" for device in i.device_ids)
     cause = from_body(error)
     hopeless, killed = isinstance(cause, InvalidModel), isinstance(cause, EngineKilled)
@@ -56,10 +56,17 @@ def _count_failure(tx: Transaction, i: Instance, error: ErrorBody) -> None:
         park_attempts.record_park_failure(tx, i.model, error.message, hopeless=hopeless)
         tx.put(replace(model, error=error.message))
         return
-    if killed and trouble.kills + 1 < MAX_KILLED:
-        tx.put(replace(trouble, kills=trouble.kills + 1, error=error))
-    elif not (hopeless or killed) and trouble.attempts + 1 < MAX_ATTEMPTS:
-        tx.put(replace(trouble, attempts=trouble.attempts + 1, failed_devices=trouble.failed_devices + here, error=error))
+    if killed and failure_history.kills + 1 < MAX_KILLED:
+        tx.put(replace(failure_history, kills=failure_history.kills + 1, error=error))
+    elif not (hopeless or killed) and failure_history.attempts + 1 < MAX_ATTEMPTS:
+        tx.put(
+            replace(
+                failure_history,
+                attempts=failure_history.attempts + 1,
+                failed_devices=failure_history.failed_devices + here,
+                error=error,
+            )
+        )
     else:
         fail_demand(tx, model, error, i.plan_id)
         return
@@ -78,10 +85,10 @@ def on_crash(tx: Transaction, i: Instance, error: ErrorBody) -> None:
     tx.put(replace(model, error=error.message))
     if i.trigger == park_attempts.TRIGGER:
         park_attempts.record_park_failure(tx, i.model, error.message)
-    trouble = tx.state.failures.get(i.model) or FailureHistory(i.model)
+    failure_history = tx.state.failures.get(i.model) or FailureHistory(i.model)
     quick = i.ready_at is not None and tx.now - i.ready_at < tx.policy.stable_after_s
-    failures = trouble.failures + 1 if quick else 1
-    tx.put(replace(trouble, failures=failures, not_before=tx.now + tx.policy.backoff_s(failures), error=error))
+    failures = failure_history.failures + 1 if quick else 1
+    tx.put(replace(failure_history, failures=failures, not_before=tx.now + tx.policy.backoff_s(failures), error=error))
 
 
 def fail_demand(tx: Transaction, model: Model, error: ErrorBody, plan_id: str | None) -> None:
@@ -89,8 +96,8 @@ def fail_demand(tx: Transaction, model: Model, error: ErrorBody, plan_id: str | 
 
     Its next request may try again.
     """
-    trouble = tx.state.failures.get(model.key) or FailureHistory(model.key)
-    failures = trouble.failures + 1
+    failure_history = tx.state.failures.get(model.key) or FailureHistory(model.key)
+    failures = failure_history.failures + 1
     tx.put(
         FailureHistory(
             model.key, failures=failures, failed_at=tx.now, not_before=tx.now + tx.policy.backoff_s(failures), error=error
@@ -112,18 +119,18 @@ def on_start_refused(tx: Transaction, i: Instance) -> None:
     """Release a start that its nodeagent had no memory for; the model is placed again."""
     remove_instance(tx, i, "cancelled", "the nodeagent refused the reservation")
     release_weights(tx, i)
-    _shun(tx, i)
+    _cool_down_devices(tx, i)
 
 
 def on_resume_refused(tx: Transaction, i: Instance, error: ErrorBody) -> None:
     """Cancel a resumption without memory; if the instance is gone, another one is started."""
     if error.code == InsufficientMemory.code:
         cancel_resume(tx, i, error.message)
-        _shun(tx, i)
+        _cool_down_devices(tx, i)
     else:
         remove_instance(tx, i, "cancelled", error.message, error)
 
 
-def _shun(tx: Transaction, i: Instance) -> None:
+def _cool_down_devices(tx: Transaction, i: Instance) -> None:
     for device in i.device_ids:
         tx.put(Cooldown(f"{i.node}/{device}", tx.now + tx.policy.refusal_cooldown_s))

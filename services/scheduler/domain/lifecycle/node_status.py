@@ -50,17 +50,17 @@ def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
         if instance is not None and instance.is_resume_claim:
             _waits_to_resume(tx, instance, s)
         elif instance is not None and not instance.is_claim:
-            _known(tx, instance, s)  # 3
+            _update_known(tx, instance, s)  # 3
         elif instance is None and (s.state.holds_memory or s.state.parked):
-            _unknown(tx, status.node, s)  # 4
+            _adopt_or_stop(tx, status.node, s)  # 4
     for i in list(tx.state.on_node(status.node)):
         if i.instance_id not in reported and (i.is_resume_claim or not i.is_claim):
-            _missing(tx, i, status)  # 5
+            _on_missing(tx, i, status)  # 5
 
 
-def _known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
+def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
     count_completed(tx, tx.state.reports.get(s.instance_id), s)
-    tx.put(_seen(tx, s))
+    tx.put(_report_of(tx, s))
     learn_memory(tx, s)
     match s.state:
         case InstanceState.READY if i.ready_at is None:
@@ -123,14 +123,14 @@ def _no_room(s: InstanceStatus) -> bool:
 
 def _waits_to_resume(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
     """Update a suspended instance with promised memory: it may have ended, or resumed by itself."""
-    tx.put(_seen(tx, s))
+    tx.put(_report_of(tx, s))
     if s.state in (InstanceState.STOPPED, InstanceState.FAILED):
         remove_instance(tx, i, "cancelled", "it ended while it waited for room")
     elif s.state is InstanceState.READY:
         mark_ready(tx, i, s)
 
 
-def _seen(tx: Transaction, s: InstanceStatus) -> InstanceReport:
+def _report_of(tx: Transaction, s: InstanceStatus) -> InstanceReport:
     idle = s.state is InstanceState.READY and s.load.active == 0 and s.load.waiting == 0
     since = tx.now - s.load.idle_ms / 1e3
     old = tx.state.reports.get(s.instance_id)
@@ -145,7 +145,7 @@ def progress(s: InstanceStatus) -> tuple[object, ...]:
     return (s.state, s.phase, s.progress, s.memory.weights, s.memory.private, len(s.phases))
 
 
-def _unknown(tx: Transaction, node: str, s: InstanceStatus) -> None:
+def _adopt_or_stop(tx: Transaction, node: str, s: InstanceStatus) -> None:
     model = tx.state.models.get(s.model)
     wanted = (
         model is not None
@@ -176,13 +176,13 @@ def _unknown(tx: Transaction, node: str, s: InstanceStatus) -> None:
         leaving="no" if wanted else "drain",
         leave_reason="" if wanted else "not wanted: unknown to the scheduler, replaced or out of date",
     )
-    tx.put(_seen(tx, s))
+    tx.put(_report_of(tx, s))
     tx.put(adopted)
     if not wanted and s.state is not InstanceState.DRAINING:
         send_stop(tx, adopted)
 
 
-def _missing(tx: Transaction, i: Instance, status: NodeStatus) -> None:
+def _on_missing(tx: Transaction, i: Instance, status: NodeStatus) -> None:
     fresh = i.sent_at is not None and tx.now - i.sent_at <= tx.policy.absence_grace_s
     if fresh or status.seq < 2:
         return
@@ -201,12 +201,12 @@ def lost(tx: Transaction, i: Instance, why: str) -> None:
 def stop_stalled_starts(tx: Transaction) -> None:
     """Stop starts without progress that their nodeagent should have ended."""
     for i in tx.due_instances():
-        seen = tx.state.reports.get(i.instance_id)
+        report = tx.state.reports.get(i.instance_id)
         model = tx.state.models.get(i.model)
-        if i.leaving != "no" or seen is None or model is None or not seen.status.state.starting:
+        if i.leaving != "no" or report is None or model is None or not report.status.state.starting:
             continue
         limit = model.card.spec.init_timeout
-        if tx.now - seen.progressed_at > limit + tx.policy.init_grace_s:
+        if tx.now - report.progressed_at > limit + tx.policy.init_grace_s:
             text = f"the start of {i.label} made no progress on {i.node} for {limit:g} s; init_timeout sets this limit"
             on_start_stalled(tx, i, EngineFailed(text).body())
 

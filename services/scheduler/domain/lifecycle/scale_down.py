@@ -61,13 +61,13 @@ def _parks(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
     2. Its node can suspend it: suspend it.
     3. Its node cannot: stop it and do not try again.
     """
-    seen = tx.state.reports.get(i.instance_id)
-    if seen is None or tx.state.waiting_count(i.model) or seen.status.load.completed:  # 1
+    report = tx.state.reports.get(i.instance_id)
+    if report is None or tx.state.waiting_count(i.model) or report.status.load.completed:  # 1
         return None
-    if seen.status.suspension.possible:  # 2
+    if report.status.suspension.possible:  # 2
         return "suspend_if_idle", "parked before its first request"
     if i.ready_at is not None and tx.now - i.ready_at > tx.policy.park_timeout_s:  # 3
-        reason = seen.status.suspension.reason or "its node cannot suspend it"
+        reason = report.status.suspension.reason or "its node cannot suspend it"
         record_park_impossible(tx, i.model, reason)
         return "if_idle", f"it cannot be parked: {reason}"
     return None

@@ -13,52 +13,52 @@ from services.scheduler.domain.values import replace
 from shared.contracts.plans import PlanRecord
 
 
-def scale_up(tx: Transaction, wish: ScaleUp) -> bool:
+def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
     """Start the needed instance, or record the obstacle.
 
     Returns:
         True if something was started; the model may then need one more.
     """
-    model = tx.state.models[wish.model.key]
-    placement = _placed(tx, model, wish)
+    model = tx.state.models[needed.model.key]
+    placement = _placed(tx, model, needed)
     if placement.chosen is not None:
-        start_instance(tx, model, placement, wish.trigger, wish.first_message_at)
+        start_instance(tx, model, placement, needed.trigger, needed.first_message_at)
         tx.drop(Unschedulable, model.key)
         return True
-    if wish.is_extra:
+    if needed.is_extra:
         return False
-    if placement.error is not None and wish.trigger != "min_replicas":
-        plan = _note(tx, wish, placement)
+    if placement.error is not None and needed.trigger != "min_replicas":
+        plan = _note(tx, needed, placement)
         failed = plan.model_copy(update={"outcome": "failed", "error": placement.error.body()})
         tx.put(failed)
         fail_demand(tx, model, placement.error.body(), plan.plan_id)
     else:
-        tx.put(Unschedulable(model.key, wish.first_message_at, placement.reason))
-        _note(tx, wish, placement)
+        tx.put(Unschedulable(model.key, needed.first_message_at, placement.reason))
+        _note(tx, needed, placement)
         if placement.error is not None and model.error != placement.error.message:
             tx.put(replace(model, error=placement.error.message))
     return False
 
 
-def _placed(tx: Transaction, model: Model, wish: ScaleUp) -> Placement:
+def _placed(tx: Transaction, model: Model, needed: ScaleUp) -> Placement:
     """Place a replica on a node without the model if one has room, for availability and bandwidth."""
-    waited, kept = wish.waited_s(tx.now), wish.trigger == "min_replicas"
+    waited, kept = needed.waited_s(tx.now), needed.trigger == "min_replicas"
     if tx.state.live_instances(model):
-        alone = place(tx, model, waited, extra=wish.is_extra, min_replicas_only=kept, spread=True)
+        alone = place(tx, model, waited, extra=needed.is_extra, min_replicas_only=kept, spread=True)
         if alone.chosen is not None:
             return alone
-    return place(tx, model, waited, extra=wish.is_extra, min_replicas_only=kept)
+    return place(tx, model, waited, extra=needed.is_extra, min_replicas_only=kept)
 
 
-def _note(tx: Transaction, wish: ScaleUp, placement: Placement) -> PlanRecord:
+def _note(tx: Transaction, needed: ScaleUp, placement: Placement) -> PlanRecord:
     """Store the record of a decision that starts nothing: one per wait, updated with its reason."""
-    last = tx.state.last_plan_of(wish.model.key)
+    last = tx.state.last_plan_of(needed.model.key)
     waiting = last if last is not None and last.outcome == "pending" and last.instance_id is None else None
     record = PlanRecord(
         plan_id=waiting.plan_id if waiting else f"plan-{tx.next_token():x}",
-        model=wish.model.key,
+        model=needed.model.key,
         created=waiting.created if waiting else tx.now,
-        trigger=wish.trigger,
+        trigger=needed.trigger,
         way=placement.way,
         candidates=placement.candidates,
         reason=placement.reason,

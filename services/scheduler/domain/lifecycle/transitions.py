@@ -49,7 +49,7 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
     if placement.resume is None:
         instance = _new(tx, model, chosen, plan_id, number, trigger, since)
     else:
-        instance = _comes_back(tx, placement.resume, plan_id, number, trigger, since)
+        instance = _resumed_claim(tx, placement.resume, plan_id, number, trigger, since)
     plan = unchecked(
         PlanRecord,
         {
@@ -103,7 +103,7 @@ def _new(tx: Transaction, model: Model, chosen: Candidate, plan_id: str, number:
     )
 
 
-def _comes_back(tx: Transaction, instance_id: str, plan_id: str, number: int, trigger: str, since: float) -> Instance:
+def _resumed_claim(tx: Transaction, instance_id: str, plan_id: str, number: int, trigger: str, since: float) -> Instance:
     parked = tx.state.instances[instance_id]
     return replace(
         parked,
@@ -233,8 +233,8 @@ def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
     if model := tx.state.models.get(i.model):
         count_late_requests(tx, i, model)
         tx.put(replace(model, error=None))
-    if trouble := tx.state.failures.get(i.model):
-        tx.put(replace(trouble, attempts=0, kills=0, failed_devices=()))
+    if failure_history := tx.state.failures.get(i.model):
+        tx.put(replace(failure_history, attempts=0, kills=0, failed_devices=()))
 
 
 def _learn(tx: Transaction, plan: PlanRecord) -> None:
@@ -254,17 +254,17 @@ def remove_instance(tx: Transaction, i: Instance, outcome: str, reason: str = ""
     """Remove an instance; a plan that is still pending gets `outcome`."""
     tx.drop(Instance, i.instance_id)
     tx.drop(Cooldown, i.instance_id)
-    seen = tx.state.reports.get(i.instance_id)
+    report = tx.state.reports.get(i.instance_id)
     tx.drop(InstanceReport, i.instance_id)
     plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
         update: dict[str, object] = {"outcome": outcome, "error": error}
-        if seen:
-            update["measured"] = on_plan_clock(seen.status.phases, tx.now - i.requested_at)
+        if report:
+            update["measured"] = on_plan_clock(report.status.phases, tx.now - i.requested_at)
         if reason:
             update["reason"] = f"{plan.reason}; {outcome}: {reason}"
         finish_plan(tx, i, plan.model_copy(update=update))
-    _tell_sleepers(tx, i, (seen.status.freed_bytes if seen else None) or 0)
+    _count_stopped(tx, i, (report.status.freed_bytes if report else None) or 0)
 
 
 def finish_plan(tx: Transaction, i: Instance, plan: PlanRecord) -> None:
@@ -272,7 +272,7 @@ def finish_plan(tx: Transaction, i: Instance, plan: PlanRecord) -> None:
     tx.emit(LoadEnded(plan, i.node, i.requested_at, tx.now))
 
 
-def _tell_sleepers(tx: Transaction, i: Instance, freed: int) -> None:
+def _count_stopped(tx: Transaction, i: Instance, freed: int) -> None:
     for w in list(tx.state.waiters.values()):
         if w.kind == "sleep" and i.instance_id in w.instances and i.instance_id not in w.stopped:
             tx.put(replace(w, stopped=(*w.stopped, i.instance_id), freed_bytes=w.freed_bytes + freed))
@@ -291,13 +291,13 @@ def mark_suspended(tx: Transaction, i: Instance, status: InstanceStatus) -> None
         finish_plan(
             tx, i, plan.model_copy(update={"outcome": "ready", "measured": on_plan_clock(status.phases, tx.now - i.requested_at)})
         )
-    _tell_sleepers(tx, i, status.suspension.freed_bytes)
+    _count_stopped(tx, i, status.suspension.freed_bytes)
 
 
 def cancel_resume(tx: Transaction, i: Instance, reason: str) -> None:
     """Keep a suspended instance suspended: nothing needs it any more, or there is no room."""
-    seen = tx.state.reports.get(i.instance_id)
-    state = seen.status.state if seen is not None and seen.status.state.parked else InstanceState.SUSPENDED
+    report = tx.state.reports.get(i.instance_id)
+    state = report.status.state if report is not None and report.status.state.parked else InstanceState.SUSPENDED
     plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
         finish_plan(tx, i, plan.model_copy(update={"outcome": "cancelled", "reason": f"{plan.reason}; cancelled: {reason}"}))

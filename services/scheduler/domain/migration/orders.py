@@ -145,8 +145,8 @@ def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
     move = tx.state.migrations.get(record.migration_id)
     if move is None:
         if not record.over:
-            tx.put(_reread(tx, record))
-        elif _emptied(record) and (source := tx.state.instances.get(record.source_instance)) is not None:
+            tx.put(_migration_of(tx, record))
+        elif _is_source_empty(record) and (source := tx.state.instances.get(record.source_instance)) is not None:
             stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
         return
     if not record.over:
@@ -159,15 +159,15 @@ def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
     source = tx.state.instances.get(record.source_instance)
     if source is not None and move.is_whole_instance and record.state != "done":
         tx.put(Cooldown(_pause(record.source_instance), tx.now + RETRY_S))
-    if source is not None and _emptied(record):
+    if source is not None and _is_source_empty(record):
         stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
 
 
-def _emptied(record: MigrationRecord) -> bool:
+def _is_source_empty(record: MigrationRecord) -> bool:
     return record.state == "done" and record.request_id is None
 
 
-def _reread(tx: Transaction, record: MigrationRecord) -> Migration:
+def _migration_of(tx: Transaction, record: MigrationRecord) -> Migration:
     return Migration(
         record.migration_id,
         record.model,
@@ -203,7 +203,7 @@ def _advance(tx: Transaction, move: Migration) -> None:
     source = tx.state.instances.get(move.source)
     model = tx.state.models.get(move.model)
     if source is None or model is None or source.generation != model.card.generation:
-        _give_up(tx, move, NotFound(f"the instance {move.source} has gone").body())
+        _fail_migration(tx, move, NotFound(f"the instance {move.source} has gone").body())
         return
     if move.waiter is None and tx.idle_since(move.source) is not None:
         tx.drop(Migration, move.migration_id)  # nothing is left to migrate; the source stops by itself
@@ -244,8 +244,8 @@ def _fits(tx: Transaction, move: Migration, source: Instance, i: Instance) -> bo
 
 
 def _load(tx: Transaction, i: Instance) -> int:
-    seen = tx.state.reports.get(i.instance_id)
-    return seen.status.load.active + seen.status.load.waiting if seen is not None else 0
+    report = tx.state.reports.get(i.instance_id)
+    return report.status.load.active + report.status.load.waiting if report is not None else 0
 
 
 def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -> Instance | None:
@@ -273,11 +273,11 @@ def _refuse(tx: Transaction, move: Migration, error: ErrorBody) -> bool:
     """Fail the migration unless its source stops in any case; return True if it failed."""
     if move.waiter is None and move.reason in AT_ONCE:
         return False
-    _give_up(tx, move, error)
+    _fail_migration(tx, move, error)
     return True
 
 
-def _give_up(tx: Transaction, move: Migration, error: ErrorBody) -> None:
+def _fail_migration(tx: Transaction, move: Migration, error: ErrorBody) -> None:
     tx.drop(Migration, move.migration_id)
     if move.waiter is not None:
         tx.emit(ReplyTo(move.waiter, error))

@@ -96,16 +96,16 @@ def rebalance(tx: Transaction) -> None:
     tx.put(Cooldown(_PAUSE, tx.now + tx.policy.rebalance_period_s))
     serving = []
     for i in state.instances.values():
-        seen = state.reports.get(i.instance_id)
+        report = state.reports.get(i.instance_id)
         model = state.models.get(i.model)
-        if i.state.starting or (seen is not None and i.leaving != "no"):
+        if i.state.starting or (report is not None and i.leaving != "no"):
             return
-        if seen is None or model is None or model.card.spec.pin or i.state is not InstanceState.READY or len(i.device_ids) != 1:
+        if report is None or model is None or model.card.spec.pin or i.state is not InstanceState.READY or len(i.device_ids) != 1:
             continue
-        active = seen.status.load.active + seen.status.load.waiting
+        active = report.status.load.active + report.status.load.waiting
         if active:
             serving.append(
-                BusyInstance(i.instance_id, f"{i.node}/{i.device_ids[0]}", i.reserve_bytes, active, max(1, seen.status.capacity))
+                BusyInstance(i.instance_id, f"{i.node}/{i.device_ids[0]}", i.reserve_bytes, active, max(1, report.status.capacity))
             )
     rooms = [FreeDevice(b.key, b.free_bytes) for b in state.bookings.values() if not b.closed_reason]
     if (move := propose_move(serving, rooms)) is not None:

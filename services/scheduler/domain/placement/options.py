@@ -71,7 +71,7 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
             return fit
         fits.append(fit)
     clearance = combine([f.clearance for f in fits])
-    if clearance.moves and _in_each_others_way(clearance, devices):
+    if clearance.moves and _targets_conflict(clearance, devices):
         return excluded_candidate(
             devices[0],
             r.need_bytes,
@@ -116,7 +116,7 @@ def _load(tx: Transaction, devices: tuple[DeviceView, ...], prediction: Predicti
     return Option(devices, way, _cost(prediction, clearance), clearance, prediction.resident_bytes, prediction.source)
 
 
-def _in_each_others_way(clearance: Clearance, devices: tuple[Booking, ...]) -> bool:
+def _targets_conflict(clearance: Clearance, devices: tuple[Booking, ...]) -> bool:
     """True if victims would migrate to a device that is to be cleared, or two to the same device."""
     to = list(clearance.moves.values())
     return len(devices) > 1 and (len(set(to)) < len(to) or not {b.key for b in devices}.isdisjoint(to))

@@ -84,9 +84,11 @@ def place(
         only: The node and device (empty: any of the node) that it is confined to.
         spread: Not on a node that runs an instance of it.
     """
-    trouble = tx.state.failures.get(model.key)
-    if min_replicas_only and trouble and trouble.not_before > tx.now:  # 1
-        return Placement("wait", f"backing off after {trouble.failures} failures in a row: {model.error or 'unknown error'}")
+    failure_history = tx.state.failures.get(model.key)
+    if min_replicas_only and failure_history and failure_history.not_before > tx.now:  # 1
+        return Placement(
+            "wait", f"backing off after {failure_history.failures} failures in a row: {model.error or 'unknown error'}"
+        )
     if not any(alive(p) for p in tx.state.presence.values()):  # 2
         reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
         absent = tx.now - max((p.last_message_at for p in tx.state.presence.values()), default=-math.inf)
@@ -103,7 +105,7 @@ def place(
         thaw.PROFILE if starving(tx, waited) else tx.policy.profile,
         need,
         devices,
-        trouble.failed_devices if trouble else (),
+        failure_history.failed_devices if failure_history else (),
         Forecast(tx.state, model.card, tx.now),
         bool(tx.state.cooldowns),
         excludes if only is None else confine_to(*only, excludes),
@@ -205,7 +207,7 @@ def _candidates(considered: list[Candidate | FeasiblePlacement]) -> tuple[Candid
             found.append(c)
         elif c.option.clearance is NOTHING_TO_CLEAR:
             same = last is not None and last.prediction is c.prediction
-            found.append(_elsewhere(c, like=found[-1]) if same else _recorded(c))
+            found.append(_same_except_device(c, like=found[-1]) if same else _recorded(c))
         else:
             found.append(_recorded(c))
         last = None if isinstance(c, Candidate) else c
@@ -259,7 +261,7 @@ def _recorded(p: FeasiblePlacement) -> Candidate:
     )
 
 
-def _elsewhere(p: FeasiblePlacement, like: Candidate) -> Candidate:
+def _same_except_device(p: FeasiblePlacement, like: Candidate) -> Candidate:
     """Return a record that differs from another one only in the device."""
     there = {"node": p.node, "device_ids": p.device_ids, "free_bytes": max(0, p.option.free_bytes)}
     return unchecked(Candidate, {**like.__dict__, **there})

@@ -28,11 +28,11 @@ def scale_up_queue(tx: Transaction, names: Iterable[str]) -> list[ScaleUp]:
     found: dict[str, ScaleUp] = {}
     for name in sorted(names):
         model = tx.state.models.get(name)
-        wish = next_scale_up(tx, model) if model else None
-        if wish is not None:
-            found[name] = wish
+        needed = next_scale_up(tx, model) if model else None
+        if needed is not None:
+            found[name] = needed
         elif name in tx.state.unschedulable:
-            _no_longer(tx, name)
+            _clear_unschedulable(tx, name)
     return _ordered(tx, found) if len(found) > 1 else list(found.values())
 
 
@@ -58,11 +58,11 @@ def _together(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
         return ordered
     result: list[ScaleUp] = []
     group: list[ScaleUp] = []
-    for wish in ordered:
-        if group and not _alike(group[0], wish):
+    for needed in ordered:
+        if group and not _alike(group[0], needed):
             result += _by_regret(tx, group)
             group = []
-        group.append(wish)
+        group.append(needed)
     return [*result, *_by_regret(tx, group)]
 
 
@@ -81,19 +81,21 @@ def _by_regret(tx: Transaction, group: list[ScaleUp]) -> list[ScaleUp]:
     return sorted(group, key=lambda w: -_regret(tx, w))
 
 
-def _regret(tx: Transaction, wish: ScaleUp) -> float:
+def _regret(tx: Transaction, needed: ScaleUp) -> float:
     """Return the milliseconds between the best place and the second best.
 
     Infinity with one place only, negative without any.
     """
-    placement = place(tx, wish.model, wish.waited_s(tx.now), extra=wish.is_extra, min_replicas_only=wish.trigger == "min_replicas")
+    placement = place(
+        tx, needed.model, needed.waited_s(tx.now), extra=needed.is_extra, min_replicas_only=needed.trigger == "min_replicas"
+    )
     if placement.chosen is None:
         return -1.0
     costs = sorted(c.predicted_ms + c.others_ms for c in placement.candidates if c.excluded is None and c.predicted_ms is not None)
     return costs[1] - costs[0] if len(costs) > 1 else float("inf")
 
 
-def _no_longer(tx: Transaction, name: str) -> None:
+def _clear_unschedulable(tx: Transaction, name: str) -> None:
     tx.drop(Unschedulable, name)
     plan = tx.state.last_plan_of(name)
     if plan is not None and plan.way == "wait" and plan.outcome == "pending":

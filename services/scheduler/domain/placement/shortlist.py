@@ -116,7 +116,7 @@ class _Search:
             apart = b.node in self._forecast.known_nodes and b.free_soon_bytes < need <= b.free_soon_bytes + b.idle_bytes
             return b.idle_since if apart and self._forecast.on(b, leaving=True)[1] < limit else None
 
-        return [b for *_, b in nsmallest(CLEARED, self._those_apart(rank))]
+        return [b for *_, b in nsmallest(CLEARED, self._distinct_devices(rank))]
 
     def most_free_first(self) -> list[Booking]:
         changed = self._view.changed
@@ -143,7 +143,7 @@ class _Search:
 
     def _best(self, of_class: OfClass, rank: Callable[[Booking], float | None]) -> Iterator[Booking]:
         """Yield the devices of all classes and the ones examined one by one, best first."""
-        apart = sorted(self._those_apart(rank))
+        apart = sorted(self._distinct_devices(rank))
         return map(_device, merge(self._of_classes(of_class), apart) if apart else self._of_classes(of_class))
 
     def _of_classes(self, of_class: OfClass) -> Iterator[Ranked]:
@@ -158,7 +158,7 @@ class _Search:
     def _ms_of(self, known: tuple[Bandwidths, BandwidthClass]) -> float:
         return self._forecast.default_ms(speed_of(known[0], is_remote=self._forecast.is_remote))
 
-    def _those_apart(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
+    def _distinct_devices(self, rank: Callable[[Booking], float | None]) -> Iterator[Ranked]:
         for key, b in self._apart.items():
             if b is None or b.closed_reason or (self._paused is not None and self._paused(key)):
                 continue

@@ -27,7 +27,7 @@ def clear_device(
     """Return the device, and the victims that free `short` bytes, or why there are too few."""
     view = device_view(b, failed=failed, residents=residents(tx, request, b))
     clearance = request.profile.clear(request.ask, view, short, tx.now)
-    if clearance is not None and _holds(view, clearance, short, preempt=request.may_preempt):
+    if clearance is not None and _is_valid(view, clearance, short, preempt=request.may_preempt):
         return view, clearance
     obstacles = "; ".join(f"{r.model} ({r.key}) {r.protected_reason}" for r in view.residents if r.protected_reason)
     return view, obstacles or "no instance there can be evicted"
@@ -51,9 +51,9 @@ def residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[R
 
 def _resident(tx: Transaction, i: Instance, request: PlacementRequest, b: Booking) -> Resident:
     owner = tx.state.models.get(i.model)
-    seen = tx.state.reports.get(i.instance_id)
-    load = seen.status.load if seen is not None else None
-    idle = seen.idle_since if seen is not None else None
+    report = tx.state.reports.get(i.instance_id)
+    load = report.status.load if report is not None else None
+    idle = report.idle_since if report is not None else None
     ready_at = i.ready_at or 0.0
     used = ready_at
     if i.state.parked:
@@ -101,8 +101,8 @@ def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
     anew = restart_s(tx.state, owner.card, b)
     if i.state.parked:
         return anew
-    seen = tx.state.reports.get(i.instance_id)
-    resume_ms = seen.status.suspension.resume_ms if seen is not None and can_suspend(tx.state, i) else None
+    report = tx.state.reports.get(i.instance_id)
+    resume_ms = report.status.suspension.resume_ms if report is not None and can_suspend(tx.state, i) else None
     return anew if resume_ms is None else min(anew, resume_ms / 1e3)
 
 
@@ -136,11 +136,11 @@ def _protected(
 
 
 def _never_served(tx: Transaction, i: Instance) -> bool:
-    seen = tx.state.reports.get(i.instance_id)
-    return seen is None or seen.status.load.completed == 0
+    report = tx.state.reports.get(i.instance_id)
+    return report is None or report.status.load.completed == 0
 
 
-def _holds(view: DeviceView, clearance: Clearance, short: int, *, preempt: bool) -> bool:
+def _is_valid(view: DeviceView, clearance: Clearance, short: int, *, preempt: bool) -> bool:
     """True if the policy's victims may leave in the way it chose, and free enough."""
     there = {r.key: r for r in view.residents}
     interrupted = [v for v in clearance.victims if v not in clearance.moves and v in there and there[v].state == "serving"]

@@ -75,8 +75,8 @@ def start_parking(tx: Transaction, names: Iterable[str]) -> None:
 
 def _placed(tx: Transaction, model: Model, rooms: list[FreeDevice]) -> Placement | None:
     need = start_bytes(tx.state, model.card)
-    trouble = tx.state.failures.get(model.key)
-    avoid = trouble.failed_devices if trouble else ()
+    failure_history = tx.state.failures.get(model.key)
+    avoid = failure_history.failed_devices if failure_history else ()
     excludes = placement_rule(tx.state, model)
     devices = device_count(model.card)
     fitting = [s for s in device_sets_of(rooms, devices) if not park_obstacle(s, model.card, need, excludes)]
@@ -191,8 +191,8 @@ def suspend_obstacle(status: NodeStatus, kind: str, card: ModelCard) -> str:
 
 
 def _held_back(state: ClusterState, model: Model, now: float) -> bool:
-    trouble = state.park_failures.get(model.key)
-    return trouble is not None and (bool(trouble.final) or trouble.not_before > now)
+    failure_history = state.park_failures.get(model.key)
+    return failure_history is not None and (bool(failure_history.final) or failure_history.not_before > now)
 
 
 def promote_parked_starts(tx: Transaction, names: Iterable[str]) -> None:
@@ -216,11 +216,11 @@ def park_view(state: ClusterState, model: Model, now: float, policy: Policy) -> 
         return ParkView(state="up" if up else "queued", reason="" if up else "it is starting or stopping")
     if there:
         return ParkView(state="starting" if there[0].state.starting else "suspending")
-    trouble = state.park_failures.get(model.key)
-    if trouble is not None and trouble.final:
-        return ParkView(state=trouble.final, reason=trouble.reason)
-    if trouble is not None and trouble.not_before > now:
-        return ParkView(state="queued", reason=f"once more in {trouble.not_before - now:.0f} s: {trouble.reason}")
+    failure_history = state.park_failures.get(model.key)
+    if failure_history is not None and failure_history.final:
+        return ParkView(state=failure_history.final, reason=failure_history.reason)
+    if failure_history is not None and failure_history.not_before > now:
+        return ParkView(state="queued", reason=f"once more in {failure_history.not_before - now:.0f} s: {failure_history.reason}")
     return _waits(state, model, now, policy)
 
 

@@ -55,28 +55,28 @@ BUSY_MS = 50.0
 """A link that is done within this is idle."""
 
 
-def likelihood(habit: UsageHistory | None, now: float, horizon: float = HORIZON_S) -> float:
+def likelihood(usage: UsageHistory | None, now: float, horizon: float = HORIZON_S) -> float:
     """Return the probability of a request within `horizon` seconds."""
-    if habit is None or habit.count < TWICE:
+    if usage is None or usage.count < TWICE:
         return 0.0
-    unused = max(0.0, now - habit.last_used_at)
+    unused = max(0.0, now - usage.last_used_at)
     recency = reuse_odds(unused, horizon)
     # a long overdue model has another pattern now
-    frequency = 1 - exp(-horizon / max(habit.mean_interval_s, unused / TWICE, 1e-3))
-    return max(min(recency, frequency), _periodic(habit, now, horizon))
+    frequency = 1 - exp(-horizon / max(usage.mean_interval_s, unused / TWICE, 1e-3))
+    return max(min(recency, frequency), _periodic(usage, now, horizon))
 
 
-def _periodic(habit: UsageHistory, now: float, horizon: float) -> float:
-    if habit.count <= TWICE or habit.deviation_s > REGULAR * habit.mean_interval_s:
+def _periodic(usage: UsageHistory, now: float, horizon: float) -> float:
+    if usage.count <= TWICE or usage.deviation_s > REGULAR * usage.mean_interval_s:
         return 0.0
-    due = habit.last_used_at + habit.mean_interval_s
-    slack = max(2 * habit.deviation_s, 0.05 * habit.mean_interval_s)
+    due = usage.last_used_at + usage.mean_interval_s
+    slack = max(2 * usage.deviation_s, 0.05 * usage.mean_interval_s)
     return 0.9 if due - horizon <= now <= due + slack else 0.0
 
 
 def start_prefetches(tx: Transaction) -> None:
     """Start the prefetches that may start now, and cancel useless ones."""
-    _call_off(tx)
+    _cancel_useless(tx)
     if not tx.policy.prefetch or not tx.state.usage_history or requests_have_priority(tx.state, tx.now, tx.policy):
         return
     busy = {p.node for p in tx.state.prefetches.values()}
@@ -120,7 +120,7 @@ def _place(tx: Transaction, model: Model, chance: float, busy: set[str]) -> tupl
         if excludes is not None and all(excludes(b) for b in _bookings(tx.state, node)):
             continue
         room = loader.status.dram_budget_bytes - loader.status.dram_bytes
-        if _may_push_out(tx, loader, info.weights_bytes, room, chance):
+        if _fits_without_evicting_likelier(tx, loader, info.weights_bytes, room, chance):
             found.append((False, node not in on_disk, -room, node, "dram"))
         elif remote and loader.status.ssd_budget_bytes - loader.status.ssd_bytes >= info.weights_bytes:
             found.append((True, False, -room, node, "ssd"))
@@ -141,7 +141,7 @@ def _bookings(state: ClusterState, node: str) -> list[Booking]:
     return [b for device in state.nodes[node].devices if (b := state.bookings.get(f"{node}/{device.device_id}")) is not None]
 
 
-def _may_push_out(tx: Transaction, loader: LoaderPresence, nbytes: int, room: int, chance: float) -> bool:
+def _fits_without_evicting_likelier(tx: Transaction, loader: LoaderPresence, nbytes: int, room: int, chance: float) -> bool:
     """True if the node's memory takes the weights without evicting likelier ones."""
     if nbytes > loader.status.dram_budget_bytes:
         return False
@@ -158,18 +158,18 @@ def _begin(tx: Transaction, model: Model, node: str, tier: str) -> None:
     tx.emit(SendPrefetch(node, PrefetchWeights.model_validate({"token": tx.next_token(), "card": model.card, "tier": tier})))
 
 
-def _call_off(tx: Transaction) -> None:
+def _cancel_useless(tx: Transaction) -> None:
     """Remove finished prefetches, and cancel those of models that started elsewhere or are gone."""
     for p in list(tx.state.prefetches.values()):
         nodes = tx.state.in_memory.get(p.weights_id, ()) + tx.state.on_disk.get(p.weights_id, ())
-        if p.node in nodes or tx.now - p.since > (AGAIN_S if _came_to_nothing(tx.state, p) else GIVEN_UP_AFTER_S):
+        if p.node in nodes or tx.now - p.since > (AGAIN_S if _has_failed(tx.state, p) else GIVEN_UP_AFTER_S):
             tx.drop(Prefetch, p.key)
         elif p.model not in tx.state.models or any(i.node != p.node for i in tx.state.of_model(p.model)):
             tx.emit(SendCancelPrefetch(p.node, CancelPrefetch(weights_id=p.weights_id)))
             tx.drop(Prefetch, p.key)
 
 
-def _came_to_nothing(state: ClusterState, p: Prefetch) -> bool:
+def _has_failed(state: ClusterState, p: Prefetch) -> bool:
     """True if the loader has reported since and is not loading the weights."""
     loader = state.loaders.get(p.node)
     if loader is None or loader.last_message_at <= p.since:

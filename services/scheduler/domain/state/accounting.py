@@ -35,20 +35,20 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     idle_since = float("inf")
     key, instances, reports = device_key(node, device_id), state.instances, state.reports
     for instance_id in state.by_device.get(key, ()):
-        i, seen = instances[instance_id], reports.get(instance_id)
+        i, report = instances[instance_id], reports.get(instance_id)
         if i.sent_at is None:
-            claimed += per_device_bytes(i, i.reserve_bytes) - (suspended_bytes(state, i) if seen is not None else 0)
+            claimed += per_device_bytes(i, i.reserve_bytes) - (suspended_bytes(state, i) if report is not None else 0)
             continue
         parked = i.state.parked
         holds = suspended_bytes(state, i) if parked else per_device_bytes(i, i.reserve_bytes)
         held += holds
-        if seen is not None and (parked or seen.status.state.holds_memory):
+        if report is not None and (parked or report.status.state.holds_memory):
             known += holds
         if i.leaving != "no":
             suspends = i.leaving in ("suspend", "suspend_if_idle")
             freed = (suspend_frees_bytes(state, i) if i.state is _READY else _drained(state, i)) if suspends else holds
             leaving += freed
-            going += freed if is_drained(seen) else 0
+            going += freed if is_drained(report) else 0
         elif parked:
             if holds and not _pinned(state, i):
                 movable += holds
@@ -57,9 +57,9 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         elif i.state is _READY:
             if not _pinned(state, i):
                 movable += holds
-                if seen is not None and seen.idle_since is not None:
+                if report is not None and report.idle_since is not None:
                     idle += holds
-                    idle_since = min(idle_since, seen.idle_since)
+                    idle_since = min(idle_since, report.idle_since)
         elif i.trigger == "park" and i.state.starting:  # a start for parking gives way to demand
             movable += holds
             idle += holds
@@ -106,17 +106,17 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     )
 
 
-def is_drained(seen: InstanceReport | None) -> bool:
+def is_drained(report: InstanceReport | None) -> bool:
     """True if an instance that is to stop has no requests left."""
-    if seen is None or seen.status.state is not InstanceState.DRAINING:
+    if report is None or report.status.state is not InstanceState.DRAINING:
         return False
-    return not (seen.status.load.active or seen.status.load.waiting)
+    return not (report.status.load.active or report.status.load.waiting)
 
 
 def _drained(state: ClusterState, i: Instance) -> int:
     """Return the bytes that an instance under suspension still frees."""
-    seen = state.reports.get(i.instance_id)
-    return max(0, per_device_bytes(i, i.reserve_bytes) - per_device_bytes(i, seen.status.suspension.left_bytes if seen else 0))
+    report = state.reports.get(i.instance_id)
+    return max(0, per_device_bytes(i, i.reserve_bytes) - per_device_bytes(i, report.status.suspension.left_bytes if report else 0))
 
 
 def _pinned(state: ClusterState, i: Instance) -> bool:

@@ -15,8 +15,8 @@ def per_device_bytes(i: Instance, total: int) -> int:
 
 def suspended_bytes(state: ClusterState, i: Instance) -> int:
     """Return the bytes that a suspended instance holds on each device; 0 for any other."""
-    seen = state.reports.get(i.instance_id)
-    return per_device_bytes(i, seen.status.memory.reserved) if seen is not None and seen.status.state.parked else 0
+    report = state.reports.get(i.instance_id)
+    return per_device_bytes(i, report.status.memory.reserved) if report is not None and report.status.state.parked else 0
 
 
 def held_bytes(state: ClusterState, i: Instance) -> int:
@@ -26,10 +26,10 @@ def held_bytes(state: ClusterState, i: Instance) -> int:
 
 def suspend_frees_bytes(state: ClusterState, i: Instance) -> int:
     """Return the bytes that suspending frees on each device; all of them if it must be stopped."""
-    seen = state.reports.get(i.instance_id)
-    if not can_suspend(state, i) or seen is None:
+    report = state.reports.get(i.instance_id)
+    if not can_suspend(state, i) or report is None:
         return held_bytes(state, i)
-    return max(0, per_device_bytes(i, i.reserve_bytes) - per_device_bytes(i, seen.status.suspension.left_bytes))
+    return max(0, per_device_bytes(i, i.reserve_bytes) - per_device_bytes(i, report.status.suspension.left_bytes))
 
 
 def resume_need_bytes(state: ClusterState, i: Instance) -> int:
@@ -37,13 +37,13 @@ def resume_need_bytes(state: ClusterState, i: Instance) -> int:
 
     Measured where that is known.
     """
-    seen = state.reports.get(i.instance_id)
-    return (seen.status.suspension.need_bytes if seen else 0) or i.reserve_bytes
+    report = state.reports.get(i.instance_id)
+    return (report.status.suspension.need_bytes if report else 0) or i.reserve_bytes
 
 
 def can_suspend(state: ClusterState, i: Instance) -> bool:
     """True if the node can suspend the instance, or has not assessed it yet."""
-    seen = state.reports.get(i.instance_id)
-    if i.state is not InstanceState.READY or seen is None:
+    report = state.reports.get(i.instance_id)
+    if i.state is not InstanceState.READY or report is None:
         return False
-    return seen.status.suspension.possible or not seen.status.suspension.assessed
+    return report.status.suspension.possible or not report.status.suspension.assessed

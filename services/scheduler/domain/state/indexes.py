@@ -48,14 +48,14 @@ def _estimate(state: ClusterState, old: Estimate | None, new: Estimate | None) -
         _regroup(state, "measured_on", {present.model} if old else (), {present.model} if new else (), present.node)
 
 
-def _counts(seen: InstanceReport | None) -> tuple[object, ...]:
+def _counts(report: InstanceReport | None) -> tuple[object, ...]:
     """Return the part of a report that a booking depends on."""
-    if seen is None:
+    if report is None:
         return ()
-    status = seen.status
+    status = report.status
     kept = status.memory.reserved if status.state.parked else None
     possible = (status.suspension.possible, status.suspension.assessed)
-    return (status.state, seen.idle_since, kept, possible, status.suspension.left_bytes, is_drained(seen))
+    return (status.state, report.idle_since, kept, possible, status.suspension.left_bytes, is_drained(report))
 
 
 def with_keep_alive(state: ClusterState, keep: Keep) -> ClusterState:
@@ -83,19 +83,19 @@ def update_due_time(state: ClusterState, i: Instance) -> None:
 def _due(state: ClusterState, i: Instance) -> float | None:
     if i.leaving != "no":
         return None
-    seen, model, node = state.reports.get(i.instance_id), state.models.get(i.model), state.nodes.get(i.node)
+    report, model, node = state.reports.get(i.instance_id), state.models.get(i.model), state.nodes.get(i.node)
     current = model is not None and i.generation == model.card.generation
     node_drained = node is None or node.drain_since is not None
-    if not current or node_drained or seen is None or seen.status.state.starting or model is None:
+    if not current or node_drained or report is None or report.status.state.starting or model is None:
         return _AT_ONCE
     if i.state.parked:
         return None
     if i.state is not InstanceState.READY or i.trigger == "park":
         return _AT_ONCE
     spec = model.card.spec
-    if seen.idle_since is None or spec.pin or (kept := state.keep_alive_s(i, model)) < 0:
+    if report.idle_since is None or spec.pin or (kept := state.keep_alive_s(i, model)) < 0:
         return None
-    return max(seen.idle_since, i.ready_at or seen.idle_since) + kept
+    return max(report.idle_since, i.ready_at or report.idle_since) + kept
 
 
 def _offers(presence: Presence | None) -> tuple[object, ...]:
@@ -143,10 +143,10 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
                 _park(state, model)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
-    before, after = _brings(old), _brings(new)
+    before, after = _pending_load(old), _pending_load(new)
     if before != after:
         _regroup(state, "loading_on", [present.node] if before else (), [present.node] if after else (), present.instance_id)
-        _queue(state, present.node)
+        _update_link_queue(state, present.node)
     if new is None:
         _forget(state, "deadlines", present.instance_id)
     else:
@@ -178,17 +178,17 @@ def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence
     assert present is not None
     _regroup(state, "in_memory", old.in_memory if old else (), new.in_memory if new else (), present.node)
     _regroup(state, "on_disk", old.on_disk if old else (), new.on_disk if new else (), present.node)
-    _queue(state, present.node)
+    _update_link_queue(state, present.node)
     if _speed(old) != _speed(new):
         _rebook_node(state, present.node)
 
 
-def _queue(state: ClusterState, node: str) -> None:
+def _update_link_queue(state: ClusterState, node: str) -> None:
     """Store when the queue of the node's links will be empty (cost/links.py)."""
     loader = state.loaders.get(node)
     heard_at = loader.last_message_at if loader is not None else 0.0
     there = [state.instances[i] for i in state.loading_on.get(node, ())]
-    decided = [load for i in there if (load := _brings(i)) is not None and load[0] > heard_at and not _resident(state, i)]
+    decided = [load for i in there if (load := _pending_load(i)) is not None and load[0] > heard_at and not _resident(state, i)]
     until = busy_until(heard_at, loader.status if loader is not None else None, decided)
     if until <= 0.0:
         _forget(state, "links_busy_until", node)
@@ -196,7 +196,7 @@ def _queue(state: ClusterState, node: str) -> None:
         state.writable("links_busy_until")[node] = until
 
 
-def _brings(i: Instance | None) -> tuple[float, int] | None:
+def _pending_load(i: Instance | None) -> tuple[float, int] | None:
     """Return when a load was decided and its bytes; None: the instance loads nothing."""
     if i is None or not i.state.starting or i.state is InstanceState.RESUMING:
         return None

@@ -109,5 +109,5 @@ class Transaction:
 
     def idle_since(self, instance_id: str) -> float | None:
         """Return since when an instance is idle; None while it serves or has not been reported."""
-        seen: InstanceReport | None = self.state.reports.get(instance_id)
-        return seen.idle_since if seen else None
+        report: InstanceReport | None = self.state.reports.get(instance_id)
+        return report.idle_since if report else None

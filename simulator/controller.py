@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from services.scheduler.domain.policies import torpor_queue
 from services.scheduler.domain.policies.port import Ask, Option, Usage
-from simulator.departures import Departures
 from simulator.instances import Instance, Run, SimDevice, SimModel
 from simulator.migrations import Migrations
 from simulator.options import Options
 from simulator.pipelines import Pipelines
 from simulator.report import Outcome, Served
 from simulator.starts import Start, Starts
+from simulator.stops import Stops
 from simulator.workloads.request import Request
 from simulator.world import World
 
@@ -28,12 +28,12 @@ class Controller:
         self.world = world
         self.options = Options(world)
         self.starts = Starts(world, self.options)
-        self.departures = Departures(world, self.options, self.starts, self.requeue)
+        self.stops = Stops(world, self.options, self.starts, self.requeue)
         self.migrations = Migrations(
-            world, self.starts, self._start_at, self.departures.leave, self._served_out, self._grant, self.requeue
+            world, self.starts, self._start_at, self.stops.leave, self._served_out, self._grant, self.requeue
         )
-        self.departures.migrations = self.migrations
-        self.pipelines = Pipelines(world, self.starts, self.options, self.departures, self._in_service)
+        self.stops.migrations = self.migrations
+        self.pipelines = Pipelines(world, self.starts, self.options, self.stops, self._in_service)
         self._hungry: dict[SimModel, None] = {}
         self._open = 0
         self._requests: Sequence[Request] = ()
@@ -150,7 +150,7 @@ class Controller:
                 if key.startswith("weights:") and short > 0:
                     short -= device.drop(key.removeprefix("weights:"), short)
             if short > 0:
-                self.departures.clear(device, found)
+                self.stops.clear(device, found)
                 if world.free(device) < wanted:
                     return False
         run.kv_bytes, run.kv_device = wanted, device
@@ -187,10 +187,10 @@ class Controller:
             return
         for part in instance.parts:
             self.world.touch(part.device)
-        if not self.departures.emptied(instance):
+        if not self.stops.emptied(instance):
             self.dispatch(instance.model)
             if not instance.runs:
-                self.departures.keep(instance)
+                self.stops.keep(instance)
         for part in instance.parts:
             self.starts.room(part.device)
         if self._hungry:
@@ -295,7 +295,7 @@ class Controller:
             if not model.queue:
                 self._hungry.pop(model, None)
         for key in option.key:
-            self.departures.clear(world.devices[key], option.clearance)
+            self.stops.clear(world.devices[key], option.clearance)
         self.starts.begin(start)
 
     def _take(self, instance: Instance, since: float) -> None:
@@ -330,7 +330,7 @@ class Controller:
         if len(instance.parts) > 1:
             self.pipelines.consolidate(instance)
         if not instance.runs and instance.state == "ready":
-            self.departures.keep(instance)
+            self.stops.keep(instance)
         if self._hungry:
             self.pump()
 
@@ -345,7 +345,7 @@ class Controller:
                 device.busy_s += max(0.0, now - device.busy_since)
             seen.update({i.key: i for i in device.instances.values()})
         for instance in seen.values():
-            self.departures.count(instance)
+            self.stops.count(instance)
         for node in world.nodes.values():
             world.outcome.device_loads[node.name] = tuple(d.busy_s / now if now else 0.0 for d in node.devices)
         world.outcome.lost = self._open

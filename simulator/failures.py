@@ -46,7 +46,7 @@ class Nodes:
                     interrupted[instance.bound] = None
                 controller.starts.give_up(start)
             else:
-                interrupted.update(dict.fromkeys(controller.departures.drop(instance)))
+                interrupted.update(dict.fromkeys(controller.stops.drop(instance)))
             controller.migrations.lost(instance)
         for flow in list(node.network.flows):
             node.network.cancel(flow)

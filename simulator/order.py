@@ -47,7 +47,7 @@ class Order(BaseModel):
     plots: Path | None = None
 
 
-Told = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 
 
 def requests_of(order: Order, models: Sequence[str], seed: int) -> list[Request]:
@@ -100,7 +100,7 @@ def fitting(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> N
             )
 
 
-def outcomes(order: Order, progress: Told) -> list[tuple[str, int, Outcome]]:
+def outcomes(order: Order, progress: Progress) -> list[tuple[str, int, Outcome]]:
     """Yield the outcome for each policy and seed; all policies get the same requests."""
     cluster, models = read(order.cluster, ClusterFile), read(order.models, ModelsFile).models
     fitting(order.models, cluster, models)

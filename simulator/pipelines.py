@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from services.scheduler.domain.policies.port import Ask, Clearance
-from simulator.departures import Departures
 from simulator.instances import Instance, Part
 from simulator.options import Options
 from simulator.starts import Starts
+from simulator.stops import Stops
 from simulator.world import World
 
 
 class Pipelines:
     def __init__(
-        self, world: World, starts: Starts, options: Options, departures: Departures, in_service: Callable[[Instance], None]
+        self, world: World, starts: Starts, options: Options, stops: Stops, in_service: Callable[[Instance], None]
     ) -> None:
-        self._world, self._starts, self._options, self._departures = world, starts, options, departures
+        self._world, self._starts, self._options, self._stops = world, starts, options, stops
         self._in_service = in_service
 
     def consolidate(self, instance: Instance) -> None:
@@ -62,7 +62,7 @@ class Pipelines:
                 found.append((clearance.penalty_s, n, clearance))
         if found:
             _, n, clearance = min(found, key=lambda f: f[:2])
-            self._departures.clear(instance.parts[n].device, clearance)
+            self._stops.clear(instance.parts[n].device, clearance)
 
     def _can_grow(self, instance: Instance, part: Part) -> bool:
         return self._world.free(part.device) >= instance.model.need - part.nbytes

@@ -9,9 +9,9 @@ from services.scheduler.domain.cost.formulas import reuse_odds
 from services.scheduler.domain.policies.port import Ask, Capability, Demand, DeviceView, MigrationTarget, Profile, Resident, Usage
 from simulator.clock import Clock
 from simulator.config import ClusterFile, ModelGroup, names_of
-from simulator.fetches import Fetches
 from simulator.instances import Instance, SimDevice, SimModel, SimNode
 from simulator.report import Outcome
+from simulator.shared_fetches import Fetches
 
 HORIZON_S = 60.0
 """As in the live scheduler (`Policy.horizon_s`)."""

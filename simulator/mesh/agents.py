@@ -143,7 +143,7 @@ class Agents:
                 instance.phases += ((Phase.PROFILE, began, clock.now),)
             clock.after(times.more, lambda: self._started(node, instance))
 
-        self.weights.bring(node, instance, arrived)
+        self.weights.load(node, instance, arrived)
         clock.after(times.engine, lambda: arrived(Phase.CONTAINER))
 
     def _started(self, node: MeshNode, instance: MeshInstance) -> None:
@@ -209,7 +209,7 @@ class Agents:
         instance.state, instance.engine.state = InstanceState.SUSPENDED, "parked"
         instance.snapshot = self._world.models[instance.model].snapshot
         node.snapshots += instance.snapshot
-        self.weights.let_go(instance)
+        self.weights.unpin(instance)
         self._world.outcome.suspensions += 1
         self.report(node)
 
@@ -269,7 +269,7 @@ class Agents:
             self._drop_snapshot(node, instance)
         else:
             self.count(instance)
-        self.weights.let_go(instance)
+        self.weights.unpin(instance)
         instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
         instance.device.instances.pop(instance.key, None)
         self.report(node)

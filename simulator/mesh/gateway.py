@@ -30,15 +30,15 @@ class _Queue:
     waiting: deque[Run] = field(default_factory=deque)
     routes: dict[str, MeshInstance] = field(default_factory=dict)
     told_at: float | None = None
-    came: deque[float] = field(default_factory=deque)
+    arrivals_at: deque[float] = field(default_factory=deque)
 
     def arrivals(self, now: float) -> tuple[int, int]:
         """Return the requests of the last window, and of the fullest recent one."""
         present = int(now // ARRIVALS_WINDOW_S)
-        while self.came and self.came[0] // ARRIVALS_WINDOW_S < present - WINDOWS:
-            self.came.popleft()
-        whole = Counter(n for at in self.came if (n := int(at // ARRIVALS_WINDOW_S)) < present)
-        return sum(at > now - ARRIVALS_WINDOW_S for at in self.came), max(whole.values(), default=0)
+        while self.arrivals_at and self.arrivals_at[0] // ARRIVALS_WINDOW_S < present - WINDOWS:
+            self.arrivals_at.popleft()
+        whole = Counter(n for at in self.arrivals_at if (n := int(at // ARRIVALS_WINDOW_S)) < present)
+        return sum(at > now - ARRIVALS_WINDOW_S for at in self.arrivals_at), max(whole.values(), default=0)
 
 
 class Gateway:
@@ -61,7 +61,7 @@ class Gateway:
         self.open += 1
         queue = self._queues[model.name]
         queue.waiting.append(run)
-        queue.came.append(self._world.clock.now)
+        queue.arrivals_at.append(self._world.clock.now)
         self._dispatch(queue)
         if run.waiting:
             self._world.clock.after(self._world.runtime.timeout_s, lambda: self._timed_out(queue, run))

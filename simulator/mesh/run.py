@@ -45,7 +45,7 @@ from simulator.instances import Run, SimNode
 from simulator.mesh.agents import Agents, Recorded, Spans, StartTimes
 from simulator.mesh.gateway import Gateway
 from simulator.mesh.machine import MeshNode
-from simulator.mesh.moves import Migrator
+from simulator.mesh.migrator import Migrator
 from simulator.report import Outcome
 from simulator.workloads.request import Request
 from simulator.world import World
@@ -119,7 +119,7 @@ class Simulation:
         self._clock, self._delay = self.world.clock, cluster.runtime.message_ms / 1e3
         self._decision = cluster.runtime.decision_ms / 1e3
         self._ticking, self._fails, self._coming = False, fails, 0
-        self._heard: list[Event] = []
+        self._pending_events: list[Event] = []
         self._deciding, self._sent = False, 0
         self.nodes = {name: MeshNode(sim) for name, sim in self.world.nodes.items()}
         self.agents = Agents(self.world, self.nodes, self._later, usual, recorded)
@@ -199,35 +199,35 @@ class Simulation:
 
     def _told(self, demand: Demand) -> None:
         delay = self.world.runtime.gateway_ms / 1e3 + self._delay
-        self._clock.after(delay, lambda: self._hear(DemandReceived(self._clock.now, demand, "w")))
+        self._clock.after(delay, lambda: self._receive(DemandReceived(self._clock.now, demand, "w")))
 
     def _later(self, event: Event) -> None:
-        self._clock.after(self._delay, lambda: self._hear(event))
+        self._clock.after(self._delay, lambda: self._receive(event))
 
-    def _hear(self, event: Event) -> None:
+    def _receive(self, event: Event) -> None:
         """Queue events that arrive during a decision; consecutive demand is merged
         (services/scheduler/loop.py).
         """
-        self._heard.append(event)
+        self._pending_events.append(event)
         if not self._deciding:
             self._deciding = True
             self._clock.after(0.0, self._turn)
 
     def _turn(self) -> None:
-        heard, self._heard = self._heard, []
+        events, self._pending_events = self._pending_events, []
         before = self._sent
-        for is_demand, run in groupby(heard, key=lambda e: isinstance(e, DemandReceived)):
+        for is_demand, run in groupby(events, key=lambda e: isinstance(e, DemandReceived)):
             some = list(run)
             demands = tuple(e for e in some if isinstance(e, DemandReceived))
             for event in (DemandBatch(self._clock.now, demands),) if is_demand and len(some) > 1 else some:
                 self._decide(event)
-        if self._sent > before or self._heard:
+        if self._sent > before or self._pending_events:
             self._clock.after(self._decision if self._sent > before else 0.0, self._turned)
         else:
             self._deciding = False
 
     def _turned(self) -> None:
-        if self._heard:
+        if self._pending_events:
             self._turn()
         else:
             self._deciding = False

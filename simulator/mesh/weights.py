@@ -10,7 +10,7 @@ from simulator.links import Flow
 from simulator.mesh.machine import MeshInstance, MeshNode
 from simulator.world import World
 
-Came = Callable[[Phase], None]
+Arrived = Callable[[Phase], None]
 
 
 class Weights:
@@ -21,7 +21,7 @@ class Weights:
         self._prefetches: dict[tuple[str, str], Flow] = {}
         """By node and model."""
 
-    def bring(self, node: MeshNode, instance: MeshInstance, arrived: Came) -> None:
+    def load(self, node: MeshNode, instance: MeshInstance, arrived: Arrived) -> None:
         """Load to the node's memory (`fetch`) and to the device (`load`), pipelined."""
         world, sim, name = self._world, node.sim, instance.model
         nbytes = world.models[name].weights
@@ -59,7 +59,7 @@ class Weights:
             instance.node.dram.pin(instance.model)
 
     @staticmethod
-    def let_go(instance: MeshInstance) -> None:
+    def unpin(instance: MeshInstance) -> None:
         if instance.holds:
             instance.holds = False
             instance.node.dram.unpin(instance.model)

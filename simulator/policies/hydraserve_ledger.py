@@ -32,8 +32,8 @@ def settled(ledger: Ledger, now: float) -> Ledger:
     """Return Eq. 4, S_i' = S_i - B/N · (T - T'), without finished fetches."""
     if not ledger.fetches:
         return replace(ledger, changed_at=now)
-    came = ledger.bandwidth / len(ledger.fetches) * max(0.0, now - ledger.changed_at)
-    left = {k: Fetch(f.pending - came, f.deadline) for k, f in ledger.fetches.items() if f.pending - came > 0}
+    fetched = ledger.bandwidth / len(ledger.fetches) * max(0.0, now - ledger.changed_at)
+    left = {k: Fetch(f.pending - fetched, f.deadline) for k, f in ledger.fetches.items() if f.pending - fetched > 0}
     return Ledger(ledger.bandwidth, now, left)
 
 

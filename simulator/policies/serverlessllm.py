@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.scheduler.domain.policies.common import arrivals, inactive, keep_load_time, movable, per_request, soonest
-from services.scheduler.domain.policies.knapsack import Departure, least_time, ways_out
+from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time, ways_out
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile
 
 
@@ -21,8 +21,8 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     after
     the longest queue. The penalty is the total time.
     """
-    idle = [Departure(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in inactive(device, ask.model)]
-    serving = [Departure(r.key, r.nbytes, r.last_used, ways_out(r)) for r in movable(device, ask.model)]
+    idle = [EvictionCandidate(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in inactive(device, ask.model)]
+    serving = [EvictionCandidate(r.key, r.nbytes, r.last_used, ways_out(r)) for r in movable(device, ask.model)]
     found = least_time([*idle, *serving], short)
     if found is None:
         return None

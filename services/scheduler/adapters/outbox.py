@@ -175,7 +175,7 @@ class Outbox:
         return stop
 
     def _loader_job(self, effect: SendPrepare | SendRelease | SendPrefetch | SendCancelPrefetch) -> Job:
-        async def tell() -> None:
+        async def send() -> None:
             subject = subjects.loader_command(effect.node)
             try:
                 if isinstance(effect, SendRelease):
@@ -192,7 +192,7 @@ class Outbox:
                 # reports failures.
                 log.info("loader command failed", extra={"node": effect.node, "error": e.message})
 
-        return tell
+        return send
 
     def _trace_job(self, trace: LoadTrace) -> Job:
         async def publish() -> None:

@@ -286,8 +286,8 @@ def resumes_faster(state: ClusterState, i: Instance) -> bool:
     resume_ms = report.status.suspension.resume_ms if report is not None else None
     if resume_ms is None or model is None:
         return True
-    _, anew = Forecast(state, model.card).on(booking_of(state, i.node, i.device_ids[0]), leaving=False)
-    return resume_ms <= anew
+    _, restart_ms = Forecast(state, model.card).on(booking_of(state, i.node, i.device_ids[0]), leaving=False)
+    return resume_ms <= restart_ms
 
 
 def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:

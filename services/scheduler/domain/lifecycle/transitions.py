@@ -123,7 +123,7 @@ def _clear(tx: Transaction, victims: list[Instance], short: int, reason: str) ->
     """Stop `victims`: suspend those that resume sooner than they restart, if that frees enough."""
     suspended = choose_suspensions(tx, victims, short, resumes_faster)
     for victim in victims:
-        # An instance that has just refused as busy serves, whatever its last report says: with
+        # An instance that has just refused as busy serves, whatever its last report: with
         # `if_idle` it would refuse again.
         idle = tx.idle_since(victim.instance_id) is not None and not tx.is_cooling_down(victim.instance_id)
         how: Leaving = "if_idle" if idle else "drain"

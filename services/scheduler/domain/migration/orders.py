@@ -69,7 +69,7 @@ def _check(tx: Transaction, source: Instance, event: MigrationRequested) -> Mode
     """Return the model if the migration is possible.
 
     Raises:
-        ThawError: It is not; the text says why.
+        ThawError: It is not possible.
     """
     model = tx.state.models.get(source.model)
     if source.state is not InstanceState.READY and source.state is not InstanceState.DRAINING:
@@ -97,7 +97,7 @@ def _check(tx: Transaction, source: Instance, event: MigrationRequested) -> Mode
 
 
 def _can_move(model: Model) -> bool:
-    """True if another engine can resume the model's requests, as far as its type tells."""
+    """True if another engine can resume the model's requests, by its capabilities."""
     return model.card.capabilities.token_resume or model.card.capabilities.may_resume
 
 

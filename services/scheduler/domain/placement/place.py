@@ -271,7 +271,7 @@ def _why(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
     if best.resume is not None:
         gone = f" once these are evicted: {labels}" if labels else ""
-        return f"{best.resume} is suspended on {at} and comes back soonest{gone}"
+        return f"{best.resume} is suspended on {at} and resumes soonest{gone}"
     match best.option.clearance.how:
         case "none":
             return f"{at} has room and is predicted to be ready soonest"

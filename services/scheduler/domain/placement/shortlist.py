@@ -1,6 +1,6 @@
 """Shortlists of devices: those on which the model can be ready soonest, best first.
 
-Only the best devices are considered in full and recorded in the plan. They come from the orders
+Only the best devices are considered in full and recorded in the plan. They are taken from the orders
 that
 the bookings maintain (state/booking_index.py). Examined one by one are only devices that differ
 from
@@ -8,7 +8,7 @@ the others: those that this decision has changed, those of nodes that have start
 its weights, and those where it has just failed. Nodes with busy links come after idle ones. The
 order is that of the rules of place.py:
 
-A. The model fits now. Exact: the first device is the best one. With it come the few nodes that have
+A. The model fits now. Exact: the first device is the best one. The list also has the few nodes that have
    its weights and would be sooner although idle instances must leave.
 B. It fits once the stopping instances are gone. Exact too.
 C. It may fit once idle instances are evicted; the device with the longest-idle instance is first.

@@ -98,12 +98,12 @@ def _copies(tx: Transaction, owner: Model | None) -> int:
 
 def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
     """Return the seconds to have the instance back: resumed if it can be suspended, else restarted."""
-    anew = restart_s(tx.state, owner.card, b)
+    restart = restart_s(tx.state, owner.card, b)
     if i.state.parked:
-        return anew
+        return restart
     report = tx.state.reports.get(i.instance_id)
     resume_ms = report.status.suspension.resume_ms if report is not None and can_suspend(tx.state, i) else None
-    return anew if resume_ms is None else min(anew, resume_ms / 1e3)
+    return restart if resume_ms is None else min(restart, resume_ms / 1e3)
 
 
 def _protected(

@@ -31,7 +31,7 @@ PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class EvictionCandidate:
     """A victim and its migration targets."""
 
     key: str
@@ -43,7 +43,7 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class Departures:
+class EvictionPlan:
     """Victims with their destinations (empty: none), and the seconds of all together."""
 
     moves: tuple[tuple[str, str], ...]
@@ -60,7 +60,7 @@ class _State:
     moves: tuple[tuple[str, str], ...]
 
 
-def least_time(victims: Sequence[Departure], short: int) -> Departures | None:
+def least_time(victims: Sequence[EvictionCandidate], short: int) -> EvictionPlan | None:
     """Solve the recurrence above; None: the victims cannot free `short` bytes."""
     devices = sorted({m.device for v in victims for m in v.moves})
     free = {m.device: m.free_bytes for v in victims for m in v.moves}
@@ -83,10 +83,10 @@ def least_time(victims: Sequence[Departure], short: int) -> Departures | None:
                 best = state
         limit = best
         front = _front([s for s in reached if s.freed < short and (limit is None or s.cost < limit.cost)], short)
-    return Departures(best.moves, best.cost[0], best.freed) if best is not None else None
+    return EvictionPlan(best.moves, best.cost[0], best.freed) if best is not None else None
 
 
-def _left(state: _State, victim: Departure, device: str, seconds: float, used: tuple[int, ...]) -> _State:
+def _left(state: _State, victim: EvictionCandidate, device: str, seconds: float, used: tuple[int, ...]) -> _State:
     total, count, recency = state.cost
     cost = (total + seconds, count + 1, recency + victim.last_used)
     return _State(cost, state.freed + victim.nbytes, used, (*state.moves, (victim.key, device)))

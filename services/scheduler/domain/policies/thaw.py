@@ -31,7 +31,7 @@ from services.scheduler.domain.cost.cost import Clearing
 from services.scheduler.domain.policies import torpor_queue
 from services.scheduler.domain.policies.autoscaling import predicted
 from services.scheduler.domain.policies.common import bounded
-from services.scheduler.domain.policies.knapsack import Departure, least_time, ways_out
+from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time, ways_out
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Profile, Resident, Usage
 
 
@@ -120,8 +120,8 @@ def _clearance(how: Clearing, taken: Sequence[Resident], penalty: float) -> Clea
 
 def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
     """Return serving victims to migrate and idle ones to evict, with the least total time."""
-    leaving = [Departure(r.key, r.nbytes, r.last_used, unload_s=_loss(r)) for r in idle]
-    moving = [Departure(r.key, r.nbytes, r.last_used, ways) for r in serving if (ways := ways_out(r))]
+    leaving = [EvictionCandidate(r.key, r.nbytes, r.last_used, unload_s=_loss(r)) for r in idle]
+    moving = [EvictionCandidate(r.key, r.nbytes, r.last_used, ways) for r in serving if (ways := ways_out(r))]
     found = least_time([*leaving, *moving], short) if moving else None
     if found is None:
         return None

@@ -127,9 +127,9 @@ def requests_have_priority(state: ClusterState, now: float, policy: Policy) -> s
     if now - state.recovered_at < policy.demand_grace_s:
         return "the scheduler has just started"
     if any(m.waiting for m in state.demand.values()) or any(w.kind == "wake" for w in state.waiters.values()):
-        return "requests come first"
+        return "requests have priority"
     if any(i.state.starting and i.trigger != TRIGGER for i in state.instances.values()):
-        return "starts for waiting requests come first"
+        return "starts for waiting requests have priority"
     return ""
 
 

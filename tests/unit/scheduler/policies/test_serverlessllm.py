@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.domain.policies.knapsack import Departure, least_time
+from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time
 from services.scheduler.domain.policies.port import Clearance, MigrationTarget, Resident
 from simulator.policies import serverlessllm, shepherd
 from tests.unit.scheduler.policies.views import ask, device, option
@@ -16,17 +16,17 @@ FREE = {"a/0": 10, "b/0": 16}
 
 
 @st.composite
-def departures(draw: st.DrawFn) -> list[Departure]:
+def departures(draw: st.DrawFn) -> list[EvictionCandidate]:
     found = []
     for n in range(draw(st.integers(0, 5))):
         where = draw(st.lists(st.sampled_from(sorted(FREE)), max_size=2, unique=True))
         moves = tuple(MigrationTarget(d, float(draw(st.integers(0, 9))), FREE[d]) for d in where)
         unload = draw(st.sampled_from([None, None, 0.0, 3.0]))
-        found.append(Departure(f"v{n}", draw(st.integers(1, 12)), float(draw(st.integers(0, 3))), moves, unload))
+        found.append(EvictionCandidate(f"v{n}", draw(st.integers(1, 12)), float(draw(st.integers(0, 3))), moves, unload))
     return found
 
 
-def brute_force(victims: list[Departure], short: int) -> float | None:
+def brute_force(victims: list[EvictionCandidate], short: int) -> float | None:
     """The least total time over every assignment."""
     best = None
     ways = [[None, *v.moves, *([v.unload_s] if v.unload_s is not None else [])] for v in victims]
@@ -49,7 +49,7 @@ def brute_force(victims: list[Departure], short: int) -> float | None:
 
 @settings(deadline=None)
 @given(victims=departures(), short=st.integers(1, 40))
-def test_the_recurrence_finds_what_trying_every_assignment_finds(victims: list[Departure], short: int) -> None:
+def test_the_recurrence_finds_what_trying_every_assignment_finds(victims: list[EvictionCandidate], short: int) -> None:
     found = least_time(victims, short)
     best = brute_force(victims, short)
     assert (found.seconds if found is not None else None) == best
@@ -121,7 +121,7 @@ def test_shepherd_interrupts_where_serverlessllm_migrates_and_nobody_who_has_now
 def test_many_victims_stay_within_the_table() -> None:
     """Sixteen that serve, each with three ways out (4^16 assignments): bounded work, and a plan that works."""
     moves = tuple(MigrationTarget(f"s{d}/0", 1.0 + d, 120) for d in range(3))
-    victims = [Departure(f"v{n}", 10 + n, float(n), moves) for n in range(16)]
+    victims = [EvictionCandidate(f"v{n}", 10 + n, float(n), moves) for n in range(16)]
     found = least_time(victims, 200)
     assert found is not None
     assert found.freed >= 200

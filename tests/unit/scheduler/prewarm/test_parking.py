@@ -118,7 +118,7 @@ def test_requests_come_first(w: World) -> None:
     w.model("a", park=True)
     w.tick(1)
     assert not w.starts("a")
-    assert seen(w, "a") == ParkView(state="queued", reason="requests come first")
+    assert seen(w, "a") == ParkView(state="queued", reason="requests have priority")
     w.get_ready("real")
     w.demand("real", 0)
     w.tick(1)

@@ -8,8 +8,8 @@ from services.scheduler.domain.policies.common import arrivals, evict_lru, keep_
 from services.scheduler.domain.policies.port import Profile
 from simulator.clock import Clock
 from simulator.config import ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup
-from simulator.fetches import Fetches
 from simulator.instances import SimNode
+from simulator.shared_fetches import Fetches
 from simulator.simulate import simulate
 from simulator.workloads.request import Request
 

@@ -14,7 +14,7 @@ from simulator.starts import Starts
 from simulator.world import World
 
 
-class Departures:
+class Stops:
     def __init__(self, world: World, options: Options, starts: Starts, requeue: Callable[[list[Run]], None]) -> None:
         self._world, self._options, self._starts, self._requeue = world, options, starts, requeue
         self.migrations: Migrations | None = None

@@ -85,7 +85,7 @@ def test_our_own_columns_and_their_faults(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="line 3: no model 'b'"):
         read_trace(path, ["a"])
     for text, told in (
-        ("at,model\n1,a\n", "lacks the columns prompt_tokens, output_tokens"),
+        ("at,model\n1,a\n", "has no columns prompt_tokens, output_tokens"),
         ("", "is empty"),
         ("at,model,prompt_tokens,output_tokens\nsoon,a,1,2\n", "line 2"),
         ("at,model,prompt_tokens,output_tokens\nnan,a,1,2\n", "line 2: a time must be a number"),

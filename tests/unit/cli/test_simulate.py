@@ -70,7 +70,7 @@ def test_refusals(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--rps must be positive" in capsys.readouterr().err
     trace = tmp_path / "requests.csv"
     for text, told in (
-        ("when,what\n1,2\n", "lacks the columns at, model"),
+        ("when,what\n1,2\n", "has no columns at, model"),
         ("at,model,prompt_tokens,output_tokens\n", "holds no request"),
     ):
         trace.write_text(text)

@@ -45,8 +45,10 @@ class Strict(BaseModel):
 
 
 class NodeConfig(Strict):
-    """`devices`: bytes, or a share such as "90%", by device id ("cpu:0", "cuda:0"). `dram`: bytes of host memory for weights that no instance
-    holds."""
+    """`devices`: bytes, or a share such as "90%", by device id ("cpu:0", "cuda:0").
+
+    `dram`: bytes of host memory for weights that no instance holds.
+    """
 
     devices: dict[str, int | str] = Field(default_factory=dict)
     dram: int | None = Field(default=None, ge=0)
@@ -90,7 +92,10 @@ _KEYS = ("defaults", "mesh", "models", "scheduler")
 
 
 def load_config(path: Path) -> ThawFile:
-    """Read and check `path`. Raises `ConfigError` with every fault, `CommandError` if the file cannot be read."""
+    """Read and check `path`.
+
+    Raises `ConfigError` with every fault, `CommandError` if the file cannot be read.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:

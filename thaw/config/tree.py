@@ -34,7 +34,10 @@ class Tree:
 
 
 def read_tree(text: str) -> Tree:
-    """Parse `text`. A syntax error is one fault and an empty value; duplicate keys are faults each."""
+    """Parse `text`.
+
+    A syntax error is one fault and an empty value; duplicate keys are faults each.
+    """
     tree = Tree()
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)

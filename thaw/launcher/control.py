@@ -48,8 +48,11 @@ def starting(home: Home, waits: Callable[[], None]) -> Iterator[None]:
 
 
 def launch(home: Home, plan: MeshPlan) -> Identity:
-    """Start a supervisor for `plan` in a session of its own. Survivors of a killed supervisor are taken over if the plan is theirs,
-    and ended first if not. Raises `CommandError` if it does not even start."""
+    """Start a supervisor for `plan` in a session of its own.
+
+    Survivors of a killed supervisor are taken over if the plan is theirs, and ended first if not.
+    Raises `CommandError` if it does not even start.
+    """
     survivors = _adoptable(home, plan)
     if survivors is None:
         sweep(home)
@@ -169,7 +172,10 @@ def _taker(port: int) -> str:
 
 
 def await_running(home: Home, supervisor: Identity, progress: Progress) -> MeshStatus:
-    """Wait until every service's process runs; `progress` is called with each status. Raises `CommandError` if one keeps crashing."""
+    """Wait until every service's process runs; `progress` is called with each status.
+
+    Raises `CommandError` if one keeps crashing.
+    """
     deadline = time.monotonic() + _START_BOUND_S
     while time.monotonic() < deadline:
         if not supervisor.alive():
@@ -201,7 +207,10 @@ def _last_words(home: Home, service: str) -> str:
 
 
 def await_stopped(status: MeshStatus) -> None:
-    """Until a supervisor that is stopping has ended. Raises `CommandError` if it does not."""
+    """Until a supervisor that is stopping has ended.
+
+    Raises `CommandError` if it does not.
+    """
     deadline = time.monotonic() + _STOP_BOUND_S
     while status.supervisor.alive():
         if time.monotonic() > deadline:
@@ -210,7 +219,10 @@ def await_stopped(status: MeshStatus) -> None:
 
 
 def stop(home: Home, progress: Progress) -> Leftovers:
-    """Stop the mesh and clean up after it, also when its supervisor is dead already. Returns what had been left behind."""
+    """Stop the mesh and clean up after it, also when its supervisor is dead already.
+
+    Returns what had been left behind.
+    """
     status = running_status(home)
     if status is not None:
         status.supervisor.send(signal.SIGTERM)

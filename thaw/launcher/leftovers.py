@@ -76,7 +76,10 @@ def running_postgres(home: Home) -> Identity | None:
 
 
 def sweep(home: Home) -> Leftovers:
-    """End every leftover process, servers last, and remove the shared memory. Returns what there was."""
+    """End every leftover process, servers last, and remove the shared memory.
+
+    Returns what there was.
+    """
     before = find_leftovers(home)
     servers = [p for p in before.processes if _is_server(p)]
     children = {c.pid for s in servers for c in descendants(s)}

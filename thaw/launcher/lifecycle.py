@@ -1,4 +1,6 @@
-"""Which service to start, restart, stop or kill when: pure. The supervisor feeds it events and carries out its effects.
+"""Which service to start, restart, stop or kill when: pure.
+
+The supervisor feeds it events and carries out its effects.
 
 waiting ──(what it starts after is ready)──> starting ──Ready──> ready
    starting, ready ──Exited──> backing_off ──(delay over)──> starting
@@ -131,7 +133,10 @@ def delay_after(failures: int) -> float:
 
 
 def decide(mesh: Mesh, event: Event, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
-    """The mesh after `event`, and what to do. Unknown names and events out of season change nothing."""
+    """The mesh after `event`, and what to do.
+
+    Unknown names and events out of season change nothing.
+    """
     services = dict(mesh.services)
     stopping = mesh.stopping
     match event:

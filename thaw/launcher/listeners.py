@@ -16,14 +16,20 @@ _BACKLOG = 2048
 
 
 class Listeners:
-    """The sockets, by address. Closed for good when the mesh stops, so that no client waits in vain."""
+    """The sockets, by address.
+
+    Closed for good when the mesh stops, so that no client waits in vain.
+    """
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], socket.socket] = {}
 
     def at(self, host: str, port: int) -> socket.socket | None:
-        """The socket of this address, made at the first call. None if it cannot be had: a gateway of a supervisor that was killed still
-        listens there, or the process is to fail by itself and say why."""
+        """The socket of this address, made at the first call.
+
+        None if it cannot be had: a gateway of a supervisor that was killed still listens there, or
+        the process is to fail by itself and say why.
+        """
         address = host, port
         if address not in self._open:
             try:

@@ -11,7 +11,10 @@ LIMIT_BYTES = 32 * 1024 * 1024
 
 
 def bound_logs(home: Home) -> None:
-    """Move aside what is over the limit (one older file is kept). The logs of engines are bounded by their nodeagent."""
+    """Move aside what is over the limit (one older file is kept).
+
+    The logs of engines are bounded by their nodeagent.
+    """
     logfiles.bound_logs(home.logs, LIMIT_BYTES)
 
 

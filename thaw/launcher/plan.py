@@ -36,7 +36,10 @@ class Credentials(Strict):
 
 
 class MeshPlan(Strict):
-    """`nats_url`, `database_url`: external servers; None: run our own. `tls`: the gateway has a certificate."""
+    """`nats_url`, `database_url`: external servers; None: run our own.
+
+    `tls`: the gateway has a certificate.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -76,7 +79,10 @@ class MeshPlan(Strict):
 
 
 def credentials_of(home: Home, admin_key: str | None = None) -> Credentials:
-    """The credentials kept under `home`, made at the first call. `admin_key`: one that the operator chose."""
+    """The credentials kept under `home`, made at the first call.
+
+    `admin_key`: one that the operator chose.
+    """
     stored = read_json(home.credentials_file) or {}
     credentials = Credentials(
         nats_password=stored.get("nats_password") or secrets.token_urlsafe(24),

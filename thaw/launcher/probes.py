@@ -15,7 +15,10 @@ _START_UP = struct.pack("!i", len(_BODY) + 4) + _BODY
 
 
 async def until_ready(name: str, port: int) -> None:
-    """Return once the server called `name` answers on `port`. Does not end by itself: its owner cancels it."""
+    """Return once the server called `name` answers on `port`.
+
+    Does not end by itself: its owner cancels it.
+    """
     while True:
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             async with asyncio.timeout(_ATTEMPT_S):

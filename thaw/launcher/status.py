@@ -13,8 +13,11 @@ from thaw.launcher.processes import Identity
 
 
 class ServiceStatus(BaseModel):
-    """`process` is None while the service does not run. `hangs`: how often it was ended because it hung; `last_hang`: why, the
-    last time; `last_hang_at`: when, in Unix seconds."""
+    """`process` is None while the service does not run.
+
+    `hangs`: how often it was ended because it hung; `last_hang`: why, the last time;
+    `last_hang_at`: when, in Unix seconds.
+    """
 
     status: Status
     process: Identity | None = None
@@ -58,6 +61,9 @@ def read_status(home: Home) -> MeshStatus | None:
 
 
 def running_status(home: Home) -> MeshStatus | None:
-    """The status of the supervisor that is alive now. A stale file (its pid dead, or reused by another process) counts for nothing."""
+    """The status of the supervisor that is alive now.
+
+    A stale file (its pid dead, or reused by another process) counts for nothing.
+    """
     status = read_status(home)
     return status if status is not None and status.supervisor.alive() else None

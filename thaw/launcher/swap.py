@@ -90,7 +90,10 @@ def commands(path: Path, size: int) -> list[list[str]]:
 
 
 def set_up(path: Path, size: int) -> None:
-    """Make a swap file and use it until the next boot. Raises `CommandError`, with what was begun undone."""
+    """Make a swap file and use it until the next boot.
+
+    Raises `CommandError`, with what was begun undone.
+    """
     if size < LEAST:
         raise CommandError(
             "There is no room for a swap file.", f"Free {(LEAST + _DISK_LEFT) // GIB} GiB on the disk of {path.parent}."
@@ -112,7 +115,10 @@ def _by_hand(path: Path, size: int) -> str:
 
 
 def remedy(home: Path, existing: Path) -> str:
-    """How to get swap here. `existing`: the nearest directory above `home` that is there."""
+    """How to get swap here.
+
+    `existing`: the nearest directory above `home` that is there.
+    """
     path, size = swap_file(home), wanted_bytes(existing)
     if size < LEAST:
         return f"Free some disk: a swap file of {LEAST // GIB} GiB or more would go to {path}. Compressed memory (zram) serves as well."

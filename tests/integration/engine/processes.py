@@ -14,17 +14,17 @@ SLOW: dict[str, Any] = {"prompt": "abc", "max_tokens": 900, "temperature": 0, "i
 
 async def forked(client: ZygoteClient, start: EngineStart) -> int:
     client.send(start.model_dump_json().encode())
-    told = await client.hear()
-    assert isinstance(told, EngineForked), told
-    assert told.instance_id == start.instance_id
-    return told.pid
+    reported = await client.hear()
+    assert isinstance(reported, EngineForked), reported
+    assert reported.instance_id == start.instance_id
+    return reported.pid
 
 
 async def exited(client: ZygoteClient, pid: int) -> int:
     while True:
-        told = await client.hear()
-        if isinstance(told, EngineExited) and told.pid == pid:
-            return told.returncode
+        reported = await client.hear()
+        if isinstance(reported, EngineExited) and reported.pid == pid:
+            return reported.returncode
 
 
 async def until_streaming(stream: Stream) -> None:

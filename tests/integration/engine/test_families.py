@@ -107,13 +107,13 @@ class LoadedModel:
         self.segment.unlink()
 
     def generated(self, prompt: list[int]) -> list[int]:
-        told = self.reference.generate(
+        reported = self.reference.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=TOKENS,
             do_sample=False,
         )
-        return list(told[0, len(prompt) :].tolist())
+        return list(reported[0, len(prompt) :].tolist())
 
     def request(self, number: int, prompt: Any, **body: Any) -> GenerationRequest:
         asked = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **body}

@@ -60,7 +60,7 @@ async def test_adapters_are_loaded_once_shared_and_make_room(
     assert {a.active for a in report.load.adapters} == {0}
 
 
-async def test_a_dropped_adapter_is_let_go_of(engines: Engines, loader: FakeLoader, instance: str, cards: list[ModelCard]) -> None:
+async def test_a_dropped_adapter_is_released(engines: Engines, loader: FakeLoader, instance: str, cards: list[ModelCard]) -> None:
     await answer(engines, instance, cards[0])
     await engines.mesh.request(subjects.engine_control(instance), DropAdapter(name="a"), Done)
     assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, 1)
@@ -75,7 +75,7 @@ async def failure(engines: Engines, instance: str, adapter: ModelCard) -> InferF
     return last
 
 
-async def test_what_cannot_be_used_is_a_typed_error_and_the_engine_goes_on(
+async def test_an_unusable_adapter_is_a_typed_error_and_the_engine_continues(
     engines: Engines, loader: FakeLoader, instance: str, cards: list[ModelCard], tmp_path: Path, demo_directory: Path
 ) -> None:
     wide = {"model.layers.0.self_attn.q_proj": (64, 32)}
@@ -133,16 +133,16 @@ async def starting(
     await client.close()
 
 
-async def tell(engines: Engines, instance: str, *cards: ModelCard) -> None:
+async def notify(engines: Engines, instance: str, *cards: ModelCard) -> None:
     for card in cards:
         await engines.mesh.request(subjects.engine_control(instance), LoadAdapter(card=card), Done)
 
 
-async def test_adapters_come_beside_a_base_that_is_still_loaded(
+async def test_adapters_load_beside_a_base_that_is_still_loading(
     engines: Engines, starting: tuple[FakeLoader, str], cards: list[ModelCard]
 ) -> None:
     loader, instance = starting
-    await tell(engines, instance, cards[0], cards[0], cards[1])
+    await notify(engines, instance, cards[0], cards[0], cards[1])
     early = {adapter_holder(instance, 0), adapter_holder(instance, -1)}
     await asyncio.wait_for(loader.held(early), 30)
     assert not engines.is_ready(instance), "the base's bytes have not come"
@@ -155,12 +155,12 @@ async def test_adapters_come_beside_a_base_that_is_still_loaded(
     assert set(loader.holders) == {instance, *early, adapter_holder(instance, 1), adapter_holder(instance, 2)}
 
 
-async def test_what_cannot_come_early_is_left_to_the_request(
+async def test_a_failed_prefetch_is_left_to_the_request(
     engines: Engines, starting: tuple[FakeLoader, str], cards: list[ModelCard], tmp_path: Path, demo_directory: Path
 ) -> None:
     loader, instance = starting
     large = adapter_card(write_adapter(tmp_path / "l", demo_directory, rank=64), "l")
-    await tell(engines, instance, cards[0], large)
+    await notify(engines, instance, cards[0], large)
     await asyncio.wait_for(loader.held({adapter_holder(instance, -1)}), 30)
     await engines.mesh.request(subjects.engine_control(instance), DropAdapter(name="a"), Done)
     assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, 0)
@@ -171,9 +171,9 @@ async def test_what_cannot_come_early_is_left_to_the_request(
     assert await answer(engines, instance, cards[0])
 
 
-async def test_an_engine_that_is_ready_attaches_what_it_is_told_of(
+async def test_a_ready_engine_attaches_announced_adapters(
     engines: Engines, loader: FakeLoader, instance: str, cards: list[ModelCard]
 ) -> None:
-    await tell(engines, instance, cards[2])
+    await notify(engines, instance, cards[2])
     attached = await engines.reported(instance, lambda r: bool(r.load.adapters))
     assert [a.name for a in attached.load.adapters] == ["c"]

@@ -44,7 +44,7 @@ async def pair(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_
         await exited(client, pid)
 
 
-async def test_a_request_goes_on_at_another_engine(engines: Engines, pair: tuple[str, str]) -> None:
+async def test_a_request_resumes_at_another_engine(engines: Engines, pair: tuple[str, str]) -> None:
     source, to = (subjects.engine_control(instance) for instance in pair)
     mesh = engines.mesh
     stream = await engines.ask(pair[0], "completion", **BODY)

@@ -20,7 +20,7 @@ from tests.support.engines import Engines, ZygoteClient
 from tests.support.segments import FakeLoader, card_of
 
 
-async def test_a_start_is_told_with_its_phases(engines: Engines, instance: tuple[str, int], loader: FakeLoader) -> None:
+async def test_a_start_is_reported_with_its_phases(engines: Engines, instance: tuple[str, int], loader: FakeLoader) -> None:
     name, pid = instance
     report = await engines.mesh.request(subjects.engine_control(name), PingEngine(), EngineReport)
     assert (report.pid, report.state, report.progress) == (pid, "ready", 1.0)
@@ -58,10 +58,10 @@ async def test_an_answer_streams_numbered_and_whole(engines: Engines, instance: 
         assert isinstance(chunk, InferChunk)
         for delta in chunk.choices:
             assert delta.logprobs is not None
-            (told,) = delta.logprobs
-            assert told.token_id == delta.token_ids[0] == told.top[0].token_id
-            assert len(told.top) == 2
-            assert told.logprob <= 0
+            (status,) = delta.logprobs
+            assert status.token_id == delta.token_ids[0] == status.top[0].token_id
+            assert len(status.top) == 2
+            assert status.logprob <= 0
 
 
 async def test_many_at_once_are_each_what_they_are_alone(engines: Engines, instance: tuple[str, int]) -> None:

@@ -26,7 +26,7 @@ TOKENS = 32
 Deltas = dict[int, list[ChoiceDelta]]
 
 
-class Told:
+class RecordedBatcher:
     """A batcher at work, and what it has told of each request."""
 
     def __init__(self, loaded: LoadedModel, runner: Runner | None = None) -> None:
@@ -70,11 +70,11 @@ class Told:
     def prepare(self, name: str, *sequences: Sequence[int], keep_s: float = 60.0, answer_s: float = math.inf) -> Outcome:
         done, outcomes = threading.Event(), list[Outcome]()
 
-        def told(outcome: Outcome) -> None:
+        def reported(outcome: Outcome) -> None:
             outcomes.append(outcome)
             done.set()
 
-        self.batcher.prepare(PrepareOrder(name, tuple(map(tuple, sequences)), None, "", keep_s, 60.0, told, answer_s))
+        self.batcher.prepare(PrepareOrder(name, tuple(map(tuple, sequences)), None, "", keep_s, 60.0, reported, answer_s))
         assert done.wait(60)
         return outcomes[0]
 
@@ -101,10 +101,10 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def told(loaded: LoadedModel) -> Iterator[Told]:
-    told = Told(loaded)
-    yield told
-    told.close()
+def reported(loaded: LoadedModel) -> Iterator[RecordedBatcher]:
+    reported = RecordedBatcher(loaded)
+    yield reported
+    reported.close()
 
 
 def request(loaded: LoadedModel, name: str, resume: Resume | None = None, **body: Any) -> GenerationRequest:
@@ -119,11 +119,11 @@ def cut(whole: Deltas, at: dict[int, int], asked: GenerationRequest, prepared: s
     """What a gateway has that heard so many deltas of each choice."""
     choices = []
     for index, count in at.items():
-        heard = whole[index][:count]
-        tokens = tuple(t for d in heard for t in d.token_ids)
-        finish = next((d.finish_reason for d in heard if d.finish_reason), None)
+        received = whole[index][:count]
+        tokens = tuple(t for d in received for t in d.token_ids)
+        finish = next((d.finish_reason for d in received if d.finish_reason), None)
         choices.append(
-            ResumedChoice(index=index, token_ids=tokens, text_chars=sum(len(d.text) for d in heard), finish_reason=finish)
+            ResumedChoice(index=index, token_ids=tokens, text_chars=sum(len(d.text) for d in received), finish_reason=finish)
         )
     return Resume(
         revision="test",
@@ -154,94 +154,94 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_the_answer_is_the_same_wherever_it_is_cut(loaded: LoadedModel, told: Told, body: str) -> None:
+def test_the_answer_is_the_same_wherever_it_is_cut(loaded: LoadedModel, reported: RecordedBatcher, body: str) -> None:
     first = request(loaded, "whole", **BODIES[body])
-    whole = told.answer(first)
+    whole = reported.answer(first)
     for count in (1, 2, 13, TOKENS - 1):
         at = {index: min(count + 3 * index, TOKENS) for index in whole}
         resume = cut(whole, at, first)
-        rest = told.answer(request(loaded, f"cut-{count}", resume, **BODIES[body]))
+        rest = reported.answer(request(loaded, f"cut-{count}", resume, **BODIES[body]))
         for index, deltas in whole.items():
             assert flat([*deltas[: at[index]], *rest.get(index, [])]) == flat(deltas), (body, count, index)
 
 
-def test_stop_strings_are_found_across_the_cut(loaded: LoadedModel, told: Told) -> None:
-    text = flat(told.answer(request(loaded, "plain"))[0])[0]
+def test_stop_strings_are_found_across_the_cut(loaded: LoadedModel, reported: RecordedBatcher) -> None:
+    text = flat(reported.answer(request(loaded, "plain"))[0])[0]
     for start in range(4, 20, 3):
         stop = text[start : start + 6]
         first = request(loaded, f"whole-{start}", stop=[stop, "never said"])
-        whole = told.answer(first)
+        whole = reported.answer(first)
         assert whole[0][-1].finish_reason == "stop"
         for count in range(1, len(whole[0])):
             name = f"stop-{start}-{count}"
-            rest = told.answer(request(loaded, name, cut(whole, {0: count}, first), stop=[stop, "never said"]))
+            rest = reported.answer(request(loaded, name, cut(whole, {0: count}, first), stop=[stop, "never said"]))
             assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0]), (stop, count)
 
 
-def test_tokens_that_complete_the_answer_end_it_at_once(loaded: LoadedModel, told: Told) -> None:
+def test_tokens_that_complete_the_answer_end_it_at_once(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     """The engine before died, or was of another kind, before it said that it had finished."""
     first = request(loaded, "whole", n=2)
-    whole = told.answer(first)
+    whole = reported.answer(first)
     resume = cut(whole, {0: TOKENS, 1: TOKENS}, first)
     unsaid = [c.model_copy(update={"finish_reason": None, "text_chars": 3}) for c in resume.choices]
-    rest = told.answer(request(loaded, "rest", resume.model_copy(update={"choices": tuple(unsaid)}), n=2))
+    rest = reported.answer(request(loaded, "rest", resume.model_copy(update={"choices": tuple(unsaid)}), n=2))
     text = flat(whole[0])[0]
     assert [flat(rest[i]) for i in (0, 1)] == [(text[3:], [], [], ["length"])] * 2
     # And if it did say so of all choices, there is only the end to be told.
     done = request(loaded, "done", resume, n=2)
-    assert told.answer(done) == {}
+    assert reported.answer(done) == {}
 
 
-def test_what_cannot_be_gone_on_with_is_refused(loaded: LoadedModel, told: Told) -> None:
+def test_a_response_that_cannot_be_resumed_is_refused(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     first = request(loaded, "whole")
-    resume = cut(told.answer(first), {0: 4}, first)
+    resume = cut(reported.answer(first), {0: 4}, first)
     for changes in ({"revision": "other"}, {"prompt_tokens": 3}, {"choices": (ResumedChoice(index=4, token_ids=(1,)),)}):
         with pytest.raises(Conflict) as refused:
             request(loaded, "r", resume.model_copy(update=changes))
         assert refused.value.param == "resume"
 
 
-def test_a_yielded_request_ends_after_its_last_token(loaded: LoadedModel, told: Told) -> None:
+def test_a_yielded_request_ends_after_its_last_token(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     first = request(loaded, "long", max_tokens=90)
-    told.batcher.submit(first)
-    told.until(lambda: len(told.deltas.get("long", {}).get(0, ())) >= 5)
-    told.batcher.yield_("long")
-    told.until(lambda: "long" in told.over)
-    assert isinstance(told.ends[-1], Yielded)
-    made = len(told.deltas["long"][0])
-    rest = told.answer(request(loaded, "rest", cut(told.deltas["long"], {0: made}, first), max_tokens=90))
-    assert len(told.deltas["long"][0]) == made
-    whole = told.answer(request(loaded, "whole", max_tokens=90))
-    assert flat([*told.deltas["long"][0], *rest[0]]) == flat(whole[0])
+    reported.batcher.submit(first)
+    reported.until(lambda: len(reported.deltas.get("long", {}).get(0, ())) >= 5)
+    reported.batcher.yield_("long")
+    reported.until(lambda: "long" in reported.over)
+    assert isinstance(reported.ends[-1], Yielded)
+    made = len(reported.deltas["long"][0])
+    rest = reported.answer(request(loaded, "rest", cut(reported.deltas["long"], {0: made}, first), max_tokens=90))
+    assert len(reported.deltas["long"][0]) == made
+    whole = reported.answer(request(loaded, "whole", max_tokens=90))
+    assert flat([*reported.deltas["long"][0], *rest[0]]) == flat(whole[0])
 
 
-def test_keys_and_values_computed_ahead_are_used(loaded: LoadedModel, told: Told) -> None:
+def test_keys_and_values_computed_ahead_are_used(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     first = request(loaded, "whole")
-    whole = told.answer(first)
+    whole = reported.answer(first)
     tokens = flat(whole[0])[1]
-    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
+    assert reported.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
     # Extended, only the rest is computed; and what was prepared of other tokens is not used.
-    assert told.prepare("p", [*PROMPT, *tokens[:9]]) == Computed(4)
-    assert told.prepare("q", [*PROMPT[:-1], 999, 998]) == Computed(len(PROMPT))
+    assert reported.prepare("p", [*PROMPT, *tokens[:9]]) == Computed(4)
+    assert reported.prepare("q", [*PROMPT[:-1], 999, 998]) == Computed(len(PROMPT))
     for name, count in (("p", 10), ("q", 10)):
-        rest = told.answer(request(loaded, f"rest-{name}", cut(whole, {0: count}, first, prepared=name)))
+        rest = reported.answer(request(loaded, f"rest-{name}", cut(whole, {0: count}, first, prepared=name)))
         assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0])
-    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)  # it was given away with its request
-    told.batcher.discard_prepared("p")
-    assert told.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
+    assert reported.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)  # it was given away with its request
+    reported.batcher.discard_prepared("p")
+    assert reported.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
 
 
-def test_what_is_kept_is_let_go_of_when_its_time_is_over(loaded: LoadedModel, told: Told) -> None:
-    assert told.prepare("p", PROMPT, keep_s=0.01) == Computed(len(PROMPT) - 1)
-    told.answer(request(loaded, "other"))
-    assert told.prepare("p", PROMPT) == Computed(len(PROMPT) - 1)
+def test_prepared_prefixes_expire(loaded: LoadedModel, reported: RecordedBatcher) -> None:
+    assert reported.prepare("p", PROMPT, keep_s=0.01) == Computed(len(PROMPT) - 1)
+    reported.answer(request(loaded, "other"))
+    assert reported.prepare("p", PROMPT) == Computed(len(PROMPT) - 1)
 
 
-def test_it_is_answered_after_a_while_with_what_was_computed(loaded: LoadedModel, told: Told) -> None:
+def test_it_is_answered_after_a_while_with_what_was_computed(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     sequence, chunk = list(range(1, 401)), loaded.limits.chunk_tokens
-    parts = [told.prepare("p", sequence, answer_s=0.0)]
+    parts = [reported.prepare("p", sequence, answer_s=0.0)]
     while isinstance(parts[-1], Computed) and parts[-1].left:
-        parts.append(told.prepare("p", sequence, answer_s=0.0))
+        parts.append(reported.prepare("p", sequence, answer_s=0.0))
     steps = [min(chunk, 399 - at) for at in range(0, 399, chunk)]
     assert parts == [Computed(n, 399 - sum(steps[: i + 1])) for i, n in enumerate(steps)]
 
@@ -263,14 +263,14 @@ def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) ->
             rows.append([len(row.tokens) for row in batch])
             return runner.forward(batch)
 
-    told = Told(small, Counting())
+    reported = RecordedBatcher(small, Counting())
     try:
-        told.batcher.submit(request(loaded, "runs", max_tokens=90))
-        told.until(lambda: len(told.deltas.get("runs", {}).get(0, ())) >= 5)
-        assert told.prepare("p", list(range(1, 200))) == Computed(198)
-        told.until(lambda: "runs" in told.over)
+        reported.batcher.submit(request(loaded, "runs", max_tokens=90))
+        reported.until(lambda: len(reported.deltas.get("runs", {}).get(0, ())) >= 5)
+        assert reported.prepare("p", list(range(1, 200))) == Computed(198)
+        reported.until(lambda: "runs" in reported.over)
     finally:
-        told.close()
+        reported.close()
     beside = [row for row in rows if len(row) > 1]
     assert [row[0] for row in beside] == [1] * len(beside)
     assert sum(row[1] for row in beside) == 198
@@ -280,26 +280,26 @@ def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) ->
 def test_computing_ahead_never_takes_from_requests(loaded: LoadedModel) -> None:
     small = LoadedModel.__new__(LoadedModel)
     small.__dict__ = loaded.__dict__ | {"limits": type(loaded.limits)(8, 3, 8192, 16)}
-    told = Told(small)
+    reported = RecordedBatcher(small)
     try:
-        assert isinstance(told.prepare("too much", list(range(1, 400)), list(range(1, 400))), InsufficientMemory)
-        assert told.prepare("p", list(range(1, 300))) == Computed(298)
+        assert isinstance(reported.prepare("too much", list(range(1, 400)), list(range(1, 400))), InsufficientMemory)
+        assert reported.prepare("p", list(range(1, 300))) == Computed(298)
         # Three requests need all three blocks: what was kept gives way.
-        told.answer(*(request(loaded, f"r{i}", prompt=list(range(1, 90)), max_tokens=35) for i in range(3)))
-        assert told.prepare("p", list(range(1, 300))) == Computed(298)
+        reported.answer(*(request(loaded, f"r{i}", prompt=list(range(1, 90)), max_tokens=35) for i in range(3)))
+        assert reported.prepare("p", list(range(1, 300))) == Computed(298)
     finally:
-        told.close()
+        reported.close()
 
 
 def test_bfloat16_departs_only_at_near_ties(tmp_path: Path, demo_directory: Path) -> None:
     loaded = LoadedModel(save("llama", tmp_path / "m", demo_directory, torch.bfloat16), "bfloat16")
-    told = Told(loaded)
+    reported = RecordedBatcher(loaded)
     try:
         first = request(loaded, "whole")
-        whole = told.answer(first)
+        whole = reported.answer(first)
         alone = flat(whole[0])[1]
         for count in (3, 11, 20):
-            rest = told.answer(request(loaded, f"r{count}", cut(whole, {0: count}, first)))
+            rest = reported.answer(request(loaded, f"r{count}", cut(whole, {0: count}, first)))
             mixed = flat([*whole[0][:count], *rest[0]])[1]
             at = next((k for k, (a, b) in enumerate(zip(alone, mixed, strict=True)) if a != b), None)
             if at is not None:
@@ -307,5 +307,5 @@ def test_bfloat16_departs_only_at_near_ties(tmp_path: Path, demo_directory: Path
                     logits = loaded.reference(torch.tensor([PROMPT + alone[:at]])).logits[0, -1].float()
                 assert abs(float(logits[alone[at]] - logits[mixed[at]]) / float(logits.std())) <= BF16_NEAR_TIE
     finally:
-        told.close()
+        reported.close()
         loaded.close()

@@ -62,7 +62,7 @@ def with_config(directory: Path, **changes: object) -> None:
         (lambda d: with_config(d, quantization_config={"quant_method": "gptq"}), "unsupported_architecture", "quantised"),
     ],
 )
-async def test_what_cannot_be_served_is_told_and_the_process_ends(
+async def test_an_unusable_model_is_reported_and_the_process_exits(
     engines: Engines,
     loader: FakeLoader,
     client: ZygoteClient,
@@ -105,7 +105,9 @@ async def test_kv_bytes_that_hold_nothing(engines: Engines, loader: FakeLoader, 
     assert await exited(client, pid) == 1
 
 
-async def test_binding_goes_on_while_bytes_arrive(engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path) -> None:
+async def test_binding_continues_while_bytes_arrive(
+    engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
+) -> None:
     loader = FakeLoader(mesh, engines.node, hold=True)
     await loader.start()
     start = engines.spec(card_of(demo_directory))

@@ -32,21 +32,21 @@ def own_zygote() -> Iterator[ZygoteProcess]:
 async def fork(client: ZygoteClient, engines: Engines, demo: Path) -> tuple[str, int]:
     start = engines.spec(card_of(demo))
     client.send(start.model_dump_json().encode())
-    told = await client.hear()
-    assert isinstance(told, EngineForked)
-    return start.instance_id, told.pid
+    reported = await client.hear()
+    assert isinstance(reported, EngineForked)
+    return start.instance_id, reported.pid
 
 
-async def test_exits_are_told_to_every_nodeagent(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
+async def test_exits_are_reported_to_every_nodeagent(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
     first, second = await zygote.connect(), await zygote.connect()
     # Nobody serves as its loader: it would wait, or fail by itself; it is killed before.
     instance, pid = await fork(first, engines, demo_directory)
     os.kill(pid, signal.SIGKILL)
     for client in (first, second):
-        told = await client.hear()
-        assert isinstance(told, EngineExited)
-        assert (told.instance_id, told.pid) == (instance, pid)
-        assert told.returncode in (-signal.SIGKILL, 1)
+        reported = await client.hear()
+        assert isinstance(reported, EngineExited)
+        assert (reported.instance_id, reported.pid) == (instance, pid)
+        assert reported.returncode in (-signal.SIGKILL, 1)
         await client.close()
 
 
@@ -62,9 +62,9 @@ async def test_an_engine_has_a_session_and_files_of_its_own(zygote: ZygoteProces
     assert Path(f"/proc/{pid}/fd/2").resolve() == log
     assert '"message": "ready"' in log.read_text()
     os.kill(pid, signal.SIGTERM)
-    told = await client.hear()
-    assert isinstance(told, EngineExited)
-    assert told.returncode == 0
+    reported = await client.hear()
+    assert isinstance(reported, EngineExited)
+    assert reported.returncode == 0
     await client.close()
     loader.close()
 
@@ -82,9 +82,9 @@ async def test_a_log_that_cannot_be_opened_is_a_failure(zygote: ZygoteProcess, e
     client = await zygote.connect()
     start = engines.spec(card_of(demo_directory)).model_copy(update={"log_path": "/nonexistent/x.log"})
     client.send(start.model_dump_json().encode())
-    told = await client.hear()
-    assert isinstance(told, ZygoteFailure)
-    assert told.instance_id == start.instance_id
+    reported = await client.hear()
+    assert isinstance(reported, ZygoteFailure)
+    assert reported.instance_id == start.instance_id
     await client.close()
 
 

@@ -90,7 +90,7 @@ async def test_sleeps_and_wakes_by_its_own_means_where_it_has_them(hosts: Hosts,
     assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
 
 
-async def test_vllms_second_sleep_level_reads_the_weights_again_before_the_cache_comes_back(hosts: Hosts, tmp_path: Path) -> None:
+async def test_vllms_second_sleep_level_reads_the_weights_before_restoring_the_cache(hosts: Hosts, tmp_path: Path) -> None:
     driven = await drive(hosts, tmp_path, "vllm", device="cuda:0")
     await hosts.mesh.request(driven.control, SleepEngine(level=2), EngineAsleep)
     await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)
@@ -107,7 +107,9 @@ async def test_sglangs_first_level_keeps_a_copy_of_its_weights_and_its_second_re
         await hosts.mesh.request(driven.control, SleepEngine(level=level), EngineAsleep)
         await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)
     calls = [
-        (path, told.get("tags")) for _, path, told in (await driven.stats())["calls"] if path.endswith(("_occupation", "_disk"))
+        (path, reported.get("tags"))
+        for _, path, reported in (await driven.stats())["calls"]
+        if path.endswith(("_occupation", "_disk"))
     ]
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
     assert calls == [
@@ -171,8 +173,8 @@ async def test_vllms_command_line(hosts: Hosts, tmp_path: Path) -> None:
 async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_path: Path) -> None:
     driven = await drive(hosts, tmp_path, "ollama")
     assert (await driven.calls())[:3] == ["/api/show", "/api/pull", "/api/generate"]
-    told = [(r.phase, r.progress) for r in hosts.reports[driven.instance] if r.phase is not None and r.phase.value == "fetch"]
-    assert told
+    reported = [(r.phase, r.progress) for r in hosts.reports[driven.instance] if r.phase is not None and r.phase.value == "fetch"]
+    assert reported
 
 
 @pytest.mark.parametrize("engine", ["ollama", "llamacpp"])

@@ -39,10 +39,10 @@ async def test_no_process_of_an_engine_has_the_nodes_credentials(hosts: Hosts) -
     pids = hosts.marked(start.instance_id)
     assert len(pids) >= 2
     for pid in pids:
-        told = Path(f"/proc/{pid}/environ").read_text()
-        assert "PATH=" in told
-        assert "secret" not in told
-        assert "THAW_NATS_URL" not in told, "nor the mesh's"
+        reported = Path(f"/proc/{pid}/environ").read_text()
+        assert "PATH=" in reported
+        assert "secret" not in reported
+        assert "THAW_NATS_URL" not in reported, "nor the mesh's"
 
 
 @pytest.mark.usefixtures("secrets")

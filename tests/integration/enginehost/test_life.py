@@ -73,7 +73,7 @@ async def test_a_program_that_is_not_there_is_named(hosts: Hosts) -> None:
         ("tensorrt-llm", {"THAW_TRTLLM_SERVE": "/nowhere/trtllm-serve"}, "THAW_TRTLLM_SERVE"),
     ],
 )
-async def test_an_engine_that_is_not_installed_is_told_with_what_to_set(
+async def test_a_missing_engine_is_reported_with_the_setting(
     hosts: Hosts, tmp_path: Path, engine: str, settings: dict[str, str], variable: str
 ) -> None:
     weights = tmp_path / "m.gguf"
@@ -209,9 +209,9 @@ async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:
     # Held still, as by a freezer: nobody asks it anything meanwhile.
     process = psutil.Process(report.hosted.pids[0])
     process.suspend()
-    heard = len(hosts.reports[start.instance_id])
+    received = len(hosts.reports[start.instance_id])
     # Two more reports: a second at least, in which ten probes would have been due.
-    await hosts.reported(start.instance_id, lambda r: len(hosts.reports[start.instance_id]) > heard + 1)
+    await hosts.reported(start.instance_id, lambda r: len(hosts.reports[start.instance_id]) > received + 1)
     process.resume()
     probed = await hosts.mesh.request(control, WakeEngine(), EngineProbed)
     assert probed.same

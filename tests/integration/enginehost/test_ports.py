@@ -89,7 +89,7 @@ async def test_after_three_it_gives_up_and_says_so(hosts: Hosts, tmp_path: Path,
     await hosts.left_nothing(start.instance_id)
 
 
-async def test_somebody_elses_health_is_not_the_engines(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
+async def test_health_of_another_process_is_not_the_engines(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
     """The engine never notices; who listens there is looked at before a request goes there."""
     start = hosts.host(late_card(tmp_path, f'exec {sys.executable} -m tests.support.fake_openai --port "$1" --ready-after 2'))
     known: set[str] = set()

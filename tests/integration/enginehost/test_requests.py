@@ -23,7 +23,7 @@ async def seen(hosts: Hosts, instance: str) -> Any:
     return stream.json
 
 
-async def test_answers_come_whole_and_streamed_in_the_engines_own_words(hosts: Hosts) -> None:
+async def test_responses_pass_whole_and_streamed_unchanged(hosts: Hosts) -> None:
     instance = await ready(hosts)
     whole = await hosts.whole(instance, "chat", messages=[], max_tokens=3)
     assert whole.status == 200
@@ -93,7 +93,7 @@ async def test_a_request_past_its_deadline_fails_and_stops_the_engine(hosts: Hos
     await hosts.eventually(lambda: seen(hosts, instance), lambda s: s["cancelled"] == 1)
 
 
-async def test_a_crash_in_the_middle_of_an_answer_is_told_to_its_client_and_to_the_node(hosts: Hosts) -> None:
+async def test_a_crash_during_a_response_reaches_the_client_and_the_node(hosts: Hosts) -> None:
     instance = await ready(hosts)
     stream = await hosts.ask(instance, "chat", messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
     await stream.until(lambda r: any(isinstance(x, InferData) for x in r))

@@ -55,7 +55,7 @@ def asked(endpoint: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "more", [{}, {"stop": ["STOP", "2, STO und"]}, {"max_tokens": 17, "stream_options": {"include_usage": True}}]
 )
-async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, tmp_path: Path, endpoint: Any, more: dict[str, Any]) -> None:
+async def test_cut_anywhere_and_resumed(hosts: Hosts, tmp_path: Path, endpoint: Any, more: dict[str, Any]) -> None:
     instance = await ready(hosts, tmp_path)
     body = asked(endpoint, **more)
     undisturbed = await hosts.whole(instance, endpoint, **body)
@@ -148,7 +148,7 @@ async def test_a_client_sets_no_priority_in_vllm_unless_its_operator_lets_it(hos
         ({"choices": (ResumedChoice(), ResumedChoice(index=1))}, {}, "one unfinished choice"),
     ],
 )
-async def test_what_cannot_be_gone_on_with_is_refused(
+async def test_a_response_that_cannot_be_resumed_is_refused(
     hosts: Hosts, tmp_path: Path, change: dict[str, Any], more: dict[str, Any], why: str
 ) -> None:
     instance = await ready(hosts, tmp_path)

@@ -38,7 +38,7 @@ def asked(says: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("says", [PLAIN, TORN])
 @pytest.mark.parametrize("more", [{}, {"stop": ["STOP", "2, STO"]}, {"max_tokens": 17}])
-async def test_cut_anywhere_and_gone_on_with(hosts: Hosts, instance: str, says: str, more: dict[str, Any]) -> None:
+async def test_cut_anywhere_and_resumed(hosts: Hosts, instance: str, says: str, more: dict[str, Any]) -> None:
     body = asked(says, **more)
     undisturbed = await hosts.whole(instance, "completion", **body)
     head = undisturbed.stream.replies[0]
@@ -60,7 +60,7 @@ async def test_read_and_prepared_as_any(hosts: Hosts, instance: str) -> None:
     assert (await hosts.mesh.request(control, ahead, ResumePrepared)).tokens == len(sequence)
 
 
-async def test_what_is_not_told_whole_is_not_moved(hosts: Hosts, instance: str) -> None:
+async def test_a_response_with_missing_tokens_is_not_moved(hosts: Hosts, instance: str) -> None:
     """Where its engine dies it is gone on with all the same, from the last token that is known; if its tokens were drawn, it cannot be."""
     control = subjects.engine_control(instance)
     stream = await hosts.ask(instance, "completion", **asked(TORN, fake={"says": TORN * 5, "pace": 0.02}))

@@ -68,7 +68,7 @@ async def engine(hosts: Hosts, tmp_path: Path, level: int, *options: str) -> Asl
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_its_memory_goes_and_comes_back_and_it_says_the_same(hosts: Hosts, tmp_path: Path, level: int) -> None:
+async def test_memory_is_freed_and_restored_and_the_output_is_the_same(hosts: Hosts, tmp_path: Path, level: int) -> None:
     found = await engine(hosts, tmp_path, level)
     before = GAUGE.used(found.target)
     outlook = found.way.outlook(found.target)

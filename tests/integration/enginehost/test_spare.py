@@ -123,7 +123,7 @@ async def test_the_next_one_waits_when_it_is_quiet(node: Node) -> None:
 
 
 @pytest.mark.parametrize("more", [{"env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}, {"command": ["sleep", "60"], "ready_timeout": 1}])
-async def test_what_has_its_own_environment_or_command_starts_anew(node: Node, more: dict[str, Any]) -> None:
+async def test_a_model_with_its_own_environment_or_command_uses_no_spare(node: Node, more: dict[str, Any]) -> None:
     waiting = await node.waits()
     start = node.start(**more)
     pid = await node.launcher.launch(start)
@@ -159,15 +159,15 @@ async def test_an_engine_that_was_in_waiting_ends_with_its_host(node: Node) -> N
     assert await node.launcher.exit_status(pid, WITHIN_S) == -signal.SIGKILL
 
 
-async def test_nobody_needs_it(node: Node) -> None:
+async def test_an_unneeded_spare_exits(node: Node) -> None:
     waiting = await node.waits()
     await node.close()
     await gone(node, waiting)
 
 
-def test_engines_that_cannot_wait_are_told() -> None:
-    told = subprocess.run(
+def test_engines_without_spares_are_reported() -> None:
+    reported = subprocess.run(
         [sys.executable, "-m", "services.enginehost", "--spare", "ollama"], capture_output=True, text=True, check=False
     )
-    assert told.returncode == 2
-    assert "engine ollama does not support spare interpreters" in told.stderr
+    assert reported.returncode == 2
+    assert "engine ollama does not support spare interpreters" in reported.stderr

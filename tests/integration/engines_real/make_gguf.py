@@ -67,16 +67,16 @@ def tensors(path: Path) -> Any:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
         data = file.read()
-    for name, told in header.items():
+    for name, reported in header.items():
         if name == "__metadata__":
             continue
-        begin, end = told["data_offsets"]
+        begin, end = reported["data_offsets"]
         raw = data[begin:end]
-        if told["dtype"] == "BF16":
+        if reported["dtype"] == "BF16":
             array = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
-            array = np.frombuffer(raw, {"F32": np.float32, "F16": np.float16}[told["dtype"]]).astype(np.float32)
-        yield name, array.reshape(told["shape"])
+            array = np.frombuffer(raw, {"F32": np.float32, "F16": np.float16}[reported["dtype"]]).astype(np.float32)
+        yield name, array.reshape(reported["shape"])
 
 
 def mapped_name(name: str) -> str:

@@ -153,7 +153,7 @@ async def test_vllms_refusal_keeps_its_status_and_words(mesh: Mesh, nats_server:
     assert "max_tokens" in answer.json["error"]["message"]
 
 
-async def test_vllm_tells_token_ids_and_goes_on_from_them(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
+async def test_vllm_reports_token_ids_and_resumes_from_them(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, vllm)
     asked: dict[str, Any] = {"temperature": 0, "return_token_ids": True}
     whole = (await hosts.whole(vllm.instance, "completion", prompt="The ice", max_tokens=12, **asked)).json["choices"][0]

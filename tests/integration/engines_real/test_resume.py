@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Where does the ice go?"}]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
-async def test_cut_anywhere_and_gone_on_with(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine, endpoint: Any) -> None:
+async def test_cut_anywhere_and_resumed(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine, endpoint: Any) -> None:
     hosts = await listening(mesh, nats_server.url, vllm)
     prompt: dict[str, Any] = {"messages": HELLO} if endpoint == "chat" else {"prompt": "Where does the ice go?"}
     body = {**prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
@@ -45,7 +45,7 @@ async def test_cut_anywhere_and_gone_on_with(mesh: Mesh, nats_server: NatsServer
 
 
 @pytest.mark.parametrize("prompt", ["Where does the ice go?", "n\u00e9 \u65e5\u672c caf\u00e9"])
-async def test_llama_servers_completions_are_gone_on_with(
+async def test_llama_servers_completions_are_resumed(
     mesh: Mesh, nats_server: NatsServer, own_server: RealEngine, torn: list[int], prompt: str
 ) -> None:
     hosts = await listening(mesh, nats_server.url, own_server)

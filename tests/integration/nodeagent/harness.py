@@ -74,7 +74,7 @@ class Node:
         self.released: list[str] = []
         self.freed_bytes = 3 * MIB
         self.statuses: list[NodeStatus] = []
-        self._heard = asyncio.Condition()
+        self._on_status_ = asyncio.Condition()
         self._tokens = itertools.count(1)
         self._loader: Responder | None = None
         self.environment = {
@@ -132,9 +132,9 @@ class Node:
                 return Done()
 
     async def _on_status(self, status: NodeStatus) -> None:
-        async with self._heard:
+        async with self._on_status_:
             self.statuses.append(status)
-            self._heard.notify_all()
+            self._on_status_.notify_all()
 
     @property
     def latest(self) -> NodeStatus:
@@ -143,8 +143,8 @@ class Node:
     async def until(self, wanted: Callable[[NodeStatus], bool], within: float = WITHIN_S) -> NodeStatus:
         """The first status from now on (the latest included) that is as wanted."""
         try:
-            async with asyncio.timeout(within), self._heard:
-                await self._heard.wait_for(lambda: bool(self.statuses) and wanted(self.latest))
+            async with asyncio.timeout(within), self._on_status_:
+                await self._on_status_.wait_for(lambda: bool(self.statuses) and wanted(self.latest))
                 return self.latest
         except TimeoutError:
             log = (self.home / "nodeagent.log").read_text()[-4000:]
@@ -160,8 +160,8 @@ class Node:
 
     async def seen(self, wanted: Callable[[NodeStatus], bool]) -> None:
         """Wait until any status so far, or to come, is as wanted."""
-        async with asyncio.timeout(WITHIN_S), self._heard:
-            await self._heard.wait_for(lambda: any(wanted(s) for s in self.statuses))
+        async with asyncio.timeout(WITHIN_S), self._on_status_:
+            await self._on_status_.wait_for(lambda: any(wanted(s) for s in self.statuses))
 
     async def start(
         self,

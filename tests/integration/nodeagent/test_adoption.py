@@ -93,7 +93,7 @@ async def test_an_adopted_engine_that_dies_is_noticed(node: Node) -> None:
     await node.until(lambda s: s.devices[0].reserved_bytes == 0)
 
 
-async def test_a_stop_goes_on_under_the_next_agent(node: Node) -> None:
+async def test_a_stop_continues_under_the_next_agent(node: Node) -> None:
     instance_id = await node.start({"tokens": 10_000, "pace": 0.05})
     await node.reaches(instance_id, READY)
     await begin_request(node, instance_id)
@@ -105,7 +105,7 @@ async def test_a_stop_goes_on_under_the_next_agent(node: Node) -> None:
     await node.reaches(instance_id, STOPPED)
 
 
-async def test_an_engine_whose_pid_nobody_wrote_down_is_found(node: Node) -> None:
+async def test_an_engine_without_a_recorded_pid_is_found(node: Node) -> None:
     instance_id = await node.start()
     pids = (await node.reaches(instance_id, READY)).pids
     node.kill_agent()
@@ -143,8 +143,8 @@ async def test_a_nats_server_that_restarts_changes_nothing(own_nats: NatsServer,
         instance_id = await node.start()
         before = await node.reaches(instance_id, READY)
         own_nats.restart()
-        said = len(node.statuses)
-        after = (await node.until(lambda _: len(node.statuses) > said + 2)).instances[0]
+        generated = len(node.statuses)
+        after = (await node.until(lambda _: len(node.statuses) > generated + 2)).instances[0]
         assert (after.state, after.pids) == (READY, before.pids)
         await node.stop(instance_id)
         await node.reaches(instance_id, STOPPED)

@@ -87,7 +87,7 @@ async def test_what_died_while_there_was_no_agent_is_cleaned_up_by_the_next(node
     assert await left(node, "h4") == set()
 
 
-async def test_the_loader_lets_go_of_weights_that_an_engine_has_copied(node: Node) -> None:
+async def test_the_loader_releases_weights_that_an_engine_has_copied(node: Node) -> None:
     """A page that two processes map is not paged out: the engine must have its weights to itself before it can be suspended."""
     await start_command(
         node, "h5", hosted_card("engine://m", "vllm", command=FAKE, memory=MIB, engine_args={"load_format": "thaw"})

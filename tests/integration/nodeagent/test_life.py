@@ -194,10 +194,10 @@ async def test_weights_that_cannot_be_released_stay_booked_until_they_can(node: 
     assert node.latest.devices[0].reserved_bytes == 0
 
 
-async def test_status_comes_when_asked_and_by_itself(node: Node) -> None:
-    said = len(node.statuses)
+async def test_status_is_published_on_request_and_periodically(node: Node) -> None:
+    generated = len(node.statuses)
     await node.mesh.publish(subjects.STATUS_WANTED, StatusWanted())
-    await node.until(lambda _: len(node.statuses) > said + 1)
+    await node.until(lambda _: len(node.statuses) > generated + 1)
     assert node.statuses[-1].seq > node.statuses[-2].seq
 
 
@@ -211,7 +211,7 @@ async def test_a_clean_end_stops_the_engines_and_leaves_nothing(node: Node) -> N
     assert node.released == [instance_id]
 
 
-async def test_an_engine_nobody_owns_is_asked_to_leave(node: Node, tmp_path: Path) -> None:
+async def test_an_unowned_engine_is_drained(node: Node, tmp_path: Path) -> None:
     instance_id = await node.start()
     pid = (await node.reaches(instance_id, READY)).pids[0]
     node.kill_agent()

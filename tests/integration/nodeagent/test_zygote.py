@@ -44,7 +44,7 @@ async def test_engines_are_forked_and_their_ends_have_a_status(node: Node) -> No
     assert await gone(zygote.pid)
 
 
-async def test_a_fork_that_fails_is_told(node: Node) -> None:
+async def test_a_failed_fork_is_reported(node: Node) -> None:
     instance_id = await node.start({"fork_error": True})
     status = await node.reaches(instance_id, FAILED)
     assert status.error is not None

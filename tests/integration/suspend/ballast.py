@@ -32,11 +32,11 @@ def main() -> None:
     held = hold(size)
     print("ready", flush=True)  # noqa: T201  # it talks with its parent
     for _ in sys.stdin:
-        told = [hashlib.sha256(held).hexdigest()]
+        reported = [hashlib.sha256(held).hexdigest()]
         for pipe in pipes:
             pipe.send(True)
-            told.append(pipe.recv())
-        print(" ".join(told), flush=True)  # noqa: T201  # as above
+            reported.append(pipe.recv())
+        print(" ".join(reported), flush=True)  # noqa: T201  # as above
 
 
 if __name__ == "__main__":

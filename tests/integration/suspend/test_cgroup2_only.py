@@ -64,8 +64,8 @@ def test_engines_are_frozen_and_paged_out_where_there_is_cgroup_v2_only() -> Non
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["versions"], told["version"]) == ([2], 2)
-    assert told["frozen"]
-    assert told["same"]
-    assert told["freed"] >= 0.75
+    reported = json.loads(done.stdout)
+    assert (reported["versions"], reported["version"]) == ([2], 2)
+    assert reported["frozen"]
+    assert reported["same"]
+    assert reported["freed"] >= 0.75

@@ -76,7 +76,7 @@ def way(able: None, groups: Cgroups) -> PageOut:
     return PageOut(groups)
 
 
-async def test_a_whole_tree_is_paged_out_and_comes_back_byte_for_byte(way: PageOut, groups: Cgroups, tree: Tree) -> None:
+async def test_a_whole_tree_is_paged_out_and_restored_byte_for_byte(way: PageOut, groups: Cgroups, tree: Tree) -> None:
     before = tree.digest()
     target = tree.target(groups)
     assert len(target.pids) == 3
@@ -202,7 +202,7 @@ def test_without_groups_it_says_why() -> None:
     assert list(none.known()) == []
 
 
-async def test_an_engine_that_is_not_let_go_of_is_not_suspended(
+async def test_an_engine_whose_memory_is_not_freed_is_not_suspended(
     way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "advise", lambda *_: 0)

@@ -49,7 +49,7 @@ async def test_it_sleeps_and_is_resumed_with_another_process_for_its_model(node:
 
 
 @pytest.mark.parametrize("node", [("--hoard",)], indirect=True)
-async def test_a_200_that_freed_nothing_is_told_and_it_is_stopped(node: Node) -> None:
+async def test_a_200_that_freed_nothing_is_reported_and_it_is_stopped(node: Node) -> None:
     await ready(node)
     await node.suspend("s1")
     status = await node.reaches("s1", ASLEEP, STOPPED, FAILED)

@@ -30,7 +30,7 @@ def on_gpu(tree: Tree, groups: Cgroups) -> tuple[CudaCheckpoint, Target]:
     return CudaCheckpoint(driver, "", groups, MemoryUsage({"cuda:0": FakeGpu(driver)})), target
 
 
-async def test_a_snapshot_goes_to_swap_and_comes_back_byte_for_byte(tree: Tree, groups: Cgroups) -> None:
+async def test_a_snapshot_is_spilled_and_restored_byte_for_byte(tree: Tree, groups: Cgroups) -> None:
     before = tree.digest()
     way, target = on_gpu(tree, groups)
     assert way.cannot_spill() == ""

@@ -76,6 +76,6 @@ def test_transformers_reads_it_and_renders_tools(demo_directory: Path) -> None:
     assert '"name": "weather"' in text
     assert '"Bern"' in text
     assert text.endswith("<|im_start|>assistant\n")
-    said = "Grüße, 世界 \U0001f600\n"
-    assert tokenizer.decode(tokenizer.encode(said)) == said
+    generated = "Grüße, 世界 \U0001f600\n"
+    assert tokenizer.decode(tokenizer.encode(generated)) == generated
     assert json.loads((demo_directory / "generation_config.json").read_text())["eos_token_id"] == [2, 0]

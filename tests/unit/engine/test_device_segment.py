@@ -62,7 +62,7 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_on_gpu(HANDLE)
 
 
-def test_the_missing_driver_is_told() -> None:
+def test_the_missing_driver_is_reported() -> None:
     runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings (the extra cuda) is not installed")
     if runtime.cudaGetDeviceCount()[0] == runtime.cudaError_t.cudaSuccess:
         pytest.skip("this machine has a CUDA driver: tests/gpu opens real handles")

@@ -107,7 +107,7 @@ async def test_one_in_use_is_waited_for_and_then_served_in_turn() -> None:
     assert source.events == ["load a", "drop a", "load b", "drop b", "load c"]
 
 
-async def test_nobody_overtakes_one_that_has_waited_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_request_overtakes_one_that_has_waited_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "FAIR_AFTER_S", -1.0)
     store = made(FakeSource())
     await store.acquire(card("a", 90))
@@ -127,7 +127,7 @@ async def test_one_over_the_budget_is_refused_with_the_remedy() -> None:
         await made(FakeSource()).acquire(card("a", 101))
 
 
-async def test_a_failed_load_is_told_and_leaves_nothing() -> None:
+async def test_a_failed_load_is_reported_and_leaves_nothing() -> None:
     source = FakeSource()
     source.error = CheckpointInvalid("damaged")
     store = made(source)
@@ -151,7 +151,7 @@ async def test_an_asker_who_gives_up_leaves_the_load_to_the_others() -> None:
     assert store.loaded()[0].active == 1
 
 
-async def test_what_nobody_waits_for_any_more_leaves_in_time() -> None:
+async def test_an_adapter_without_waiting_requests_is_evicted_in_time() -> None:
     source = FakeSource()
     source.hold = asyncio.Event()
     store = made(source, keep_s=0)

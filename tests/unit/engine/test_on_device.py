@@ -89,7 +89,7 @@ def test_without_a_handle_in_the_end_it_stays_where_it_was(on_device: OnDevice) 
     assert on_device.bound.memory is None
 
 
-def test_another_handle_in_the_end_is_opened_anew(on_device: OnDevice) -> None:
+def test_another_handle_in_the_end_is_opened_again(on_device: OnDevice) -> None:
     other = HANDLE.model_copy(update={"nbytes": 2})
     on_device.complete(other)
     assert on_device.opened == [HANDLE, other]

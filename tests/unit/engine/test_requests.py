@@ -89,7 +89,7 @@ def test_text_parts_and_tool_calls_reach_the_template(tokens: Tokenization) -> N
     assert "<tools>" in text
 
 
-def test_unknown_fields_are_told_and_inert_ones_are_not(tokens: Tokenization) -> None:
+def test_unknown_fields_are_reported_and_inert_ones_are_not(tokens: Tokenization) -> None:
     assert read(tokens, {**HELLO, "user": "u", "metadata": {}, "frobnicate": 1, "min_tokens": 0}).ignored == ("frobnicate",)
 
 

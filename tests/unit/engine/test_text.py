@@ -35,7 +35,7 @@ def test_no_character_is_split_and_none_is_lost(text: str, prompt: str) -> None:
 
 
 @given(st.binary(max_size=80))
-def test_bytes_that_are_no_text_come_out_as_the_decoder_has_them(data: bytes) -> None:
+def test_invalid_bytes_decode_as_the_decoder_does(data: bytes) -> None:
     assert "".join(fed(Detokenizer(decode_bytes), list(data))) == data.decode(errors="replace")
 
 

@@ -73,7 +73,7 @@ async def test_a_broken_answer_is_an_error(answer: bytes) -> None:
             await client.ask(GET)
 
 
-async def test_nobody_listens(tmp_path: Path) -> None:
+async def test_no_server_listens(tmp_path: Path) -> None:
     with pytest.raises(HttpError, match="no connection"):
         await Client(Address(path=str(tmp_path / "none.sock"))).ask(GET)
 
@@ -84,7 +84,7 @@ async def test_an_answer_that_is_too_large() -> None:
             await client.ask(GET, limit=1000)
 
 
-async def test_closing_is_seen_by_the_server_and_pieces_come_as_they_are_sent() -> None:
+async def test_the_server_sees_the_close_and_pieces_arrive_as_sent() -> None:
     left = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

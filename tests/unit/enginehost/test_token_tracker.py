@@ -48,7 +48,7 @@ def test_followed() -> None:
     assert not_resumable_request_reason("embedding", chat, {}, VLLM)
 
 
-def test_events_may_come_in_any_pieces() -> None:
+def test_events_may_arrive_in_any_pieces() -> None:
     stream = (
         event(**HEAD, choices=[{"index": 0, "text": "\u00fc", "token_ids": [5], "prompt_token_ids": [1, 2]}])
         + event(**HEAD, choices=[{"index": 0, "text": "b", "token_ids": [6, 7], "finish_reason": "stop"}])
@@ -71,15 +71,15 @@ def test_events_may_come_in_any_pieces() -> None:
 
 
 def test_what_a_client_asked_for_stays() -> None:
-    told = event(**HEAD, choices=[{"index": 0, "text": "a", "token_ids": [5]}]) + event(
+    reported = event(**HEAD, choices=[{"index": 0, "text": "a", "token_ids": [5]}]) + event(
         **HEAD, choices=[], usage={"prompt_tokens": 1}
     )
-    data, _ = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=False).feed(told)
+    data, _ = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=False).feed(reported)
     assert b'"token_ids":[5]' in data
     assert b"usage" in data
 
 
-def test_what_is_no_event_of_an_answer_goes_on_as_it_is() -> None:
+def test_other_events_are_forwarded_unchanged() -> None:
     for other in (b": comment\n\n", b'data: {"error": {"message": "x"}}\n\n', b"data: {broken\n\n", b"event: x\ndata: {}\n\n"):
         assert TokenTracker(VLLM, chat=True, hide_usage=True, hide_ids=True).feed(other) == (other, [])
 
@@ -93,7 +93,7 @@ def test_a_role_alone_is_the_beginning_of_an_answer() -> None:
     assert tracker.feed(event(**HEAD, choices=[{"index": 0, "delta": {"content": ""}}]))[1] == []
 
 
-def test_gone_on_with_it_has_the_form_and_the_counts_of_what_was_begun() -> None:
+def test_a_resumed_response_keeps_its_format_and_counts() -> None:
     begun = ResumeState({"id": "first", "created": 7}, prompt_tokens=4, tokens=3, kept=2, skip_chars=2, chat=True)
     tracker = TokenTracker(VLLM, chat=True, hide_usage=False, hide_ids=True, resume_state=begun)
     stream = (
@@ -111,30 +111,30 @@ def test_gone_on_with_it_has_the_form_and_the_counts_of_what_was_begun() -> None
     assert tracker.answer == (5, 6, 9, 10)
 
 
-def said(text: str, tokens: list[int], made: int, **more: Any) -> bytes:
+def generated(text: str, tokens: list[int], made: int, **more: Any) -> bytes:
     verbose = {"content": text, "tokens": tokens, "tokens_predicted": made}
     return event(**HEAD, choices=[{"index": 0, "text": text, **more}], __verbose=verbose)
 
 
-def test_what_llama_server_tells_of_its_tokens() -> None:
+def test_token_ids_of_llama_server() -> None:
     tracker = TokenTracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
-    out, deltas = tracker.feed(said("a", [5], 1) + said("b", [6], 2) + said("", [], 2, finish_reason="length"))
+    out, deltas = tracker.feed(generated("a", [5], 1) + generated("b", [6], 2) + generated("", [], 2, finish_reason="length"))
     assert b"__verbose" not in out
     assert [d.token_ids for d in deltas] == [(5,), (6,), ()]
     assert (tracker.tokens, tracker.lost, tracker.finish_reason, tracker.prompt_tokens) == ([5, 6], False, "length", 2)
     shown = TokenTracker(LLAMA, chat=False, hide_usage=False, hide_ids=False, prompt=(1,))
-    assert b"__verbose" in shown.feed(said("a", [5], 1))[0]
+    assert b"__verbose" in shown.feed(generated("a", [5], 1))[0]
 
 
-def test_tokens_after_one_that_was_not_told_are_not_followed() -> None:
+def test_tokens_after_a_missing_one_are_not_tracked() -> None:
     tracker = TokenTracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
-    _, deltas = tracker.feed(said("a", [5], 1) + said("\u00fc", [7], 3) + said("b", [8], 4))
+    _, deltas = tracker.feed(generated("a", [5], 1) + generated("\u00fc", [7], 3) + generated("b", [8], 4))
     assert tracker.lost
     assert [(d.text, d.token_ids) for d in deltas] == [("a", (5,)), ("\u00fc", ()), ("b", ())]
     assert tracker.prompt == (1, 2)
 
 
-def test_a_llama_server_that_tells_nothing() -> None:
+def test_a_llama_server_without_token_ids() -> None:
     tracker = TokenTracker(LLAMA, chat=False, hide_usage=False, hide_ids=True, prompt=(1, 2))
     tracker.feed(event(**HEAD, choices=[{"index": 0, "text": "a"}]))
     assert tracker.prompt == ()
@@ -155,8 +155,8 @@ def test_a_client_that_asked_for_token_ids_gets_each_once() -> None:
         event(**HEAD, choices=[{"index": 0, "text": "c", "token_ids": [7], "prompt_token_ids": [1, 2, 5, 6]}])
         + event(**HEAD, choices=[{"index": 0, "text": "de", "token_ids": [8, 9]}])
     )
-    told = [json.loads(e[6:]) for e in out.split(b"\n\n") if e]
-    assert [t for e in told for t in e["choices"][0]["token_ids"]] == [9]
+    reported = [json.loads(e[6:]) for e in out.split(b"\n\n") if e]
+    assert [t for e in reported for t in e["choices"][0]["token_ids"]] == [9]
     assert b"prompt_token_ids" not in out
     assert [d.token_ids for d in deltas][-1] == (9,)
     assert tracker.answer == (5, 6, 7, 8, 9)

@@ -40,7 +40,7 @@ def test_what_the_client_asked_for_is_left_alone(cuts: list[int]) -> None:
 
 
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=5), st.booleans())
-def test_whatever_comes_is_passed_on(data: bytes, cuts: list[int], hide: bool) -> None:
+def test_all_bytes_are_forwarded(data: bytes, cuts: list[int], hide: bool) -> None:
     for kind in ("text/event-stream", "application/json", "audio/wav"):
         assert fed(UsageMeter(kind, hide_usage=hide), data, [min(c, len(data)) for c in cuts]) == data
 

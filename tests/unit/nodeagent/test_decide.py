@@ -85,7 +85,7 @@ def test_an_ended_instance_is_shown_for_a_minute() -> None:
     assert deadlines(world.state) == []
 
 
-def test_a_death_is_told_before_the_memory_is_free() -> None:
+def test_an_exit_is_published_before_the_memory_is_free() -> None:
     world = World()
     ready(world)
     world.hear(e.EngineExited("i", 7, -11, ERROR))
@@ -156,7 +156,7 @@ def test_an_idle_question_ends_with_the_engine() -> None:
     assert world.hear(e.DrainAnswered("i", True, ERROR)) == ()
 
 
-def test_what_does_not_fit_is_refused_and_its_weights_let_go() -> None:
+def test_a_start_that_does_not_fit_is_refused_and_its_weights_released() -> None:
     world = World()
     world.hear(e.StartCommand(start("a"), 1))
     effects = world.hear(e.StartCommand(start("b"), 2))
@@ -239,7 +239,7 @@ def test_a_report_that_beats_the_launcher_is_asked_for_again() -> None:
     assert e.Ping("i") in world.hear(e.EngineForked("i", 7, 1))
 
 
-def test_an_engine_nobody_owns_is_asked_to_leave() -> None:
+def test_an_unowned_engine_is_drained() -> None:
     assert [type(f) for f in World().hear(e.EngineReported(report("stray")))] == [e.RequestDrain]
 
 
@@ -287,7 +287,7 @@ def test_shutdown_refuses_starts_and_drains() -> None:
     assert world["i"].process is Process.ALIVE
 
 
-def test_a_holder_that_is_no_instance_lets_go_after_a_while() -> None:
+def test_a_holder_without_an_instance_is_released_after_a_while() -> None:
     world = World()
     ready(world)
     assert world.hear(e.LoaderReported({"i": 1, "late": 0})) == ()

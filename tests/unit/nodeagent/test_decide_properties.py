@@ -195,7 +195,7 @@ class NodeMachine(RuleBasedStateMachine):
             self.hear(e.ReleaseFailed(instance_id, ERROR))
 
     @rule(loaded=st.dictionaries(IDS, st.integers(0, 100)))
-    def loader_heard(self, loaded: dict[str, int]) -> None:
+    def loader_reported(self, loaded: dict[str, int]) -> None:
         self.hear(e.LoaderReported(loaded))
 
     @rule(seconds=st.sampled_from([0.1, 1, 6, 30, 101]))

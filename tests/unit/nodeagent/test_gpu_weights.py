@@ -15,7 +15,7 @@ from shared.contracts.node import WEIGHTS_ON_GPU, Capability, InstanceState
 from tests.unit.nodeagent.world import World
 
 LOADER = 7
-NOBODY = 7_000_001
+NO_INSTANCE = 7_000_001
 
 
 class Gpu:
@@ -99,17 +99,19 @@ async def test_a_hosted_engines_bytes_are_gone_when_the_device_knows_none_of_its
 ) -> None:
     """Its host, which is the instance's own process, never had any."""
     monkeypatch.setattr(meters, "_GONE_WITHIN_S", 0.05)
-    instance = world["a"].model_copy(update={"pid": NOBODY, "process_start": 1, "engine_pids": (NOBODY + 1, NOBODY + 2)})
-    gpu.by_pid = {NOBODY + 2: 60}
+    instance = world["a"].model_copy(
+        update={"pid": NO_INSTANCE, "process_start": 1, "engine_pids": (NO_INSTANCE + 1, NO_INSTANCE + 2)}
+    )
+    gpu.by_pid = {NO_INSTANCE + 2: 60}
     with pytest.raises(TimeoutError, match="60 bytes"):
         await meter.wait_memory_freed(instance)
     gpu.by_pid = {LOADER: 60}
     await meter.wait_memory_freed(instance)
 
 
-async def test_one_that_gave_up_all_of_its_device_is_told_to_have_none(world: World, meter: Meter, gpu: Gpu) -> None:
-    instance = world["a"].model_copy(update={"pid": NOBODY})
-    gpu.by_pid = {NOBODY: 60}
+async def test_a_suspended_engine_is_reported_with_no_device_memory(world: World, meter: Meter, gpu: Gpu) -> None:
+    instance = world["a"].model_copy(update={"pid": NO_INSTANCE})
+    gpu.by_pid = {NO_INSTANCE: 60}
     await meter.measure(instance)
     gpu.by_pid = {}
     await meter.measure(instance)
@@ -119,10 +121,10 @@ async def test_one_that_gave_up_all_of_its_device_is_told_to_have_none(world: Wo
 
 
 async def test_what_an_end_frees_is_what_was_there_before_it_began(world: World, meter: Meter, gpu: Gpu) -> None:
-    instance = world["a"].model_copy(update={"pid": NOBODY, "process_start": 1, "engine_pids": (NOBODY + 1,)})
-    gpu.by_pid = {NOBODY: 10, NOBODY + 1: 60}
+    instance = world["a"].model_copy(update={"pid": NO_INSTANCE, "process_start": 1, "engine_pids": (NO_INSTANCE + 1,)})
+    gpu.by_pid = {NO_INSTANCE: 10, NO_INSTANCE + 1: 60}
     await meter.measure(instance)
-    gpu.by_pid = {NOBODY: 10}
+    gpu.by_pid = {NO_INSTANCE: 10}
     await meter.measure(instance.model_copy(update={"stop_asked": True}))
     gpu.by_pid = {}
     assert await meter.wait_memory_freed(instance) == 70
@@ -130,9 +132,9 @@ async def test_what_an_end_frees_is_what_was_there_before_it_began(world: World,
 
 @pytest.mark.parametrize("available", [True, False])
 def test_engines_that_cuda_may_checkpoint_have_their_weights_to_themselves(*, available: bool) -> None:
-    [told] = weights_on_gpu({"cpu", "cuda"}, [Capability(name="suspend:cuda", available=available)])
-    assert (told.name, told.available) == (WEIGHTS_ON_GPU, not available)
-    assert ("610" in told.reason) is available
+    [reported] = weights_on_gpu({"cpu", "cuda"}, [Capability(name="suspend:cuda", available=available)])
+    assert (reported.name, reported.available) == (WEIGHTS_ON_GPU, not available)
+    assert ("610" in reported.reason) is available
 
 
 def test_a_node_without_a_gpu_says_nothing() -> None:

@@ -98,18 +98,18 @@ def meter(world: World, nvml: Nvml) -> Meter:
 
 
 async def test_what_was_measured_stands_while_it_is_lost(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
-    def said() -> int:
+    def generated() -> int:
         return sum(r.levelno == logging.ERROR for r in caplog.records)
 
     await meter.measure_all()
-    assert (meter.private("a"), meter.used("cuda:0"), said()) == (60, 60, 0)
+    assert (meter.private("a"), meter.used("cuda:0"), generated()) == (60, 60, 0)
     nvml.lost = {0}
     for _ in range(3):
         await meter.measure_all()
-    assert (meter.private("a"), meter.used("cuda:0"), said()) == (60, 60, 2), "each reading is told of once"
+    assert (meter.private("a"), meter.used("cuda:0"), generated()) == (60, 60, 2), "each reading is told of once"
     nvml.lost, nvml.used = set(), 40
     await meter.measure_all()
-    assert (meter.private("a"), meter.used("cuda:0"), said()) == (40, 40, 2)
+    assert (meter.private("a"), meter.used("cuda:0"), generated()) == (40, 40, 2)
 
 
 async def test_nothing_is_proved_by_a_lost_one(meter: Meter, nvml: Nvml, world: World) -> None:
@@ -127,7 +127,7 @@ async def test_where_the_driver_accounts_for_no_processes_none_are_waited_for(me
     assert await meter.wait_memory_freed(world["a"]) == 0
 
 
-async def test_each_reading_that_fails_is_told_once(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_failed_reading_is_logged_once(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
     nvml.accounts = pynvml.NVML_ERROR_UNKNOWN
     for _ in range(3):
         await meter.measure_all()

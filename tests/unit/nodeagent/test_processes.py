@@ -37,7 +37,7 @@ def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     child.stdout.close()
 
 
-async def test_an_end_is_heard_at_once_and_names_the_process(sleeper: subprocess.Popen[bytes]) -> None:
+async def test_an_exit_is_noticed_at_once_and_names_the_process(sleeper: subprocess.Popen[bytes]) -> None:
     ends: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
     processes = Processes(lambda instance, pid: ends.put_nowait((instance, pid)))
     assert processes.watch("i", sleeper.pid) == process_start(sleeper.pid)
@@ -121,7 +121,7 @@ def test_an_exit_says_only_what_was_seen(tmp_path: Path) -> None:
     assert "`thaw logs none`" in explain_exit(5, 0, (None, None), tmp_path / "none.engine.log").message
 
 
-def test_clients_are_told_of_a_log_only_what_may_be_the_reason(tmp_path: Path) -> None:
+def test_clients_receive_only_log_lines_that_may_be_the_reason(tmp_path: Path) -> None:
     log = tmp_path / "i-1.engine.log"
     records = [
         {"level": "info", "message": "listening", "host": "10.0.0.7"},

@@ -58,7 +58,7 @@ def test_a_small_one_passes_a_large_one_but_not_for_ever() -> None:
     assert chosen.instance_id == "large"
 
 
-def test_who_gets_bytes_of_other_devices_passes_nobody() -> None:
+def test_bytes_of_other_devices_overtake_no_reservation() -> None:
     queue: tuple[Reservation, ...] = (r("large", 90),)
     for n in range(2 * PASSES):
         chosen, queue = grant((*queue, r(f"elsewhere-{n}", 10, "d1", since=n + 1.0)), set_ledger(d0=50))
@@ -184,10 +184,10 @@ def test_a_resumption_that_waited_in_vain_is_suspended_still_and_says_why() -> N
     w.ready("b", pid=2, reserve=60)
     w.hear(e.ResumeCommand(resume("a", wait_ms=1000), 70))
     w.hear(e.Tick(), 1.0)
-    told = instance_status(w.state, w["a"], 0, 0, (), 0.0)
-    assert told.state is InstanceState.SUSPENDED
-    assert told.error is not None
-    assert (told.error.param, told.error.should_retry) == (RESERVATION, True)
-    assert told.token == w["a"].token, "of the command that it answers"
+    reported = instance_status(w.state, w["a"], 0, 0, (), 0.0)
+    assert reported.state is InstanceState.SUSPENDED
+    assert reported.error is not None
+    assert (reported.error.param, reported.error.should_retry) == (RESERVATION, True)
+    assert reported.token == w["a"].token, "of the command that it answers"
     w.hear(e.ResumeCommand(resume("a", wait_ms=1000), 71))
     assert instance_status(w.state, w["a"], 0, 0, (), 0.0).error is None

@@ -93,7 +93,7 @@ def test_4_a_resume_while_it_drains_has_it_serve_again(w: World) -> None:
     assert w["i"].suspend_state.resumes == 0
 
 
-def test_5_a_resume_while_it_is_frozen_comes_right_after(w: World) -> None:
+def test_5_a_resume_during_the_freeze_follows_at_once(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     w.hear(e.PauseAnswered("i", False))
@@ -113,9 +113,9 @@ def test_5_a_resume_that_has_no_room_right_after_says_so(w: World) -> None:
     assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
     w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     assert w["i"].state is SUSPENDED
-    told = instance_status(w.state, w["i"], private=10, weights=0, phases=(), wall=0.0).error
-    assert told is not None
-    assert (told.code, told.param) == (InsufficientMemory.code, RESERVATION)
+    reported = instance_status(w.state, w["i"], private=10, weights=0, phases=(), wall=0.0).error
+    assert reported is not None
+    assert (reported.code, reported.param) == (InsufficientMemory.code, RESERVATION)
 
 
 def test_5_a_resume_while_the_freezing_fails_has_it_serve_again(w: World) -> None:
@@ -144,9 +144,9 @@ def test_a_failed_restore_is_one_cold_start(w: World, dies: bool) -> None:
     w.hear(e.EngineForked("i", 8, 1))
     w.hear(e.EngineReported(report(pid=8)))
     assert w["i"].state is READY
-    told = w["i"].suspend_state.fell_back
-    assert told is not None
-    assert told.message == ("it died" if dies else "other tokens")
+    reported = w["i"].suspend_state.fell_back
+    assert reported is not None
+    assert reported.message == ("it died" if dies else "other tokens")
 
 
 def test_a_cold_start_after_a_failed_restore_is_not_repeated(w: World) -> None:

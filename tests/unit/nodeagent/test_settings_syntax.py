@@ -25,7 +25,7 @@ def test_sizes(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "12 apples", "-5MiB", "0", "1e3", "0.1B"])
-def test_what_is_no_size_is_told_with_an_example(text: str) -> None:
+def test_an_invalid_size_is_reported_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
 

@@ -63,7 +63,7 @@ def just_ready(w: World) -> None:
     assert e.Assess("i") in w.hear(e.EngineReported(report()), after=5.0)
 
 
-def test_4_nobody_has_looked_at_it_yet(w: World) -> None:
+def test_4_it_is_not_assessed_yet(w: World) -> None:
     """Asked to make room the moment it is ready: unknown is not impossible."""
     just_ready(w)
     assert not w.hear(e.SuspendCommand(suspend(), 2))
@@ -110,7 +110,7 @@ def test_4_one_that_is_coming_back_is_suspended_again_once_it_is(w: World, *, on
     assert not w["i"].stop_asked
 
 
-def test_4_one_that_does_not_come_back_is_not_started_anew_for_that(w: World) -> None:
+def test_4_a_failed_resume_is_not_restarted_for_a_suspension(w: World) -> None:
     w.suspended()
     w.hear(e.ResumeCommand(resume(), 3))
     w.hear(e.SuspendCommand(suspend(), 4))
@@ -247,7 +247,7 @@ def test_what_page_out_keeps_is_in_swap_already(w: World) -> None:
     assert w["a"].stop_asked
 
 
-def test_one_that_was_written_out_comes_back_and_can_be_written_again(w: World) -> None:
+def test_a_spilled_snapshot_resumes_and_can_be_spilled_again(w: World) -> None:
     two_snapshots(w, way="cuda")
     w.hear(e.ResumeCommand(resume("a"), 5))
     assert w["a"].state is RESUMING

@@ -80,11 +80,11 @@ def suspended(way: SuspendWay, *, frees: int, left: int, snapshot: int) -> Insta
     return Instance(command=start(), token=1, progress_at=0.0, suspend_state=suspend_state)
 
 
-@pytest.mark.parametrize(("there", "comes_back"), [(300, True), (30, False)])
-async def test_on_cpu_what_lay_in_swap_all_along_has_to_be_there_too(there: int, comes_back: bool) -> None:
+@pytest.mark.parametrize(("there", "resumes"), [(300, True), (30, False)])
+async def test_on_cpu_what_lay_in_swap_all_along_has_to_be_there_too(there: int, resumes: bool) -> None:
     """A second suspension frees the little that was touched since the first. Of a process that died meanwhile all is missing."""
     instance = suspended("cpu", frees=4, left=1, snapshot=320)
-    if comes_back:
+    if resumes:
         assert await make_suspender(there).resume(instance, "cpu") == there * MIB
         return
     with pytest.raises(RestoreFailed, match="30 of the 321 MiB"):

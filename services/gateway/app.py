@@ -54,6 +54,7 @@ _FLUSH_TIMEOUT_S = 2.0
 
 
 def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> ASGIApp:
+    """Build the ASGI application: routes inside their middleware."""
     info = Info(gateway)
     routes = [
         Route("/v1/chat/completions", Inference(gateway, "chat", parsers), methods=["POST"]),

@@ -19,6 +19,7 @@ _CHECK_INTERVAL_S = 1.0
 
 
 def hash_key(key: str) -> str:
+    """Hash an API key as the stores keep it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 

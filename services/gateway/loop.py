@@ -43,6 +43,7 @@ _ADMIN_WAIT_S = 2.0
 
 
 def request_limits(settings: GatewaySettings) -> RequestLimits:
+    """Read the limits on counts from the settings."""
     return RequestLimits(
         prompts=settings.max_prompts,
         choices=settings.max_choices,
@@ -55,6 +56,7 @@ def request_limits(settings: GatewaySettings) -> RequestLimits:
 
 
 def byte_limits(settings: GatewaySettings) -> ByteLimits:
+    """Read the limits on bytes from the settings."""
     return ByteLimits(settings.max_open_bytes, settings.max_open_bytes_per_key, settings.max_open_bytes_per_model)
 
 

@@ -15,6 +15,8 @@ Exposure = Literal["auto", "open", "key", "off"]
 
 
 class GatewaySettings(CommonSettings):
+    """Settings of the gateway; docs/configuration.md is generated from them."""
+
     gateway_host: str = Field(default="127.0.0.1", description="Address that the endpoint listens on.")
     gateway_port: int = Field(default=8080, ge=0, le=65535, description="Port that the endpoint listens on; 0: any free port.")
     gateway_socket: int | None = Field(

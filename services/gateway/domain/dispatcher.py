@@ -59,6 +59,8 @@ from shared.errors import (
 
 
 class Dispatcher:
+    """Owner of the queues, the routes and the requests in flight of a gateway."""
+
     def __init__(self, gateway_id: str, effects: Effects) -> None:
         self._gateway_id = gateway_id
         self._effects = effects

@@ -16,7 +16,7 @@ _REGISTRATION_FIELDS: Any = {"info": {"modules": True, "adapter": {"modules"}}}
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What the client asked for.
+    """One request, as an engine receives it.
 
     Attributes:
         body: Validated JSON, or the client's bytes if `content_type` is not JSON.

@@ -57,6 +57,7 @@ def is_missing(ticket: Ticket, now: float) -> bool:
 
 
 def needs_probe(ticket: Ticket, now: float) -> bool:
+    """Whether the request has been silent for `PROBE_AFTER_S`."""
     return now - max(ticket.last_activity_at, ticket.probed_at) >= PROBE_AFTER_S
 
 

@@ -7,6 +7,8 @@ from enum import Enum
 
 
 class Stage(Enum):
+    """Where a request is."""
+
     NEW = "new"
     FOLLOWING = "following"
     """It replays the response of another request with the same Idempotency-Key."""

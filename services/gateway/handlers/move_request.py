@@ -34,6 +34,8 @@ YIELD_TIMEOUT_S = 3.0
 
 
 class MoveRequestHandler:
+    """Handler of `MoveRequest` for the requests of one gateway."""
+
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 

@@ -14,6 +14,8 @@ from shared.errors import ThawError
 
 
 class ErrorFormat(Protocol):
+    """How one API formats an error."""
+
     def body(self, error: ThawError) -> dict[str, Any]: ...
     def event(self, error: ThawError, number: int) -> bytes:
         """Format the event that follows `number` events of the stream."""
@@ -26,6 +28,8 @@ def format_event(data: Any, name: str = "") -> bytes:
 
 
 class OpenAI:
+    """Chat completions, completions, embeddings, and every other route."""
+
     def body(self, error: ThawError) -> dict[str, Any]:
         return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
@@ -34,12 +38,16 @@ class OpenAI:
 
 
 class Responses(OpenAI):
+    """OpenAI's Responses API."""
+
     def event(self, error: ThawError, number: int) -> bytes:
         fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": number}
         return format_event({"type": "error"} | fields, "error")
 
 
 class Anthropic:
+    """Anthropic's Messages API."""
+
     _TYPES = {  # noqa: RUF012 - a table
         400: "invalid_request_error",
         401: "authentication_error",

@@ -15,6 +15,7 @@ from shared.errors import InvalidRequest, MethodNotAllowed, NotFound, QueueFull,
 
 
 def error_headers(error: ThawError) -> dict[str, str]:
+    """Build the headers of an error: retry, queue position, authentication."""
     headers: dict[str, str] = {}
     if error.should_retry is not None:
         headers["x-should-retry"] = "true" if error.should_retry else "false"
@@ -32,11 +33,13 @@ def error_headers(error: ThawError) -> dict[str, str]:
 
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Build a compact JSON response."""
     body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     return Response(body, status, dict(headers or {}), "application/json")
 
 
 def error_response(error: ThawError, error_format: ErrorFormat) -> Response:
+    """Build the response for an error."""
     return json_response(error_format.body(error), error.status, error_headers(error))
 
 

@@ -29,6 +29,7 @@ def parse_final(message: dict[str, Any]) -> Answered:
 
 
 def phases_of(message: dict[str, Any]) -> tuple[PhaseSpan, ...]:
+    """Parse the phases that a message carries."""
     return tuple(PhaseSpan.model_validate(p) for p in message.get("phases") or ())
 
 

@@ -65,6 +65,7 @@ def phase_spans(request: ActiveRequest) -> tuple[PhaseSpan, ...]:
 
 
 def critical_segments(request: ActiveRequest, spans: tuple[PhaseSpan, ...]) -> tuple[CriticalSegment, ...]:
+    """Compute the critical path of the time to first token."""
     first_token_at = request.stats.first_token_at
     if first_token_at is None:
         return ()

@@ -28,6 +28,7 @@ _ERROR_CODES = ("400", "401", "404", "413", "422", "429", "500", "503", "504")
 
 @cache
 def document() -> dict[str, Any]:
+    """Build the OpenAPI document."""
     kinds = [kind for kind, _, _ in POSTS.values()]
     references, schemas = models_json_schema([(k, "validation") for k in kinds], ref_template=_REF)
     components = schemas["$defs"] | {"Error": _error_schema()}

@@ -28,6 +28,7 @@ def is_local_name(host: str) -> bool:
 
 
 def parse_list(text: str) -> frozenset[str]:
+    """Split a comma-separated setting into lower-case names."""
     return frozenset(part.strip().lower() for part in text.split(",") if part.strip())
 
 

@@ -14,6 +14,7 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def new_request_id() -> str:
+    """Generate a request id."""
     return f"req_{uuid.uuid4().hex}"
 
 

@@ -66,6 +66,7 @@ async def parse_body(
 
 
 def parse(endpoint: Endpoint, body: bytes) -> ParsedRequest:
+    """Parse a JSON body of one of OpenAI's endpoints."""
     return ParsedRequest(validate_body(REQUESTS[endpoint], body), EngineRequest(endpoint, body))
 
 
@@ -93,6 +94,7 @@ def check_model(parsed: ParsedRequest, card: ModelCard) -> None:
 
 
 def validate_body(kind: type[M], body: bytes) -> M:
+    """Validate a JSON body; raise `InvalidRequest` with OpenAI's wording."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:

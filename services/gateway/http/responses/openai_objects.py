@@ -25,6 +25,7 @@ class Head:
 
 
 def usage(value: Usage) -> dict[str, Any]:
+    """Build the `usage` object."""
     return {
         "prompt_tokens": value.prompt_tokens,
         "completion_tokens": value.completion_tokens,
@@ -34,6 +35,7 @@ def usage(value: Usage) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    """Build the log-probabilities of a chat completion."""
     if tokens is None:
         return None
     return {

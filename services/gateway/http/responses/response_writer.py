@@ -69,6 +69,7 @@ def ignored_names(request: ActiveRequest) -> str:
 
 
 def extra_headers(request: ActiveRequest) -> dict[str, str]:
+    """Build the gateway's own headers: replay, ignored parameters, timing."""
     headers = {REPLAYED: "true"} if request.response.is_replay else {}
     if request.stats.ignored_parameters:
         headers["x-thaw-ignored"] = ignored_names(request)

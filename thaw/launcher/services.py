@@ -10,7 +10,7 @@ from thaw.launcher.home import Home
 from thaw.launcher.lifecycle import Service
 from thaw.launcher.plan import MeshPlan, NodePlan
 from thaw.launcher.processes import MARK
-from thaw.launcher.servers import Postgres, nats_program
+from thaw.launcher.servers import Postgres, nats_environment, nats_program
 
 _RANKS = {"gateway": 0, "migrator": 0, "nodeagent": 1, "loader": 2, "scheduler": 3, "postgres": 4, "nats": 5}
 _BOUNDS_S = {
@@ -57,7 +57,9 @@ def programs_of(home: Home, plan: MeshPlan, postgres: Postgres | None) -> tuple[
     common = {**plan.environment, **marks, "THAW_NATS_URL": plan.effective_nats_url, "PYTHONUNBUFFERED": "1"}
     servers: list[Program] = []
     if plan.nats_url is None:
-        servers.append(Program("nats", (nats_program(), "-c", str(home.run / "nats.conf")), marks, plan.nats_port))
+        servers.append(
+            Program("nats", (nats_program(), "-c", str(home.run / "nats.conf")), {**nats_environment(), **marks}, plan.nats_port)
+        )
     if postgres is not None:
         # SIGINT is PostgreSQL's fast shutdown; SIGTERM would wait for clients to leave.
         servers.append(Program("postgres", tuple(postgres.server_command(plan)), marks, plan.postgres_port, signal.SIGINT))

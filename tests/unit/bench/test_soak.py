@@ -10,6 +10,7 @@ import pytest
 from bench.soak import Row, bound_of, rows_of, tenths
 from bench.trend import Trend, theil_sen
 from thaw.launcher.logfiles import LIMIT_BYTES
+from thaw.launcher.servers import NATS_MEMORY_BYTES
 
 LIMITS = {"memory": 24e9, "disk": 1e11, "shm": 24e9, "fds": 1e6, "pids": 4e6, "inodes": 1e7}
 
@@ -113,3 +114,14 @@ def test_tenths_compare_warm_with_warm_and_cold_with_cold() -> None:
     assert warm_first.requests + cold_first.requests == 66
     assert cold_first.requests == 7
     assert cold_last.requests == 6
+
+
+def test_the_sum_of_all_processes_is_bounded_by_what_each_becomes() -> None:
+    def census(at: int) -> dict[str, float]:
+        nats, gateway = 1e7 * at, 1e6 * at
+        return {"nats|private_bytes": nats, "gateway|private_bytes": gateway, "mesh|private_bytes": nats + gateway}
+
+    counted = [{"at_s": 3600.0 * at, "census": census(at), "bounds": {}} for at in range(1, 40)]
+    rows = {row.name: row for row in rows_of(counted, LIMITS)}
+    assert rows["nats"].month == max(NATS_MEMORY_BYTES, rows["nats"].last)
+    assert rows["mesh"].month == max(rows["nats"].month + rows["gateway"].month, rows["mesh"].last)

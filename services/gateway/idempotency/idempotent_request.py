@@ -290,6 +290,8 @@ class IdempotentRequest:
                 return await self._restart(found.key)
             if found.entry.state == "running" and not found.entry.owner:
                 return await self._take_over(found)
+            if await self._replay.has_lost_parts(found.entry):
+                continue  # its owner may still finish for its own client; the next one starts again
             await self._replay.follow(found.entry)
 
     async def _take_over(self, found: ExistingKey) -> Claim | ExistingKey:
@@ -298,6 +300,10 @@ class IdempotentRequest:
             raise Unavailable(
                 "The response under this Idempotency-Key could not be read in time. Repeat the request", should_retry=True
             )
+        if await self._replay.has_lost_parts(found.entry):
+            log.warning("parts of an idempotent response are lost; generating it again", extra={"model": self._ticket.model})
+            await self._store.delete(found)
+            return await self._restart(found.key)
         claim = await self._store.take_over(found)
         if claim is not None:
             log.info("took over an idempotency key", extra={"instance": found.entry.instance_id, "model": self._ticket.model})

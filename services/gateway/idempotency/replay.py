@@ -66,6 +66,16 @@ class Replay:
                 return False
         return await self._store.captured_messages(entry.reply) >= entry.messages
 
+    async def has_lost_parts(self, entry: Entry) -> bool:
+        """Whether a part that has not been read is not stored: NATS was killed before it had stored what it delivered."""
+        for part in self._unread_parts(entry):
+            try:
+                await self._store.wait_until_captured(part.reply, part.messages)
+            except TimeoutError:
+                if await self._store.captured_messages(part.reply) < part.messages:
+                    return True
+        return False
+
     def require_restartable(self) -> None:
         """Check that the response can start again.
 

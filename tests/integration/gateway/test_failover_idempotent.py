@@ -11,6 +11,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from services.gateway.adapters import engine_client, idempotency_store
+from services.gateway.adapters.idempotency_store import Claim
+from shared.contracts import subjects
 from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
 from tests.integration.gateway.test_failover import TEXT, URL, content_of, die, events, holding
@@ -80,6 +82,36 @@ async def test_a_new_owner_resumes_from_the_parts(
         answer = await waiting
         assert content_of(answer.text) == TEXT
         assert third.resumed == [14]
+
+
+async def test_a_response_whose_parts_nats_lost_is_generated_again(
+    node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NATS is killed after it delivered messages and before it stored them; then the owner dies, which alone has them."""
+
+    async def killed(_: Claim) -> None:
+        """A gateway that is killed releases nothing."""
+
+    monkeypatch.setattr(Claim, "release", killed)
+    monkeypatch.setattr(idempotency_store, "_CAPTURE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
+    first = await node.engine("alpha", Teller(SCRIPT, holding(9)))
+    async with serve() as other:
+        await until_listed(other, CARDS)
+        async with serve() as owner:
+            await until_listed(owner, CARDS)
+            cut = await ask(owner, first, 9)
+            await die(node, first)
+            second = await node.engine("alpha", Teller(SCRIPT, holding(5)))
+            await second.until(lambda: bool(second.requests) and second.requests[0].seq == 6)
+            await node.mesh.nc.jetstream().purge_stream(subjects.KEYED_STREAM)
+        assert "shutting_down" in (await cut).text
+        await die(node, second)
+        third = Teller(SCRIPT)
+        await node.engine("alpha", third)
+        response = await other.http.post(URL, json=BODY, headers=KEY)
+        assert said(response.text) == TEXT
+        assert third.resumed == [], "from the beginning"
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ async def test_a_response_whose_parts_nats_lost_is_generated_again(
         third = Teller(SCRIPT)
         await node.engine("alpha", third)
         response = await other.http.post(URL, json=BODY, headers=KEY)
-        assert said(response.text) == TEXT
+        assert content_of(response.text) == TEXT
         assert third.resumed == [], "from the beginning"
 
 

@@ -48,6 +48,8 @@ from shared.tasks import end
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _STORE_RETRY_TIMEOUT_S, _STORE_RETRY_S = 60.0, 0.5
+_QUICK_FAILURE_S = 10.0
+"""An attempt that fails within it did not find the store at work; longer than the time-out of any call of the store."""
 
 
 def require_same_request(place: Claim | ExistingKey, request: str) -> Claim | ExistingKey:
@@ -121,14 +123,19 @@ class IdempotentRequest:
     async def _retry(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Repeat `operation` while the store is unavailable, as during a restart of NATS.
 
-        Gives up after `_STORE_RETRY_TIMEOUT_S`, and raises what `operation` raises.
+        Gives up after `_STORE_RETRY_TIMEOUT_S` of attempts that fail quickly, and raises what `operation` raises. An attempt that lasted
+        longer, like following a response for a minute, found the store at work: the time begins again.
         """
         until = time.monotonic() + _STORE_RETRY_TIMEOUT_S
         while True:
+            began = time.monotonic()
             try:
                 return await operation()
             except Exception as e:
-                if not is_store_unavailable(e) or time.monotonic() > until:
+                now = time.monotonic()
+                if now - began > _QUICK_FAILURE_S:
+                    until = now + _STORE_RETRY_TIMEOUT_S
+                if not is_store_unavailable(e) or now > until:
                     raise
                 log.info("idempotency store is unavailable; retrying", extra={"error": repr(e)})
             await asyncio.sleep(_STORE_RETRY_S)

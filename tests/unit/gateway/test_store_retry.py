@@ -1,0 +1,44 @@
+"""How long a gateway repeats an operation on the store of idempotency keys."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.gateway.idempotency import idempotent_request
+from services.gateway.idempotency.idempotent_request import IdempotentRequest
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotent_request, "_STORE_RETRY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(idempotent_request, "_STORE_RETRY_S", 0.02)
+    monkeypatch.setattr(idempotent_request, "_QUICK_FAILURE_S", 0.15)
+
+
+class Operation:
+    """Fails a number of times, each after some seconds."""
+
+    def __init__(self, failures: int, lasts_s: float) -> None:
+        self.failures, self.lasts_s = failures, lasts_s
+
+    async def __call__(self) -> str:
+        await asyncio.sleep(self.lasts_s)
+        if self.failures:
+            self.failures -= 1
+            raise TimeoutError
+        return "done"
+
+
+async def test_an_outage_that_begins_late_is_outlasted() -> None:
+    """Chaos seed 1: a response was followed for a minute; NATS stopped then, and the first failure was the last."""
+    request = object.__new__(IdempotentRequest)
+    assert await request._retry(Operation(3, 0.25)) == "done"
+
+
+async def test_a_store_that_stays_away_ends_it() -> None:
+    operation = Operation(1_000, 0.0)
+    with pytest.raises(TimeoutError):
+        await object.__new__(IdempotentRequest)._retry(operation)
+    assert operation.failures < 1_000 - 2, "it was repeated"

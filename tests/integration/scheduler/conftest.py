@@ -1,4 +1,4 @@
-"""A scheduler on real NATS and Postgres, with nodes that are fakes."""
+"""A scheduler on real NATS and Postgres, with fake nodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A scheduler that dies at the k-th step of what it does, with a real database and nodes made of dictionaries, and another one after it.
-
-Steps are counted where a process can end: before each statement that goes to the database, before and after each commit, before each effect.
-"""
+"""A scheduler that crashes at its k-th step, with a real database, fake nodes, and a successor."""
 
 from __future__ import annotations
 
@@ -107,7 +104,7 @@ class Site:
     now: float = 1000.0
     registered: bool = False
     promised: set[str] = field(default_factory=set)
-    """Plans that gateways were told of."""
+    """Plans that were announced to gateways."""
     refused: list[str] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
 
@@ -171,7 +168,7 @@ async def settled(loop: SchedulerLoop, running: asyncio.Task[None], *events: Eve
 
 
 async def one_round(site: Site, loop: SchedulerLoop, running: asyncio.Task[None], wanted: tuple[str, ...]) -> None:
-    """Half a second: nodes report, engines come up and end, gateways repeat what waits; everything served is idle for long."""
+    """Half a second: nodes report, engines start and stop, gateways repeat demand."""
 
     def report() -> list[Event]:
         return [NodeStatusReceived(site.now, agent.status(site.now)) for agent in site.agents.values()]

@@ -1,4 +1,4 @@
-"""A scheduler and a gateway on one NATS server, and a node whose engines answer: what a mesh does but for the computing."""
+"""A scheduler and a gateway on one NATS server, and a node whose engines answer without a model."""
 
 from __future__ import annotations
 

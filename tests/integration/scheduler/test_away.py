@@ -1,4 +1,4 @@
-"""A scheduler whose database is away."""
+"""A scheduler whose database is unreachable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler that dies between any two of its steps: whoever leads next brings about the same, and nothing is booked twice."""
+"""A scheduler crash between any two steps: the next leader recovers, without double booking."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDS = 16
 
 
 async def run_through(site: Site) -> None:
-    """Until a term comes to its end."""
+    """Run until a term ends."""
     async with counted(site.engine, site.steps):
         for _ in range(3):
             try:
@@ -87,7 +87,7 @@ async def test_it_may_die_anywhere(database_url: str, engine: AsyncEngine, monke
 async def test_what_a_dead_leader_sent_comes_too_late(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its command is still under way when the next leader's has arrived: the node refuses it."""
+    """The command of a dead leader arrives after the next leader's: the node refuses it."""
     try:
         site = await new_site(database_url, engine, monkeypatch, 0)
         first = await lead(site, rounds=2)

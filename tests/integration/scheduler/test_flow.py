@@ -1,4 +1,4 @@
-"""From demand to ready, and back to nothing, on real NATS and Postgres."""
+"""From demand to ready and back to zero instances, on real NATS and Postgres."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders to move requests, through a leader's end, with a migrator that is the test."""
+"""Migration orders across a leader change; the test acts as the migrator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def serving(site: Site, node: FakeNode) -> str:
 
 
 async def another(site: Site) -> FakeNode:
-    """A second node, which the scheduler has heard."""
+    """Add a second node and wait until it has reported."""
     node = await site.node(node="n2", budget=400 * MIB)
 
     async def heard() -> bool:

@@ -1,4 +1,4 @@
-"""Models parked ahead of their first request, on real NATS and Postgres: also after the scheduler, or the node, has been started again."""
+"""Parked models on real NATS and Postgres, also after a restart of the scheduler or the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler and a loader process together: a likely model is brought from afar while nobody waits, and makes way at once for one that is wanted."""
+"""Prefetch with a scheduler and a loader process: it yields at once to a waiting request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedulers as processes: leaders killed one after the other, and the traces of loads on their way to a collector."""
+"""Scheduler processes: leaders killed one after the other, and the export of load traces."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What bench/scheduler_recovery.py times, on a small mesh: everything comes back, and the first decision is the one that a leader with it all
-in memory makes."""
+"""Recovery, as bench/scheduler_recovery.py times it, on a small mesh."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ async def test_a_new_leader_has_everything_back_and_places_the_first_request(
 
 
 def _heard(state: ClusterState, before: ClusterState) -> ClusterState:
-    """With what nodes and loaders report anew, in a term of its own."""
+    """Return the state after nodes and loaders have reported to a new leader."""
     state.epoch, state.recovered_at = 9, NOW - 100
     heard: list[Entity] = [*before.presence.values(), *before.reports.values(), *before.loaders.values()]
     apply(state, [Put(e) for e in heard])

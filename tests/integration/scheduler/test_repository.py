@@ -1,4 +1,4 @@
-"""Writes as large as a large cluster's, on real PostgreSQL."""
+"""Writes of a large cluster's size on real PostgreSQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaders come and go: nothing is lost, nothing is decided twice."""
+"""Leader changes: nothing is lost and nothing is decided twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a client's request to the plan that it waited for, and every question that an operator asks of the scheduler, over HTTP."""
+"""Plans of client requests, and every operator request to the scheduler, over HTTP."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def known(served: Served, request_id: str) -> PlanExplained:
 
 
 async def busy(site: Site, node: ServingNode, *models: str) -> None:
-    """The scheduler has heard that these serve."""
+    """Wait until the scheduler knows that these instances serve."""
     await node.publish()
 
     async def heard() -> bool:

@@ -1,7 +1,4 @@
-"""A leader whose host vanishes without a word: its lock falls, and it knows, within three seconds.
-
-Two hosts are two network namespaces on a bridge; the leader's cable is pulled by taking its bridge port down.
-"""
+"""A leader whose host vanishes: its lock is free within three seconds, and it notices."""
 
 from __future__ import annotations
 
@@ -103,7 +100,7 @@ async def says(process: asyncio.subprocess.Process, word: str) -> str:
 
 
 async def idle(url: str) -> None:
-    """Wait until the leader's connection has nothing under way: only its keepalives will tell that the host is gone."""
+    """Wait until the leader's connection is idle: only keepalives can then detect the lost host."""
     states = (
         "SELECT array_agg(state) FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE granted AND locktype = 'advisory' "
         "AND application_name = 'thaw-scheduler-leadership'"

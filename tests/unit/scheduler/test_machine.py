@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: nothing is booked twice, nobody is thrown out unasked, everybody is answered in the end."""
+"""Invariants over random events: no double booking, no unasked eviction, every request answered."""
 
 from __future__ import annotations
 

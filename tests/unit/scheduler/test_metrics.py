@@ -1,4 +1,4 @@
-"""What is exported of plans, and where."""
+"""The exported metrics of plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies by name: Thaw's own, registered ones, and a registration that is wrong."""
+"""Policies by name: Thaw's own, registered ones, and an invalid registration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators are answered, instances leave that nobody needs any more, and more come up where they are needed."""
+"""Reconciliation: answers to operators, stopped instances, and new replicas."""
 
 from __future__ import annotations
 

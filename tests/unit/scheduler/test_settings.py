@@ -1,4 +1,4 @@
-"""Settings of the scheduler that are refused before it starts."""
+"""Invalid settings of the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values without a guard, and records made unchecked: what they must have in common with those made the slow way."""
+"""Unguarded values and unchecked records behave like their ordinary counterparts."""
 
 from __future__ import annotations
 

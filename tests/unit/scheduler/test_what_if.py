@@ -1,4 +1,4 @@
-"""What would be decided if the cluster were another one, without deciding it."""
+"""Decisions under assumptions, without changing the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler's domain without any I/O: events in, effects recorded, and a nodeagent made of a dictionary."""
+"""The scheduler's domain without I/O: events in, effects recorded, simulated nodeagents."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Running:
 
 @dataclass
 class Agent:
-    """A nodeagent that does as it is told; the test says when starts and stops come to their end."""
+    """A nodeagent that obeys; the test decides when starts and stops are complete."""
 
     node: str
     budget: int
@@ -281,7 +281,7 @@ class World:
             self.send(NodeStatusReceived(self.now, self.agents[name].status(self.now)))
 
     def tick(self, seconds: float = 0.0, *, heard: bool = True) -> None:
-        """Time passes; nodes are heard in it unless told."""
+        """Let time pass; nodes report unless `heard` is False."""
         self.now += seconds
         if heard:
             self.hear()
@@ -348,7 +348,7 @@ class World:
         return running
 
     def can_suspend(self, running: Running, *, left: int = 0, resume_ms: float = 100.0) -> None:
-        """From now on its node says that it can be suspended, and would leave `left` bytes in use."""
+        """Let the node report that the instance can be suspended, with `left` bytes still in use."""
         running.left = left
         running.suspension = Suspension(
             possible=True, way="cpu", left_bytes=left, need_bytes=running.command.reserve_bytes, resume_ms=resume_ms, freed_bytes=7

@@ -1,4 +1,4 @@
-"""The scheduler's own decisions on simulated devices: what can be reckoned by hand, and what must hold of any run."""
+"""The scheduler's decisions on simulated devices: results computed by hand, and invariants."""
 
 from __future__ import annotations
 

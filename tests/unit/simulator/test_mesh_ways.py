@@ -1,4 +1,4 @@
-"""The scheduler itself on machines that suspend, move and fail: reckoned by hand, and what must hold of any run."""
+"""The scheduler on machines that suspend, migrate and fail: results by hand, and invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `thaw simulate` sends, and what comes back: runs by policy and seed, plots, and faults with file and key."""
+"""Input and output of `thaw simulate`: runs by policy and seed, plots, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of any run of any profile: memory, requests, links, and that a seed decides everything."""
+"""Invariants of any run of any profile: memory, requests, links, and determinism by seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instances of one node that need the same bytes wait for one fetch of them."""
+"""Instances of one node that need the same weights share one fetch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller that asks a profile: what can be reckoned by hand."""
+"""The simulated controller: results computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each way of becoming ready, and each way of making room, reckoned by hand."""
+"""Every option and every way of clearing, computed by hand."""
 
 from __future__ import annotations
 

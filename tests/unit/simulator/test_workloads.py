@@ -1,4 +1,4 @@
-"""What is drawn has the statistics that it is said to have, and what is read is what the file says."""
+"""Drawn requests have the published statistics, and read requests match their file."""
 
 from __future__ import annotations
 

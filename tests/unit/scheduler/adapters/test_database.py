@@ -1,4 +1,4 @@
-"""What the scheduler says when PostgreSQL refuses it."""
+"""The scheduler's errors when PostgreSQL refuses its login."""
 
 from __future__ import annotations
 

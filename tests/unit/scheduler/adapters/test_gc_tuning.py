@@ -1,4 +1,4 @@
-"""What survives a term's beginning is not walked again; afterwards all is as before."""
+"""Frozen objects are not collected during a term, and are collected afterwards."""
 
 from __future__ import annotations
 

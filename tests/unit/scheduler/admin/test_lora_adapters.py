@@ -1,4 +1,4 @@
-"""Adapters in the catalogue: what fits which base, and what follows from it."""
+"""LoRA adapters in the catalogue: which base fits, and what registration changes."""
 
 from __future__ import annotations
 

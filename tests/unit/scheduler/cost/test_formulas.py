@@ -1,4 +1,4 @@
-"""The papers' formulas, against numbers worked out by hand and the papers' own examples."""
+"""The papers' formulas against values computed by hand and the papers' examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters learned online: they converge, and one freak measurement moves them by a bounded step."""
+"""Learned parameters converge, and an outlier moves them by a bounded step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy that queues by objectives is told of them in a running mesh."""
+"""SLO counts in a running mesh, for policies that queue by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is booked for a start once an engine has been measured; and what lies on each of several devices."""
+"""Memory booked for a start after a measurement, and its share on each of several devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start teaches about the next one, and what is predicted from it."""
+"""Learning from starts, and predictions from what was learned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts that fail, are refused or get nowhere."""
+"""Starts that fail, are refused, or make no progress."""
 
 from __future__ import annotations
 

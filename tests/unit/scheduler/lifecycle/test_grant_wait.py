@@ -1,4 +1,4 @@
-"""Starts and resumptions that go to their node while their victims still leave, and wait there for the bytes."""
+"""Starts and resumptions that are sent before their victims have stopped and wait on the node."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_next_in_line_does_not_count_on_the_same_bytes(w: World) -> None:
 
 
 def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> None:
-    """Its node says so in its status; it is placed anew, as after a refusal."""
+    """The node reports it in its status; the model is placed again, as after a refusal."""
     two(w, **HOSTED)
     w.hear()
     w.now += 10.0
@@ -100,7 +100,7 @@ def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> Non
 
 
 def test_memory_that_its_loader_ran_out_of_is_a_failure_of_the_start(w: World) -> None:
-    """Tried once more, then those who wait are told: it would not help to ask the same node again and again."""
+    """The start is retried once; then the waiting requests fail."""
     two(w, **HOSTED)
     w.hear()
     w.finish_stops()

@@ -1,4 +1,4 @@
-"""What nodes say, what they do not say any more, and what has changed meanwhile."""
+"""Node reports: known, unknown and missing instances, old reports, newer epochs."""
 
 from __future__ import annotations
 

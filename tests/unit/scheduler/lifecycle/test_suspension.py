@@ -1,4 +1,4 @@
-"""Suspended instead of stopped, resumed instead of started: by what the nodes say that it costs."""
+"""Suspension instead of stopping, resumption instead of starting, by the nodes' measured costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders to move requests: asked for, given a destination, written, heard of."""
+"""Migration orders: request, destination, record, and end."""
 
 from __future__ import annotations
 

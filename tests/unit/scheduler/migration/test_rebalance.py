@@ -1,4 +1,4 @@
-"""What is proposed when nobody asks for anything, and that it comes to rest."""
+"""Proposals of the background rebalancing, and its convergence."""
 
 from __future__ import annotations
 

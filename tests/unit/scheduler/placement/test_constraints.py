@@ -1,4 +1,4 @@
-"""Where a model may run by its operator's rules, and what people are told of the places that they exclude."""
+"""Operators' placement rules, and the reasons reported for excluded devices."""
 
 from __future__ import annotations
 

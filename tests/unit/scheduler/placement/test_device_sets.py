@@ -1,4 +1,4 @@
-"""Models over several devices of one node: all of them or none, whoever has to leave; and suspended ones come back where they were."""
+"""Models over several devices of one node: all devices or none, and resumption in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leaves for whom, and who waits for that: branches 5 to 8 of placement."""
+"""Victims and claims: rules 5 to 8 of placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of more devices than are looked at one by one; and the mapping that makes a decision cheap."""
+"""More devices than a shortlist has, and the copy-on-write mapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is placed where, and what is told of who is not: branches 1 to 4 of placement."""
+"""Placements and reported obstacles: rules 1 to 4 of placement."""
 
 from __future__ import annotations
 

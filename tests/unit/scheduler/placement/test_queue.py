@@ -1,4 +1,4 @@
-"""Decisions of several requests at once, and fairness between models."""
+"""Decisions about several requests at once, and fairness between models."""
 
 from __future__ import annotations
 

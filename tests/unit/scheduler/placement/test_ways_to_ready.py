@@ -1,4 +1,4 @@
-"""Every way of becoming ready that the mesh can carry out, as a live decision: what is chosen, from where, and what it is predicted to cost."""
+"""Every option that the mesh can carry out, as a live decision: choice, source and predicted cost."""
 
 from __future__ import annotations
 

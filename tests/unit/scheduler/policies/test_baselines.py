@@ -1,4 +1,4 @@
-"""The baselines, SwapServeLLM's victims, and what they have in common."""
+"""The baselines, SwapServeLLM's victims, and their shared parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways of becoming ready that this mesh cannot carry out are decided in the simulator only: no policy is offered them live."""
+"""Options that the mesh cannot carry out exist in the simulator only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under every profile, whatever happens in whatever order: what test_machine.py says of the default one. Each decision is also made twice."""
+"""The invariants of test_machine.py under every profile; each decision is made twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HydraServe: Eq. 1 to 5 by hand, Algorithm 1 against trying everything, and the autoscaler."""
+"""HydraServe: Eq. 1 to 5 by hand, Algorithm 1 against exhaustive search, and the autoscaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every policy keeps to, whatever it prefers."""
+"""Invariants of every policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ServerlessLLM's victims in the least total time, Shepherd*'s without a destination, and the choice over loading and migrating."""
+"""ServerlessLLM's and Shepherd*'s victims, and the choice between loading and migrating."""
 
 from __future__ import annotations
 

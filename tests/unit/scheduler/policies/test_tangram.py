@@ -1,4 +1,4 @@
-"""Tangram: affinity, eviction by cost, and packing against every other way of moving."""
+"""Tangram: affinity, eviction by cost, and packing against exhaustive search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh's own policy: the least time for all."""
+"""Thaw's own policy: the least total time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views for the policies' tests, and Hypothesis strategies of them. Sizes are in plain units."""
+"""Views for the policies' tests, and Hypothesis strategies for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are parked ahead of their first request: when, where, in which order, and never in anybody's way."""
+"""Parked models: when, where and in which order; requests have priority."""
 
 from __future__ import annotations
 

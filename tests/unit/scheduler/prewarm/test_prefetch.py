@@ -1,4 +1,4 @@
-"""Weights brought ahead of requests: which models are likely, and when nothing is brought."""
+"""Prefetched weights: which models are likely, and when nothing is prefetched."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tell(
 
 
 def used_to_be_asked_for(w: World, name: str, *, every: float = 30.0, times: int = 3) -> None:
-    """Asked for, served by nobody, given up; so many times, the last one just now."""
+    """Request the model `times` times, the last time just now, without serving it."""
     for _ in range(times):
         w.demand(name)
         w.demand(name, 0)

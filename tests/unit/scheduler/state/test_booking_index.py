@@ -1,4 +1,4 @@
-"""The orders kept beside the bookings give what looking at every device gives."""
+"""The orders of the booking index give what examining every device gives."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_leaving_before_the_first_token_stops_the_engine(mesh: Victim, client: o
     assert load_of(mesh, "one")[2] - before < 100
 
 
-def test_a_load_that_nobody_waits_for_any_more_is_called_off(mesh: Victim, client: openai.OpenAI) -> None:
+def test_a_load_without_waiters_is_cancelled(mesh: Victim, client: openai.OpenAI) -> None:
     mesh.make_cold("one")
     with held(mesh.pid(LOADER)):
         leavers = [RawClient(mesh.port, "one", stream=stream) for stream in (True, False)]
@@ -85,7 +85,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_called_off(mesh: Victim, clien
     assert ask(client)
 
 
-def test_a_load_that_somebody_still_waits_for_goes_on(mesh: Victim, client: openai.OpenAI) -> None:
+def test_a_load_with_another_waiter_continues(mesh: Victim, client: openai.OpenAI) -> None:
     mesh.make_cold("one")
     before = mesh.engine_logs()
     with held(mesh.pid(LOADER)):
@@ -116,7 +116,7 @@ def test_leaving_the_queue_of_a_busy_model_leaves_the_others_their_places(mesh: 
     assert load_of(mesh, "one")[2] - before < 40 * 500 / 4
 
 
-def test_a_client_that_reads_nothing_disturbs_nobody(mesh: Victim, client: openai.OpenAI) -> None:
+def test_a_client_that_does_not_read_disturbs_no_other_client(mesh: Victim, client: openai.OpenAI) -> None:
     expected = ask(client, tokens=50)
     gateway = psutil.Process(mesh.pid("gateway"))
     before = gateway.memory_info().rss

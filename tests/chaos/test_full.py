@@ -108,7 +108,7 @@ def test_shared_memory_without_room_is_a_typed_error_until_there_is_room(mesh: C
 
 
 @pytest.mark.parametrize("place", ["home", "nodes"])
-def test_a_full_disk_costs_nobody_an_answer_once_there_is_room(mesh: Cramped, client: openai.OpenAI, place: str) -> None:
+def test_a_full_disk_costs_no_answer_once_there_is_room(mesh: Cramped, client: openai.OpenAI, place: str) -> None:
     """`nodes`: the servers have room, and what nodeagent, loader and engines write has none."""
     mesh.resize_shared_memory("64m")
     whole = ask(client, tokens=900)

@@ -39,7 +39,7 @@ def test_idle_engine(mesh: Victim, client: openai.OpenAI) -> None:
 
 
 def test_idle_zygote(mesh: Victim, client: openai.OpenAI) -> None:
-    """The process that engines are forked from: those that live go on, and the next start finds another one."""
+    """The process that engines are forked from: running engines continue, and the next start finds another one."""
     expected = ask(client)
     engine = mesh.engine("one")
     (zygote,) = mesh.zygotes()
@@ -92,7 +92,7 @@ def test_streaming(mesh: Victim, client: openai.OpenAI, service: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_streaming_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
-    """Answers go on with the engine that is started instead, from the tokens that are there."""
+    """Answers continue with the engine that is started instead, from the tokens that are there."""
     whole = ask(client, tokens=900)
     first = Asked(mesh.url, "one")
     other = Asked(mesh.url, "one", stream=stream)
@@ -109,7 +109,7 @@ def test_streaming_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streaming_engine_with_a_key(mesh: Victim, client: openai.OpenAI, temperature: float) -> None:
-    """The stream goes on with another engine; to repeat the key gives the same."""
+    """The stream continues with another engine; to repeat the key gives the same."""
     fields: dict[str, Any] = {"key": f"chaos-{temperature}", "temperature": temperature}
     first = Asked(mesh.url, "one", **fields)
     assert first.begun.wait(120)

@@ -1,4 +1,4 @@
-"""Whoever has to do with a move dies in each step of it: no stream ends early or differently, and nothing is left over."""
+"""Each process that takes part in a move dies in each of its steps: no stream ends early or differently, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Staged, Step
 
 TOKENS = 2_000
-"""Enough to be under way still when everybody stands where the test wants it."""
+"""Enough to be under way still when every process is stopped where the test wants it."""
 BODIES: list[dict[str, Any]] = [
     body("one", max_tokens=TOKENS, ignore_eos=True),
     body("one", seed=3, max_tokens=TOKENS, ignore_eos=True),
@@ -65,7 +65,7 @@ def test_who_moves_dies(mesh: Roomy, streams: list[Stream], step: Step, victim: 
 
 @pytest.mark.parametrize("victim", ["source", "destination"])
 def test_who_has_moved_dies(mesh: Roomy, streams: list[Stream], victim: str) -> None:
-    """After the hand-over: what the destination has just got goes on elsewhere; the source has nothing any more."""
+    """After the hand-over: requests that the destination has just received continue elsewhere; the source has nothing any more."""
     source, node = mesh.place("one")
     to = NODES[1 - NODES.index(node)]
     (destination,) = mesh.on("one", to)

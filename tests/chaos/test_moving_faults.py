@@ -18,7 +18,7 @@ from tests.support.moving_steps import Order, Staged, stopped
 
 NODES = ("node-0", "node-1", "node-2")
 TOKENS = 2_000
-"""Enough to be under way still when everybody stands where the test wants it."""
+"""Enough to be under way still when every process is stopped where the test wants it."""
 LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
 GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)
 
@@ -131,7 +131,7 @@ def test_two_migrations_of_one_request(mesh: Roomy, undisturbed: Stream, second_
 
 
 def test_there_and_back_at_once(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
-    """The scheduler refuses the second of two orders that cross; where both are written all the same, both requests come to where they go."""
+    """The scheduler refuses the second of two orders that cross; where both are written all the same, both requests arrive where they go."""
     stream, source, node = begun(mesh)
     crossing = Stream(mesh.url, GREEDY).start()
     assert crossing.opened.wait(120)
@@ -211,8 +211,8 @@ def test_a_model_that_was_changed_does_not_move(mesh: Roomy, undisturbed: Stream
 
 
 @pytest.mark.parametrize("step", ["round", "handing_over"])
-def test_the_gateway_dies_and_the_client_comes_again(mesh: Roomy, undisturbed: Stream, step: Any) -> None:
-    """With its Idempotency-Key it gets the one answer, that went on meanwhile."""
+def test_the_gateway_dies_and_the_client_retries(mesh: Roomy, undisturbed: Stream, step: Any) -> None:
+    """With its Idempotency-Key it gets the one answer, which continued meanwhile."""
     stream, source, node = begun(mesh, **{"idempotency-key": f"moving-{step}"})
     to = other(node)
     with Staged(mesh).at(step, source, to, engine_on(mesh, to)):

@@ -32,7 +32,7 @@ TRIED_EVERY_S = 0.1
 
 @dataclass
 class Acknowledged:
-    """What the mesh has said yes to: answers by Idempotency-Key (id and text), names of API keys and of models."""
+    """What the mesh has acknowledged: answers by Idempotency-Key (id and text), names of API keys and of models."""
 
     answers: dict[str, tuple[str, str]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
@@ -98,7 +98,7 @@ class Writer:
         self.served()
 
     def served(self) -> None:
-        """Return when the gateway knows every model: it hears of new ones by a watch, which it opens anew when that server is gone."""
+        """Return when the gateway knows every model: it learns of new ones by a watch, which it reopens when that server is gone."""
         until(lambda: self.acknowledged.models <= {m.id for m in self._client.models.list()}, RESUMED_WITHIN_S, "models are served")
 
 

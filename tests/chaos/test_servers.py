@@ -17,8 +17,8 @@ SERVICES = ("gateway", "scheduler", NODEAGENT, LOADER)
 
 
 @pytest.fixture(autouse=True)
-def nobody_else_ends(mesh: Victim) -> Iterator[None]:
-    """Services live through it: they are told apart from those the supervisor would have started again."""
+def no_other_process_ends(mesh: Victim) -> Iterator[None]:
+    """Services live through it: they are distinguished from those that the supervisor would have restarted."""
     before = {s: mesh.pid(s) for s in SERVICES}
     yield
     assert {s: mesh.pid(s) for s in SERVICES} == before
@@ -80,13 +80,13 @@ def test_answers_are_whole_though_nats_restarts(mesh: Victim, client: openai.Ope
 
 
 def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI) -> None:
-    """The engine's last messages die with NATS, and no later one shows the gap: the stream goes on from what came."""
+    """The engine's last messages die with NATS, and no later one shows the gap: the stream continues from the received tokens."""
     whole = ask(client, tokens=900)
     engine = psutil.Process(mesh.engine("one"))
     stream = Asked(mesh.url, "one")
     assert stream.begun.wait(120)
     with held(mesh.pid("nats")):
-        until(lambda: engine.cpu_percent(0.3) < 5, what="the engine has said everything")
+        until(lambda: engine.cpu_percent(0.3) < 5, what="the engine has sent everything")
         old = mesh.kill("nats")
     outcome = stream.outcome()
     assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)

@@ -29,7 +29,7 @@ def test_every_message_is_on_a_channel() -> None:
     assert declared - mapped == NOT_ON_NATS
 
 
-def test_messages_of_one_channel_are_told_apart_by_kind() -> None:
+def test_messages_of_one_channel_are_distinguished_by_kind() -> None:
     for channel in CHANNELS:
         for kinds in (channel.messages, channel.replies):
             names = [kind.model_fields["kind"].default for kind in kinds]

@@ -62,15 +62,15 @@ def zygote() -> Iterator[ZygoteProcess]:
 
 async def forked(client: ZygoteClient, start: EngineStart) -> tuple[int, Callable[[], Awaitable[int]]]:
     client.send(start.model_dump_json().encode())
-    told = await client.hear()
-    assert isinstance(told, EngineForked)
+    sent = await client.hear()
+    assert isinstance(sent, EngineForked)
 
     async def exit_status() -> int:
-        told = await client.hear()
-        assert isinstance(told, EngineExited)
-        return told.returncode
+        sent = await client.hear()
+        assert isinstance(sent, EngineExited)
+        return sent.returncode
 
-    return told.pid, exit_status
+    return sent.pid, exit_status
 
 
 @pytest.fixture(params=["stub", "builtin"])

@@ -1,4 +1,4 @@
-"""Streams and buckets are made once, whoever comes first, and keep their bounds."""
+"""Streams and buckets are made once, whichever process is first, and keep their bounds."""
 
 from __future__ import annotations
 

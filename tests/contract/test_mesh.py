@@ -1,4 +1,4 @@
-"""The mesh's promises: typed replies, errors that cross the wire, deadlines, immediate "nobody there"."""
+"""The mesh's promises: typed replies, errors that cross the wire, deadlines, immediate `Unreachable`."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ async def test_malformed_requests_are_answered(mesh: Mesh) -> None:
     assert "a prompt" not in caught.value.message
 
 
-async def test_nobody_there_is_known_at_once(mesh: Mesh) -> None:
+async def test_a_missing_responder_is_reported_at_once(mesh: Mesh) -> None:
     with pytest.raises(Unreachable):
         await asyncio.wait_for(mesh.request("t.nobody", Ask(value=1, deadline_ms=60_000), Answer), 5)
 
 
-async def test_a_deadline_ends_the_handler_and_is_told(mesh: Mesh) -> None:
+async def test_a_deadline_ends_the_handler_and_is_reported(mesh: Mesh) -> None:
     await serve(mesh, "t.deadline")
     with pytest.raises(DeadlineExceeded):
         await mesh.request("t.deadline", Ask(value=101, deadline_ms=100), Answer)
@@ -102,22 +102,20 @@ async def test_concurrent_handlers_do_not_wait_for_each_other(mesh: Mesh) -> Non
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-async def test_who_asks_while_a_responder_stops_is_answered_or_told_at_once_that_nobody_is_there(
-    mesh: Mesh, concurrent: bool
-) -> None:
-    heard = asyncio.Event()
-    go_on = asyncio.Event()
+async def test_a_request_while_a_responder_stops_is_answered_or_unreachable_at_once(mesh: Mesh, concurrent: bool) -> None:
+    received = asyncio.Event()
+    proceed = asyncio.Event()
 
     async def handle(ask: Ask) -> Answer:
-        heard.set()
-        await go_on.wait()
+        received.set()
+        await proceed.wait()
         return Answer(value=ask.value)
 
     subject = f"t.stopping.{concurrent}"
     responder = mesh.respond(subject, ASK, handle, concurrent=concurrent)
     await responder.start()
     before = [asyncio.create_task(mesh.request(subject, Ask(value=n), Answer)) for n in range(3)]
-    await heard.wait()
+    await received.wait()
     await mesh.nc.flush()
     stopping = asyncio.create_task(responder.stop())
     late = []
@@ -125,14 +123,14 @@ async def test_who_asks_while_a_responder_stops_is_answered_or_told_at_once_that
         await mesh.nc.flush()
         late.append(asyncio.create_task(mesh.request(subject, Ask(value=n, deadline_ms=2000), Answer)))
     await mesh.nc.flush()
-    go_on.set()
+    proceed.set()
     assert [a.value for a in await asyncio.gather(*before)] == [0, 1, 2]
     assert all(isinstance(a, Answer | Unreachable) for a in await asyncio.gather(*late, return_exceptions=True))
     await stopping
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-async def test_whatever_comes_at_the_moment_that_a_responder_stops_is_answered(mesh: Mesh, concurrent: bool) -> None:
+async def test_requests_that_arrive_while_a_responder_stops_are_answered(mesh: Mesh, concurrent: bool) -> None:
     async def handle(ask: Ask) -> Answer:
         return Answer(value=ask.value)
 
@@ -149,11 +147,11 @@ async def test_whatever_comes_at_the_moment_that_a_responder_stops_is_answered(m
 
 
 async def test_events_arrive_in_order(mesh: Mesh) -> None:
-    heard: list[int] = []
+    received: list[int] = []
     done = asyncio.Event()
 
     async def hear(event: Answer) -> None:
-        heard.append(event.value)
+        received.append(event.value)
         if event.value == 99:
             done.set()
 
@@ -162,16 +160,16 @@ async def test_events_arrive_in_order(mesh: Mesh) -> None:
     for i in range(100):
         await mesh.publish("t.events", Answer(value=i))
     await asyncio.wait_for(done.wait(), 5)
-    assert heard == list(range(100))
+    assert received == list(range(100))
 
 
 async def test_a_status_in_another_nodes_name_is_dropped(mesh: Mesh) -> None:
     """NATS keeps a node to its own subjects; the body of what it publishes there it could write as it likes."""
-    heard: list[str] = []
+    received: list[str] = []
     done = asyncio.Event()
 
     async def hear(status: LoaderStatus) -> None:
-        heard.append(f"{status.node} {status.boot_id}")
+        received.append(f"{status.node} {status.boot_id}")
         if status.boot_id == "last":
             done.set()
 
@@ -181,4 +179,4 @@ async def test_a_status_in_another_nodes_name_is_dropped(mesh: Mesh) -> None:
     await mesh.publish(subjects.loader_status("node-1"), LoaderStatus(node="node-0", boot_id="forged"))
     await mesh.publish(subjects.loader_status("node-1"), LoaderStatus(node="node-1", boot_id="last"))
     await asyncio.wait_for(done.wait(), 5)
-    assert heard == ["node-0 b", "node-1 last"]
+    assert received == ["node-0 b", "node-1 last"]

@@ -16,7 +16,7 @@ KINDS = messages()
 
 
 def contains(now: Any, then: Any) -> bool:
-    """Whether everything that was said is still understood as it was said; what is new besides has a default."""
+    """Recorded messages still parse with the same meaning; new fields have defaults."""
     if isinstance(then, dict) and isinstance(now, dict):
         return all(key in now and contains(now[key], value) for key, value in then.items())
     if isinstance(then, list) and isinstance(now, list):

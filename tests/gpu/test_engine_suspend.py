@@ -64,13 +64,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_demo_model(tmp_path_factory.mktemp("gpu") / "250m", "250m")
 
 
-async def said(node: Node, instance_id: str) -> str:
+async def greedy_answer(node: Node, instance_id: str) -> str:
     """The greedy answer, whichever engine gives it: its token ids, or its bytes."""
     inbox = node.mesh.nc.new_inbox()
     found: list[str] = []
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def has_reported(message: Any) -> None:
+    async def on_message(message: Any) -> None:
         match INFER_REPLY.validate_json(message.data):
             case InferChunk(choices=choices):
                 found.extend(str(t) for c in choices for t in c.token_ids)
@@ -81,7 +81,7 @@ async def said(node: Node, instance_id: str) -> str:
             case InferEnd() | InferFinished():
                 ended.set_result(None)
 
-    subscription = await node.mesh.nc.subscribe(inbox, cb=has_reported)
+    subscription = await node.mesh.nc.subscribe(inbox, cb=on_message)
     request = InferRequest(
         request_id=uuid.uuid4().hex,
         instance_id=instance_id,
@@ -114,7 +114,7 @@ async def swapped(node: Node, device: CudaDevice, card: ModelCard, reserve: int,
     status = await node.reaches(name, InstanceState.READY, InstanceState.FAILED, within=START_WITHIN_S)
     assert status.state is InstanceState.READY, status.error
     await node.until(lambda s: any(i.instance_id == name and i.suspension.possible for i in s.instances), 60)
-    before, pids = await said(node, name), node.instance(name).pids
+    before, pids = await greedy_answer(node, name), node.instance(name).pids
     for _ in range(3):
         used = device.used_bytes(0, 0)
         await node.suspend(name)
@@ -126,7 +126,7 @@ async def swapped(node: Node, device: CudaDevice, card: ModelCard, reserve: int,
         status = await node.reaches(name, InstanceState.READY, InstanceState.FAILED, within=120)
         assert status.suspension.fell_back is None
         assert status.pids == pids
-        assert await said(node, name) == before
+        assert await greedy_answer(node, name) == before
         assert status.suspended is not None
         assert status.resumed is not None
         assert status.started is not None

@@ -66,7 +66,7 @@ class TestRealGpu(DeviceBehaviour):
             reader.stdin.close()
             assert reader.wait(30) == 0
 
-    def test_released_memory_comes_back(self, device: Device, cuda: CudaRuntime) -> None:
+    def test_released_memory_is_free(self, device: Device, cuda: CudaRuntime) -> None:
         cuda.use(0)
         before = cuda.free_bytes()
         arena = device.allocate(Place("big", 512 << 20, "thaw-test"))

@@ -126,7 +126,7 @@ async def test_a_process_gives_the_device_up_and_gets_it_back(
         )
 
 
-async def test_a_snapshot_goes_on_to_swap_and_comes_back(way: CudaCheckpoint, groups: Cgroups) -> None:
+async def test_a_snapshot_is_paged_out_and_restored(way: CudaCheckpoint, groups: Cgroups) -> None:
     """Whether the driver keeps it in memory that can be paged out at all is what this shows."""
     if why := way.cannot_spill():
         pytest.skip(why)
@@ -139,7 +139,7 @@ async def test_a_snapshot_goes_on_to_swap_and_comes_back(way: CudaCheckpoint, gr
         assert process.ask() == before
 
 
-async def test_an_engine_of_several_processes_is_locked_whole_and_comes_back_whole(way: CudaCheckpoint, groups: Cgroups) -> None:
+async def test_an_engine_of_several_processes_is_locked_and_restored_as_a_whole(way: CudaCheckpoint, groups: Cgroups) -> None:
     """Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order that CudaCheckpoint keeps."""
     processes = [spawn(256), spawn(64)]
     try:

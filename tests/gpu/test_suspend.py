@@ -1,7 +1,7 @@
 """CUDA checkpoint and restore of real processes, on a machine that has a GPU: `python -m pytest tests/gpu/test_suspend.py -s`.
 
 Torch processes are locked, checkpointed and frozen; NVML shows their bytes gone; they are thawed, restored and unlocked, and compute the same.
-Prints bytes and milliseconds, several sizes, so that latency can be set against bytes, and what comes of the order that SwapServeLLM's paper has.
+Prints bytes and milliseconds, several sizes, so that latency can be set against bytes, and the result of the order that SwapServeLLM's paper has.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ HANGS_AFTER_S = 30.0
 
 
 async def test_what_the_papers_order_does(way: CudaCheckpoint, groups: Cgroups) -> None:
-    """The paper freezes first. CRIU's maintainers found that to hang: printed is what this driver does. If it answers, the process goes on."""
+    """The paper freezes first. CRIU's maintainers found that to hang: printed is what this driver does. If it answers, the process continues."""
     if not groups.available:
         pytest.skip(groups.reason)
     with computing(groups, 64) as (process, target):

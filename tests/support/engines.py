@@ -90,7 +90,7 @@ class Stream:
         return self.replies
 
     async def last(self) -> Any:
-        """The last message, when it has come."""
+        """The last message, once it has arrived."""
         return (await self.until(lambda r: bool(r) and not isinstance(r[-1], InferStarted | InferChunk | EmbeddingsPart)))[-1]
 
     def text(self, index: int = 0) -> str:

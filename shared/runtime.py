@@ -21,6 +21,13 @@ from shared.watchdog.heartbeat import Heart
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound=CommonSettings)
 App = Callable[[S, asyncio.Event], Awaitable[int]]
+_heart: Heart | None = None
+
+
+def report_ready() -> None:
+    """Tell the process's supervisor, if there is one, that the service does its work."""
+    if _heart is not None:
+        _heart.report_ready()
 
 
 def run_service(
@@ -37,7 +44,8 @@ def run_service(
             variable = "THAW_" + "_".join(str(p) for p in fault["loc"]).upper()
             print(f"{name}: {variable}: {fault['msg']}", file=sys.stderr)
         return 2
-    heart = Heart.from_environment()
+    global _heart
+    _heart = heart = Heart.from_environment()
     faulthandler.enable()  # a watchdog's SIGABRT writes the stack of every thread into the log
     setup_logs(settings, name)
     setup_tracing(settings, name)
@@ -49,6 +57,7 @@ def run_service(
     except KeyboardInterrupt:
         return 130
     finally:
+        _heart = None
         if heart is not None:
             heart.end()
         shutdown_tracing()

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from services.engine.process import end_process, import_libraries, prepare_environment, run_engine_process
 from shared.contracts.base import Message
-from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure
+from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure, ZygoteReady
 from shared.errors import EngineFailed, InvalidRequest
 
 _LONGEST_LINE = 4 * 1024 * 1024
@@ -91,6 +91,7 @@ class Zygote:
         peer = _Peer(connection)
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._send(peer, ZygoteReady())
 
     def _read(self, peer: _Peer) -> None:
         try:

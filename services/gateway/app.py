@@ -45,6 +45,7 @@ from shared.contracts.node import NodeStatus, StatusWanted
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import catalog_bucket, keys_bucket
+from shared.runtime import report_ready
 from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
         gateway.authorizer.note_configured()
         _warn_about_access(gateway)
+        report_ready()
         background = [
             group.create_task(_join(gateway, group), name="join"),
             group.create_task(gateway.request_log.run(), name="traces"),

@@ -20,6 +20,7 @@ from services.migrator.settings import MigratorSettings
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import migrations_bucket
+from shared.runtime import report_ready
 from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ async def run(settings: MigratorSettings, stop: asyncio.Event) -> int:
 
 async def _serve(mesh: Mesh, migrator: Migrator, tasks: asyncio.TaskGroup) -> None:
     await mesh.start()
+    report_ready()
     watching = tasks.create_task(BucketWatcher(mesh, migrations_bucket, migrator.copy).run(), name="watch")
     try:
         await migrator.run()

@@ -47,6 +47,7 @@ from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, Sta
 from shared.errors import Conflict, DeviceMissing
 from shared.messaging import Mesh
 from shared.private import make_private
+from shared.runtime import report_ready
 from shared.tasks import end, first
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ class Nodeagent:
         commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
         await commands.start()
         publishing = self._run("publisher", self.publisher.run())
+        self._run("ready", self._report_ready())
         self._run("meter", self.meter.run())
         await first(self.mesh.lost, stop)
         if self.mesh.lost.is_set():
@@ -158,6 +160,11 @@ class Nodeagent:
         await self.launcher.close()
         await self.mesh.stop()
         return 0
+
+    async def _report_ready(self) -> None:
+        """Ready is a node whose next engine does not wait for imports."""
+        await self.launcher.until_warm()
+        report_ready()
 
     async def give_up(self) -> None:
         """Cancel everything that runs in this process. Engines keep running."""

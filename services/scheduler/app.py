@@ -39,6 +39,7 @@ from services.scheduler.settings import SchedulerSettings
 from shared.contracts import subjects
 from shared.contracts.node import StatusWanted
 from shared.messaging import Mesh
+from shared.runtime import report_ready
 from shared.tasks import end, first
 from shared.telemetry.logs import LogRateLimit
 
@@ -77,6 +78,7 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
 async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, name: str, metrics: Metrics) -> None:
     """Lead, repeatedly. A server's failure ends the term; the next one begins when it is back."""
     await mesh.start()
+    report_ready()
     above = 0
     migrated = False
     away = LogRateLimit()

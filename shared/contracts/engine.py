@@ -38,6 +38,12 @@ class EngineStart(Message):
     )
 
 
+class ZygoteReady(Message):
+    """The zygote has imported its libraries; sent to each nodeagent that connects."""
+
+    kind: Literal["ready"] = "ready"
+
+
 class EngineForked(Message):
     kind: Literal["forked"] = "forked"
     instance_id: str
@@ -57,8 +63,8 @@ class ZygoteFailure(Message):
     error: ErrorBody
 
 
-ZYGOTE_LINE: TypeAdapter[EngineForked | EngineExited | ZygoteFailure] = TypeAdapter(
-    Annotated[EngineForked | EngineExited | ZygoteFailure, Field(discriminator="kind")]
+ZYGOTE_LINE: TypeAdapter[ZygoteReady | EngineForked | EngineExited | ZygoteFailure] = TypeAdapter(
+    Annotated[ZygoteReady | EngineForked | EngineExited | ZygoteFailure, Field(discriminator="kind")]
 )
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a container's watchdog imports nothing that it does not nee
 VARIABLE = "NOTIFY_SOCKET"
 BEAT_S = 1.0
 _BEAT = b"WATCHDOG=1"
+_READY = b"READY=1"
 _END = b"STOPPING=1"
 
 
@@ -24,6 +25,7 @@ class Heart:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
+        self._is_ready = False
 
     @classmethod
     def from_environment(cls) -> Heart | None:
@@ -33,8 +35,13 @@ class Heart:
 
     def beat_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send a heartbeat now and each second from now on."""
-        self._send(_BEAT)
+        self._send(_READY + b"\n" + _BEAT if self._is_ready else _BEAT)
         loop.call_later(BEAT_S, self.beat_on, loop)
+
+    def report_ready(self) -> None:
+        """Tell the watcher that the service serves; each further heartbeat repeats it."""
+        self._is_ready = True
+        self._send(_READY)
 
     def end(self) -> None:
         """Say that the loop has ended: what follows takes longer than a heartbeat."""
@@ -55,6 +62,7 @@ class Ear:
         self.path = path
         self.beats = 0
         self.in_loop = False
+        self.is_ready = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(str(path))
@@ -66,6 +74,8 @@ class Ear:
                 message = self._socket.recv(256)
             except BlockingIOError:
                 return
+            if _READY in message:
+                self.is_ready = True
             if _BEAT in message:
                 self.beats += 1
                 self.in_loop = True

@@ -16,7 +16,7 @@ import psutil
 from nats.aio.msg import Msg
 
 from shared.contracts import subjects
-from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineReport, EngineStart, ZygoteFailure
+from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineReport, EngineStart, ZygoteFailure, ZygoteReady
 from shared.contracts.inference import (
     INFER_REPLY,
     EmbeddingsPart,
@@ -69,7 +69,9 @@ class ZygoteClient:
 
     async def hear(self) -> EngineForked | EngineExited | ZygoteFailure:
         async with asyncio.timeout(WITHIN_S):
-            return ZYGOTE_LINE.validate_json(await self._reader.readline())
+            while isinstance(line := ZYGOTE_LINE.validate_json(await self._reader.readline()), ZygoteReady):
+                pass
+            return line
 
     async def close(self) -> None:
         self._writer.close()

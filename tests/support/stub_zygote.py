@@ -16,7 +16,7 @@ import sys
 import traceback
 
 from shared.contracts.base import Message
-from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure
+from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure, ZygoteReady
 from shared.errors import EngineFailed
 from tests.support.stub_engine import StubEngine
 
@@ -41,6 +41,7 @@ class StubZygote:
             for key, _ in self.selector.select():
                 if key.fileobj is self.listener:
                     client, _ = self.listener.accept()
+                    self.say(client, ZygoteReady())
                     self.clients[client] = b""
                     self.selector.register(client, selectors.EVENT_READ)
                 elif key.fileobj == self.wake:

@@ -145,7 +145,7 @@ class Supervisor:
             log.info("taking over %s (pid %d)", program.name, survivor.pid)
             self._processes[program.name] = survivor
             self._watcher.begin(program, survivor.pid)
-            self._watch(program, _until_gone(survivor))
+            self._watch(program, _until_gone(survivor), survived=True)
             return
         handed = self._handed(program)
         try:
@@ -182,21 +182,24 @@ class Supervisor:
         listener = self._listeners.at(*program.listens)
         return {VARIABLE: str(listener.fileno())} if listener is not None else {}
 
-    def _watch(self, program: Program, wait: Wait) -> None:
-        self._tasks[program.name] = asyncio.create_task(self._follow(program, wait), name=f"follow {program.name}")
+    def _watch(self, program: Program, wait: Wait, *, survived: bool = False) -> None:
+        following = self._follow(program, wait, survived=survived)
+        self._tasks[program.name] = asyncio.create_task(following, name=f"follow {program.name}")
 
-    async def _follow(self, program: Program, wait: Wait) -> None:
+    async def _follow(self, program: Program, wait: Wait, *, survived: bool) -> None:
         """Report when the process answers, and when it has exited."""
-        probe = asyncio.create_task(self._watch_ready(program), name=f"probe {program.name}")
+        probe = asyncio.create_task(self._watch_ready(program, survived=survived), name=f"probe {program.name}")
         try:
             returncode = await wait()
         finally:
             probe.cancel()
         self._events.put_nowait(Exited(program.name, returncode))
 
-    async def _watch_ready(self, program: Program) -> None:
+    async def _watch_ready(self, program: Program, *, survived: bool) -> None:
         if program.port is not None:
             await until_ready(program.name, program.port)
+        elif not survived:  # a survivor was ready before, and may be of a version that does not report it
+            await self._watcher.until_ready(program.name)
         self._events.put_nowait(Ready(program.name))
 
     def _signal(self, name: str, signum: signal.Signals, *, group: bool = False) -> None:

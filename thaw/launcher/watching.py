@@ -18,6 +18,8 @@ from thaw.launcher.services import Program
 
 LOOK_S = 1.0
 _PROBE_S = 3.0
+_READY_POLL_S = 0.05
+"""Only while a service starts."""
 SETTING = "THAW_WATCHDOG_S"
 
 
@@ -69,6 +71,13 @@ class Watcher:
         ear = Ear(self._home.heartbeat_socket(program.name))
         self._pulses[program.name] = ear
         return {VARIABLE: str(ear.path)}
+
+    async def until_ready(self, name: str) -> None:
+        """Return once the service reports that it is ready. Does not end by itself: its owner cancels it."""
+        ear = self._pulses[name]
+        while isinstance(ear, Ear) and not ear.is_ready:
+            ear.collect()
+            await asyncio.sleep(_READY_POLL_S)
 
     def begin(self, program: Program, pid: int) -> None:
         """Watch the process of a program that was prepared."""

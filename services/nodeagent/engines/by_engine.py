@@ -22,6 +22,9 @@ class LauncherByEngine:
     async def run(self) -> None:
         await asyncio.gather(self._builtin.run(), self._hosts.run())
 
+    async def until_warm(self) -> None:
+        await self._builtin.until_warm()
+
     async def launch(self, start: EngineStart) -> int:
         return await self._of(start).launch(start)
 

@@ -43,6 +43,9 @@ class DirectLauncher:
         if self._spares is not None:
             await self._spares.run()
 
+    async def until_warm(self) -> None:
+        """Nothing is kept warm that a start waits for."""
+
     async def launch(self, start: EngineStart) -> int:
         try:
             child = (self._spares.take(start) if self._spares is not None else None) or self._spawn(start)

@@ -20,6 +20,10 @@ class Launcher(Protocol):
         """Background work of the launcher, until cancelled."""
         ...
 
+    async def until_warm(self) -> None:
+        """Return once an engine starts as quickly as it ever will, or after a bounded time."""
+        ...
+
     async def launch(self, start: EngineStart) -> int:
         """Start an engine and return its pid.
 

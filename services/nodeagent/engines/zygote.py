@@ -22,7 +22,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from services.nodeagent.engines.process import find_log_writer
-from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure
+from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure, ZygoteReady
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import NEW_ZYGOTE
 from shared.enginelog import log_tail
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107
 """Maximum length of a Unix socket's path in bytes."""
 _CONNECT_POLL_S = 0.02
+_WARM_WITHIN_S = 60.0
+"""A nodeagent counts as ready after this long, whether its zygote has imported its libraries or not."""
 _START_WITHIN_S = 120.0
 _FORK_WITHIN_S = 60.0
 _RESTART_WAITS_S = (0.1, 0.5, 2.0, 5.0)
@@ -57,6 +59,7 @@ class ZygoteLauncher:
         self._has_replied = False
         self._failed = asyncio.Event()
         self._state_changed = asyncio.Event()
+        self._warm = asyncio.Event()
         self._forking: dict[str, asyncio.Future[int]] = {}
         self._statuses: dict[int, asyncio.Future[int]] = {}
 
@@ -73,12 +76,15 @@ class ZygoteLauncher:
                 log.error("the zygote does not start", extra={"error": e.message, "attempt": self._failures})
                 if self._failures >= 2:
                     self._failed.set()
+                    self._warm.set()
                     self._state_changed.set()
             else:
                 self._failed.clear()
                 self._has_replied = False
                 self._connected.set()
                 self._state_changed.set()
+                if self._process is None:  # it served an earlier nodeagent
+                    self._warm.set()
                 await self._read(reader)
                 self._connected.clear()
                 if self._closing.is_set():
@@ -88,6 +94,11 @@ class ZygoteLauncher:
                 log.warning("lost the zygote; starting another", extra={"pid": self._pid, "log": log_tail(self._log_path)})
                 self._abandon()
             await asyncio.sleep(_RESTART_WAITS_S[min(self._failures, len(_RESTART_WAITS_S) - 1)])
+
+    async def until_warm(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WARM_WITHIN_S):
+                await self._warm.wait()
 
     async def launch(self, start: EngineStart) -> int:
         """Fork an engine.
@@ -208,9 +219,11 @@ class ZygoteLauncher:
                 except ValidationError as e:
                     log.error("the zygote sent an invalid message", extra={"error": str(e)})
 
-    def _on_message(self, message: EngineForked | EngineExited | ZygoteFailure) -> None:
+    def _on_message(self, message: ZygoteReady | EngineForked | EngineExited | ZygoteFailure) -> None:
         self._has_replied = True
         match message:
+            case ZygoteReady():
+                self._warm.set()
             case EngineForked():
                 self._settle(message.instance_id, message.pid)
             case ZygoteFailure():

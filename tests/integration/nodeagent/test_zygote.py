@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from services.nodeagent.engines.zygote import ZygoteLauncher
+from shared.contracts.engine import EngineStart
 from shared.contracts.node import InstanceState
+from shared.contracts.phases import NEW_ZYGOTE
 from tests.integration.nodeagent.harness import Node, begin_request, gone, running_node
 from tests.integration.nodeagent.test_adoption import ZYGOTE
 from tests.support.servers import NatsServer
@@ -96,3 +100,17 @@ async def test_a_zygote_and_its_engines_have_none_of_the_nodes_credentials(nats_
             found = process.environ()
             assert not found.keys() & secrets.keys()
             assert found["THAW_NATS_URL"] == nats_server.url, "what it needs of the mesh it has"
+
+
+@pytest.mark.parametrize(
+    ("module", "launcher"), [("tests.support.stub_zygote", "zygote"), ("tests.support.no_such_module", NEW_ZYGOTE)]
+)
+async def test_a_launcher_is_warm_once_its_zygote_is_ready_or_cannot_start(tmp_path: Path, module: str, launcher: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:  # a socket's path must be short
+        zygotes = ZygoteLauncher(Path(directory) / "z", tmp_path / "zygote.log", {}, module)
+        running = asyncio.create_task(zygotes.run())
+        async with asyncio.timeout(30):
+            await zygotes.until_warm()
+        assert zygotes.name_for(EngineStart.model_construct()) == launcher
+        await zygotes.close()
+        await asyncio.wait_for(running, 30)

@@ -72,7 +72,7 @@ async def post_named(served: Served, monkeypatch: pytest.MonkeyPatch, request_id
         monkeypatch.undo()
         return request_id
 
-    monkeypatch.setattr(request_id, "new_request_id", give)
+    monkeypatch.setattr("services.gateway.http.middleware.request_id.new_request_id", give)
     task = asyncio.create_task(served.http.post(URL, json=chat(model)))
     await taken.wait()
     return task

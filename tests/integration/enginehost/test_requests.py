@@ -102,7 +102,7 @@ async def test_a_crash_during_a_response_reaches_the_client_and_the_node(hosts: 
     failed = await hosts.reported(instance, lambda r: r.state == "failed")
     assert failed.error is not None
     assert "ended with exit status 9" in failed.error.message
-    assert "told to exit" in failed.error.message
+    assert "exit as requested" in failed.error.message
 
 
 @pytest.mark.parametrize("what", ["draining", "asleep"])

@@ -117,7 +117,7 @@ async def test_a_crash_while_loading_names_status_and_log(node: Node) -> None:
     assert status.error is not None
     assert status.error.code == "engine_failed"
     assert "exit status 7" in status.error.message
-    assert "told to exit" in status.error.message
+    assert "exit as requested" in status.error.message
 
 
 @pytest.mark.usefixtures("kernel_kills")

@@ -25,7 +25,7 @@ _heart: Heart | None = None
 
 
 def report_ready() -> None:
-    """Tell the process's supervisor, if there is one, that the service does its work."""
+    """Notify the process's supervisor, if there is one, that the service does its work."""
     if _heart is not None:
         _heart.report_ready()
 

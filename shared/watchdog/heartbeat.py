@@ -39,7 +39,7 @@ class Heart:
         loop.call_later(BEAT_S, self.beat_on, loop)
 
     def report_ready(self) -> None:
-        """Tell the watcher that the service serves; each further heartbeat repeats it."""
+        """Notify the watcher that the service serves; each further heartbeat repeats it."""
         self._is_ready = True
         self._send(_READY)
 

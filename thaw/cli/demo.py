@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from shared.contracts.keys import KeyList, NewKey
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.traces import RequestTrace
 from shared.sizing import need_of
@@ -111,6 +115,25 @@ def budget_for_two(specs: tuple[ModelSpec, ...]) -> int:
     """Bytes that hold the two largest of three models, and not all three."""
     small, middle, large = sorted(need_of(card_of(s)).total for s in specs)
     return large + middle + small // 2
+
+
+@contextmanager
+def usable_key(api: Api) -> Iterator[None]:
+    """Give `api` a key for the demo's requests where the endpoint needs one and THAW_API_KEY is not set; it is revoked at the end."""
+    keys = KeyList.model_validate(api.request("GET", "/admin/v1/keys"))
+    is_needed = keys.required or keys.configured or any(key.scope == "inference" for key in keys.keys)
+    if api.api_key or not is_needed:
+        yield
+        return
+    key, name = f"sk-thaw-{secrets.token_urlsafe(32)}", f"demo-{secrets.token_hex(4)}"
+    made = NewKey(name=name, scope="inference", sha256=hashlib.sha256(key.encode()).hexdigest())
+    api.request("POST", "/admin/v1/keys", made.model_dump_json())
+    api.api_key = key
+    try:
+        yield
+    finally:
+        api.api_key = None
+        api.request("DELETE", f"/admin/v1/keys/{name}")
 
 
 def ask_each(api: Api, specs: tuple[ModelSpec, ...], out: Console) -> list[Document]:

@@ -69,13 +69,3 @@ def requires_key(wanted: Wanted) -> bool:
     if setting:
         return setting.lower() in ("1", "true", "yes", "on", "t", "y")
     return not is_loopback(wanted.host_or_default)
-
-
-def require_usable_demo(wanted: Wanted) -> None:
-    """Raise `CommandError` if the demo's own requests would be refused for want of a key."""
-    if requires_key(wanted) and not os.environ.get("THAW_API_KEY"):
-        raise CommandError(
-            f"The demo sends requests without a key, and an endpoint at {wanted.host_or_default} needs one.",
-            "Start the demo on 127.0.0.1, or set THAW_API_KEY to a key of mesh.api_keys.",
-            code="demo_needs_key",
-        )

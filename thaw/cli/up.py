@@ -105,7 +105,8 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
     if demo:
         specs = demos.make_models(home, out)
         apply_models(api, home, specs, out, declared=False)
-        document["demo"] = demos.ask_each(api, specs, out)
+        with demos.usable_key(api):
+            document["demo"] = demos.ask_each(api, specs, out)
     if not out.quiet:
         _follow(api, out)
     return document
@@ -114,8 +115,6 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
 def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console, detach: bool) -> tuple[Identity, Document]:
     """Whatever goes wrong, nothing is left running that was not running before; but with `detach` a mesh that is up stays up if a model cannot be
     registered."""
-    if demo:
-        exposure.require_usable_demo(wanted)
     control.check_unused(home, wanted.host_or_default, wanted.port_or_default)
     specs: tuple[ModelSpec, ...] = ()
     budget = 0
@@ -151,7 +150,8 @@ def _furnish(
     document["models"] = _apply_file(api, home, file, out)
     if specs:
         apply_models(api, home, specs, out, declared=False)
-        document["demo"] = demos.ask_each(api, specs, out)
+        with demos.usable_key(api):
+            document["demo"] = demos.ask_each(api, specs, out)
         demos.show_what_next(api, specs, budget, out)
     else:
         out.print(f"\n  endpoint  [bold]{plan.gateway_url}/v1[/]")

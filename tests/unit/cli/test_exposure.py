@@ -6,9 +6,8 @@ import pytest
 
 from shared.addresses import is_loopback
 from shared.contracts.keys import ApiKey, KeyList
-from thaw.cli.exposure import judge, of_wanted, require_usable_demo
+from thaw.cli.exposure import judge, of_wanted
 from thaw.config.load import MeshConfig
-from thaw.errors import CommandError
 from thaw.launcher.planning import Wanted
 
 ALICE = KeyList(keys=(ApiKey(name="alice", created=1),))
@@ -47,11 +46,3 @@ def test_what_is_going_to_be_started_is_judged_by_its_settings(monkeypatch: pyte
     monkeypatch.setenv("THAW_GATEWAY_HOST", "0.0.0.0")
     assert "OPEN" in of_wanted(Wanted()).text
     assert of_wanted(Wanted(mesh=MeshConfig(api_keys=("sk-1",)))).level == "ok"
-
-
-def test_a_demo_that_would_be_refused_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_usable_demo(Wanted())
-    with pytest.raises(CommandError, match="key"):
-        require_usable_demo(Wanted(host="0.0.0.0"))
-    monkeypatch.setenv("THAW_API_KEY", "sk-1")
-    require_usable_demo(Wanted(host="0.0.0.0"))

@@ -292,7 +292,9 @@ class Bed(Thaw):
         engines = {p.pid for kind in ("engine", "engine host") for p in self.victims(kind)}
         if extra := engines - pids:
             faults.append(f"processes {sorted(extra)} belong to no live instance")
-        if missing := pids - engines - {p.pid for p in self.victims("hosted engine")}:
+        # A host's children: the engine, and the relay to its port where it cannot listen on a Unix socket.
+        hosted = {child.pid for host in self.victims("engine host") for child in _children(host)}
+        if missing := pids - engines - hosted:
             faults.append(f"processes {sorted(missing)} of live instances are no engines")
         present, mapped = sum(p.stat().st_blocks * 512 for p in self.segments()), mapped_bytes(engines)
         if mapped != present:
@@ -305,6 +307,13 @@ class Bed(Thaw):
         while (faults := self.faults_in_the_books()) and time.monotonic() < deadline:
             time.sleep(0.25)
         return faults
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _command(process: psutil.Process) -> str:

@@ -50,7 +50,10 @@ TORCH_NAMES = {
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor of `shape`, as torch counts them (a dimension of length 0 counts as 1)."""
+    """Return the strides, in elements, of a contiguous tensor of `shape`.
+
+    As in torch, a dimension of length 0 counts as 1.
+    """
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)

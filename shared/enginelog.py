@@ -13,8 +13,9 @@ _ERRORS = ("error", "critical")
 
 
 def log_tail(path: Path) -> str:
-    """Return the last lines that may explain an exit: errors, and lines without a record's format (a traceback, a C library's message).
+    """Return the last log lines that may explain an exit.
 
+    These are errors, and lines without a record's format (a traceback, a C library's message).
     Clients receive this text, so it has no other lines of the log.
     """
     try:

@@ -16,7 +16,11 @@ _URL_WITH_PASSWORD = re.compile(r"\w://[^/\s@]*:[^/\s@]+@")
 
 
 def is_credential(name: str, value: str) -> bool:
-    """True if a variable is named like a credential, belongs to a cloud's client, or holds a URL with a password."""
+    """True if the variable may hold a credential.
+
+    That is a variable named like a credential, a variable of a cloud's client, or a URL with a
+    password.
+    """
     upper = name.upper()
     return (
         upper in _NAMES
@@ -38,5 +42,8 @@ def without_credentials(environment: Mapping[str, str], keep: Iterable[str] = ()
 
 
 def referenced(env: Mapping[str, str]) -> frozenset[str]:
-    """Names of the node's variables that a model's `env` asks for as `${NAME}`; Thaw's own are not given away."""
+    """Return the node's variables that a model's `env` references as `${NAME}`.
+
+    Thaw's own variables are not given away.
+    """
     return frozenset(n for text in env.values() for n in REFERENCE.findall(text) if not n.startswith("THAW_"))

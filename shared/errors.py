@@ -326,5 +326,8 @@ _BY_CODE = _tree(ThawError)
 
 
 def from_body(body: ErrorBody) -> ThawError:
-    """Rebuild the exception that `body` was made from; an unknown code (a newer peer) becomes a plain `ThawError`."""
+    """Rebuild the exception that `body` was made from.
+
+    An unknown code (of a newer peer) becomes a plain `ThawError`.
+    """
     return _BY_CODE.get(body.code, ThawError)._build(body)

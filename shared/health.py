@@ -1,11 +1,13 @@
-"""Whether a service does its work, for a container's health check: `python -m shared.health SERVICE`; exit status 0 or 1, and why.
+"""Check a service's health for a container: `python -m shared.health SERVICE`.
+
+The exit status is 0 for a healthy service, else 1 with the reason.
 
 scheduler             some scheduler leads and answers over NATS: a standby is healthy as long as its mesh has a leader
-nodeagent, loader     this node's status is broadcast over NATS, as it has to be every second
-migrator              NATS can be reached as it reaches it, and the bucket of migrations be read
+nodeagent, loader     this node's status is broadcast over NATS every second
+migrator              NATS is reachable with the migrator's settings, and the bucket of migrations is readable
 gateway               /ready: connected to NATS, the catalogue read, not stopping
 
-It runs beside the service, with the same settings.
+The check runs beside the service, with the same settings.
 """
 
 from __future__ import annotations

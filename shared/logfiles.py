@@ -11,9 +11,10 @@ ASIDE = ".1"
 
 
 def bound_log(path: Path, limit_bytes: int) -> None:
-    """Move a log over the limit aside: copied and emptied, because its writer keeps the file open for appending.
+    """Rotate a log over the limit: copy it, then truncate it.
 
-    Lines written between the copy and the truncation are lost.
+    The writer keeps the file open for appending. Lines written between the copy and the truncation
+    are lost.
     """
     with contextlib.suppress(OSError):
         if path.stat().st_size > limit_bytes:

@@ -1,4 +1,7 @@
-"""Extents of a file, mapped at consecutive addresses: how a reader sees the chunks of a weight segment as one range."""
+"""Map extents of a file at consecutive addresses.
+
+Readers see the chunks of a weight segment as one range.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,18 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 def map_extents(path: Path | str, extents: Sequence[Extent] = (), nbytes: int | None = None) -> mmap.mmap:
-    """The `extents` of the file (none: all of it), one after the other, `nbytes` of them (default: all), as one private, writable range.
+    """Map `extents` of the file as one private, writable range.
 
-    The file is opened read-only: a write stays in this process, and a page never written shows what the file holds now. The range is
-    unmapped when nothing refers to it any more. Raises `OSError`, and `ValueError` for extents beyond the file's end.
+    The file is opened read-only. A write stays in this process; a page never written shows the
+    file's current content. The range is unmapped when nothing refers to it any more.
+
+    Args:
+        extents: Extents in order; none: the whole file.
+        nbytes: Bytes to map; default: all.
+
+    Raises:
+        OSError: The file cannot be opened or mapped.
+        ValueError: An extent is beyond the file's end.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -60,7 +71,7 @@ def map_descriptor(fd: int, extents: Sequence[Extent] = (), nbytes: int | None =
 
 
 def coalesced(extents: Sequence[Extent]) -> list[Extent]:
-    """The same bytes in the same order, neighbours joined: fewer mappings for the kernel to keep."""
+    """Join adjacent extents, in order, so that the kernel keeps fewer mappings."""
     runs: list[Extent] = []
     for extent in extents:
         if runs and runs[-1].offset + runs[-1].nbytes == extent.offset:

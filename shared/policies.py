@@ -1,7 +1,10 @@
-"""Names of scheduling policies: values of `scheduler.policy`, THAW_POLICY and `thaw simulate --policy`.
+"""Define the names of scheduling policies.
 
-A package registers a policy with an entry point in the group `thaw.policies`, whose value is a `Profile`. The `simulator` package registers
-the papers' policies this way, so the scheduler never imports it.
+They are the values of `scheduler.policy`, THAW_POLICY and `thaw simulate --policy`.
+
+A package registers a policy with an entry point in the group `thaw.policies`, whose value is a
+`Profile`. The `simulator` package registers the papers' policies this way, so the scheduler never
+imports it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ class UntrustedDirectory(OSError):
 
 
 def require_private(directory: Path, mode: int = 0o700) -> None:
-    """Raise `UntrustedDirectory` unless `directory` is a directory of this process's user that no other user can write or replace.
+    """Raise `UntrustedDirectory` unless only this user can write to `directory`.
+
+    No other user may be able to replace it either.
 
     Args:
         directory: It must not be a symbolic link itself.
@@ -40,10 +42,13 @@ def require_private(directory: Path, mode: int = 0o700) -> None:
 
 
 def require_safe_parents(path: Path, fault: str | None = None) -> None:
-    """Raise `UntrustedDirectory` if another user can replace `path` or a directory above it.
+    """Raise `UntrustedDirectory` if another user can replace `path` or a parent of it.
 
-    A directory above may belong to this process's user or to root. One that others can write must be sticky, as /tmp is, or lie below one
-    that only this user enters. `fault`: what is wrong with `path` itself, which the latter mends too.
+    A parent may belong to this process's user or to root. A parent that others can write must be
+    sticky, as /tmp is, or lie below a directory that only this user can enter.
+
+    Args:
+        fault: A fault of `path` itself that such a private parent also repairs.
     """
     ours = os.geteuid()
     for parent in path.absolute().parents:
@@ -61,7 +66,11 @@ def require_safe_parents(path: Path, fault: str | None = None) -> None:
 
 
 def make_private(directory: Path, mode: int = 0o700) -> None:
-    """Make `directory` and what is missing above it, then check it as `require_private` does. Raises `OSError`."""
+    """Create `directory` and missing parents, then check it with `require_private`.
+
+    Raises:
+        OSError: A directory cannot be created.
+    """
     missing = [directory]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -72,9 +81,12 @@ def make_private(directory: Path, mode: int = 0o700) -> None:
 
 
 def write_durably(path: Path, data: bytes | bytearray, mode: int = 0o600) -> None:
-    """Replace `path` with `data`, all or nothing, also through a power cut: its bytes are synced before its name, and then its directory.
+    """Replace `path` with `data` atomically, also through a power cut.
 
-    Raises `OSError`.
+    The bytes are synced before the rename, and the directory after it.
+
+    Raises:
+        OSError: The write failed.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     draft = Path(name)

@@ -1,4 +1,4 @@
-"""Processes as the kernel shows them: what an instance's engine has forked, wherever it went."""
+"""Find and end the processes that an instance's engine has forked."""
 
 from __future__ import annotations
 
@@ -72,7 +72,11 @@ async def process_end(pid: int) -> None:
 
 
 def end_all(pids: Callable[[], Iterable[int]], within_s: float = 5.0) -> bool:
-    """SIGKILL whatever `pids()` finds until it finds nothing; False if something is left after `within_s`."""
+    """Send SIGKILL to the processes that `pids()` finds until none is left.
+
+    Returns:
+        False if a process is left after `within_s` seconds.
+    """
     deadline = time.monotonic() + within_s
     while found := [p for p in pids() if _alive(p)]:
         for pid in found:
@@ -85,7 +89,7 @@ def end_all(pids: Callable[[], Iterable[int]], within_s: float = 5.0) -> bool:
 
 
 def end_marked(mark: str) -> bool:
-    """End whatever an instance's engine has left behind; False if something would not go."""
+    """End all remaining processes of an instance's engine; False if one survives."""
     return end_all(lambda: marked(mark))
 
 

@@ -1,4 +1,4 @@
-"""How every service process runs: settings, logs, traces, the mesh, signals, and an orderly end."""
+"""Run a service process: settings, logs, traces, the mesh, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _heart: Heart | None = None
 
 
 def report_ready() -> None:
-    """Notify the process's supervisor, if there is one, that the service does its work."""
+    """Notify the process's supervisor, if there is one, that the service is ready."""
     if _heart is not None:
         _heart.report_ready()
 

@@ -54,10 +54,16 @@ class NodeSettings(CommonSettings):
 
     @property
     def node_state(self) -> Path:
-        """Where this node's processes keep what they need to find each other again after a crash."""
+        """Return the directory of this node's state, which survives a crash.
+
+        This node's processes use it to find each other again.
+        """
         return self.state / "nodes" / self.node
 
     @property
     def scope(self) -> str:
-        """Names this node among those of all meshes on the machine, which may call their nodes and instances the same."""
+        """Return a name of this node that is unique on the machine.
+
+        Several meshes on a machine may use the same names for nodes and instances.
+        """
         return f"{self.node}-{hashlib.sha256(str(self.node_state).encode()).hexdigest()[:8]}"

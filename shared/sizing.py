@@ -1,4 +1,7 @@
-"""How many bytes of a device an instance of a model needs: one formula for the scheduler, the command line and the tests."""
+"""Compute the device memory that an instance of a model needs.
+
+The scheduler, the command line and the tests use this one formula.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,13 @@ _KNOWN_LIMIT = 16_384
 
 
 def need_of(card: ModelCard) -> Need:
-    """The reservation for one instance of `card`; reckoned once for a card, which is frozen.
+    """Return the reservation for one instance of `card`; the result is cached.
 
-    `engine_args.kv_cache_bytes` overrides the KV share; `engine_args.adapter_cache_bytes` are added to it, for adapters alone. A `dtype`
-    other than the checkpoint's needs a second, converted copy beside the shared one; an engine that reads the weights itself holds
-    only that. vLLM with Thaw's loader copies the shared weights while it starts. `memory` overrides the whole.
+    `engine_args.kv_cache_bytes` overrides the share of the KV cache;
+    `engine_args.adapter_cache_bytes` are added to it for LoRA adapters alone. A `dtype` other than
+    the checkpoint's needs a second, converted copy beside the shared one; an engine that reads the
+    weights itself holds only that copy. vLLM with Thaw's loader copies the shared weights while it
+    starts. `memory` overrides the total.
     """
     known = _KNOWN.get(id(card))
     if known is not None and known[0] is card:
@@ -70,7 +75,10 @@ def _reckoned(card: ModelCard) -> Need:
 
 
 def _within(need: Need, memory: int) -> Need:
-    """`need` cut or filled to what the operator says: the runtime's share goes first, then the KV cache's."""
+    """Fit `need` to the operator's total.
+
+    After the weights, the runtime precedes the KV cache, up to half of the remainder.
+    """
     weights = min(need.weights, memory)
     converted = min(need.converted, memory - weights)
     rest = memory - weights - converted

@@ -16,11 +16,14 @@ async def first(*events: asyncio.Event) -> None:
 
 
 async def end(*tasks: asyncio.Task[object], again_s: float = 1.0) -> None:
-    """Cancel `tasks` and wait until they are over, asking again every `again_s` seconds.
+    """Cancel `tasks` and wait for their end; repeat the cancellation.
 
-    Once is not enough: `asyncio.wait_for` before Python 3.12, and with it connecting to NATS or a request of its client, swallows a
-    cancellation that arrives together with the answer. A task group, or `asyncio.gather`, would then wait for ever. `again_s` is longer than
-    what the tasks still have to do when they are cancelled.
+    One cancellation is not enough: `asyncio.wait_for` before Python 3.12, and with it connecting to
+    NATS or a request of its client, swallows a cancellation that arrives together with the answer.
+    A task group, or `asyncio.gather`, would then wait for ever.
+
+    Args:
+        again_s: Seconds between cancellations; longer than the cleanup of the tasks takes.
     """
     left = {t for t in tasks if not t.done()}
     while left:

@@ -1,4 +1,7 @@
-"""Operators' requests to the scheduler, through a gateway's admin API or over NATS."""
+"""Define operators' requests to the scheduler.
+
+They arrive through a gateway's admin API or over NATS.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ class ModelAwake(Message):
 
 
 class SleepModel(Request):
-    """Have every instance of the model leave its device; running requests finish first. Answers when they are gone."""
+    """Free the devices of every instance of the model, after its running requests.
+
+    The reply follows when all instances have left their devices.
+    """
 
     deadline_ms: Deadline = 120_000
     kind: Literal["sleep"] = "sleep"
@@ -74,7 +80,10 @@ class ModelAsleep(Message):
 
 
 class AssumeNode(Frozen):
-    """What if there were one more node? Without `devices` or `bytes` it is like the first one that there is."""
+    """A hypothetical additional node.
+
+    Without `devices` or `bytes` it has the devices or memory of the first node of the mesh.
+    """
 
     kind: Literal["add_node"] = "add_node"
     node: str = Field(min_length=1)
@@ -102,8 +111,12 @@ Assumption = Annotated[AssumeNode | AssumeBudget | AssumeNoNode, Field(discrimin
 
 
 class ExplainPlan(Request):
-    """The last placement decision for a model (by name or alias), a given plan, or the one that a request waited for; `about`: whichever of
-    these it names. With `what_if` nothing is done: the answer is what would be decided for the model now, were it so."""
+    """Explain a placement decision.
+
+    The request names one of: a model (by name or alias: its last decision), a plan, or a request
+    (the decision it waited for). `about` may be any of these. With `what_if` the scheduler starts
+    nothing: it answers with the plan it would make for the model now under that assumption.
+    """
 
     kind: Literal["explain"] = "explain"
     model: str | None = None
@@ -114,7 +127,7 @@ class ExplainPlan(Request):
 
 
 class QueuePlace(Frozen):
-    """Where a model stands among those that wait for room: in this order they are placed."""
+    """Position of a model in the queue for memory; models are placed in this order."""
 
     position: int = Field(ge=1)
     length: int = Field(ge=1)
@@ -161,8 +174,14 @@ class NodeView(Frozen):
 
 
 class ParkView(Frozen):
-    """Progress of suspending a model with `park` before its first request. queued: its turn follows by itself; waiting: for
-    room; up: a request has started it already; impossible: it cannot be suspended, so that nothing is started for it."""
+    """Progress of suspending a model with `park` before its first request.
+
+    States:
+        queued: The model is in the queue; no action is needed.
+        waiting: The model waits for memory.
+        up: A request has started the model already.
+        impossible: The model cannot be suspended, so no instance is started for it.
+    """
 
     state: Literal["queued", "waiting", "starting", "suspending", "parked", "up", "failed", "impossible"]
     reason: str = ""
@@ -191,9 +210,12 @@ class ClusterView(Message):
 
 
 class Migrate(Request):
-    """Move a running request, or everything that an instance serves, to a ready instance of the same model on `node` (`device`), which is started
-    there if there is none; without `node` the scheduler chooses. Answered with `MigrationsViewed`: at the end with `wait`, else once it is
-    ordered."""
+    """Move one or all requests of an instance to another instance of the model.
+
+    The target is a ready instance of the same model on `node` (`device`); the scheduler starts one
+    there if necessary. Without `node` the scheduler chooses. The reply is `MigrationsViewed`: at
+    the end with `wait`, else as soon as the migration is ordered.
+    """
 
     deadline_ms: Deadline = 600_000
     kind: Literal["migrate"] = "migrate"

@@ -1,4 +1,4 @@
-"""The base of every message, and the two that every surface shares: failure and acknowledgement."""
+"""Define the base of all messages, and the common failure and acknowledgement."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ Deadline = Annotated[int, Field(gt=0)]
 
 
 class Request(Message):
-    """A message that wants a reply within `deadline_ms` (a duration: clocks are never compared across hosts)."""
+    """A message that expects a reply within `deadline_ms`.
+
+    The deadline is a duration, because clocks are never compared across hosts.
+    """
 
     deadline_ms: Deadline = 5_000
     """A kind of message that takes longer has another default."""
 
     @classmethod
     def usual_ms(cls) -> int:
-        """The deadline of this kind of message unless its sender sets another, in milliseconds."""
+        """Return the default deadline of this kind of message in milliseconds."""
         usual: int = cls.model_fields["deadline_ms"].default
         return usual
 

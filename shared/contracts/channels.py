@@ -1,4 +1,4 @@
-"""Which messages travel on which subject: the map that the AsyncAPI document is generated from.
+"""Map subjects to messages; the AsyncAPI document is generated from this map.
 
 A test holds it against the contracts: every message class of this package is on some channel.
 """

@@ -32,7 +32,11 @@ class Demand(Request):
 
 
 class DemandNoted(Message):
-    """`eta_ms`: predicted time until an instance is ready; None when that is not known (no room yet)."""
+    """Acknowledgement of a model's demand.
+
+    Attributes:
+        eta_ms: Predicted time until an instance is ready; None if unknown, for lack of memory.
+    """
 
     kind: Literal["demand_noted"] = "demand_noted"
     outlook: Literal["ready", "starting", "waiting"]
@@ -42,8 +46,11 @@ class DemandNoted(Message):
 
 
 class LoadFailed(Message):
-    """An attempt to make `model` ready failed for good (the scheduler's own retries included): fail those who wait for it.
-    The next request may try again."""
+    """Report that an attempt to make `model` ready failed for good.
+
+    The scheduler's own retries have failed too: fail the requests that wait for the model. The next
+    request may try again.
+    """
 
     kind: Literal["load_failed"] = "load_failed"
     model: str

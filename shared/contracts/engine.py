@@ -89,7 +89,10 @@ class EngineLoad(Frozen):
 
 
 class HostedEngine(Frozen):
-    """The engine behind a host process: what there is to freeze, measure and end, and what it can do by itself."""
+    """Properties of the engine behind a host process.
+
+    They say which processes to freeze, measure and end, and which features the engine has itself.
+    """
 
     pids: tuple[int, ...] = Field(default=(), description="Its processes, all that they forked included; not the host's own.")
     container: str | None = Field(default=None, description="Id of its container.")
@@ -97,7 +100,12 @@ class HostedEngine(Frozen):
 
 
 class EngineReport(Message):
-    """`phases` are those of the start, relative to this message's sending; empty on reports after `ready` was acknowledged."""
+    """State of an engine, reported to its nodeagent.
+
+    Attributes:
+        phases: Phases of the start, relative to the time this message is sent; empty in reports
+            after `ready` was acknowledged.
+    """
 
     kind: Literal["report"] = "report"
     instance_id: str
@@ -128,10 +136,15 @@ class DrainEngine(Request):
 
 
 class SleepEngine(Request):
-    """Serve nothing until `WakeEngine`: new requests are refused (`instance_draining`) and health is not asked about. Level 0 leaves the
-    engine as it is, for a freezer or a checkpoint. Level 1 has it keep its weights in host memory and give up the rest of its
-    device's, level 2 give up both. Fails with `instance_busy` while requests are served (drain first), and with `unsupported_parameter` for a
-    level that it has not. Answered with `EngineAsleep`."""
+    """Stop serving until `WakeEngine`, and give memory back.
+
+    New requests are refused (`instance_draining`), and the health check pauses. Level 0 leaves the
+    engine as it is, for a freezer or a checkpoint. Level 1 keeps the weights in host memory and
+    frees the remaining device memory. Level 2 frees both.
+
+    The reply is `EngineAsleep`. The request fails with `instance_busy` while requests are served
+    (drain first), and with `unsupported_parameter` for a level that the engine lacks.
+    """
 
     deadline_ms: Deadline = 60_000
     kind: Literal["sleep"] = "sleep"
@@ -145,8 +158,12 @@ class EngineAsleep(Message):
 
 
 class WakeEngine(Request):
-    """Undo `SleepEngine` (harmless if there was none), prove by tokens that the engine is as before, and serve. Answered with
-    `EngineProbed`; if the engine does not wake or answers otherwise, with `engine_failed`, and it stays asleep."""
+    """Undo `SleepEngine`, prove by tokens that the engine is unchanged, and serve.
+
+    The request is harmless without a `SleepEngine` before. The reply is `EngineProbed`. If the engine
+    does not wake or generates other tokens, the request fails with `engine_failed` and the engine
+    stays asleep.
+    """
 
     deadline_ms: Deadline = 120_000
     kind: Literal["wake"] = "wake"
@@ -182,8 +199,12 @@ class DropAdapter(Request):
 
 
 class LoadAdapter(Request):
-    """Requests for this adapter wait for the instance: its weights load beside the model's, and are attached as soon as the model is bound.
-    Harmless if it is loaded, or cannot be: the request for it gets the error."""
+    """Load a LoRA adapter that requests wait for.
+
+    The adapter's weights load beside the model's, and the engine attaches them as soon as the model
+    is bound. The request has no effect if the adapter is loaded already. If the adapter cannot be
+    loaded, the inference request for it gets the error.
+    """
 
     kind: Literal["load_adapter"] = "load_adapter"
     card: ModelCard

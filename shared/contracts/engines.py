@@ -1,4 +1,7 @@
-"""The engines that Thaw knows, and what each can do: known to the scheduler, the gateways and the nodes without asking an engine."""
+"""Define the known engines and the features of each.
+
+The scheduler, the gateways and the nodes know them without asking an engine.
+"""
 
 from __future__ import annotations
 

@@ -165,8 +165,11 @@ class InferFinished(Message):
 
 
 class EmbeddingsPart(Message):
-    """The first vectors of an answer that is too large for one message; `EmbeddingsFinished` has the last ones. A gateway of the previous version
-    does not understand it: such an answer failed there before, too."""
+    """The first vectors of a response that is too large for one message.
+
+    `EmbeddingsFinished` has the last vectors. A gateway of the previous version does not understand
+    this message; such a response failed there before, too.
+    """
 
     kind: Literal["vectors"] = "vectors"
     seq: int
@@ -240,7 +243,7 @@ class InferFailed(Message):
 
 
 class InferYielded(Message):
-    """The engine has stopped as it was asked to; every token that it generated has been sent before this."""
+    """Report that the engine has stopped at a `YieldInfer`; its last token was sent."""
 
     kind: Literal["yielded"] = "yielded"
     seq: int

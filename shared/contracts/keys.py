@@ -1,4 +1,8 @@
-"""API keys as the mesh keeps them: in the bucket `subjects.KEYS_BUCKET`, under the key's SHA-256 in hex. The key itself is kept nowhere."""
+"""Define the API keys that the mesh stores.
+
+The bucket `subjects.KEYS_BUCKET` has a record under each key's SHA-256 in hexadecimal. The key
+itself is stored nowhere.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,12 @@ class ApiKey(Frozen):
 
 
 class NewKey(Frozen):
-    """What the admin API is asked: `sha256` of a key that the caller has generated, so that no other process ever sees the key."""
+    """Request for a new API key at the admin API.
+
+    Attributes:
+        sha256: Digest of a key that the caller has generated, so that no other process ever sees
+            the key.
+    """
 
     name: str = Field(pattern=KEY_NAME_PATTERN)
     scope: Scope = "inference"

@@ -18,8 +18,13 @@ from shared.contracts.segment import ArenaHandle, Extent
 
 
 def adapter_holder(instance_id: str, number: int) -> str:
-    """Name the holder of the `number`th LoRA adapter's weights that the engine of `instance_id` loads (from 1 on; from 0 downwards: while it
-    starts). The hold ends with the instance's at the latest."""
+    """Name the holder of an instance's `number`th LoRA adapter.
+
+    The hold ends with the hold of `instance_id` at the latest.
+
+    Args:
+        number: Counts up from 1; adapters that load while the engine starts count down from 0.
+    """
     return f"{instance_id}+{number}"
 
 
@@ -29,7 +34,10 @@ def instance_of(holder: str) -> str:
 
 
 class InspectModel(Request):
-    """Read what there is to know of a model without its weights; checks that every shard, the tokenizer and the index are there."""
+    """Inspect a model without reading its weights.
+
+    The loader checks that every shard, the tokenizer and the index exist.
+    """
 
     deadline_ms: Deadline = 120_000
     kind: Literal["inspect"] = "inspect"
@@ -57,7 +65,11 @@ class PrepareWeights(Request):
 
 
 class AttachWeights(Request):
-    """Answer when the segment's index (`until="index"`) or every byte (`until="complete"`) is there. Starts the load if none is running."""
+    """Attach weights, and start their load if none is running.
+
+    The reply follows when the segment's index (`until="index"`) or every byte (`until="complete"`)
+    is in memory.
+    """
 
     deadline_ms: Deadline = 600_000
     kind: Literal["attach"] = "attach"
@@ -89,8 +101,11 @@ class WeightsAttached(Message):
 
 
 class ReleaseWeights(Request):
-    """`instance_id` releases its weights and its LoRA adapters' (an adapter's holder: that adapter's only). This also
-    cancels a load without other waiters. Unknown holders are fine."""
+    """Release the weights and the LoRA adapters that `instance_id` holds.
+
+    For an adapter's holder, only that adapter is released. A load without other waiters is
+    cancelled. Unknown holders are ignored.
+    """
 
     kind: Literal["release"] = "release"
     instance_id: str
@@ -104,8 +119,12 @@ class WeightsReleased(Message):
 
 
 class PrefetchWeights(Request):
-    """Load weights into a tier before a request needs them; answered at once with `Done`. All other loads precede it, and it is dropped as soon
-    as a request waits for other weights, or when its node's memory has no room. Repeating it is harmless."""
+    """Prefetch weights into a tier before a request needs them.
+
+    The reply is an immediate `Done`. All other loads precede a prefetch. The loader drops a
+    prefetch as soon as a request waits for other weights, or if the node's memory has no room. The
+    request is idempotent.
+    """
 
     kind: Literal["prefetch"] = "prefetch"
     token: int = Field(description="Of the leader; an older epoch than one seen is refused.")
@@ -126,7 +145,10 @@ ModelFile = Literal[
 
 
 class ReadModelFile(Request):
-    """A part of one of the small files that a gateway counts tokens with; `NotFound` if this node does not have it."""
+    """Read a part of a small file that a gateway counts tokens with.
+
+    The request fails with `NotFound` if this node does not have the file.
+    """
 
     kind: Literal["read_model_file"] = "read_model_file"
     source: str = Field(description="As in `ModelInfo.source`.")
@@ -173,7 +195,10 @@ class LinkStatus(Frozen):
 
 
 class CachedModel(Frozen):
-    """A revision that this node has without an instance of it; peers fetch what is on `ssd` from here."""
+    """A revision that this node stores without an instance of it.
+
+    Peers fetch weights that are on `ssd` from this node.
+    """
 
     weights_id: str
     tier: Literal["dram", "ssd"]

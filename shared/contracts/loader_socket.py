@@ -1,11 +1,14 @@
-"""Between the loader and readers without NATS: JSON lines over the Unix stream socket `<node state>/loader/loader.sock`.
+"""Define the loader's local protocol for readers without NATS.
+
+Both sides send JSON lines over the Unix stream socket `<node state>/loader/loader.sock`.
 
     reader → loader    one `SocketAttach`
     loader → reader    `SocketAttached` when the segment's header and index are there, `SocketWatermark` as bytes arrive,
                        `SocketComplete` when all are; or `SocketError`, after which the loader closes the connection
 
-The reader holds the weights as long as the connection is open, and releases them by closing it: it must have unmapped them by then.
-A loader that is stopped closes the connection; what was complete stays valid until the reader ends.
+The reader holds the weights as long as the connection is open. It unmaps them, and then releases
+them by closing the connection. A loader that stops closes the connection; complete weights stay
+valid until the reader ends.
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ def loader_socket(node_state: Path) -> Path:
 
 
 class SocketAttach(Message):
-    """Exactly one of `weights_id` (a revision that the loader holds or loads already) and `source` (which starts the load if none is running)."""
+    """Attach weights by `weights_id` or by `source`; exactly one of them is set.
+
+    Attributes:
+        weights_id: A revision that the loader holds or loads already.
+        source: A model; the loader starts the load if none is running.
+    """
 
     kind: Literal["attach"] = "attach"
     weights_id: str | None = None
@@ -42,7 +50,10 @@ class SocketAttach(Message):
 
 
 class SocketAttached(Message):
-    """The segment is the `extents` of the file at `path`, one after the other; its layout is shared/contracts/segment.py's."""
+    """The segment: the consecutive `extents` of the file at `path`.
+
+    shared/contracts/segment.py defines its layout.
+    """
 
     kind: Literal["attached"] = "attached"
     weights_id: str

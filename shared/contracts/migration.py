@@ -1,9 +1,14 @@
-"""Moving a running request to another engine: only its tokens travel (ServerlessLLM §5). See docs/adr/0030-moving-a-request.md.
+"""Define the messages that move a running request to another engine.
 
-Three conversations. *Engines* (`EngineControl`): what runs here (`ListRequests`), what it has generated so far (`ReadTokens`), compute the keys and
-values of these tokens ahead (`PrepareResume`, `ForgetResume`), stop at the next token (`YieldInfer`, whose effect is an `InferYielded` as
-the last message of the request's stream). *Gateways*: `MoveRequest` has the one that holds a request swap its route. *Migrators*: a
-`MigrationRecord` in the KV bucket `subjects.MIGRATIONS_BUCKET` is both the order and the state; the holder of its lease works on it.
+Only the tokens travel (ServerlessLLM §5); see docs/adr/0030-moving-a-request.md. There are three
+conversations:
+
+- Engines (`EngineControl`): list running requests (`ListRequests`), read the tokens generated so
+  far (`ReadTokens`), precompute keys and values (`PrepareResume`, `ForgetResume`), and stop at the
+  next token (`YieldInfer`; `InferYielded` is then the last message of the request's stream).
+- Gateways: `MoveRequest` asks the gateway that holds a request to switch its route.
+- Migrators: a `MigrationRecord` in the KV bucket `subjects.MIGRATIONS_BUCKET` is both the order and
+  the state; the migrator that holds its lease works on it.
 """
 
 from __future__ import annotations
@@ -74,9 +79,16 @@ class TokensRead(Message):
 
 
 class PrepareResume(Request):
-    """Compute the keys and values of `sequences` ahead of what runs here, in chunks and behind it, and keep them as `prepared` until they are
-    resumed, forgotten or `keep_ms` have passed. Repeated with longer sequences only the rest is computed. Answered with `ResumePrepared`
-    when all is computed, with `insufficient_memory` if they have no room, `unsupported_parameter` if this engine resumes by its own cache."""
+    """Compute the keys and values of `sequences` and keep them as `prepared`.
+
+    The engine computes them in chunks, with less priority than running requests. It keeps them
+    until they are resumed or forgotten, or `keep_ms` have passed. For longer sequences in a
+    repeated request it computes only the rest.
+
+    The reply is `ResumePrepared` when everything is computed. The request fails with
+    `insufficient_memory` without room for them, and with `unsupported_parameter` if this engine
+    resumes from its own cache.
+    """
 
     deadline_ms: Deadline = 60_000
     kind: Literal["prepare_resume"] = "prepare_resume"
@@ -107,7 +119,10 @@ class ForgetResume(Request):
 
 
 class YieldInfer(Request):
-    """Stop generating for the request at the next token and end its stream with `InferYielded`. `Done`, or `not_found` if it is over."""
+    """Stop generating for the request at the next token.
+
+    The stream ends with `InferYielded`. The reply is `Done`, or `not_found` for a finished request.
+    """
 
     kind: Literal["yield"] = "yield"
     request_id: str

@@ -1,4 +1,8 @@
-"""A model as the operator registers it (`ModelSpec`), as its files say (`ModelInfo`), and both together (`ModelCard`)."""
+"""Define a model's specification, its inspected properties, and its card.
+
+`ModelSpec` is the operator's registration, `ModelInfo` the content of the files, and `ModelCard`
+has both.
+"""
 
 from __future__ import annotations
 
@@ -257,7 +261,7 @@ class ModelSpec(ModelOptions):
 
     @property
     def public_source(self) -> str:
-        """`source` as anybody may read it: a URL without user, password and query, which may be secrets."""
+        """Remove user, password and query, which may be secrets, from the URL `source`."""
         if not self.source.startswith(("http://", "https://")):
             return self.source
         parts = urlsplit(self.source)
@@ -265,7 +269,7 @@ class ModelSpec(ModelOptions):
 
     @property
     def loads_itself(self) -> bool:
-        """Whether the engine reads the weights itself, so that the loader has nothing to prepare."""
+        """True if the engine reads the weights itself, so the loader prepares nothing."""
         if self.engine == "vllm":
             return self.engine_args.get("load_format") != "thaw"
         return self.engine != "builtin"
@@ -344,7 +348,10 @@ class ModelCard(Frozen):
     @field_validator("spec", mode="before")
     @classmethod
     def _spec_of_a_newer_peer(cls, value: Any) -> Any:
-        """What a person writes must be known; what a scheduler one version ahead has taken need not be."""
+        """Ignore unknown fields of a specification from a newer scheduler.
+
+        Unknown fields in a person's input are errors.
+        """
         return ModelSpec.model_validate(value, extra="ignore") if isinstance(value, dict) else value
 
     @property
@@ -363,11 +370,17 @@ class ModelCard(Frozen):
 
 
 def routes_of(spec: ModelSpec) -> tuple[str, ...]:
-    """The paths under /v1/ that the model's engine serves besides chat and text completions and embeddings."""
+    """Return the engine's additional paths under /v1/.
+
+    Completions (text and chat) and embeddings are not among them.
+    """
     return tuple(dict.fromkeys((*CAPABILITIES[spec.engine].routes, *spec.routes)))
 
 
 def code_fields(spec: ModelSpec) -> tuple[str, ...]:
-    """The options set in `spec` by which a node can be made to run code: arguments of the builtin engine are not among them."""
+    """Return the options set in `spec` that can make a node run code.
+
+    Arguments of the builtin engine are not among them.
+    """
     fields = (f for f in ModelSpec.model_fields if f not in _HARMLESS_FIELDS)
     return tuple(f for f in fields if getattr(spec, f) and not (f == "engine_args" and spec.engine == "builtin"))

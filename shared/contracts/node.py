@@ -68,11 +68,14 @@ class StopInstance(Request):
 
 
 class SuspendInstance(Request):
-    """Take no new request, drain, then suspend: the process stays, its device memory is given back once that is proved.
+    """Drain an instance, then suspend it and give its device memory back.
 
-    `Done` is answered when draining has begun; the end shows in `NodeStatus` as suspended or asleep. `only_if_idle`: fail with
-    `instance_busy` if it is serving. An instance that cannot be suspended (`InstanceStatus.can_suspend`), or whose suspension fails, is
-    stopped instead. One that is suspended already, and an unknown one, are `Done`.
+    The process stays; its device memory is given back once that is proved. The reply `Done` follows
+    when draining has begun; `NodeStatus` shows the end as suspended or asleep. With `only_if_idle`
+    the request fails with `instance_busy` if the instance is serving.
+
+    An instance that cannot be suspended (`InstanceStatus.can_suspend`), or whose suspension fails,
+    is stopped instead. For a suspended or unknown instance the reply is `Done`.
     """
 
     kind: Literal["suspend"] = "suspend"

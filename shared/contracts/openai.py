@@ -1,7 +1,10 @@
-"""The OpenAI requests that Thaw understands, as the gateway validates them and the builtin engine reads them.
+"""Define the OpenAI requests that the gateway validates.
 
-Fields outside the schema are kept (`extra="allow"`) and go to the engine. Names and ranges: the OpenAI API reference; `top_k`, `min_p`,
-`repetition_penalty`, `ignore_eos`, `stop_token_ids`, `return_token_ids`, `chat_template_kwargs` and `add_generation_prompt` as vLLM has them.
+The builtin engine reads the same models.
+
+Fields outside the schema are kept (`extra="allow"`) and go to the engine. Names and ranges: the
+OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `stop_token_ids`,
+`return_token_ids`, `chat_template_kwargs` and `add_generation_prompt` as vLLM has them.
 """
 
 from __future__ import annotations
@@ -167,7 +170,7 @@ class EmbeddingRequest(_Open):
 
 
 class OtherRequest(_Open):
-    """A request of any other route, for an engine that declares it (`ModelCard.routes`)."""
+    """A request to another route, for an engine that declares it (`ModelCard.routes`)."""
 
     model: str
     stream: bool | None = None

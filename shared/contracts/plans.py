@@ -1,4 +1,7 @@
-"""What the scheduler decided and why: shown by `thaw explain`, kept in Postgres, bounded by age and count."""
+"""Define the scheduler's recorded decisions and their reasons.
+
+`thaw explain` shows them. Postgres stores them, bounded by age and count.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""The layout of a weight segment in shared memory: written by the loader, read by engines, agreed on here.
+"""Define the layout of a weight segment in shared memory.
+
+The loader writes segments, and engines read them.
 
     page 0            `SegmentHeader` as JSON, zero-padded to HEADER_BYTES
     index_offset      `SegmentIndex` as JSON, index_bytes long
     data_offset …     the weight files, each from a page boundary, byte for byte as on disk (headers included)
 
-Header and index are complete before a reader learns the segment's name; the data may still be arriving (`AttachWeights(until="complete")`
-is answered when it is complete). Tensor offsets are from the start of the segment. Readers map the segment read-only or copy-on-write.
+Header and index are complete before a reader learns the segment's name; the data may still be
+arriving (`AttachWeights(until="complete")` is answered when it is complete). Tensor offsets are
+from the start of the segment. Readers map the segment read-only or copy-on-write.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class SegmentIndex(Frozen):
 
 
 class SharedMemoryHandle(Frozen):
-    """A segment that an engine maps where it lies: a file under /dev/shm, or these extents of it."""
+    """A segment to map in place: a file under /dev/shm, or these extents of it."""
 
     kind: Literal["shared-memory"] = "shared-memory"
     device: str

@@ -1,4 +1,7 @@
-"""States that messages name, without the messages: the command line reads them without importing pydantic."""
+"""Define the states that messages name.
+
+The command line reads them without importing pydantic.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,18 @@ class InstanceState(StrEnum):
 
     @property
     def holds_memory(self) -> bool:
-        """Whether the instance's reservation on its device is booked (a failed one until its process is proved gone)."""
+        """True if the instance's memory on its device is reserved.
+
+        A failed instance counts until its process is proved gone.
+        """
         return self not in _WITHOUT_MEMORY
 
     @property
     def parked(self) -> bool:
-        """Whether the engine's process is there, without its memory: what it has left is `InstanceMemory.reserved`."""
+        """True if the engine's process is alive without its memory.
+
+        `InstanceMemory.reserved` is the memory it has left.
+        """
         return self in _PARKED
 
     @property

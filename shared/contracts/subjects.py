@@ -32,7 +32,10 @@ MIGRATIONS_BUCKET = "thaw_migrations"
 
 
 def token(name: str) -> str:
-    """`name` as one subject token or KV key (URL-safe base64, no padding): names may hold dots, slashes and spaces."""
+    """Encode `name` as one subject token or KV key.
+
+    The encoding is URL-safe base64 without padding: names may hold dots, slashes and spaces.
+    """
     return base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
 
 
@@ -113,12 +116,18 @@ def keyed_replies(gateway_id: str) -> str:
 
 
 def keyed_reply(gateway_id: str, request_id: str) -> str:
-    """Like `reply`, and captured by `KEYED_STREAM`: another gateway can resume where this one stops."""
+    """Return a reply subject that `KEYED_STREAM` captures.
+
+    Like `reply`, but another gateway can resume where this gateway stops.
+    """
     return f"{PREFIX}.replies.keyed.{gateway_id}.{request_id}"
 
 
 def keyed_waiters(key: str) -> str:
-    """Where requests answer that wait for the response of another request with the same Idempotency-Key (by its digest)."""
+    """Return the reply subject of requests that wait for a duplicate's response.
+
+    Such requests have the same Idempotency-Key, given here by its digest.
+    """
     return f"{PREFIX}.gateway.keyed.{key}.waiters"
 
 

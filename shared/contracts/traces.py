@@ -1,4 +1,8 @@
-"""What `thaw trace` shows: one record per request and per model load, in a bounded JetStream stream, written off the request path."""
+"""Define the traces that `thaw trace` shows.
+
+A bounded JetStream stream has one record per request and per model load, written off the request
+path.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ TRACE_MAX_COUNT = 10_000
 
 
 class CriticalSegment(Frozen):
-    """One stretch of the critical path: the phase that was waited for in [start_ms, start_ms + duration_ms)."""
+    """A stretch of the critical path: the phase that the request waited for.
+
+    The stretch covers [start_ms, start_ms + duration_ms).
+    """
 
     phase: Phase
     start_ms: float
@@ -22,7 +29,10 @@ class CriticalSegment(Frozen):
 
 
 class HandoverTrace(Frozen):
-    """The request continued at another instance: moved there while both ran, or because the first was lost."""
+    """A hand-off of the request to another instance.
+
+    The request was moved while both instances ran, or the first instance was lost.
+    """
 
     kind: Literal["move", "failover"]
     source_instance: str
@@ -37,7 +47,11 @@ class HandoverTrace(Frozen):
 
 
 class RequestTrace(Message):
-    """Times are milliseconds since the gateway had received the request, on the gateway's clock. `critical_path` tiles [0, ttft_ms]."""
+    """The trace of one request.
+
+    Times are milliseconds on the gateway's clock since the gateway received the request.
+    `critical_path` tiles [0, ttft_ms].
+    """
 
     kind: Literal["request_trace"] = "request_trace"
     request_id: str

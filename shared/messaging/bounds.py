@@ -1,6 +1,7 @@
-"""How much JetStream keeps of each kind: the size of every stream and bucket, and the error for one that is full.
+"""Define the size limits of JetStream streams and buckets.
 
-`docs/operations.md` lists these bounds. nats-server sets the sum of them aside, so its `max_file_store` must be larger.
+The module also makes the error for a full bucket. `docs/operations.md` lists these limits.
+nats-server reserves their sum, so its `max_file_store` must be larger.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ NO_STORAGE = (10023, 10047)
 
 
 def max_file_store(keyed_replies_bytes: int = KEYED_REPLIES_BYTES) -> int:
-    """nats-server's `max_file_store` in bytes, with room for streams that an operator adds."""
+    """Return nats-server's `max_file_store` in bytes.
+
+    It leaves room for streams that an operator adds.
+    """
     others = sum(MAX_BYTES.values()) - MAX_BYTES[subjects.KEYED_STREAM]
     return int((others + keyed_replies_bytes) * _HEADROOM)
 
 
 @contextmanager
 def full_as(message: str) -> Iterator[None]:
-    """Raise `StoreFull(message)` for a write that JetStream refuses because the bucket is at its bound."""
+    """Raise `StoreFull(message)` if JetStream refuses a write to a full bucket."""
     try:
         yield
     except APIError as e:

@@ -1,4 +1,4 @@
-"""Watches a JetStream bucket, through restarts of NATS and before the bucket exists."""
+"""Watch a JetStream bucket, through restarts of NATS and before the bucket exists."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ class BucketWatcher:
         self._copy.replace(entries)
 
     async def _behind(self, bucket: KeyValue, watcher: Any) -> bool:
-        """Apply one change; True if a change was missed, which the bucket's last revision shows after a while."""
+        """Apply one change; return True if a change was missed.
+
+        The bucket's last revision shows a missed change after a while.
+        """
         try:
             entry = await watcher.updates(timeout=_CHECK_S)
         except TimeoutError:
@@ -95,6 +98,9 @@ class BucketWatcher:
 
 
 async def _newest(bucket: KeyValue) -> int:
-    """The revision of the bucket's newest entry; 0 where there is none (any more: its number of one that has expired stays)."""
+    """Return the revision of a bucket's newest entry; 0 for a bucket without entries.
+
+    The revision of an expired entry still counts.
+    """
     state = (await bucket.status()).stream_info.state
     return state.last_seq if state.messages else 0

@@ -1,7 +1,7 @@
-"""JetStream's ordered consumers, which the server removes when their reader is gone.
+"""Create ordered JetStream consumers and remove them with their reader.
 
-nats-py ends a subscription and leaves its consumer to the server, which keeps that of a bucket's watcher for five minutes; a stream has room
-for a thousand.
+nats-py ends a subscription and leaves its consumer to the server, which keeps the consumer of a
+bucket's watcher for five minutes; a stream has room for a thousand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ FORGOTTEN_S = 5.0
 
 @asynccontextmanager
 async def watching(bucket: KeyValue, keys: str = ">", *, ignore_deletes: bool = False) -> AsyncIterator[Any]:
-    """A watcher of `keys` (nats-py's `KeyWatcher`, whose methods carry no types) while the block runs."""
+    """Watch `keys` while the block runs.
+
+    The watcher is nats-py's `KeyWatcher`, whose methods have no types.
+    """
     watcher: Any = await bucket.watch(keys, ignore_deletes=ignore_deletes, inactive_threshold=FORGOTTEN_S)
     try:
         yield watcher
@@ -30,7 +33,10 @@ async def watching(bucket: KeyValue, keys: str = ">", *, ignore_deletes: bool = 
 
 
 async def end(subscription: Any) -> None:
-    """Unsubscribe (nats-py's `PushSubscription`), and remove the consumer; without a connection the server does both by itself."""
+    """Unsubscribe a nats-py `PushSubscription`, and remove its consumer.
+
+    Without a connection the server does both by itself.
+    """
     js: JetStreamContext = subscription._js
     if not js._nc.is_connected:
         return

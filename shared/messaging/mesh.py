@@ -74,7 +74,7 @@ class Mesh:
         self._started = False
 
     async def start(self) -> None:
-        """Connect (waiting for the server as long as it takes) and start every handler registered so far."""
+        """Connect, without a time limit, and start every handler registered so far."""
         await self._broker.start()
         survive_cancelled_flushes(self.nc)
         yield_between_reads(self.nc)
@@ -109,17 +109,24 @@ class Mesh:
         return self._broker.connection
 
     async def flush(self, within: int = 10) -> None:
-        """Return once the server has taken all subscriptions and messages so far; raises what NATS raises after `within` seconds.
+        """Wait until the server has processed all subscriptions and messages so far.
 
-        nats-py's flush sends its ping ahead of what is still in its buffer, and so may be answered before the server has that. The first
-        one empties the buffer; the second one is behind it.
+        nats-py's flush sends its ping ahead of the data in its buffer, so the server may answer the
+        ping before it has that data. The first flush empties the buffer; the second follows the
+        data.
+
+        Args:
+            within: Seconds after which NATS's error is raised.
         """
         await self.nc.flush(timeout=within)
         await self.nc.flush(timeout=within)
 
     @property
     def max_body(self) -> int:
-        """The largest body in bytes that may be sent; more must be refused before it is published."""
+        """Return the largest body in bytes that NATS accepts.
+
+        The sender must refuse a larger body before publishing it.
+        """
         return int(self.nc.max_payload) - HEADROOM_BYTES
 
     async def request(self, subject: str, message: Request, reply: type[R]) -> R:
@@ -216,10 +223,10 @@ class Mesh:
 
 
 def survive_cancelled_flushes(client: Client) -> None:
-    """Keep the client's read loop alive when the answer to a cancelled or timed-out flush arrives.
+    """Keep the client's read loop alive after a cancelled or timed-out flush.
 
-    nats-py resolves the flush's future whatever has become of it. The `InvalidStateError` ends its read loop: the process is then deaf until
-    its own pings have failed, some 15 s later.
+    nats-py resolves the flush's future in any state. The `InvalidStateError` ends its read loop,
+    and the process then receives nothing until its own pings have failed, some 15 s later.
     """
     resolve = client._process_pong
 
@@ -248,22 +255,28 @@ def yield_between_reads(client: Client) -> None:
 
 
 def requires_tls(urls: list[str]) -> bool:
-    """Whether TLS begins before anything else is sent, as every `tls://` server has to allow (`handshake_first`).
+    """True if TLS must begin before any other data (`handshake_first`).
 
-    nats-py otherwise speaks TLS only if the server asks for it, in clear text: a man in the middle could leave that out and read the
-    password.
+    Every `tls://` server must allow that. nats-py otherwise speaks TLS only if the server asks for
+    it in clear text: a man in the middle could omit that request and read the password.
     """
     return any(urlsplit(url).scheme == "tls" for url in urls)
 
 
 def inbox_prefix(url: str) -> str:
-    """Return the prefix of this process's reply subjects: one per NATS user, so that permissions can keep users out of each other's inboxes."""
+    """Return the prefix of this process's reply subjects: one per NATS user.
+
+    Permissions can thus keep users out of each other's inboxes.
+    """
     user = urlsplit(url).username
     return f"_INBOX_{user}" if user else "_INBOX"
 
 
 def faults_of(error: ValidationError) -> str:
-    """What is wrong with a message, for logs and replies: without its values, which may be prompts or keys."""
+    """List a message's validation errors for logs and replies.
+
+    The list has no values, which may be prompts or keys.
+    """
     found = error.errors(include_url=False, include_context=False, include_input=False)
     shown = [f"{'.'.join(map(str, fault['loc'])) or 'message'}: {fault['msg']}" for fault in found[:_MAX_FAULTS]]
     return "; ".join(shown) + ("; …" if len(found) > _MAX_FAULTS else "")

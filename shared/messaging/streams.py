@@ -1,4 +1,4 @@
-"""JetStream streams and buckets: each made where it is first needed, the same everywhere."""
+"""Create JetStream streams and buckets, on first use and with the same settings."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _DUPLICATE_WINDOW_S = 120.0
 
 
 class StreamRefused(NatsError):
-    """NATS cannot make a stream as it is asked for: too few servers, or too little storage."""
+    """NATS refused to create a stream: too few servers, or too little storage."""
 
 
 async def ensure_trace_stream(js: JetStreamContext, replicas: int = 1) -> None:
-    """Make the stream of traces unless it is there: beyond its bounds the oldest go first. Safe to call from several processes at once."""
+    """Create the stream of traces if it is missing.
+
+    Beyond its limits the oldest traces are removed first. Several processes may call this at once.
+    """
     config = StreamConfig(
         name=subjects.TRACE_STREAM,
         subjects=[subjects.TRACE_SUBJECTS],
@@ -46,7 +49,10 @@ async def ensure_trace_stream(js: JetStreamContext, replicas: int = 1) -> None:
 
 
 async def ensure_keyed_stream(js: JetStreamContext, max_age_s: float, max_bytes: int, replicas: int = 1) -> None:
-    """Make the stream of what engines say to requests with an Idempotency-Key: the oldest goes first beyond `max_bytes`."""
+    """Create the stream of engine responses to requests with an Idempotency-Key.
+
+    Beyond `max_bytes` the oldest messages are removed first.
+    """
     config = StreamConfig(
         name=subjects.KEYED_STREAM,
         subjects=[subjects.KEYED_SUBJECTS],
@@ -63,15 +69,21 @@ async def ensure_keyed_stream(js: JetStreamContext, max_age_s: float, max_bytes:
 
 
 async def catalog_bucket(js: JetStreamContext, replicas: int = 1, *, owner: bool = False) -> KeyValue:
-    """The bucket of model cards (key: `subjects.token(name)`), made unless it is there. Full, it refuses further cards.
+    """Open the bucket of model cards, created if missing.
 
-    `owner`: the scheduler's, which may change the bucket's configuration.
+    The key of a card is `subjects.token(name)`. A full bucket refuses further cards.
+
+    Args:
+        owner: True for the scheduler, which may change the bucket's configuration.
     """
     return await _bucket(js, subjects.CATALOG_BUCKET, replicas, owner=owner)
 
 
 async def idempotency_bucket(js: JetStreamContext, ttl_s: float, replicas: int = 1) -> KeyValue:
-    """The bucket of Idempotency-Keys (by digest); entries go away after `ttl_s` seconds. Full, it refuses further keys."""
+    """Open the bucket of Idempotency-Keys, created if missing.
+
+    Its keys are digests. Entries expire after `ttl_s` seconds. A full bucket refuses further keys.
+    """
     return await _bucket(js, subjects.IDEMPOTENCY_BUCKET, replicas, ttl_s)
 
 
@@ -84,10 +96,14 @@ async def keys_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
 
 
 async def migrations_bucket(js: JetStreamContext, replicas: int = 1, *, owner: bool = False) -> KeyValue:
-    """The bucket of migrations (key: the migration's id); records unchanged for MIGRATION_KEPT_S expire.
+    """Open the bucket of migrations, created if missing.
 
-    Full, it drops the record that changed longest ago: owners of running migrations renew theirs every second.
-    `owner`: the scheduler's, which may change the bucket's configuration.
+    The key is the migration's id. Records unchanged for MIGRATION_KEPT_S seconds expire. A full
+    bucket drops the record that changed longest ago: owners of running migrations renew theirs
+    every second.
+
+    Args:
+        owner: True for the scheduler, which may change the bucket's configuration.
     """
     return await _bucket(js, subjects.MIGRATIONS_BUCKET, replicas, MIGRATION_KEPT_S, DiscardPolicy.OLD, owner=owner)
 
@@ -101,7 +117,10 @@ async def _bucket(
     *,
     owner: bool = True,
 ) -> KeyValue:
-    """Open a bucket, made as nats-py's `create_key_value` makes it, which cannot choose what a full one does."""
+    """Open a bucket, created as by nats-py's `create_key_value`.
+
+    That function cannot choose whether a full bucket drops or refuses entries.
+    """
     config = StreamConfig(
         name=KV_STREAM_TEMPLATE.format(bucket=name),
         subjects=[f"$KV.{name}.>"],
@@ -124,10 +143,14 @@ async def _bucket(
 
 
 async def _ensure(js: JetStreamContext, config: StreamConfig, kept: tuple[str, ...]) -> StreamConfig:
-    """Make a stream, or bring one that exists in line with `config` in the fields `kept`; returns its configuration.
+    """Create a stream, or update an existing stream's fields `kept` from `config`.
 
-    Replicas are only added: a process that is set to fewer takes none away. A stream that exists is looked up, not proposed again: opening
-    one does not depend on the leader of the cluster.
+    Replicas are only added: a process configured for fewer removes none. An existing stream is
+    looked up and not proposed again, so that opening it does not depend on the leader of the
+    cluster.
+
+    Returns:
+        The stream's configuration.
     """
     try:
         found = (await js.stream_info(str(config.name))).config

@@ -1,4 +1,4 @@
-"""Which phase was waited for at each instant: a tiling of a time interval by phases that overlap."""
+"""Compute the critical path of overlapping phases: a tiling of a time interval."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _EPSILON_MS = 1e-6
 def critical_path(
     spans: Iterable[PhaseSpan], start_ms: float, end_ms: float, *, before: Phase = Phase.QUEUE, gap: Phase = Phase.MESH
 ) -> tuple[CriticalSegment, ...]:
-    """Tile [start_ms, end_ms] with the phases waited for; durations sum to the interval exactly.
+    """Tile [start_ms, end_ms] with the phases waited for, without gap or overlap.
 
-    Walks back from the end: what finished last was waited for, back to its own start; then what had finished last before that. An
-    instant that no span covers is `gap` (messages under way), or `before` ahead of the first span (nothing had begun yet). Spans are
-    clipped to the interval, so a request that joined a load half-way is charged only for the half it waited.
+    The function walks back from the end: the phase that finished last was waited for, back to its
+    own start; then the phase that had finished last before that. An instant that no span covers is
+    `gap` (messages under way), or `before` ahead of the first span. Spans are clipped to the
+    interval, so a request that joined a load half-way is charged only for the half it waited.
     """
     clipped = [
         (max(s.start_ms, start_ms), min(s.end_ms, end_ms), s.phase)

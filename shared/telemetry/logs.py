@@ -1,4 +1,7 @@
-"""Structured logs: one JSON object a line with trace and request ids, or text for people. Never a prompt."""
+"""Write structured logs: JSON lines with trace and request ids, or plain text.
+
+Logs never contain a prompt.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def setup_logs(settings: CommonSettings, service: str) -> None:
 
 
 class LogRateLimit:
-    """Limits repeated messages while a dependency is unreachable: one of each kind per minute."""
+    """Rate limit of messages about an unreachable dependency: one per kind and minute."""
 
     def __init__(self, again_s: float = 60.0) -> None:
         self._again_s = again_s

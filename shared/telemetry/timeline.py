@@ -54,11 +54,19 @@ class Timeline:
             self.add(phase, started.start, self._clock(), **{**started.detail, **detail})
 
     def add(self, phase: Phase, start: float, end: float, **detail: str | int | float) -> None:
-        """A phase that is already over; `start` and `end` in seconds of the local monotonic clock."""
+        """Add a finished phase.
+
+        Args:
+            start: Seconds of the local monotonic clock.
+            end: Seconds of the local monotonic clock.
+        """
         self._closed.append(Measured(phase, start, max(start, end), self.process, detail))
 
     def absorb(self, spans: Iterable[PhaseSpan], received: float | None = None) -> None:
-        """Take over spans that a message carried, relative to its sending (taken for its receipt)."""
+        """Add the spans of a received message.
+
+        They are relative to the time it was sent, for which its receipt is taken.
+        """
         base = self._clock() if received is None else received
         self._closed.extend(
             Measured(s.phase, base + s.start_ms / 1e3, base + s.end_ms / 1e3, s.process, dict(s.detail)) for s in spans
@@ -68,7 +76,10 @@ class Timeline:
         return tuple(self._closed)
 
     def spans(self, origin: float | None = None) -> tuple[PhaseSpan, ...]:
-        """All closed phases, with `start_ms` relative to `origin` (default: now, that is, to the sending of a message)."""
+        """Return all closed phases, with `start_ms` relative to `origin`.
+
+        The default of `origin` is now, the time the message is sent.
+        """
         base = self._clock() if origin is None else origin
         return tuple(
             PhaseSpan(

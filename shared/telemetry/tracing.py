@@ -1,4 +1,7 @@
-"""OpenTelemetry tracing: set-up, W3C context over NATS headers, and spans made from measured phases."""
+"""Set up OpenTelemetry tracing, propagate W3C context over NATS, and make spans.
+
+Spans are made from measured phases.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Run a service and restart it when it hangs: `python -m shared.watchdog -- COMMAND…`, the main process of a container.
+"""Run a service, restart it if it hangs: `python -m shared.watchdog -- COMMAND…`.
 
-Passes SIGTERM and SIGINT on, and ends with the service's exit status when it ends by itself, so that the container's restart policy
-decides as without a watchdog. A service that hangs (`THAW_WATCHDOG_S`, 10 s; 0: never) is ended and started again in here, so that
-engines of a nodeagent stay alive and are adopted. As process 1 it reaps orphans.
+The watchdog is the main process of a container. It forwards SIGTERM and SIGINT, and exits with the
+service's status if the service exits by itself, so that the container's restart policy decides as
+without a watchdog. It ends a service that hangs (`THAW_WATCHDOG_S`, 10 s; 0: never) and restarts it
+in the same container, so that a nodeagent's engines stay alive and are adopted. As process 1 it
+reaps orphans.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Parent:
                 self._look()
 
     def _reap(self) -> int | None:
-        """Reap every child that has ended; return the service's status if it is among them."""
+        """Reap all exited children; return the service's status if it is among them."""
         found = None
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:

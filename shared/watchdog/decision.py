@@ -1,4 +1,4 @@
-"""Whether a process hangs: a pure function of what was observed of it, second by second.
+"""Decide whether a process hangs: a pure function of observations once a second.
 
 1. A heartbeat since the last look: the event loop runs, and the count of silent seconds restarts.
 2. Otherwise the time since the last look counts as silence, except

@@ -29,7 +29,10 @@ class Heart:
 
     @classmethod
     def from_environment(cls) -> Heart | None:
-        """Take the address out of the environment: children (engines) must not send in this process's name."""
+        """Remove the address from the environment and return a heartbeat.
+
+        Children (engines) must not send heartbeats in this process's name.
+        """
         address = os.environ.pop(VARIABLE, "")
         return cls(address) if address.startswith(("/", "@")) else None
 

@@ -1,4 +1,4 @@
-"""What the kernel says of a process's main thread: its state, and how long it waited for a processor."""
+"""Read the state of a process's main thread, and its wait for a processor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of /proc/PID/stat; "X" for a process that is gone, "S" where there is no /proc."""
+    """Return the state letter of /proc/PID/stat.
+
+    It is "X" for a process that is gone, and "S" where there is no /proc.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -14,7 +17,10 @@ def state_of(pid: int) -> str:
 
 
 def cpu_wait_s(pid: int) -> float:
-    """Return the seconds that it was runnable without running; 0 where the kernel keeps no such account."""
+    """Return the seconds that the thread was runnable without running.
+
+    0 where the kernel keeps no such account.
+    """
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
-hypothesis.settings.register_profile("thaw", deadline=None)  # how long an example takes says how busy the machine is
+hypothesis.settings.register_profile("thaw", deadline=None)  # a slow machine makes examples exceed any deadline
 hypothesis.settings.load_profile("thaw")
 _databases = itertools.count(1)
 _TESTS = Path(__file__).parent
@@ -39,8 +39,11 @@ _MESH_TIMEOUT_S = 600
 
 
 class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """With several workers each folder stays on one: its tests share servers, and some of them a cgroup, the swap or the Docker Engine.
-    (xdist's own groups do nothing with this pytest.)"""
+    """Scheduling that keeps each folder on one worker.
+
+    The tests of a folder share servers, and some share a cgroup, the swap or the Docker Engine. pytest-xdist's own groups have no effect
+    with this pytest version.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         parts = nodeid.split("::")[0].split("/")[1:]
@@ -49,7 +52,10 @@ class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What a run starts ends with it, killed or not. A worker ignores SIGINT, and so would every process that a test starts and interrupts."""
+    """End all processes of the run with it, even if it is killed.
+
+    A worker ignores SIGINT; processes that a test starts and interrupts would inherit that.
+    """
     tie_to_this_process()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFolde
 
 @pytest.fixture
 def kernel_kills() -> Iterator[None]:
-    """One test at a time has the kernel kill for want of memory, or expects that it did not: its count of that is the machine's."""
+    """Serialize tests that depend on the OOM killer, whose counter is global."""
     with (Path(tempfile.gettempdir()) / "thaw-test-kernel-kills.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -84,7 +90,7 @@ def nats_server() -> Iterator[NatsServer]:
 
 @pytest.fixture
 def own_nats() -> Iterator[NatsServer]:
-    """A server of the test's own, for tests that stop it or need empty streams."""
+    """Start a NATS server for a test that stops it or needs empty streams."""
     server = NatsServer()
     yield server
     server.close()
@@ -99,5 +105,5 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def database_url(postgres_server: PostgresServer) -> str:
-    """A fresh, empty database."""
+    """Create an empty database."""
     return postgres_server.create_database(f"test_{next(_databases)}")

@@ -1,6 +1,6 @@
-"""One mesh for all modules but those that bring up their own.
+"""A mesh shared by all modules, except those that start their own.
 
-After every test its books must be balanced: memory booked is memory used, and nothing is left over.
+After every test booked memory equals used memory, and no process or segment is left over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A short campaign of `python -m bench.chaos`, with a fixed seed: nothing is lost, wrong, generated twice or left behind."""
+"""A short `bench.chaos` campaign with a fixed seed.
+
+No response is lost, wrong, generated twice or left behind.
+"""
 
 from __future__ import annotations
 

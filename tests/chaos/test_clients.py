@@ -1,4 +1,7 @@
-"""Clients that leave in each phase, and one that reads nothing: the mesh stops working for them, and others are not disturbed."""
+"""Clients that disconnect in each phase, and a client that does not read.
+
+The mesh stops their work, and other clients are not disturbed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.support.raw import RawClient
 
 
 def load_of(mesh: Victim, model: str) -> tuple[int, int, int]:
-    """Requests running and waiting in the model's engine, and tokens it ever generated."""
+    """Return the engine's running and waiting requests, and all tokens it generated."""
     (instance,) = mesh.instances(model)
     load = instance["load"]
     return load["active"], load["waiting"], load["generated_tokens"]
@@ -29,7 +32,7 @@ def idle(mesh: Victim, model: str) -> bool:
 
 
 def in_gateway(mesh: Victim, model: str) -> tuple[int, int]:
-    """Requests for the model that an engine has been given, and those that wait in the gateway."""
+    """Return the model's requests that an engine has, and those queued in the gateway."""
     text = httpx.get(f"{mesh.url}/metrics", timeout=120).text
 
     def shown(name: str) -> int:
@@ -46,7 +49,7 @@ def test_leaving_while_it_generates_stops_the_engine(mesh: Victim, client: opena
     before = load_of(mesh, "one")[2]
     with held(mesh.engine("one")):
         pass
-    # Sixteen answers of 900 tokens take seconds: long enough to be seen running, and far from their end when the client leaves.
+    # Sixteen responses of 900 tokens take seconds, so they are still running when the client disconnects.
     leaver = RawClient(mesh.port, "one", stream=stream, n=16)
     if stream:
         assert leaver.read()
@@ -61,7 +64,7 @@ def test_leaving_before_the_first_token_stops_the_engine(mesh: Victim, client: o
     ask(client)
     until(lambda: idle(mesh, "one"), what="the engine is idle")
     before = load_of(mesh, "one")[2]
-    with held(mesh.engine("one")):  # the request lies at the engine's door
+    with held(mesh.engine("one")):  # the engine has not read the request yet
         leaver = RawClient(mesh.port, "one", stream=True)
         until(lambda: in_gateway(mesh, "one") == (1, 0), what="the gateway has sent the request")
         leaver.leave()
@@ -98,7 +101,10 @@ def test_a_load_with_another_waiter_continues(mesh: Victim, client: openai.OpenA
 
 
 def test_leaving_the_queue_of_a_busy_model_leaves_the_others_their_places(mesh: Victim, client: openai.OpenAI) -> None:
-    """Capacity is 16 and twice as many are sent to the engine: what is beyond waits in the gateway."""
+    """A client that leaves the queue of a busy model does not affect the others.
+
+    The gateway sends the engine twice its capacity of 16, and queues the other requests.
+    """
     ask(client)
     until(lambda: idle(mesh, "one"), what="the engine is idle")
     before = load_of(mesh, "one")[2]
@@ -120,7 +126,7 @@ def test_a_client_that_does_not_read_disturbs_no_other_client(mesh: Victim, clie
     expected = ask(client, tokens=50)
     gateway = psutil.Process(mesh.pid("gateway"))
     before = gateway.memory_info().rss
-    # With its logprobs one token is some kilobytes: far more is written than sockets hold.
+    # A token with its logprobs takes some kilobytes, so the response exceeds the socket buffers.
     slow = [
         RawClient(mesh.port, "one", receive_buffer=4096, stream=True, logprobs=True, top_logprobs=20, temperature=0)
         for _ in range(4)

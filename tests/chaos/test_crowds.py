@@ -1,4 +1,4 @@
-"""Many at once: for one cold model, and for more models than fit."""
+"""Many concurrent requests, for one cold model and for more models than fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An engine is killed every two seconds for a minute under 30 streams, each of which ends as if nothing had been."""
+"""An engine is killed every two seconds for a minute under 30 streams.
+
+Each stream completes with the undisturbed response.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ FOR_S, EVERY_S = 60.0, 2.0
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Victim]:
-    """Of its own: what it goes through is in the others' logs otherwise. float32, so that no batch changes a token."""
+    """Start a mesh for this module, so that its faults stay out of the others' logs.
+
+    The models use float32, so that batching changes no token.
+    """
     victim = Victim()
     try:
         victim.begin()
@@ -33,7 +39,7 @@ def test_a_storm(mesh: Victim, client: openai.OpenAI) -> None:
     ended: list[Asked] = []
     killed, begun = set[int](), time.monotonic()
     while time.monotonic() - begun < FOR_S:
-        time.sleep(EVERY_S)  # the storm's own rhythm
+        time.sleep(EVERY_S)  # the interval between kills
         for pid in [int(i["pids"][0]) for i in mesh.instances("one") if i["pids"]]:
             if pid not in killed and psutil.pid_exists(pid):
                 kill(pid)

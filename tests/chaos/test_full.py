@@ -1,4 +1,4 @@
-"""No room left: a full disk below the whole mesh, and shared memory that holds one model's weights."""
+"""A full disk below the whole mesh, and shared memory with room for one model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _mount(directory: Path, size: str) -> None:
 
 
 class Cramped(Victim):
-    """State on a small disk of its own, and a small /dev/shm that only its processes see."""
+    """A mesh whose state is on a small disk, with a small private /dev/shm."""
 
     def __init__(self, **environment: str) -> None:
         super().__init__(**environment)
@@ -84,7 +84,10 @@ def mesh() -> Iterator[Victim]:
 
 
 def test_shared_memory_for_one_model_serves_one_at_a_time(mesh: Cramped, client: openai.OpenAI) -> None:
-    """The device's budget holds two: only the loader finds that shared memory does not. Another has to leave, and the client's retry finds room."""
+    """With shared memory for one model, the mesh serves one model at a time.
+
+    The device's budget holds two, so only the loader detects the shortage. The other model is evicted, and the client's retry succeeds.
+    """
     expected = ask(client)
     for outcome in [Asked(mesh.url, "two", stream=stream, tokens=8).outcome() for stream in (True, False)]:
         if outcome.kind != "answered":
@@ -109,13 +112,16 @@ def test_shared_memory_without_room_is_a_typed_error_until_there_is_room(mesh: C
 
 @pytest.mark.parametrize("place", ["home", "nodes"])
 def test_a_full_disk_costs_no_answer_once_there_is_room(mesh: Cramped, client: openai.OpenAI, place: str) -> None:
-    """`nodes`: the servers have room, and what nodeagent, loader and engines write has none."""
+    """A full disk costs no response once there is room again.
+
+    With `nodes` only the nodeagent, the loader and the engines have a full disk; the servers do not.
+    """
     mesh.resize_shared_memory("64m")
     whole = ask(client, tokens=900)
     mesh.make_cold("two")
     filler = mesh.fill(mesh.home if place == "home" else mesh.nodes)
     try:
-        # The warm path writes nothing.
+        # A warm request writes nothing to the disk.
         outcomes = [a.outcome() for a in [Asked(mesh.url, "one", stream=stream) for stream in (True, False)]]
         assert [(o.kind, o.text) for o in outcomes] == [("answered", whole)] * 2
         waiting = [Asked(mesh.url, "two", stream=stream, tokens=8) for stream in (True, False)]

@@ -1,4 +1,7 @@
-"""A loader killed when an engine has mapped a segment that is only half filled: the engine must not serve what it mapped."""
+"""A loader is killed while an engine maps a half-filled segment.
+
+The engine must not serve from that segment.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ def mesh() -> Iterator[Victim]:
 
 
 def stop_half_way(mesh: Victim, loader: Brake) -> int | None:
-    """Let the loader work in moments until an engine maps a segment of which pages are missing; the engine's pid. None: it was too fast."""
+    """Let the loader run in short slices until an engine maps an incomplete segment.
+
+    Returns:
+        The engine's pid; None if the load completed first.
+    """
     engine = int(mesh.await_starting("one")["pids"][0])
     while not mappings(engine):
         loader.step(0.001)

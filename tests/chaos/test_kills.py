@@ -1,6 +1,6 @@
-"""kill -9 of each process while the mesh is idle, while a model is loading, and while an answer streams.
+"""SIGKILL to each process while the mesh is idle, loads a model, or streams.
 
-What clients see is asserted in the strict terms of `Outcome`; after each fault the standard client is answered.
+`Outcome` classifies what clients receive; after each fault the standard client gets a response.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def test_idle(mesh: Victim, client: openai.OpenAI, service: str) -> None:
     expected = ask(client)
     engine = mesh.engine("one")
     old = mesh.kill(service)
-    # No waiting for the restart: the client's own retries must do.
+    # Do not wait for the restart: the client's own retries must suffice.
     assert ask(client) == expected
     mesh.await_replaced(service, old)
     until(lambda: [i["pids"] for i in mesh.instances("one")] == [[engine]], what="the live engine is kept")
@@ -39,7 +39,7 @@ def test_idle_engine(mesh: Victim, client: openai.OpenAI) -> None:
 
 
 def test_idle_zygote(mesh: Victim, client: openai.OpenAI) -> None:
-    """The process that engines are forked from: running engines continue, and the next start finds another one."""
+    """Running engines survive SIGKILL of the zygote; the next start uses a new one."""
     expected = ask(client)
     engine = mesh.engine("one")
     (zygote,) = mesh.zygotes()
@@ -92,7 +92,7 @@ def test_streaming(mesh: Victim, client: openai.OpenAI, service: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_streaming_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
-    """Answers continue with the engine that is started instead, from the tokens that are there."""
+    """Responses resume on a replacement engine, from the tokens already generated."""
     whole = ask(client, tokens=900)
     first = Asked(mesh.url, "one")
     other = Asked(mesh.url, "one", stream=stream)
@@ -109,7 +109,7 @@ def test_streaming_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streaming_engine_with_a_key(mesh: Victim, client: openai.OpenAI, temperature: float) -> None:
-    """The stream continues with another engine; to repeat the key gives the same."""
+    """The stream resumes on another engine; a repeated key gets the same response."""
     fields: dict[str, Any] = {"key": f"chaos-{temperature}", "temperature": temperature}
     first = Asked(mesh.url, "one", **fields)
     assert first.begun.wait(120)

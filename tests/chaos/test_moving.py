@@ -1,4 +1,7 @@
-"""Each process that takes part in a move dies in each of its steps: no stream ends early or differently, and nothing is left over."""
+"""Each process of a migration dies in each of its steps.
+
+No stream ends early or differently, and no state is left over.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def undisturbed(mesh: Roomy) -> list[Stream]:
 
 @pytest.fixture
 def streams(mesh: Roomy, undisturbed: list[Stream]) -> Iterator[list[Stream]]:
-    """Under way; at the end each is as if nothing had been, and no request, keys and values, lease or memory is left."""
+    """Keep streams running; at the end each equals its undisturbed run."""
     until(lambda: all(mesh.on("one", n) for n in NODES), what="an instance on each node")
     streams = [Stream(mesh.url, each).start() for each in BODIES]
     assert all(s.opened.wait(120) for s in streams)
@@ -65,7 +68,10 @@ def test_who_moves_dies(mesh: Roomy, streams: list[Stream], step: Step, victim: 
 
 @pytest.mark.parametrize("victim", ["source", "destination"])
 def test_who_has_moved_dies(mesh: Roomy, streams: list[Stream], victim: str) -> None:
-    """After the hand-over: requests that the destination has just received continue elsewhere; the source has nothing any more."""
+    """The source or the destination dies after the hand-over.
+
+    Requests that the destination has just received resume elsewhere; the source no longer has them.
+    """
     source, node = mesh.place("one")
     to = NODES[1 - NODES.index(node)]
     (destination,) = mesh.on("one", to)

@@ -1,4 +1,7 @@
-"""What else can happen while a request moves, between real processes: afterwards no request, keys and values, lease or memory is left."""
+"""Other faults during a migration, between real processes.
+
+Afterwards no request, KV cache entry, lease or memory is left over.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Roomy]:
-    """`one` on three nodes, and `two` on one of them: the same model with other weights."""
+    """Start `one` on three nodes and `two` on one of them.
+
+    `two` is the same model with other weights.
+    """
     thaw = Roomy()
     try:
         thaw.begin(
@@ -51,7 +57,7 @@ def nothing_is_left(mesh: Roomy) -> Iterator[None]:
 
 
 def begun(mesh: Roomy, **headers: str) -> tuple[Stream, str, str]:
-    """A stream under way, and the instance and node that serve it."""
+    """Start a stream; return it with the instance and the node that serve it."""
     stream = Stream(mesh.url, LONG, headers=headers).start()
     assert stream.opened.wait(120)
     source, node, _ = mesh.serving("one")
@@ -59,7 +65,7 @@ def begun(mesh: Roomy, **headers: str) -> tuple[Stream, str, str]:
 
 
 def other(node: str, *nodes: str) -> str:
-    """A node that is none of these."""
+    """Return a node that is none of these."""
     return next(n for n in NODES if n not in (node, *nodes))
 
 
@@ -94,13 +100,16 @@ def active(mesh: Roomy, instance_id: str) -> int:
 
 @pytest.mark.parametrize("step", ["round", "asked"])
 def test_nats_drops_for_two_seconds(mesh: Roomy, undisturbed: Stream, step: Any) -> None:
-    """Its supervisor, which would start it again at once, is held meanwhile."""
+    """NATS is unreachable for two seconds.
+
+    The test stops its supervisor meanwhile, which would restart it at once.
+    """
     stream, source, node = begun(mesh)
     to = other(node)
     with held(mesh.pid("supervisor")), Staged(mesh).at(step, source, to, engine_on(mesh, to)) as order:
         old = mesh.pid("nats")
         kill(old)
-        time.sleep(2.0)  # what the test is about
+        time.sleep(2.0)  # the condition under test
     stream.result().assert_same(undisturbed)
     mesh.await_replaced("nats", old)
     order.join(60)
@@ -108,7 +117,7 @@ def test_nats_drops_for_two_seconds(mesh: Roomy, undisturbed: Stream, step: Any)
 
 @pytest.fixture
 def second_migrator(mesh: Roomy) -> Iterator[int]:
-    """So that two migrations are worked on at the same time."""
+    """Start a second migrator, so that two migrations run at the same time."""
     environment = mesh.environment | {"THAW_NATS_URL": mesh.endpoints["nats_url"], "THAW_MIGRATOR_NAME": "second"}
     with (mesh.home / "second.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "services.migrator"], env=environment, cwd=ROOT, stdout=log, stderr=log)
@@ -131,7 +140,10 @@ def test_two_migrations_of_one_request(mesh: Roomy, undisturbed: Stream, second_
 
 
 def test_there_and_back_at_once(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
-    """The scheduler refuses the second of two orders that cross; where both are written all the same, both requests arrive where they go."""
+    """The scheduler refuses the second of two opposite migration orders.
+
+    If both orders are written anyway, both requests reach their destinations.
+    """
     stream, source, node = begun(mesh)
     crossing = Stream(mesh.url, GREEDY).start()
     assert crossing.opened.wait(120)
@@ -171,7 +183,10 @@ def test_there_and_back_at_once(mesh: Roomy, undisturbed: Stream, second_migrato
 
 
 def test_a_destination_of_another_revision(mesh: Roomy, undisturbed: Stream) -> None:
-    """No scheduler orders that; if it is ordered, the destination refuses, and the request stays where it is."""
+    """A destination of another revision refuses; the request stays at its source.
+
+    The scheduler never orders such a migration.
+    """
     mesh.json("wake", "two")
     stream, source, node = begun(mesh)
     wrong, on = mesh.place("two")
@@ -201,7 +216,7 @@ def test_a_destination_of_another_revision(mesh: Roomy, undisturbed: Stream) -> 
 
 
 def test_a_model_that_was_changed_does_not_move(mesh: Roomy, undisturbed: Stream) -> None:
-    """What an older generation serves is finished there."""
+    """Instances of an older generation finish their requests without migration."""
     stream, source, node = begun(mesh)
     mesh.change("one", max_concurrency=4)
     error = mesh.error("migrate", source, "--to", other(node))
@@ -212,7 +227,10 @@ def test_a_model_that_was_changed_does_not_move(mesh: Roomy, undisturbed: Stream
 
 @pytest.mark.parametrize("step", ["round", "handing_over"])
 def test_the_gateway_dies_and_the_client_retries(mesh: Roomy, undisturbed: Stream, step: Any) -> None:
-    """With its Idempotency-Key it gets the one answer, which continued meanwhile."""
+    """A client retries with its Idempotency-Key and gets the one response.
+
+    The response continued while the gateway was down.
+    """
     stream, source, node = begun(mesh, **{"idempotency-key": f"moving-{step}"})
     to = other(node)
     with Staged(mesh).at(step, source, to, engine_on(mesh, to)):

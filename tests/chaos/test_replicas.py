@@ -1,8 +1,9 @@
-"""Replicated servers that fail: a NATS cluster of three loses each in turn, and PostgreSQL's synchronous standby is promoted.
+"""Faults of replicated servers.
 
-Nothing acknowledged is lost, and service resumes.
+A NATS cluster of three loses each server in turn, and PostgreSQL's synchronous standby is promoted. No acknowledged write is lost, and
+service resumes.
 
-The bounds are generous; `--log-cli-level=warning` shows how long it took (docs/high-availability.md).
+The bounds are generous; `--log-cli-level=warning` shows the times (docs/high-availability.md).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ TRIED_EVERY_S = 0.1
 
 @dataclass
 class Acknowledged:
-    """What the mesh has acknowledged: answers by Idempotency-Key (id and text), names of API keys and of models."""
+    """Writes that the mesh acknowledged.
+
+    Responses by Idempotency-Key (id and text), names of API keys and of models.
+    """
 
     answers: dict[str, tuple[str, str]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
@@ -40,7 +44,7 @@ class Acknowledged:
 
 
 class Writer:
-    """Has the mesh acknowledge one thing of each kind, again and again until it does."""
+    """Repeats one write of each kind until the mesh acknowledges it."""
 
     def __init__(self, mesh: Victim, client: openai.OpenAI) -> None:
         self._mesh = mesh
@@ -69,7 +73,7 @@ class Writer:
         self.acknowledged.answers[key] = self.answer(key)[:2]
 
     def answer(self, key: str) -> tuple[str, str, bool]:
-        """Id and text of the answer to an Idempotency-Key, and whether it is one that was given before."""
+        """Return id and text of the key's response, and whether it is a replay."""
         raw = self._client.chat.completions.with_raw_response.create(
             model="one",
             messages=[{"role": "user", "content": QUESTION}],
@@ -98,12 +102,15 @@ class Writer:
         self.served()
 
     def served(self) -> None:
-        """Return when the gateway knows every model: it learns of new ones by a watch, which it reopens when that server is gone."""
+        """Return when the gateway knows every model.
+
+        Its watch reports new models; the gateway reopens the watch when that server is gone.
+        """
         until(lambda: self.acknowledged.models <= {m.id for m in self._client.models.list()}, RESUMED_WITHIN_S, "models are served")
 
 
 def resumed(what: Callable[[], None]) -> float:
-    """Seconds until `what` succeeds."""
+    """Return the seconds until `what` succeeds."""
     begun = time.monotonic()
     while True:
         try:
@@ -116,7 +123,11 @@ def resumed(what: Callable[[], None]) -> float:
 
 
 class Load(threading.Thread):
-    """Streams, one after the other, by the standard client. `broken`: what went wrong with one, none of which may."""
+    """Consecutive streams of the standard client.
+
+    Attributes:
+        broken: Faults of the streams; must stay empty.
+    """
 
     def __init__(self, client: openai.OpenAI) -> None:
         super().__init__(daemon=True)
@@ -225,7 +236,7 @@ def test_a_standby_of_postgres_is_promoted(primary: PostgresServer, standby: Sta
     with standard_client(failing_over) as client, Writer(failing_over, client) as writer:
         writer.warm()
         with Load(client) as load:
-            # Registered one after the other until the primary dies under one of them: what was acknowledged counts.
+            # Register models until the primary dies during a registration: only acknowledged ones count.
             registering = threading.Thread(target=until_refused, args=(writer.model,), daemon=True)
             registering.start()
             until(lambda: len(writer.acknowledged.models) >= 3, what="three models are registered")

@@ -1,4 +1,4 @@
-"""NATS and PostgreSQL killed and started again: while idle, during a cold start, and while answers stream."""
+"""NATS and PostgreSQL are killed and restarted: idle, in a cold start, in streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVICES = ("gateway", "scheduler", NODEAGENT, LOADER)
 
 @pytest.fixture(autouse=True)
 def no_other_process_ends(mesh: Victim) -> Iterator[None]:
-    """Services live through it: they are distinguished from those that the supervisor would have restarted."""
+    """Check that no service ends, and that the supervisor restarts none."""
     before = {s: mesh.pid(s) for s in SERVICES}
     yield
     assert {s: mesh.pid(s) for s in SERVICES} == before
@@ -31,7 +31,7 @@ def test_idle(mesh: Victim, client: openai.OpenAI, server: str) -> None:
     old = mesh.kill(server)
     assert ask(client) == expected
     mesh.await_replaced(server, old)
-    # What the server does is needed again: a decision is written down, a catalogue is changed.
+    # These need the server again: one persists a decision, the other changes the catalogue.
     mesh.make_cold("two")
     assert ask(client, "two")
     assert mesh.json("explain", "two")["outcome"] == "ready"
@@ -80,7 +80,10 @@ def test_answers_are_whole_though_nats_restarts(mesh: Victim, client: openai.Ope
 
 
 def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI) -> None:
-    """The engine's last messages die with NATS, and no later one shows the gap: the stream continues from the received tokens."""
+    """The stream resumes if the engine's last messages are lost with NATS.
+
+    No later message shows the gap; the gateway resumes from the tokens received.
+    """
     whole = ask(client, tokens=900)
     engine = psutil.Process(mesh.engine("one"))
     stream = Asked(mesh.url, "one")

@@ -1,6 +1,7 @@
-"""Writes an example or two of every message as this version sends it: `python -m tests.contract.record_messages v0.1`.
+"""Record examples of every message.
 
-Run once at a release, from its sources. test_upgrades.py has later versions read what is here (map, invariant 10).
+Run `python -m tests.contract.record_messages v0.1` once per release, from its sources. test_upgrades.py checks that later versions can read
+the recorded messages (map, invariant 10).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
 
 
 def messages() -> dict[str, type[BaseModel]]:
-    """Every message of the contracts, and STORED, by name."""
+    """Return every message of the contracts, and STORED, by name."""
     for module in pkgutil.iter_modules(shared.contracts.__path__):
         importlib.import_module(f"shared.contracts.{module.name}")
     return {kind.__name__: kind for kind in (*_children(Message), *STORED) if kind not in _BASES}
@@ -51,7 +52,7 @@ def _children(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def example(kind: type[BaseModel], *, full: bool) -> dict[str, Any]:
-    """A message with every field, or with those alone that it must have."""
+    """Build a message with all fields, or with the required ones only."""
     fields = {name: field for name, field in kind.model_fields.items() if full or field.is_required()}
     made = {name: _value(field.annotation, field, name) for name, field in fields.items()}
     return made | {name: value for name, value in _PARTICULAR.get(kind.__name__, {}).items() if name in kind.model_fields}
@@ -85,7 +86,7 @@ def _scalar(annotation: Any, field: FieldInfo, name: str) -> Any:
 
 
 def _top(field: FieldInfo) -> float:
-    """The bound from above, if there is one."""
+    """Return the upper bound, if there is one."""
     found = (getattr(m, "le", None) or getattr(m, "lt", None) for m in field.metadata)
     return next((float(bound) for bound in found if bound is not None), float("inf"))
 

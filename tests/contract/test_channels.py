@@ -1,4 +1,4 @@
-"""The channel map is complete, and the AsyncAPI document says what the contracts say."""
+"""The channel map is complete, and the AsyncAPI document matches the contracts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a nodeagent and a gateway may rely on in any engine: the same suite for the stub that other tests use and for the builtin engine."""
+"""Contract of every engine with nodeagents and gateways.
+
+The same suite runs against the stub engine and the builtin engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway gets the files that it counts tokens with from a real loader."""
+"""A gateway gets tokenizer files from a real loader."""
 
 from __future__ import annotations
 
@@ -25,5 +25,8 @@ async def test_files_of_a_model_on_another_machine(loader: LoaderProcess, client
 
 
 def _elsewhere(directory: Path) -> str:
-    """A source that the loader understands (it expands a home) and that does not look like a path of this machine."""
+    """Return a source that the gateway does not take for a local path.
+
+    The loader expands the `~`.
+    """
     return "~/" + str(Path("../" * len(Path.home().parts)) / str(directory).lstrip("/"))

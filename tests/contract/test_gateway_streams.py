@@ -1,4 +1,4 @@
-"""Streams and buckets are made once, whichever process is first, and keep their bounds."""
+"""Whichever process creates streams and buckets first, their bounds are the same."""
 
 from __future__ import annotations
 

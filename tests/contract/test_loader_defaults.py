@@ -1,4 +1,7 @@
-"""The loader's table of silent config.json values against transformers itself (which the loader does not import)."""
+"""The loader's defaults of absent config.json values equal those of transformers.
+
+The loader does not import transformers.
+"""
 
 from __future__ import annotations
 

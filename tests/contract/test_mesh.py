@@ -1,4 +1,4 @@
-"""The mesh's promises: typed replies, errors that cross the wire, deadlines, immediate `Unreachable`."""
+"""Mesh client: typed replies, errors over NATS, deadlines, prompt `Unreachable`."""
 
 from __future__ import annotations
 
@@ -164,7 +164,10 @@ async def test_events_arrive_in_order(mesh: Mesh) -> None:
 
 
 async def test_a_status_in_another_nodes_name_is_dropped(mesh: Mesh) -> None:
-    """NATS keeps a node to its own subjects; the body of what it publishes there it could write as it likes."""
+    """A status that names another node than its subject does is dropped.
+
+    NATS restricts a node to its own subjects, but does not check the message bodies.
+    """
     received: list[str] = []
     done = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The nodeagent's process as its launcher meets it: settings that cannot work, no NATS, and the fakes that tests stand on."""
+"""The nodeagent process: invalid settings, no NATS, and the fakes of other tests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def test_an_engine_gets_settings_that_it_can_read(tmp_path: Path, monkeypatch: p
 
 
 def test_a_state_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
-    """Its sockets and records could be another user's."""
+    """A state directory that others can write is refused.
+
+    Its sockets and records could belong to another user.
+    """
     home = Path(tempfile.mkdtemp(prefix="thaw-state-", dir="/tmp"))
     try:
         home.chmod(0o777)

@@ -1,4 +1,7 @@
-"""A service reads what the previous minor version sends (map, invariant 10): its messages are kept in messages/, as it wrote them."""
+"""A service reads the messages of the previous minor version (map, invariant 10).
+
+messages/ holds them as that version wrote them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ KINDS = messages()
 
 
 def contains(now: Any, then: Any) -> bool:
-    """Recorded messages still parse with the same meaning; new fields have defaults."""
+    """True if a parsed message has every recorded field with its value; it may have more."""
     if isinstance(then, dict) and isinstance(now, dict):
         return all(key in now and contains(now[key], value) for key, value in then.items())
     if isinstance(then, list) and isinstance(now, list):

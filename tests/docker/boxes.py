@@ -1,4 +1,4 @@
-"""Engines that run containers by Docker's API: Docker's own, and Podman's service. One of them with the image of the tests in it."""
+"""Container engines with a Docker API: Docker and Podman, with the test image."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ _LIMITS = '[containers]\ndefault_ulimits = ["nofile=4096:4096", "nproc=4096:4096
 
 @dataclass(frozen=True)
 class Boxes:
-    """`command` is its command line; `socket` its API."""
+    """A container engine.
+
+    Attributes:
+        command: Its command line.
+        socket: Its API.
+    """
 
     command: str
     socket: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *arguments: str, within: float = 60) -> str:
-        """What `docker ARGUMENTS`, or `podman ARGUMENTS`, printed."""
+        """Return the output of `docker ARGUMENTS` or `podman ARGUMENTS`."""
         return run(self.command, *arguments, within=within, env={**os.environ, **self.environment})
 
     def containers(self, instance: str) -> list[str]:
@@ -43,7 +48,10 @@ def docker_boxes() -> Boxes:
 
 @contextlib.contextmanager
 def podman_boxes(directory: Path) -> Iterator[Boxes]:
-    """`podman system service`, with its images and containers in `directory`. Skips, with the reason, where there is none."""
+    """Run `podman system service` with its images and containers in `directory`.
+
+    Skips the test, with the reason, if Podman is not installed.
+    """
     if shutil.which("podman") is None:
         pytest.skip("needs Podman; there is no podman command (Debian: podman, catatonit, netavark)")
     configuration = directory / "containers.conf"
@@ -52,7 +60,7 @@ def podman_boxes(directory: Path) -> Iterator[Boxes]:
         f'[storage]\ndriver = "overlay"\ngraphroot = "{directory}/graph"\nrunroot = "{directory}/run"\n'
     )
     environment = {"CONTAINERS_CONF": str(configuration), "CONTAINERS_STORAGE_CONF": str(directory / "storage.conf")}
-    # A socket's path has a limit that a test's directory may reach.
+    # A socket path has a maximum length that a test's directory may exceed.
     with tempfile.TemporaryDirectory(prefix="podman-") as place, (directory / "service.log").open("wb") as log:
         boxes = Boxes("podman", Path(place) / "s", environment)
         command = ["podman", "system", "service", "--time=0", f"unix://{boxes.socket}"]

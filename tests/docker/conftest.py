@@ -1,4 +1,7 @@
-"""A Docker Engine, the two images built from this tree, and the mesh brought up with them. Skipped, with the reason, where there is none."""
+"""A Docker Engine, two images built from this tree, and a mesh of them.
+
+Tests are skipped, with the reason, if there is no Docker Engine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 @pytest.fixture(scope="session")
 def engine() -> None:
-    """A Docker Engine that answers, or the test is skipped."""
+    """Return a Docker Engine that responds, or skip the test."""
     if shutil.which("docker") is None:
         pytest.skip("needs a Docker Engine; there is no docker command")
     try:
@@ -49,7 +52,7 @@ def otlp() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model `demo`, readable by the containers' user."""
+    """Create a folder with the model `demo` that the containers' user can read."""
     directory = tmp_path_factory.mktemp("models")
     make_demo_model(directory / "demo", "test")
     for path in (directory, *directory.parents):
@@ -61,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hub(models: Path) -> Iterator[FakeHub]:
-    """The model `demo` as repository org/model of a hub."""
+    """Serve the model `demo` as repository org/model of a hub."""
     server = FakeHub(models / "demo", host="0.0.0.0")
     yield server
     server.close()
@@ -69,7 +72,10 @@ def hub(models: Path) -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="session")
 def compose(engine: None) -> tuple[str, ...]:
-    """The Compose that is tested: the plug-in of version 2, or docker-compose of version 1 where that is missing or `THAW_TEST_COMPOSE=v1`."""
+    """Return the Compose under test.
+
+    That is the plug-in of version 2, or docker-compose of version 1 if the plug-in is missing or `THAW_TEST_COMPOSE=v1`.
+    """
     wanted = [os.environ["THAW_TEST_COMPOSE"]] if "THAW_TEST_COMPOSE" in os.environ else list(COMPOSE_COMMANDS)
     for kind in wanted:
         if compose_version(kind) is not None:
@@ -86,7 +92,7 @@ def mesh(
     hub: FakeHub,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Project]:
-    """The whole mesh of compose/, healthy."""
+    """Start the whole mesh of compose/, and wait until it is healthy."""
     project = Project(compose, images, models, otlp.grpc_port, hub.port, tmp_path_factory.mktemp("compose"))
     try:
         project.up()

@@ -1,4 +1,4 @@
-"""docker and Compose as commands: images of this tree, and a project that comes up and goes away."""
+"""docker and Compose commands: images of this tree, and projects."""
 
 from __future__ import annotations
 
@@ -43,11 +43,15 @@ _SERVED = ("gateway", "scheduler", "migrator", "nodeagent")
 
 
 class CommandFailed(subprocess.SubprocessError):
-    """A command ended with another status than 0; its words are the message."""
+    """A command failed; the message is its output."""
 
 
 def docker(*arguments: str, within: float = 60, text: str | None = None, also_stderr: bool = False) -> str:
-    """What `docker ARGUMENTS` printed. Raises `CommandFailed`."""
+    """Return the output of `docker ARGUMENTS`.
+
+    Raises:
+        CommandFailed: The exit status is not 0.
+    """
     return run("docker", *arguments, within=within, text=text, also_stderr=also_stderr)
 
 
@@ -65,7 +69,10 @@ COMPOSE_COMMANDS = {"v2": ("docker", "compose"), "v1": ("docker-compose",)}
 
 @cache
 def compose_version(kind: str) -> str | None:
-    """What the command calls itself, as `2.26.1`; None where it is not installed, or `docker-compose` is not of version 1."""
+    """Return the version that the command reports, as `2.26.1`.
+
+    None if it is not installed, or if `docker-compose` is not of version 1.
+    """
     command = COMPOSE_COMMANDS[kind]
     if shutil.which(command[0]) is None:
         return None
@@ -76,7 +83,10 @@ def compose_version(kind: str) -> str | None:
 
 @cache
 def base_image(variable: str) -> str | None:
-    """What a test says for one of STAND_INS: the environment's word, the local image where only that is there, or nothing."""
+    """Return the override of a server image of STAND_INS, if any.
+
+    That is the environment variable, else the local stand-in if the pinned image is absent.
+    """
     if given := os.environ.get(variable):
         return given
     local = STAND_INS[variable]
@@ -84,12 +94,12 @@ def base_image(variable: str) -> str | None:
 
 
 def image_of(variable: str) -> str:
-    """The image that a test uses for one of STAND_INS."""
+    """Return the image that a test uses for a server of STAND_INS."""
     return base_image(variable) or pinned(variable)
 
 
 def pinned(variable: str) -> str:
-    """The image that compose/ names when a variable is not set."""
+    """Return the image that compose/ uses if a variable is not set."""
     if variable == "PYTHON_IMAGE":
         found = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "compose" / "Dockerfile").read_text(), re.MULTILINE)
     else:
@@ -105,7 +115,11 @@ class Images:
 
 
 def build_images(context: Path) -> Images:
-    """Build what is not there already; images are named by a hash of their sources. `context`: an empty directory."""
+    """Build the images that are missing; a hash of the sources names them.
+
+    Args:
+        context: An empty directory.
+    """
     files = [ROOT / f for f in FILES] + sorted(p for s in SOURCES for p in (ROOT / s).rglob("*") if _is_source(p))
     digest = hashlib.sha256()
     for file in files:
@@ -144,14 +158,17 @@ def _is_source(path: Path) -> bool:
 
 
 def _torch_wheels() -> list[Path]:
-    """Wheels of torch in the folders that pip is told to look into: the build takes these rather than an index's CUDA build."""
+    """Return torch wheels in the folders that pip searches.
+
+    The build prefers these to the CUDA build of an index.
+    """
     listed = run(sys.executable, "-m", "pip", "config", "list")
     folders = {f for line in listed.splitlines() if "find-links" in line for f in line.split("=", 1)[1].strip("'\" ").split()}
     return sorted(w for f in folders if Path(f).is_dir() for w in Path(f).glob("torch-*-cp311-*.whl"))
 
 
 class Project:
-    """compose/ under a project name of its own, with changes for local stand-ins of the servers' images where these are in use."""
+    """A project of compose/, changed where local stand-ins replace server images."""
 
     def __init__(
         self,
@@ -164,8 +181,13 @@ class Project:
         more: tuple[str, ...] = (),
         **environment: str,
     ) -> None:
-        """`directory`: where the changes go. The ports are the host's, for what the test itself serves to the containers. `more`: files of
-        compose/ on top of compose.yaml, and variables of theirs."""
+        """Prepare the project.
+
+        Args:
+            directory: The folder for the changed files.
+            ports: Host ports that the test itself serves to the containers.
+            more: Files of compose/ on top of compose.yaml, and their variables.
+        """
         self._command = command
         self._more = more
         self.name = f"thaw-test-{uuid.uuid4().hex[:8]}"
@@ -208,7 +230,7 @@ class Project:
         self.compose("down", "-v", "--remove-orphans", "-t", "20", within=180)
 
     def container(self, service: str) -> str:
-        """The id of a service's container."""
+        """Return the id of a service's container."""
         return docker("ps", "-aq", *self._of_project(), "--filter", f"label=com.docker.compose.service={service}").strip()
 
     def inspect(self, service: str) -> dict[str, Any]:
@@ -216,7 +238,7 @@ class Project:
         return found[0]
 
     def execute(self, service: str, *command: str, user: str = "", text: str | None = None, within: float = 120) -> str:
-        """What a command in a service's container printed."""
+        """Return the output of a command in a service's container."""
         options = ["-i"] + (["-u", user] if user else [])
         return docker("exec", *options, self.container(service), *command, within=within, text=text)
 
@@ -224,7 +246,7 @@ class Project:
         return self.compose("logs", "--no-color", "--tail=60", *services)
 
     def wait_healthy(self, *services: str, within: float = 300) -> None:
-        """Bounded by `within` seconds together."""
+        """Wait until all services are healthy, at most `within` seconds in all."""
         deadline = time.monotonic() + within
         for service in services:
             while (state := self.inspect(service)["State"])["Status"] != "running" or state["Health"]["Status"] != "healthy":
@@ -233,7 +255,7 @@ class Project:
                 time.sleep(0.2)
 
     def left(self) -> list[str]:
-        """Containers, volumes and networks of this project that are there."""
+        """Return containers, volumes and networks of this project that still exist."""
         kinds = (("ps", "-aq"), ("volume", "ls", "-q"), ("network", "ls", "-q"))
         return [name for kind in kinds for name in docker(*kind, *self._of_project()).split()]
 
@@ -247,7 +269,7 @@ def _override() -> dict[str, Any]:
         ask = "import urllib.request as u; u.urlopen('http://127.0.0.1:8222/healthz', timeout=3)"
         services["nats"] = {"healthcheck": {"test": ["CMD", "python3", "-c", ask]}}
     if _has("POSTGRES_IMAGE", "test -e /entry"):
-        # A stand-in that knows POSTGRES_PASSWORD only.
+        # A stand-in image that reads only POSTGRES_PASSWORD.
         start = 'POSTGRES_PASSWORD=$$(cat "$$POSTGRES_PASSWORD_FILE") exec /entry "$$@"'
         services["postgres"] = {"entrypoint": ["sh", "-c", start, "--"]}
     return {"services": services}

@@ -1,4 +1,4 @@
-"""A NATS server with the very permissions of compose/nats.conf, on a port of its own."""
+"""A NATS server with the permissions of compose/nats.conf, on a port of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ NODES = ("node-0", "node-1")
 
 
 class Guarded:
-    """A server with compose/nats.conf, and its users' clients, each with what it was refused."""
+    """A server with compose/nats.conf and clients of its users.
+
+    Each client records the operations that the server refused.
+    """
 
     def __init__(self, directory: Path, *, peers: bool = False) -> None:
         self.port = free_port()
@@ -44,7 +47,10 @@ class Guarded:
         wait_for_port(self.port, self.process)
 
     def add_nodes(self, *nodes: str, peers: bool = False) -> None:
-        """Write credentials for `nodes` and no others; a server that runs goes by them after `reload`."""
+        """Write credentials for exactly these nodes.
+
+        A running server applies them after `reload`.
+        """
         make_secrets(self._directory, {node: node for node in nodes}, peers=peers, nats=f"127.0.0.1:{self.port}")
         users = {service: service for service in SERVICES} | {node_user(node): node for node in nodes}
         self.urls = {user: (self._directory / folder / "thaw_nats_url").read_text() for user, folder in users.items()}

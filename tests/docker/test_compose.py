@@ -1,4 +1,4 @@
-"""compose/ brought up for real: serving, credentials, permissions' effect, users, telemetry, deaths, and going away."""
+"""A mesh of compose/: requests, credentials, permissions, telemetry, teardown."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_servers_have_no_more_than_their_start_needs(mesh: Project) -> None:
         assert host["CapDrop"] == ["ALL"], service
         assert host["PidsLimit"] > 0, service
         assert host["Memory"] > 0, service
-    # Once started, the database has none of the capabilities that its start had.
+    # After its start the database has dropped the capabilities of the start.
     find = "for p in /proc/[0-9]*; do case $(tr '\\0' ' ' <$p/cmdline) in *postgres*-D*) grep CapEff $p/status;; esac; done 2>/dev/null"
     found = mesh.execute("postgres", "sh", "-c", find, user="root").split("\n")
     assert "CapEff:\t0000000000000000" in found
@@ -139,7 +139,10 @@ def test_a_service_reaches_those_it_needs_and_no_others(mesh: Project) -> None:
 
 @pytest.mark.parametrize("network", ["telemetry", "edge", "hub"])
 def test_neither_jaeger_nor_the_edge_reaches_nats_or_the_database(mesh: Project, network: str) -> None:
-    """By a container of our own image in their network: Jaeger's has no program that could try."""
+    """Jaeger and the edge reach neither NATS nor the database.
+
+    The probe runs in a container of our image on their network: Jaeger's image has no suitable program.
+    """
     targets = (_address(mesh, "nats", "core", 4222), _address(mesh, "postgres", "data", 5432), "nats:4222", "postgres:5432")
     said = docker("run", "--rm", "-i", f"--network={mesh.name}_{network}", mesh.images.mesh, "python", "-", *targets, text=_CONNECT)
     assert said.split() == ["refused"] * 4
@@ -161,14 +164,14 @@ def test_the_mesh_image_has_no_torch_and_images_hold_no_sources(images: Images) 
 
 @pytest.mark.parametrize("image", ["mesh", "node"])
 def test_the_lock_left_no_requirement_out(images: Images, image: str) -> None:
-    """Requirements are installed with --no-deps."""
+    """The lock contains every requirement, since pip installs it with --no-deps."""
     assert "No broken requirements" in docker("run", "--rm", getattr(images, image), "pip", "check")
     with_extras = "import transformers, sentencepiece, safetensors, obstore, pynvml, huggingface_hub, tokenizers"
     imports = "import services.gateway.app, services.scheduler.app, services.migrator.app, thaw.cli.app"
     docker("run", "--rm", "-e", "HOME=/tmp", getattr(images, image), "python", "-c", imports if image == "mesh" else with_extras)
 
 
-# Asks the kernel to push out a page of another process: what suspending an engine does.
+# Asks the kernel to page out memory of another process, as suspending an engine does.
 _PAGE_OUT = """
 import ctypes, os, subprocess
 child = subprocess.Popen(["sleep", "60"])
@@ -245,7 +248,7 @@ def test_the_node_shares_memory_and_process_ids(mesh: Project) -> None:
 @pytest.mark.parametrize("service", ["nodeagent", "loader", "scheduler", "gateway"])
 def test_a_killed_container_comes_back_and_the_mesh_serves(mesh: Project, client: openai.OpenAI, service: str) -> None:
     first = mesh.inspect(service)["State"]["StartedAt"]
-    # SIGKILL from outside, as a crash: after `docker kill` Docker would take the container for stopped by its owner.
+    # SIGKILL from outside, as in a crash: Docker treats `docker kill` as a stop by the operator.
     pid = mesh.inspect(service)["State"]["Pid"]
     kill = ("--pid=host", "--user=root", "--cap-add=KILL", mesh.images.mesh, "sh", "-c", f"kill -9 {pid}")
     docker("run", "--rm", *kill)
@@ -278,7 +281,10 @@ for path in pathlib.Path("/proc").glob("[0-9]*"):
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "migrator", "loader", "nodeagent"])
 def test_a_hung_service_is_restarted_in_its_container(mesh: Project, client: openai.OpenAI, service: str) -> None:
-    """SIGSTOP takes the service, and leaves its container running: only the watchdog in it can help."""
+    """The watchdog restarts a hung service in its container.
+
+    SIGSTOP stops the service; its container keeps running, so Docker does not restart it.
+    """
     started = mesh.inspect(service)["State"]["StartedAt"]
     (hung,) = mesh.execute(service, "python", "-", service, text=_WATCHED).split()
     mesh.execute(service, "sh", "-c", f"kill -STOP {hung}")
@@ -315,7 +321,10 @@ def test_keys_are_made_and_revoked_while_it_runs(mesh: Project) -> None:
 
 
 def test_the_endpoint_stays_closed_when_the_disk_of_nats_is_lost(mesh: Project) -> None:
-    """The gateway's own volume remembers that keys have existed (docs/operations.md)."""
+    """The endpoint stays closed if the disk of NATS is lost.
+
+    The gateway's volume records that keys have existed (docs/operations.md).
+    """
     mesh.execute("gateway", "thaw", "keys", "add", "bob")
     mesh.compose("stop", "gateway", "nats")
     wipe = ("-v", f"{mesh.name}_nats:/data", "--user=root", mesh.images.mesh, "sh", "-c", "rm -rf /data/jetstream && ls /data")

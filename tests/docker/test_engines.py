@@ -1,4 +1,4 @@
-"""Engines as containers of a real Docker Engine, and of a real Podman: the same life as a process's."""
+"""Engines in containers of real Docker and Podman: the life cycle of a process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ SERVER = Path(__file__).with_name("tiny_openai.py")
 
 @pytest.fixture(scope="session", params=["docker", "podman"])
 def boxes(request: pytest.FixtureRequest, engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxes]:
-    """Each engine that there may be, with a server of a hundred lines on the image that Thaw's own are built from."""
+    """Yield each container engine, with a small server in an image.
+
+    The image has the same base as Thaw's images.
+    """
     dockerfile = (
         f'FROM {image_of("PYTHON_IMAGE")}\nCOPY tiny_openai.py /tiny_openai.py\nENTRYPOINT ["python3", "/tiny_openai.py"]\n'
     )
@@ -66,7 +69,7 @@ def image(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """State of the test's own, by a path that is short enough for sockets."""
+    """Create a state directory whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="thaw-t-") as place:
         monkeypatch.setenv("THAW_HOME", place)
         yield Path(place)
@@ -198,7 +201,10 @@ async def test_its_end_is_explained(hosts: Hosts, boxes: Boxes, image: str, argu
 async def test_one_that_has_ended_before_it_is_looked_at_is_explained_too(
     hosts: Hosts, boxes: Boxes, image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no address any more, nor a process."""
+    """A container that exits before its first inspection is explained too.
+
+    It has neither an address nor a process then.
+    """
 
     class Slow(Docker):
         async def start(self, container: str) -> None:

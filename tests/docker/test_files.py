@@ -1,4 +1,7 @@
-"""What compose/ promises and can be seen without an engine: in the files, and by a NATS server that runs the very nats.conf."""
+"""Properties of compose/ that need no container engine.
+
+The tests read the files, and run a NATS server with the same nats.conf.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def test_every_service_has_a_health_check_limits_and_a_pinned_image(document: di
 
 
 def test_checks_by_python_have_time_to_start_it(document: dict[str, Any]) -> None:
-    """On a busy machine Python alone takes more than five seconds to start, and a check that is cut off never says anything."""
+    """Health checks in Python have time to start the interpreter.
+
+    On a busy machine Python alone takes more than five seconds to start; a check that times out reports nothing.
+    """
     checks = {
         name: s["healthcheck"] for name, s in document["services"].items() if "python" in s.get("healthcheck", {}).get("test", ())
     }
@@ -117,7 +123,7 @@ def test_every_variable_is_in_the_example_with_its_default(document: dict[str, A
 
 
 def test_every_service_of_ours_runs_under_the_watchdog(document: dict[str, Any]) -> None:
-    """Docker restarts no container whose process hangs."""
+    """Every Thaw service runs under the watchdog: Docker restarts no hung container."""
     for name in OURS:
         service = name.removesuffix("-gpu")
         assert document["services"][name]["command"] == [
@@ -134,7 +140,10 @@ def test_every_service_of_ours_runs_under_the_watchdog(document: dict[str, Any])
 
 
 def test_the_gateway_has_a_volume_of_its_own_for_its_state(document: dict[str, Any]) -> None:
-    """It remembers that keys have existed, should the volume of NATS be lost with the keys."""
+    """The gateway has a state volume, separate from that of NATS.
+
+    It records that keys have existed, in case the volume of NATS is lost with the keys.
+    """
     mounted = {name: [v.split(":") for v in s.get("volumes", ())] for name, s in document["services"].items()}
     (volume,) = [v[0] for v in mounted["gateway"] if v[1:] == ["/var/lib/thaw"]]
     assert volume in document["volumes"]
@@ -163,7 +172,7 @@ def test_compose_makes_the_secrets_that_its_services_mount(document: dict[str, A
     made = dict(mount.split(":")[:2] for mount in services["secrets"]["volumes"])
     assert set(made.values()) == {f"/run/make-secrets/{p.name}" for p in tmp_path.iterdir()}
     dockerfile = (COMPOSE / "Dockerfile").read_text()
-    assert all(path.removeprefix("/run/") in dockerfile for path in made.values())  # else the volume belongs to root
+    assert all(path.removeprefix("/run/") in dockerfile for path in made.values())  # otherwise root owns the volume
     for name, user in {
         "gateway": "gateway",
         "loader": "node-node-0",
@@ -284,7 +293,7 @@ async def test_an_answer_may_take_its_time_and_is_one(guarded: Guarded) -> None:
             await message.respond(b"2")
 
         await node.subscribe(subjects.node_command("node-0"), cb=answer)
-        for _ in range(2):  # nats-py may send the first one's ping ahead of the subscription
+        for _ in range(2):  # nats-py may send its first ping before the subscription
             await node.flush()
         assert (await scheduler.request(subjects.node_command("node-0"), b"", timeout=5)).data == b"1"
         assert "permissions violation for publish" in await asyncio.wait_for(refused.get(), 5)

@@ -1,4 +1,7 @@
-"""shared.health tells a service that works from one that does not. No engine is needed."""
+"""shared.health distinguishes a working service from a failed one.
+
+No engine is needed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.support.servers import NatsServer, free_port
 
 
 async def health(service: str, **environment: str) -> tuple[int | None, str]:
-    """Exit status, and what was said."""
+    """Return exit status and output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "shared.health", service),
         env={**os.environ, **environment},
@@ -90,7 +93,7 @@ async def test_a_gateway_is_healthy_when_it_is_ready() -> None:
             self.wfile.write(b"not connected to NATS")
 
         def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever)

@@ -1,4 +1,7 @@
-"""compose/locks: what the images install, pinned by version and hash, agrees with pyproject.toml and constraints.txt."""
+"""compose/locks matches pyproject.toml and constraints.txt.
+
+The images install the locked packages, pinned by version and hash.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def name_of(requirement: str) -> str:
 
 
 def wanted(lock: str) -> list[Requirement]:
-    """What the lock has to contain, on the images' platform."""
+    """Return the packages that the lock must contain on the images' platform."""
     return [r for r in map(Requirement, _tool["requirements"]()[lock]) if r.marker is None or r.marker.evaluate(TARGET)]
 
 
@@ -41,7 +44,10 @@ def read(lock: str) -> str:
 
 
 def closure(requirements: list[Requirement]) -> set[str]:
-    """The packages that these require, directly or not, as those that are installed here declare it. Leaves torch out."""
+    """Return direct and indirect requirements, as the installed packages declare them.
+
+    Leaves torch out.
+    """
     found: set[tuple[str, str]] = set()
     waiting = [(name_of(r.name), extra) for r in requirements for extra in ("", *r.extras)]
     while waiting:
@@ -82,7 +88,7 @@ def test_every_requirement_is_in_the_lock_by_a_version_that_it_allows(lock: str)
 
 @pytest.mark.parametrize("lock", ["mesh", "node"])
 def test_the_lock_has_everything_that_is_required_and_no_more(lock: str) -> None:
-    """pip installs it with --no-deps: what is missing here is missing in the image."""
+    """The lock has exactly the required packages: pip installs it with --no-deps."""
     assert set(pins(read(lock))) == closure(wanted(lock)), "run `make lock`"
 
 
@@ -104,7 +110,10 @@ def test_the_images_install_by_hash_and_otherwise_only_our_wheel_and_torch() -> 
 
 
 def test_the_build_context_has_what_the_images_copy() -> None:
-    """For `docker compose build` (.dockerignore) and for the images of the tests (engine.py)."""
+    """The build context contains all files that the images copy.
+
+    Checks `docker compose build` (.dockerignore) and the test images (engine.py).
+    """
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE)
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     tested = [*SOURCES, *FILES]

@@ -1,4 +1,4 @@
-"""A mesh whose processes have the credentials of compose/: each can do all it does, and nothing more."""
+"""Each process with its credentials of compose/ can do its work, and nothing more."""
 
 from __future__ import annotations
 
@@ -73,14 +73,18 @@ MAY_HEAR = {
 
 
 async def _refused(guarded: Guarded, user: str, node: str, hear: bool) -> set[str]:
-    """Channels on which the server refuses a user. `node`: whose channels."""
+    """Return the channels that the server refuses to a user.
+
+    Args:
+        node: The owner of the channels.
+    """
     values = {"node": subjects.token(node), "instance": subjects.instance_id(1, node)}
     addresses = {re.sub(r"\{(\w+)\}", lambda v: values.get(v[1], "x"), c.address): c.name for c in CHANNELS}
     said: list[str] = []
     async with guarded.client(user) as (client, errors):
         for address in (*addresses, UNUSED):
             await (client.subscribe(address) if hear else client.publish(address, b"{}"))
-        while not said or UNUSED not in said[-1]:  # refusals come in the order of what they refuse
+        while not said or UNUSED not in said[-1]:  # refusals arrive in the order of the refused operations
             said.append(await asyncio.wait_for(errors.get(), 10))
     return {name for address, name in addresses.items() if any(f'"{address.lower()}"' in words for words in said)}
 
@@ -91,7 +95,10 @@ async def _refused(guarded: Guarded, user: str, node: str, hear: bool) -> set[st
 async def test_no_channel_is_open_to_more_than_need_it(
     guarded: Guarded, user: str, node: str, hear: bool, allowed: dict[str, set[str]]
 ) -> None:
-    """Neither to other services, nor to other nodes: of another node's channels a node uses none."""
+    """Only services that need a channel can use it.
+
+    A node can use no channel of another node.
+    """
     assert allowed.keys() == {channel.name for channel in CHANNELS}
     role = user if user in SERVICES else "node"
     of_nodes = {c.name for c in CHANNELS if "{node}" in c.address or "{instance}" in c.address}
@@ -148,7 +155,7 @@ async def _enters(url: str) -> bool:
 
 
 class Site:
-    """Every service as a process with its own user's credentials, their logs in one directory."""
+    """A mesh whose services have credentials of their own, with one log directory."""
 
     def __init__(self, guarded: Guarded, home: Path, database_url: str) -> None:
         self.home, self._urls = home, guarded.urls
@@ -185,7 +192,7 @@ class Site:
         return answer.json() if answer.content else None
 
     def close(self) -> str:
-        """The logs of all, engines included."""
+        """Return the logs of all processes, including engines."""
         self.http.close()
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
@@ -225,7 +232,7 @@ def test_nothing_that_a_mesh_does_is_refused(site: Site) -> None:
 
 
 def _move_a_stream(site: Site, asked: dict[str, Any]) -> None:
-    """To the other node, while it is read."""
+    """Migrate a stream to the other node while a client reads it."""
     ((here, instance),) = [
         (n["node"], i["instance_id"]) for n in site.ask("GET", "/admin/v1/cluster")["nodes"] for i in n["instances"]
     ]

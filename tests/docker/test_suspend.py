@@ -1,4 +1,7 @@
-"""compose/suspend.yaml on top of the mesh: an engine in a container is paged out and comes back, by a user without rights of its own."""
+"""compose/suspend.yaml on top of the mesh, for a user without privileges.
+
+An engine in a container is suspended and resumed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ USER = 10001
 
 @pytest.fixture(scope="module")
 def group(compose: tuple[str, ...]) -> Iterator[Path]:
-    """Where Docker is to make a control group: of v2 for Compose v2 where both are there, of v1 for v1."""
+    """Return the parent control group for Docker.
+
+    Compose v2 gets cgroup v2 and Compose v1 gets cgroup v1; if that one is missing, the other.
+    """
     skip_unless_swap()
     roots = {freezer.version: root for freezer, root in hierarchies()}
     wanted = 2 if compose == COMPOSE_COMMANDS["v2"] else 1

@@ -1,4 +1,4 @@
-"""The mesh's promises and the scheduler's flow once more, on NATS and Postgres as testcontainers brings them up."""
+"""Mesh client and scheduler tests on the NATS and Postgres of testcontainers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ test_demand_starts_one_instance = test_flow.test_demand_starts_one_instance_and_
 
 @dataclass(frozen=True)
 class Server:
-    """What the fixtures of the suites use of a server."""
+    """The part of a server that the suites' fixtures use."""
 
     url: str
 
 
 @pytest.fixture(scope="module")
 def containers(engine: None) -> None:
-    """Without testcontainers' reaper, an image more to be had: each container is closed by its `with`."""
+    """Start containers without testcontainers' reaper, which would need another image.
+
+    The `with` statement closes each container.
+    """
     from testcontainers.core.config import testcontainers_config
 
     testcontainers_config.ryuk_disabled = True
@@ -61,7 +64,7 @@ def postgres(containers: None) -> Iterator[str]:
 
 @pytest.fixture
 async def database_url(postgres: str) -> str:
-    """A fresh, empty database."""
+    """Create an empty database."""
     name = f"test_{next(_databases)}"
     connection = await asyncpg.connect(postgres)
     try:

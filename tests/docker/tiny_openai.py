@@ -1,6 +1,7 @@
-"""An OpenAI-compatible server of the standard library alone, for an image that has nothing else.
+"""An OpenAI-compatible server that needs only the standard library.
 
---exit N, --signal N: ends so at once. --socket PATH: listens there, and on no port. A body with "eat" has it take memory until it is killed.
+--exit N and --signal N: exits so at once. --socket PATH: listens on that socket, and on no port. A request body with "eat" makes it
+allocate memory until it is killed.
 """
 
 import json
@@ -40,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing of requests."""
+        """Log no requests."""
 
 
 def on_term(*_: object) -> None:

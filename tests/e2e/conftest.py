@@ -1,4 +1,7 @@
-"""One mesh for all e2e tests of a module, brought up by `thaw up --detach` on a device that holds two of its three models."""
+"""A mesh for all e2e tests of a module, started by `thaw up --detach`.
+
+The device has room for two of its three models.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ MODELS = ("one", "two", "three")
 
 @pytest.fixture(scope="module")
 def mesh(request: pytest.FixtureRequest) -> Iterator[Thaw]:
-    """In the test's module, `DRAM`: bytes for weights that no instance holds, instead of the loader's default; `POLICY`: the scheduler's."""
+    """Start the mesh.
+
+    The test module may set `DRAM` (bytes for unused weights, instead of the loader's default) and `POLICY` (of the scheduler).
+    """
     policy = getattr(request.module, "POLICY", None)
     thaw = Thaw(**({"THAW_POLICY": policy} if policy is not None else {}))
     dram = getattr(request.module, "DRAM", None)
@@ -46,7 +52,7 @@ def client(mesh: Thaw) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def plain(mesh: Thaw) -> Iterator[openai.OpenAI]:
-    """A client that does not try again, to see what the mesh itself says."""
+    """Return a client without retries, to observe the mesh's own errors."""
     with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""LoRA adapters from their registration to the real openai client, on the mesh of this folder."""
+"""LoRA adapters on this folder's mesh, from registration to the openai client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASKED: dict[str, Any] = {"messages": HELLO, "temperature": 0, "max_tokens": 12}
 
 @pytest.fixture(scope="module")
 def adapters(mesh: Thaw) -> dict[str, Path]:
-    """Two adapters of model one, registered; none is loaded."""
+    """Register two adapters of model one, without loading them."""
     found = {}
     for i, name in enumerate(("sql", "poems")):
         found[name] = write_adapter(mesh.home / "adapters" / name, mesh.home / "models" / "one", seed=i, strength=0.5)
@@ -142,7 +142,10 @@ async def test_an_engine_that_dies_lets_go_of_its_adapters(
 
 
 async def test_an_adapter_comes_while_its_base_is_still_loaded(mesh: Thaw, clients: openai.AsyncOpenAI) -> None:
-    """The base's last bytes are kept back until the adapter's are all in memory: one after the other would never end."""
+    """An adapter and its base load concurrently.
+
+    The source holds back the base's last bytes until the adapter is in memory; sequential loading would never end.
+    """
     adapter = write_adapter(mesh.home / "adapters" / "near", mesh.home / "models" / "three", seed=9, strength=0.5)
     server = TierServer(mesh.home / "models")
     heard: asyncio.Queue[LoaderStatus] = asyncio.Queue()
@@ -160,7 +163,7 @@ async def test_an_adapter_comes_while_its_base_is_still_loaded(mesh: Thaw, clien
         async with asyncio.timeout(120):
             while True:
                 there = {s.model: s for s in (await heard.get()).segments}
-                # The base's size is known only when its header has come, which may be after the adapter's last byte.
+                # The base's size is known when its header has arrived, which may be after the adapter's last byte.
                 known = {"near", "far"} <= there.keys() and there["far"].total_bytes > 0
                 if known and there["near"].loaded_bytes == there["near"].total_bytes > 0:
                     break

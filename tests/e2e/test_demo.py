@@ -1,4 +1,7 @@
-"""A mesh from `thaw up --detach` to `thaw down`, with the real OpenAI client: three models on a device that holds two."""
+"""A mesh from `thaw up --detach` to `thaw down`, with the real OpenAI client.
+
+Three models share a device that has room for two.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def ask(client: openai.OpenAI, model: str, tokens: int = 12) -> str:
 
 
 def stream(client: openai.OpenAI, model: str, tokens: int = 12) -> tuple[str, int, str | None]:
-    """Text, completion tokens and finish reason of a streamed answer."""
+    """Return text, completion tokens and finish reason of a streamed response."""
     pieces, tokens_seen, reason = [], 0, None
     chunks = client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=tokens, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -46,7 +49,7 @@ def stream(client: openai.OpenAI, model: str, tokens: int = 12) -> tuple[str, in
 def test_three_models_on_a_device_that_holds_two_are_all_answered(mesh: Thaw, client: openai.OpenAI) -> None:
     first = {model: ask(client, model) for model in MODELS}
     assert len(set(first.values())) == len(MODELS)
-    # The third has evicted the first: asking again is another eviction, and greedy decoding says the same again.
+    # The third model has evicted the first. A repeated request evicts again, and greedy decoding gives the same text.
     for model in MODELS:
         text, tokens, reason = stream(client, model)
         assert (text, tokens, reason) == (first[model], 12, "length")
@@ -60,7 +63,7 @@ def test_a_hundred_requests_for_one_cold_model_are_one_load(mesh: Thaw, client: 
     with ThreadPoolExecutor(100) as pool:
         answers = list(pool.map(lambda _: ask(client, "one", 4), range(100)))
     assert len(answers) == 100
-    # One sequence alone or many together: float32 greedy output is the same.
+    # float32 greedy output is the same for one sequence and for a batch.
     assert len(set(answers)) == 1
     plan = mesh.json("explain", "one")
     assert plan["plan_id"] != before

@@ -1,4 +1,4 @@
-"""What the documents say is so: their examples run, their commands parse, their links lead somewhere, their settings exist."""
+"""The documents are accurate: examples, commands, links, and settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _blocks(language: str) -> list[tuple[Path, str]]:
 
 
 def _here(block: str, mesh: Thaw) -> str:
-    """An example, for the mesh under test instead of the reader's."""
+    """Adapt an example to the mesh under test."""
     return _DEMO_MODEL.sub("one", block.replace(_DEFAULT, mesh.url))
 
 
@@ -66,7 +66,10 @@ def test_curl_examples_are_answered(mesh: Thaw, document: Path, line: str) -> No
 
 
 def _commands() -> list[tuple[str, ...]]:
-    """Every `thaw …` of the documents as words, each once; alternatives (`list\\|show`, `add|list`) as one command each."""
+    """Return every distinct `thaw …` of the documents as words.
+
+    Alternatives (`list\\|show`, `add|list`) count as one command each.
+    """
     found: set[tuple[str, ...]] = set()
     for document in DOCUMENTS:
         text = (ROOT / document).read_text().replace("\\|", "|")
@@ -101,7 +104,7 @@ def test_commands_exist_with_their_options(words: tuple[str, ...]) -> None:
 
 
 def _modules() -> list[tuple[str, tuple[str, ...]]]:
-    """Every `python -m MODULE …` of the documents that is ours, with the options it is given."""
+    """Return every `python -m MODULE …` of ours in the documents, with its options."""
     found: set[tuple[str, tuple[str, ...]]] = set()
     for document in DOCUMENTS:
         for module, rest in re.findall(
@@ -142,7 +145,10 @@ def test_settings_that_are_named_exist(document: Path) -> None:
 
 @cache
 def _known_settings() -> set[str]:
-    """Those of the reference, which is generated; those that compose/ and programs take besides; streams; and the tests' own."""
+    """Return all known settings.
+
+    They are those of the generated reference, those of compose/ and other programs, streams, and those of the tests.
+    """
     sources = [
         ROOT / "docs" / "configuration.md",
         ROOT / "shared" / "contracts" / "subjects.py",
@@ -161,7 +167,7 @@ def test_every_page_is_listed() -> None:
 
 @pytest.mark.parametrize(("document", "block"), _blocks("yaml"), ids=str)
 def test_files_that_are_shown_are_understood(document: Path, block: str, tmp_path: Path) -> None:
-    """Each thaw.yaml of the documents is one, but for the models' files, which are not here."""
+    """Each thaw.yaml of the documents is valid, except for missing model files."""
     if not re.search(r"^(mesh|models|defaults|scheduler):", block, re.MULTILINE) or document.name == "simulator.md":
         pytest.skip("another program's file")
     path = tmp_path / "thaw.yaml"
@@ -178,5 +184,5 @@ def _faults(path: Path) -> list[str]:
 
 
 def _slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -1,4 +1,7 @@
-"""Engines other than the builtin one in a whole mesh, with the real openai client: swapped on a device that holds one of them."""
+"""Foreign engines in a whole mesh with the real openai client.
+
+The engines take turns on a device that has room for one.
+"""
 
 from __future__ import annotations
 
@@ -111,8 +114,11 @@ def test_two_take_turns_on_a_device_that_holds_one(mesh: Thaw, client: openai.Op
 
 
 async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> None:
-    """It is there, with nothing of it in memory, before the victim is gone; it is granted the bytes then, and not refused before. Both are new:
-    what has been measured needs less, and there would be room for two."""
+    """A start waits on its node while its victim stops.
+
+    Its process exists, without memory, before the victim has ended; the node then grants the bytes instead of refusing. Both models are
+    new: measured models need less, so two would fit.
+    """
     heard: asyncio.Queue[dict[str, InstanceStatus]] = asyncio.Queue()
 
     async def hear(message: Msg) -> None:

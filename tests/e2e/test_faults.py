@@ -1,4 +1,4 @@
-"""kill -9 of one process at a time, and what the client sees of it."""
+"""SIGKILL of one process at a time, and the effect on the client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_warm_path_does_not_notice_the_scheduler(mesh: Thaw, plain: openai.O
     kill(old)
     assert ask(plain, "one") == expected
     until(lambda: restarted(mesh, "scheduler", old), what="the scheduler is restarted")
-    # A cold model asked for while the new leader takes over waits and is answered: demand is repeated until somebody hears it.
+    # A request for a cold model waits during the leader change: the gateway repeats demand until a leader receives it.
     assert ask(plain, "two")
 
 
@@ -173,7 +173,10 @@ def test_ctrl_c_stops_a_mesh_in_the_foreground() -> None:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_foreground_that_ends_while_it_registers_leaves_nothing(broken: bool) -> None:
-    """Interrupted as soon as the mesh is up, or ended by a model that cannot be registered."""
+    """A `thaw up` in the foreground that ends during registration leaves nothing.
+
+    The test interrupts it when the mesh is up, or has a registration fail.
+    """
     thaw = Thaw()
     try:
         source = make_demo_model(thaw.home / "models" / "one", "test")

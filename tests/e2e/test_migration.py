@@ -1,4 +1,4 @@
-"""Running streams on a mesh of three nodes, moved about at random: token for token as if nothing had happened."""
+"""Streams on a mesh of three nodes survive random migrations token for token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def mesh(receiver: OtlpReceiver) -> Iterator[Roomy]:
 
 @pytest.fixture(scope="module")
 def undisturbed(mesh: Roomy) -> list[Stream]:
-    """What each of the bodies is answered with when nothing moves."""
+    """Return the response to each body without migrations."""
     return [s.result() for s in [Stream(mesh.url, each).start() for each in BODIES]]
 
 
@@ -74,7 +74,10 @@ def test_a_stream_moves_and_its_client_notices_nothing(mesh: Roomy, undisturbed:
 
 
 def test_a_move_is_told_of_everywhere(mesh: Roomy, receiver: OtlpReceiver, undisturbed: list[Stream]) -> None:
-    """A trace of its own with its rounds, linked with the request's both ways; `thaw trace` draws it, `thaw ps` counts it, metrics too."""
+    """A migration appears in traces, `thaw trace`, `thaw ps` and metrics.
+
+    Its own trace holds its rounds, and is linked with the request's trace in both directions.
+    """
     stream = Stream(mesh.url, BODIES[0]).start()
     assert stream.opened.wait(120)
     (record,) = mesh.move_away(stream.request_id)["migrations"]
@@ -135,7 +138,7 @@ def test_a_node_is_drained_without_a_failed_request(mesh: Roomy, undisturbed: li
 
 
 class Load:
-    """Streams that begin anew for as long as it is wanted, each compared with its undisturbed run."""
+    """Repeated streams, each compared with its undisturbed run."""
 
     def __init__(self, mesh: Roomy, undisturbed: list[Stream]) -> None:
         self.mesh, self.undisturbed = mesh, undisturbed
@@ -168,7 +171,7 @@ class Load:
             self._changed.notify_all()
 
     def any(self, draw: random.Random) -> Stream | None:
-        """One of the streams that are under way; None: none comes any more."""
+        """Return a stream in progress; None if there are no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._running or self.faults, 60)
             return self._running[draw.choice(sorted(self._running))] if self._running else None
@@ -186,8 +189,11 @@ class Load:
 
 @pytest.mark.timeout(150 + 4 * MOVES)
 def test_many_random_moves_under_load(mesh: Roomy, undisturbed: list[Stream]) -> None:
-    """Single requests mostly, now and then a whole instance. What was over before it could move does not count."""
-    mesh.everywhere("one")  # so that a move takes no start
+    """Streams survive many random migrations under load.
+
+    Most migrate a single request, some a whole instance. Requests that end before they migrate do not count.
+    """
+    mesh.everywhere("one")  # so that no migration needs a start
     draw = random.Random(20)
     done = tried = 0
     states: dict[str, int] = {}
@@ -202,7 +208,7 @@ def test_many_random_moves_under_load(mesh: Roomy, undisturbed: list[Stream]) ->
             try:
                 answer = mesh.order(request_id=stream.request_id, node=f"node-{draw.randrange(3)}")
             except httpx.HTTPStatusError as e:
-                if e.response.status_code not in (400, 404, 409):  # it is there already, over, or just being moved
+                if e.response.status_code not in (400, 404, 409):  # the request is there already, has ended, or is migrating
                     raise
                 states["refused"] = states.get("refused", 0) + 1
                 continue

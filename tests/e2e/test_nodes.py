@@ -1,4 +1,4 @@
-"""Two nodes on one machine: replicas on both, one of them drained; and a model that brings its own code."""
+"""Two nodes on one machine: replicas, a drained node, a model with its own code."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from thaw.demo.models import make_demo_model
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Thaw]:
-    """Each node holds one instance."""
+    """Start a mesh whose nodes hold one instance each."""
     thaw = Thaw()
-    thaw.environment["HF_HOME"] = str(thaw.home / "hf")  # transformers copies code there that it is trusted to run
+    thaw.environment["HF_HOME"] = str(thaw.home / "hf")  # transformers copies a model's trusted code there
     source = make_demo_model(thaw.home / "models" / "spread", "test")
     card: ModelCard = card_of(ModelSpec(name="spread", source=str(source)))
     budget = need_of(card).total * 3 // 2

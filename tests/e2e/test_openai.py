@@ -1,4 +1,4 @@
-"""The real openai client against a real mesh: what it is used for, and every error it knows."""
+"""The real openai client against a real mesh: its usual calls, and all its errors."""
 
 from __future__ import annotations
 

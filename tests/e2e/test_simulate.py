@@ -1,5 +1,7 @@
-"""A run of a real mesh, recorded and replayed by the simulator with what was measured in it: the same starts in the same order, mean TTFT within
-15 %."""
+"""The simulator replays a recorded run of a real mesh with its measurements.
+
+The starts and their order are the same, and mean TTFT is within 15 %.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from thaw.demo.models import make_demo_model
 
 POLICY = "lru"
 """Who leaves depends on nothing that is measured: the replay must start the same models in the same order."""
-# Two of three models fit: a start for each new name that is not among the last two.
+# Two of three models fit: each model that is not among the last two needs a start.
 ORDER = (0, 1, 0, 2, 2, 1, 0, 0, 1, 2, 1, 1, 0, 2, 0, 1)
 STARTS = 9
 PAUSE_S = 0.3
 
 
 def test_a_recorded_run_is_replayed(mesh: Thaw, client: openai.OpenAI, admin: httpx.Client, tmp_path: Path) -> None:
-    # The first start of all has the zygote's own in it: another model's, of which the scheduler knows nothing any more afterwards.
+    # The very first start includes the zygote's own, for another model that the scheduler no longer knows afterwards.
     mesh.json("models", "add", FIRST, str(make_demo_model(tmp_path / FIRST, "test", seed=9)))
     ask(client, FIRST)
     mesh.json("sleep", FIRST)
@@ -32,8 +34,8 @@ def test_a_recorded_run_is_replayed(mesh: Thaw, client: openai.OpenAI, admin: ht
     for n in ORDER:
         before = completed(admin)
         ask(client, NAMES[n])
-        # The scheduler hears of it within a tenth of a second: who asks sooner may have the wrong one leave. The pause is for the replay, where
-        # the same start takes longer or shorter.
+        # The scheduler receives the status within 0.1 s; an earlier request may evict the wrong model. The pause is for the replay, where the
+        # same start takes longer or shorter.
         until(lambda: any(before.get(i, 0) < done for i, done in completed(admin).items()), what=f"request {n} being heard of")  # noqa: B023
         time.sleep(PAUSE_S)
     export = tmp_path / "run.jsonl"
@@ -42,7 +44,7 @@ def test_a_recorded_run_is_replayed(mesh: Thaw, client: openai.OpenAI, admin: ht
     found = compared(*recorded(mesh.url, mesh.endpoints["admin_key"], export), export, policy=POLICY)
     told = json.dumps(found, indent=1)
     assert found["requests"] == len(ORDER), told
-    # Nobody joined a start: each request waited for the answer before.
+    # No request joined a start: each one waited for the previous response.
     assert len(found["starts"]["mesh"]) == found["cold"]["mesh"] == STARTS, told
     assert found["start_by_start"]["starts"] == found["starts"]["mesh"], told
     assert len(found["starts"]["simulator"]) == len(found["starts"]["mesh"]), told
@@ -50,7 +52,7 @@ def test_a_recorded_run_is_replayed(mesh: Thaw, client: openai.OpenAI, admin: ht
 
 
 def completed(admin: httpx.Client) -> dict[str, int]:
-    """Requests by instance, as far as the scheduler has heard, of those that have nothing to do."""
+    """Return the completed requests of idle instances, as the scheduler knows them."""
     instances = [i for node in admin.get("/cluster").json()["nodes"] for i in node["instances"]]
     return {i["instance_id"]: i["load"]["completed"] for i in instances if not i["load"]["active"]}
 

@@ -1,4 +1,4 @@
-"""The soak of `bench.soak` in small: after some rounds of mixed load a mesh at rest has what it had before them, and nothing more."""
+"""A short `bench.soak`: a mesh at rest after rounds of mixed load has not grown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SLACK = {"connections": 3.0, "fds": 3.0, "threads": 4.0, "files": 0.0, "bytes":
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Thaw]:
-    mesh = start_mesh("off", THAW_DRAM_BYTES="0")  # then weights that no instance holds are growth
+    mesh = start_mesh("off", THAW_DRAM_BYTES="0")  # weights that no instance holds would count as growth
     try:
         yield mesh
     finally:
@@ -34,7 +34,10 @@ def mesh() -> Iterator[Thaw]:
 
 
 def grown(before: Census, after: Census) -> dict[str, tuple[float, float]]:
-    """What has become more than its slack allows. Engines of swapped models come and go: the books tell how many there may be."""
+    """Return the metrics that grew beyond their slack.
+
+    Engines of swapped models vary; the scheduler's state gives their maximum.
+    """
     return {
         key: (before[key], after[key])
         for key in before.keys() & after.keys()
@@ -55,7 +58,11 @@ async def _ask(mesh: Thaw, requests: int) -> list[Asked]:
 
 
 async def _at_rest(mesh: Thaw, counter: Counter, before: Census | None = None) -> tuple[Census, list[str]]:
-    """A census once every engine and control group is an instance's and nothing has grown, or the last one, with what is wrong in it."""
+    """Wait for a census at rest: every engine has its instance, nothing has grown.
+
+    Returns:
+        The last census, with its faults.
+    """
     deadline = asyncio.get_running_loop().time() + _AT_REST_WITHIN_S
     while True:
         census, faults = await counter.count(), _faults(mesh, counter)

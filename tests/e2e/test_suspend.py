@@ -1,4 +1,7 @@
-"""`thaw sleep` suspends, a request or `thaw wake` resumes: the same process, the same tokens, its memory free meanwhile."""
+"""`thaw sleep` suspends; a request or `thaw wake` resumes the same process.
+
+The tokens are the same, and the memory is free meanwhile.
+"""
 
 from __future__ import annotations
 

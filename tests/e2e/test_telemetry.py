@@ -1,5 +1,7 @@
-"""What a whole mesh tells of a cold start: spans at a real OTLP receiver, links both ways, a critical path that is the client's TTFT, and
-logs without prompts."""
+"""Telemetry of a cold start in a whole mesh.
+
+Spans arrive at a real OTLP receiver with links in both directions, the critical path equals the client's TTFT, and logs contain no prompts.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +42,20 @@ def mesh(receiver: OtlpReceiver) -> Iterator[Thaw]:
 
 @pytest.fixture(scope="module")
 def http(mesh: Thaw) -> Iterator[httpx.Client]:
-    """Connected already: making a client and its TLS context is not part of a TTFT."""
+    """Return a connected client: creating it and its TLS context is not part of TTFT."""
     with httpx.Client(base_url=mesh.url, timeout=120) as client:
         client.get("/health")
         yield client
 
 
 def ask(http: httpx.Client, headers: dict[str, str] | None = None) -> tuple[float, str]:
-    """The client's own TTFT in milliseconds, and the request's id."""
+    """Return the client's TTFT in milliseconds, and the request's id."""
     started = time.perf_counter()
     first = 0.0
     with http.stream("POST", "/v1/chat/completions", json=BODY, headers=headers) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
-            # The first chunk tells the role and goes out with the headers; text is the first token.
+            # The first chunk carries the role and is sent with the headers; the first text is the first token.
             if not first and line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
                 first = (time.perf_counter() - started) * 1e3
         return first, response.headers["x-request-id"]
@@ -63,7 +65,7 @@ def test_a_cold_start_is_told_by_every_process_and_linked_both_ways(http: httpx.
     trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     ask(http, {"traceparent": f"00-{trace_id}-{parent}-01"})
     chat, load = receiver.wait_for("chat demo"), receiver.wait_for("load demo")
-    # The client's trace goes on in the gateway; the load is a trace of its own.
+    # The client's trace continues in the gateway; the load has its own trace.
     assert chat.trace_id.hex() == trace_id
     assert chat.parent_span_id.hex() == parent
     assert load.trace_id != chat.trace_id
@@ -75,14 +77,14 @@ def test_a_cold_start_is_told_by_every_process_and_linked_both_ways(http: httpx.
         receiver.wait_for(phase)
     told = [(service, span.name) for service, span in receiver.spans if span.trace_id == load.trace_id]
     assert {"thaw-scheduler", "thaw-nodeagent", "thaw-loader", "thaw-engine"} <= {service for service, _ in told}
-    # Each phase is exported by the process that measured it, once.
+    # The process that measured a phase exports it, once.
     assert sorted(told) == sorted(set(told))
 
 
 def test_the_critical_path_is_the_ttft_that_the_client_measured(mesh: Thaw, http: httpx.Client) -> None:
     for temperature in ("cold", "warm"):
         misses = []
-        # Another program may take the processor between the gateway's clock and the client's: one fair try of five is asked for.
+        # Another process may preempt between the gateway's clock and the client's: one good attempt of five suffices.
         for _ in range(5):
             if temperature == "cold":
                 mesh.json("sleep", "demo")

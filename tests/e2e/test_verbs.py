@@ -1,4 +1,4 @@
-"""Every verb of the command line: its help, and one JSON document with keys that scripts may rely on."""
+"""Every verb's help, and its JSON document with stable keys for scripts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES: dict[str, Case] = {
 
 
 def _verbs(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Commands without others below them; typer's own click gives them no public type."""
+    """Return the leaf commands; typer's own click gives them no public type."""
     children = getattr(command, "commands", {})
     if not children:
         yield path, command
@@ -103,13 +103,16 @@ def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw) -> None:
         document = json.loads(out)
         assert (status != 0) is ("error" in document and verb == "migrate"), f"thaw {' '.join(words)}: {out}"
         found[verb] = document
-    # A key that is new breaks no script; one that is gone does.
+    # A new key breaks no script; a removed one does.
     gone = {verb: keys - found[verb].keys() for verb, (_, keys) in CASES.items()}
     assert {verb: keys for verb, keys in gone.items() if keys} == {}
 
 
 def test_every_error_is_one_json_document_too(mesh: Thaw) -> None:
-    """The mesh is down by now: what needs one says so, and every verb says what it does not understand."""
+    """Every error is one JSON document.
+
+    The mesh is down: verbs that need one report that, and every verb reports invalid arguments.
+    """
     for verb in VERBS:
         status, out = mesh.inside(*verb.split(), "--no-such-option", "--json", *(["-"] if verb == "simulate" else []))
         assert (status, json.loads(out)["error"]["code"]) == (2, "usage"), verb

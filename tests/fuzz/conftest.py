@@ -1,4 +1,4 @@
-"""A gateway with fake engines in a thread of its own, for clients that block."""
+"""A gateway with fake engines in a thread, for blocking clients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ async def _ready(client: httpx.AsyncClient) -> bool:
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of a gateway that serves `alpha` and `vectors`, and traces as one does that is a process."""
+    """Return the URL of a gateway that serves `alpha` and `vectors`.
+
+    It exports traces as a gateway process does.
+    """
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         trace.set_tracer_provider(TracerProvider(id_generator=SystemIds()))
     nats, port, home = NatsServer(), free_port(), tmp_path_factory.mktemp("home")

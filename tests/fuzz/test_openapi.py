@@ -1,4 +1,7 @@
-"""Whatever is sent that fits /openapi.json, or nearly: no server error, no hang, one shape of refusal."""
+"""Requests that (nearly) match /openapi.json cause no server error and no hang.
+
+All refusals have one shape.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def test_what_fits_the_description(case: Case[Any], endpoint: str) -> None:
 @schema.include(method="POST").parametrize()
 @quickly
 def test_what_fits_and_names_a_model(case: Case[Any], endpoint: str) -> None:
-    """Past the catalogue, into the engine's protocol."""
+    """Valid requests for known models get past the catalogue to the engine protocol."""
     if isinstance(case.body, dict):
         case.body["model"] = "vectors" if "embeddings" in case.path else "alpha"
     send(case, endpoint)

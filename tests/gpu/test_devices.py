@@ -41,7 +41,7 @@ def test_memory_of_a_process_is_seen_and_seen_to_go(device: CudaDevice) -> None:
         assert device.used_bytes(0, 0) - before >= 512 * MIB
         measured = device.private_bytes([child.pid])
         child.kill()
-    if measured:  # in a pid namespace of its own NVML's pids are not ours
+    if measured:  # in a pid namespace of its own, this process's pids differ from NVML's
         assert measured[child.pid] >= 512 * MIB
     assert device.private_bytes([child.pid]) == {}
     assert device.used_bytes(0, 0) - before < 512 * MIB

@@ -65,7 +65,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def greedy_answer(node: Node, instance_id: str) -> str:
-    """The greedy answer, whichever engine gives it: its token ids, or its bytes."""
+    """Return the greedy response of any engine: its token ids, or its bytes."""
     inbox = node.mesh.nc.new_inbox()
     found: list[str] = []
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -99,7 +99,7 @@ async def greedy_answer(node: Node, instance_id: str) -> str:
 
 
 async def swapped(node: Node, device: CudaDevice, card: ModelCard, reserve: int, kv: int) -> None:
-    """Started, suspended and resumed three times."""
+    """Start an engine; suspend and resume it three times."""
     name = f"i{uuid.uuid4().hex[:8]}"
     command = StartInstance(
         token=node.next_token(),

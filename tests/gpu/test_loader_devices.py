@@ -1,4 +1,7 @@
-"""The loader's devices on a real GPU: `python -m pytest tests/gpu`. The same behaviour as the stand-in's, and IPC between processes."""
+"""The loader's devices on a real GPU: `python -m pytest tests/gpu`.
+
+They behave as the stand-in does; IPC works between processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From a checkpoint to tokens by a loader and an engine that shares its GPU memory, as processes of their own: `python -m pytest tests/gpu`."""
+"""A loader and an engine process that share GPU memory.
+
+Run `python -m pytest tests/gpu`. The tests go from a checkpoint to tokens.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
 
 
 async def answer(engines: Engines, card: ModelCard) -> tuple[str, list[int]]:
-    """The instance of an engine on the GPU, and its greedy tokens."""
+    """Return the instance of an engine on the GPU, and its greedy tokens."""
     start = engines.spec(card).model_copy(update={"device": DEVICE})
     engines.spawn(start)
     report = await engines.settled(start.instance_id)

@@ -1,7 +1,12 @@
-"""CUDA checkpoint and restore of real processes, on a machine that has a GPU: `python -m pytest tests/gpu/test_suspend.py -s`.
+"""CUDA checkpoint and restore of real processes on a GPU.
 
-Torch processes are locked, checkpointed and frozen; NVML shows their bytes gone; they are thawed, restored and unlocked, and compute the same.
-Prints bytes and milliseconds, several sizes, so that latency can be set against bytes, and the result of the order that SwapServeLLM's paper has.
+Run `python -m pytest tests/gpu/test_suspend.py -s`.
+
+Torch processes are locked, checkpointed and frozen, and NVML shows that their bytes are released. After thaw, restore and unlock they
+compute the same.
+
+Prints bytes and milliseconds for several sizes, so that latency can be plotted against bytes, and the result of the order in SwapServeLLM's
+paper.
 """
 
 from __future__ import annotations
@@ -44,7 +49,10 @@ for line in sys.stdin:
 
 @dataclass
 class Process:
-    """A torch process that holds bytes of the device and answers with a digest of them and some greedy steps."""
+    """A torch process that holds device memory.
+
+    It answers with a digest of that memory and some greedy steps.
+    """
 
     child: subprocess.Popen[str]
 
@@ -93,7 +101,10 @@ def spawn(mib: int) -> Process:
 
 @contextlib.contextmanager
 def computing(groups: Cgroups, mib: int) -> Iterator[tuple[Process, Target]]:
-    """A process that holds so many MiB, as what a nodeagent suspends; thawed and gone in the end."""
+    """Start a process that holds so many MiB; thaw and end it at exit.
+
+    It is of the kind that a nodeagent suspends.
+    """
     process = spawn(mib)
     try:
         yield process, Target("i", "vllm", ("cuda:0",), groups.gather("i", process.child.pid, include_host=True))
@@ -127,7 +138,7 @@ async def test_a_process_gives_the_device_up_and_gets_it_back(
 
 
 async def test_a_snapshot_is_paged_out_and_restored(way: CudaCheckpoint, groups: Cgroups) -> None:
-    """Whether the driver keeps it in memory that can be paged out at all is what this shows."""
+    """The test shows whether the driver keeps snapshots in pageable memory."""
     if why := way.cannot_spill():
         pytest.skip(why)
     with computing(groups, 512) as (process, target):
@@ -140,7 +151,10 @@ async def test_a_snapshot_is_paged_out_and_restored(way: CudaCheckpoint, groups:
 
 
 async def test_an_engine_of_several_processes_is_locked_and_restored_as_a_whole(way: CudaCheckpoint, groups: Cgroups) -> None:
-    """Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order that CudaCheckpoint keeps."""
+    """An engine of several processes is locked and restored as a whole.
+
+    Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order of CudaCheckpoint.
+    """
     processes = [spawn(256), spawn(64)]
     try:
         before = [p.ask() for p in processes]
@@ -150,7 +164,7 @@ async def test_an_engine_of_several_processes_is_locked_and_restored_as_a_whole(
         target = Target("i", "vllm", ("cuda:0",), tuple(sorted(pids)))
         await way.suspend(target)
         assert groups.frozen("i") == groups.available
-        # The driver asks the process itself for its state: of one that is frozen it may get no answer.
+        # The driver asks the process itself for its state: a frozen process may not answer.
         groups.thaw("i")
         assert [driver.state(p.child.pid) for p in processes] == [State.CHECKPOINTED] * 2
         await way.resume(target)
@@ -180,7 +194,10 @@ HANGS_AFTER_S = 30.0
 
 
 async def test_what_the_papers_order_does(way: CudaCheckpoint, groups: Cgroups) -> None:
-    """The paper freezes first. CRIU's maintainers found that to hang: printed is what this driver does. If it answers, the process continues."""
+    """Print what this driver does in the paper's order, which freezes first.
+
+    CRIU's maintainers found that this hangs. If the driver answers, the process continues.
+    """
     if not groups.available:
         pytest.skip(groups.reason)
     with computing(groups, 64) as (process, target):

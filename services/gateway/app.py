@@ -219,9 +219,9 @@ def _warn_about_access(gateway: Gateway) -> None:
         )
 
 
-async def _finish(gateway: Gateway, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+async def _finish(gateway: Gateway, server: HttpServer, serving: asyncio.Task[None]) -> None:
     gateway.begin_closing()
-    server.should_exit = True
+    server.request_stop()
     if not gateway.mesh.lost.is_set():
         await asyncio.wait([serving], timeout=gateway.settings.drain_timeout)
     gateway.end_all()

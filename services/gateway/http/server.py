@@ -22,6 +22,7 @@ _ACCEPTS_PER_TURN = 16
 _MAX_HANDSHAKES = 512
 """Connections in setup, of which TLS is the slow part. Others wait in the kernel's backlog."""
 _HANDSHAKE_TIMEOUT_S = 10.0
+_DATE_S = 1.0
 _MANY_CONNECTIONS = 1_000
 _RETRY_DELAY_S = 0.5
 """Pause after the process or the machine ran out of file descriptors."""
@@ -121,6 +122,21 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._listener = listener
         self._acceptor: Acceptor | None = None
+        self._stop_requested = asyncio.Event()
+
+    def request_stop(self) -> None:
+        """Make `serve()` stop accepting connections, wait for the open requests and return."""
+        self.should_exit = True
+        self._stop_requested.set()
+
+    async def main_loop(self) -> None:
+        """Renew the `date` header every second until a stop is requested.
+
+        uvicorn's own loop wakes ten times a second to see whether it shall stop.
+        """
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_requested.wait(), _DATE_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

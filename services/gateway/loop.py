@@ -38,6 +38,7 @@ from shared.tasks import end
 from shared.telemetry.tracing import traceparent
 
 TICK_S = 0.1
+IDLE_TICK_S = 1.0
 _STARTING_RETRY_MS = 1_000
 _ADMIN_WAIT_S = 2.0
 
@@ -101,6 +102,7 @@ class Gateway:
         self._demand = DemandPublisher(mesh, self._on_demand_reply, self._on_demand_refused)
         self._lora_prefetch = LoraPrefetch()
         self._requests: dict[str, ActiveRequest] = {}
+        self._opened = asyncio.Event()
         self._ticket_ids: dict[str, str] = {}
         self._idempotent_tasks: set[asyncio.Task[None]] = set()
         self._state_read = asyncio.Event()
@@ -134,6 +136,7 @@ class Gateway:
         buffer_limit_bytes = self.settings.stream_buffer_bytes
         request = ActiveRequest(ticket, card, engine_request, sink, self.dispatcher, buffer_limit_bytes)
         self._requests[ticket.id] = request
+        self._opened.set()
         self._ticket_ids[origin.request_id] = ticket.id
         if key is None:
             self.dispatcher.on_request(ticket, card.spec.queue.max_waiting, now)
@@ -243,9 +246,14 @@ class Gateway:
         self.has_joined = True
 
     async def _tick(self) -> None:
-        """Check deadlines until cancelled."""
+        """Check deadlines until cancelled; rarely while no request is in flight, so that an idle gateway costs little."""
         while True:
-            await asyncio.sleep(TICK_S)
+            if self._requests or not self._state_read.is_set():
+                await asyncio.sleep(TICK_S)
+            else:
+                self._opened.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._opened.wait(), IDLE_TICK_S)
             self.dispatcher.on_tick(time.monotonic())
             if self._has_state_for("/v1/"):
                 self._state_read.set()

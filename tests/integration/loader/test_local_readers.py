@@ -90,7 +90,7 @@ async def test_refusals_are_typed(loader: LoaderProcess, client: Client, tmp_pat
         await asyncio.to_thread(ask, source="/nowhere")
     with pytest.raises(InvalidModel, match="absolute"):
         await asyncio.to_thread(ask, source="here")
-    with pytest.raises(NotFound, match="attach with their source"):
+    with pytest.raises(NotFound, match="Attach with their source"):
         await asyncio.to_thread(ask, weights_id="0" * 32)
     write_checkpoint(tmp_path / "m")
     card = await client.card(tmp_path / "m")

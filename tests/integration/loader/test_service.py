@@ -130,7 +130,7 @@ async def test_a_grown_checkpoint_must_be_registered_again(client: Client, tmp_p
     write_checkpoint(tmp_path / "m")
     card = await client.card(tmp_path / "m")
     write_checkpoint(tmp_path / "m", tensors(megabytes=1))
-    with pytest.raises(CheckpointInvalid, match="register it again"):
+    with pytest.raises(CheckpointInvalid, match="Register it again"):
         await client.attach("i1", card)
 
 
@@ -243,7 +243,7 @@ async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(cl
     await client.release("i1")
     new = {name: np.asarray(values + 1) for name, values in old.items()}
     write_checkpoint(tmp_path / "m", new)
-    with pytest.raises(CheckpointInvalid, match=r"have changed since they were first loaded; register it again"):
+    with pytest.raises(CheckpointInvalid, match=r"have changed since they were first loaded; Register it again"):
         await client.attach("i2", card)
     await client.release("i2")
     assert_same(await client.attach("i3", await client.card(tmp_path / "m")), new)

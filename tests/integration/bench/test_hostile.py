@@ -1,4 +1,7 @@
-"""The short run of `bench.hostile`: every hostile body is answered with a refusal or a result, and none grows the gateway out of proportion."""
+"""Short run of `bench.hostile`: each hostile body gets a refusal or a result.
+
+No body makes the gateway's memory grow out of proportion.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[ZygoteProcess]:
-    # A socket's path must be short, which pytest's own directories are not.
+    # A socket path must be short, and pytest's own directories are too long.
     with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
         process = ZygoteProcess(Path(directory))
         yield process
@@ -48,7 +48,7 @@ async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
 
 @pytest.fixture
 async def engines(mesh: Mesh, nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Engines]:
-    """Each test has a node of its own."""
+    """Give each test a node of its own."""
     node = f"n-{abs(hash(request.node.nodeid)) % 10**9}"
     engines = Engines(mesh, node, nats_server.url, tmp_path)
     await engines.start()
@@ -75,7 +75,7 @@ async def client(zygote: ZygoteProcess) -> AsyncIterator[ZygoteClient]:
 async def instance(
     engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path
 ) -> AsyncIterator[tuple[str, int]]:
-    """A ready engine of the demo model, and its pid."""
+    """Yield a ready engine of the demo model, and its pid."""
     start = engines.spec(card_of(demo_directory))
     pid = await forked(client, start)
     report = await engines.settled(start.instance_id)

@@ -1,4 +1,4 @@
-"""Engines that a zygote forks, and a request that takes its time."""
+"""Engines that a zygote forks, and a long-running request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""An engine on memory that its loader owns: asked for by device, served from, and left when that loader is gone. The device's memory is
-the host's here."""
+"""An engine on device memory that its loader owns.
+
+The engine asks for it by device, serves from it, and exits when the loader is gone. Here the device's memory is host memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ WITHIN_S = 60.0
 
 
 class GpuLoader(FakeLoader):
-    """Has a handle for whoever names a device."""
+    """A loader that returns a memory handle to requests that name a device."""
 
     async def _answer(self, command: LoaderCommand) -> Message:
         found = await super()._answer(command)

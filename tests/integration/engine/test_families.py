@@ -1,4 +1,7 @@
-"""Greedy output equals `model.generate` token for token, family by family, alone and in any batch mix, from zero-copy weights."""
+"""Greedy output equals `model.generate` token for token, for each model family.
+
+Sequences run alone and in any batch mix, on zero-copy weights.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ TOKENS = 40
 
 
 class LoadedModel:
-    """A checkpoint loaded as an engine loads it, with its batcher running, and the reference beside it."""
+    """A checkpoint as an engine loads it, a running batcher, and the reference model."""
 
     def __init__(self, directory: Path, dtype: str, kv_blocks: int | None = None) -> None:
         self.segment = WrittenSegment(directory)
@@ -123,7 +126,7 @@ class LoadedModel:
         return result
 
     def run(self, requests: Sequence[GenerationRequest]) -> dict[str, dict[int, list[int]]]:
-        """Tokens by request and choice, all of them served at once."""
+        """Serve all requests concurrently; return tokens by request and choice."""
         tokens: dict[str, dict[int, list[int]]] = {r.request_id: {c.index: [] for c in r.choices} for r in requests}
         left = set(tokens)
 
@@ -208,7 +211,10 @@ def assert_near_tie(loaded: LoadedModel, prompt: list[int], alone: list[int], mi
 
 
 def test_preemption_changes_nothing(tmp_path: Path, demo_directory: Path) -> None:
-    """Four sequences that grow over a block each, in a cache that holds five blocks: some give way and are computed again."""
+    """Preemption does not change output.
+
+    Four sequences grow beyond a block each in a cache of five blocks: some are preempted and recomputed.
+    """
     prompts = [list(range(10 * i + 3, 10 * i + 3 + BLOCK_TOKENS - 20)) for i in range(4)]
     loaded = LoadedModel(save("llama", tmp_path / "m", demo_directory, torch.float32), "float32", kv_blocks=5)
     try:

@@ -1,4 +1,4 @@
-"""Embeddings whose answer is larger than a NATS message."""
+"""Embeddings whose response exceeds a NATS message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INPUTS = 1000
 
 @pytest.fixture
 def nats_server() -> Iterator[NatsServer]:
-    """Takes a fifth of what the answer has."""
+    """Start a NATS server whose maximum payload is a fifth of the response."""
     server = NatsServer(max_payload="80kB")
     yield server
     server.close()
@@ -31,7 +31,7 @@ async def test_an_answer_over_the_message_limit_comes_in_parts(engines: Engines,
     assert len(parts) >= 4
     vectors = [v for part in (*parts, done.vectors) for v in part]
     assert len(vectors) == INPUTS
-    # Batches of other sizes round differently; the order is what matters.
+    # Other batch sizes round differently; the order is under test.
     assert len({v[:8] for v in vectors}) >= 7
     assert vectors[:7] == vectors[7:14]
     assert [r.seq for r in stream.replies] == list(range(len(stream.replies)))
@@ -43,5 +43,5 @@ def test_an_answer_is_divided_only_where_it_must_be() -> None:
     first, last = split_vectors(vectors, 101_023)
     assert [len(part) for part in (*first, last)] == [999, 1]
     assert split_vectors((), 10_000) == ([], ())
-    first, last = split_vectors(vectors, 500)  # a vector that fits in no message is refused where it is sent
+    first, last = split_vectors(vectors, 500)  # the engine refuses to send a vector that exceeds a message
     assert all(len(part) == 1 for part in (*first, last))

@@ -1,4 +1,7 @@
-"""LoRA in the engine's own computation: what each adapter gives alone and in any mix, and what does not fit."""
+"""LoRA in the engine's forward pass: output of each adapter alone and in any mix.
+
+Adapters that do not fit are refused.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def mixed(loaded: LoadedModel, adapters: list[LoraAdapter | None]) -> tuple[list[list[int]], list[list[int]]]:
-    """Answers of every prompt with every adapter, each alone and all at once."""
+    """Return responses of every prompt with every adapter, run alone and all at once."""
     pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
     requests = [replace(loaded.request(i, prompt), adapter=adapter) for i, (prompt, adapter) in enumerate(pairs)]
     alone = [loaded.run([request])[request.request_id][0] for request in requests]
@@ -109,7 +112,10 @@ def test_float32_rows_of_any_adapters_are_what_they_are_alone_and_merged(
 
 
 def test_bfloat16_departs_only_at_near_ties(tmp_path: Path, demo_directory: Path, attachments: Attachments) -> None:
-    """With an adapter in bfloat16, as its base is, and one in float32, as PEFT saves them."""
+    """A bfloat16 model departs from the reference only at near-ties.
+
+    One adapter is in bfloat16, as its base; the other is in float32, as PEFT saves it.
+    """
     base = save("llama", tmp_path / "m", demo_directory, torch.bfloat16)
     dtypes = (torch.bfloat16, torch.float32)
     directories = [write_adapter(tmp_path / f"a{i}", base, seed=i, dtype=t) for i, t in enumerate(dtypes)]

@@ -1,4 +1,7 @@
-"""LoRA adapters in an engine process over real NATS: loaded while it serves, shared, refused, and unloaded."""
+"""LoRA adapters in an engine process over real NATS.
+
+They are loaded while it serves, shared, refused, and unloaded.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ ASKED: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 12, "temperature":
 
 @pytest.fixture
 async def instance(engines: Engines, loader: FakeLoader, zygote: ZygoteProcess, demo_directory: Path) -> AsyncIterator[str]:
-    """A ready engine of the demo model with room for 60 KB of adapters: two of theirs."""
+    """Yield a ready engine of the demo model with room for two adapters (60 KB)."""
     client = await zygote.connect()
     start = engines.spec(card_of(demo_directory, engine_args={"adapter_cache_bytes": 60_000}))
     client.send(start.model_dump_json().encode())
@@ -121,7 +124,7 @@ async def test_a_request_cancelled_while_its_adapter_loads_leaves_nothing(
 async def starting(
     engines: Engines, mesh: Mesh, zygote: ZygoteProcess, demo_directory: Path
 ) -> AsyncIterator[tuple[FakeLoader, str]]:
-    """An engine that waits for its weights' bytes."""
+    """Yield an engine that waits for its weights."""
     loader = FakeLoader(mesh, engines.node, hold=True)
     await loader.start()
     client = await zygote.connect()

@@ -1,4 +1,4 @@
-"""A running request leaves a real engine at a token and goes on at another one: what each is asked over NATS."""
+"""A running request migrates between real engines at a token, over NATS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BODY: dict[str, Any] = {**SLOW, "temperature": 1.0, "n": 2}
 
 @pytest.fixture
 async def pair(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path) -> AsyncIterator[tuple[str, str]]:
-    """Two ready engines of one model."""
+    """Yield two ready engines of one model."""
     starts = [engines.spec(card_of(demo_directory)) for _ in range(2)]
     pids = [await forked(client, start) for start in starts]
     for start in starts:

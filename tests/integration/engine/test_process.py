@@ -1,4 +1,4 @@
-"""Engine processes over real NATS: start, answer, drain, and leave."""
+"""Engine processes over real NATS: start, respond, drain, and exit."""
 
 from __future__ import annotations
 
@@ -167,7 +167,10 @@ async def test_sigterm_ends_what_runs_with_an_error(engines: Engines, instance: 
 async def test_the_kv_cache_is_shared_by_waiting(
     engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path
 ) -> None:
-    """A cache for 256 tokens: requests wait for each other, and one that could never fit is told so."""
+    """Requests wait for KV cache; a request that can never fit is refused.
+
+    The cache holds 256 tokens.
+    """
     per_token = 2 * 2 * 2 * 16 * 4
     start = engines.spec(card_of(demo_directory), kv_bytes=256 * per_token)
     pid = await forked(client, start)

@@ -1,4 +1,7 @@
-"""An answer that is cut off anywhere and gone on with from its tokens is the answer that was not cut off: text, tokens, log-probabilities, end."""
+"""A response that is cut off anywhere and resumed equals the undisturbed response.
+
+Text, tokens, log-probabilities and the finish reason are compared.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ Deltas = dict[int, list[ChoiceDelta]]
 
 
 class RecordedBatcher:
-    """A batcher at work, and what it has told of each request."""
+    """A running batcher, and its reported output by request."""
 
     def __init__(self, loaded: LoadedModel, runner: Runner | None = None) -> None:
         self.deltas: dict[str, Deltas] = {}
@@ -57,7 +60,7 @@ class RecordedBatcher:
             self.grew.notify_all()
 
     def answer(self, *requests: GenerationRequest) -> Deltas:
-        """Of the first, when all are over."""
+        """Run the requests until all end; return the first one's output."""
         for request in requests:
             self.batcher.submit(request)
         self.until(lambda: {r.request_id for r in requests} <= self.over)
@@ -93,7 +96,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["llama", "llama-dynamic-rope", "mistral-window"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    """Computed in packs, one by one, and with a window."""
+    """Load models that compute in packs, one by one, and with a sliding window."""
     directory = save(request.param, tmp_path_factory.mktemp("resume") / "m", demo_directory, torch.float32)
     loaded = LoadedModel(directory, "float32")
     yield loaded
@@ -116,7 +119,7 @@ def request(loaded: LoadedModel, name: str, resume: Resume | None = None, **body
 
 
 def cut(whole: Deltas, at: dict[int, int], asked: GenerationRequest, prepared: str = "") -> Resume:
-    """What a gateway has that heard so many deltas of each choice."""
+    """Return the gateway's resume state after so many deltas of each choice."""
     choices = []
     for index, count in at.items():
         received = whole[index][:count]
@@ -179,7 +182,10 @@ def test_stop_strings_are_found_across_the_cut(loaded: LoadedModel, reported: Re
 
 
 def test_tokens_that_complete_the_answer_end_it_at_once(loaded: LoadedModel, reported: RecordedBatcher) -> None:
-    """The engine before died, or was of another kind, before it said that it had finished."""
+    """A resume state whose tokens complete the response ends at once.
+
+    The previous engine died, or was of another kind, before it reported the end.
+    """
     first = request(loaded, "whole", n=2)
     whole = reported.answer(first)
     resume = cut(whole, {0: TOKENS, 1: TOKENS}, first)
@@ -187,7 +193,7 @@ def test_tokens_that_complete_the_answer_end_it_at_once(loaded: LoadedModel, rep
     rest = reported.answer(request(loaded, "rest", resume.model_copy(update={"choices": tuple(unsaid)}), n=2))
     text = flat(whole[0])[0]
     assert [flat(rest[i]) for i in (0, 1)] == [(text[3:], [], [], ["length"])] * 2
-    # And if it did say so of all choices, there is only the end to be told.
+    # If it reported the end of all choices, only the final message is missing.
     done = request(loaded, "done", resume, n=2)
     assert reported.answer(done) == {}
 
@@ -220,13 +226,13 @@ def test_keys_and_values_computed_ahead_are_used(loaded: LoadedModel, reported: 
     whole = reported.answer(first)
     tokens = flat(whole[0])[1]
     assert reported.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
-    # Extended, only the rest is computed; and what was prepared of other tokens is not used.
+    # An extended prefix computes only the rest; state prepared for other tokens is not used.
     assert reported.prepare("p", [*PROMPT, *tokens[:9]]) == Computed(4)
     assert reported.prepare("q", [*PROMPT[:-1], 999, 998]) == Computed(len(PROMPT))
     for name, count in (("p", 10), ("q", 10)):
         rest = reported.answer(request(loaded, f"rest-{name}", cut(whole, {0: count}, first, prepared=name)))
         assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0])
-    assert reported.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)  # it was given away with its request
+    assert reported.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)  # it was released with its request
     reported.batcher.discard_prepared("p")
     assert reported.prepare("p", [*PROMPT, *tokens[:5]]) == Computed(len(PROMPT) + 4)
 
@@ -247,7 +253,10 @@ def test_it_is_answered_after_a_while_with_what_was_computed(loaded: LoadedModel
 
 
 def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) -> None:
-    """Behind what runs, and in chunks: an answer is delayed by a part of a chunk for each of its tokens, never by more."""
+    """Running sequences gain a token in every step during a preparation.
+
+    The preparation runs after them, in chunks: each token is delayed by at most a part of one chunk.
+    """
     small = LoadedModel.__new__(LoadedModel)
     small.__dict__ = loaded.__dict__ | {"limits": dataclasses.replace(loaded.limits, chunk_tokens=64)}
     rows: list[list[int]] = []
@@ -284,7 +293,7 @@ def test_computing_ahead_never_takes_from_requests(loaded: LoadedModel) -> None:
     try:
         assert isinstance(reported.prepare("too much", list(range(1, 400)), list(range(1, 400))), InsufficientMemory)
         assert reported.prepare("p", list(range(1, 300))) == Computed(298)
-        # Three requests need all three blocks: what was kept gives way.
+        # Three requests need all three blocks: the kept prefix is evicted.
         reported.answer(*(request(loaded, f"r{i}", prompt=list(range(1, 90)), max_tokens=35) for i in range(3)))
         assert reported.prepare("p", list(range(1, 300))) == Computed(298)
     finally:

@@ -1,4 +1,4 @@
-"""Engine processes that start: what they wait for, what they cannot serve, and what ends them meanwhile."""
+"""Engine processes at start: waiting, refused models, and early exits."""
 
 from __future__ import annotations
 
@@ -127,7 +127,10 @@ async def test_binding_continues_while_bytes_arrive(
 async def test_a_loader_that_was_restarted_is_followed(
     engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
 ) -> None:
-    """The engine starts before there is a loader, and has mapped a segment that is replaced before it is complete."""
+    """An engine follows a restarted loader.
+
+    The engine starts before the loader, and has mapped a segment that is replaced before it is complete.
+    """
     start = engines.spec(card_of(demo_directory))
     pid = await forked(client, start)
     await engines.reported(start.instance_id, lambda r: r.state == "loading")
@@ -147,7 +150,10 @@ async def test_a_loader_that_was_restarted_is_followed(
 async def test_a_question_that_the_loader_lost_is_asked_again(
     engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
 ) -> None:
-    """As when the loader, or NATS, is killed between the question and the answer: nothing tells the engine of that."""
+    """The engine repeats a request for weights that the loader lost.
+
+    The loader, or NATS, may be killed between request and reply; the engine gets no notice of that.
+    """
 
     class Forgetful(FakeLoader):
         async def _attach(self, command: AttachWeights) -> WeightsAttached:

@@ -1,4 +1,7 @@
-"""The zygote: forks, tells every nodeagent of exits, outlives them, and is outlived by its engines."""
+"""The zygote forks engines, and reports exits to every nodeagent.
+
+It outlives the nodeagents; its engines outlive it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ async def fork(client: ZygoteClient, engines: Engines, demo: Path) -> tuple[str,
 
 async def test_exits_are_reported_to_every_nodeagent(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
     first, second = await zygote.connect(), await zygote.connect()
-    # Nobody serves as its loader: it would wait, or fail by itself; it is killed before.
+    # No loader serves this engine: it would wait or fail; the test kills it before.
     instance, pid = await fork(first, engines, demo_directory)
     os.kill(pid, signal.SIGKILL)
     for client in (first, second):

@@ -1,4 +1,4 @@
-"""A node's side of hosts under test."""
+"""The nodeagent's side of the hosts under test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """State of the test's own, by a path that is short enough for sockets."""
+    """Create a state directory whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="thaw-t-") as place:
         monkeypatch.setenv("THAW_HOME", place)
         yield Path(place)
@@ -35,7 +35,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 async def hosts(
     mesh: Mesh, nats_server: NatsServer, home: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[Hosts]:
-    """Each test has a node of its own."""
+    """Give each test a node of its own."""
     hosts = Hosts(mesh, f"n-{abs(hash(request.node.nodeid)) % 10**9}", nats_server.url, tmp_path)
     await hosts.start()
     yield hosts

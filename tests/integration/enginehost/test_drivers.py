@@ -1,4 +1,7 @@
-"""One suite for every driver, held against a server that takes the options and has the endpoints which the engine's documentation publishes."""
+"""One suite for every driver, against a server like the engine.
+
+The server takes the options and serves the endpoints that the engine's documentation publishes.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,10 @@ async def test_sglang_without_a_copy_of_its_weights_has_the_second_level_only(ho
 
 
 async def test_vllm_on_gpus_that_others_use_too(hosts: Hosts, tmp_path: Path) -> None:
-    """It refuses to start while less than a share of the GPU is free, though it is told its cache's size; and that is the size on each GPU."""
+    """vLLM shares GPUs with other processes.
+
+    vLLM refuses to start if less than its share of the GPU is free, even with an explicit cache size; that size applies to each GPU.
+    """
     source = tmp_path / "model"
     source.mkdir()
     start = hosts.spec(hosted_card(source, "vllm"), kv_bytes=64 * MIB, THAW_VLLM_PYTHON=fake_program(tmp_path, "vllm"))
@@ -179,7 +185,10 @@ async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_
 
 @pytest.mark.parametrize("engine", ["ollama", "llamacpp"])
 async def test_a_model_that_embeds_is_loaded_as_one(hosts: Hosts, tmp_path: Path, engine: str) -> None:
-    """Ollama refuses to generate with it, an empty request too; llama.cpp's server embeds only where it is told to."""
+    """An embedding model is loaded as one.
+
+    Ollama refuses to generate with it, even for an empty request; llama.cpp's server embeds only with its option.
+    """
     card = hosted_card("engine://embed-small", engine, memory=MIB) if engine == "ollama" else card_of(tmp_path, engine)
     card = card.model_copy(update={"info": card.info.model_copy(update={"task": "embed"})})
     start = hosts.host(card, **{SETTINGS[engine]: fake_program(tmp_path, engine)})

@@ -1,4 +1,4 @@
-"""Who reaches a hosted engine: its host, and no other user of the machine."""
+"""A hosted engine is reachable for its host, and for no other user of the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def needs_networks() -> None:
 
 
 async def ready(hosts: Hosts, card: Any, **more: Any) -> tuple[str, Path]:
-    """The instance, and the directory where sockets of its node's engines are."""
+    """Yield the instance and the socket directory of its node's engines."""
     start = hosts.host(card, **more)
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
@@ -61,7 +61,10 @@ async def test_no_other_user_reaches_an_engine(hosts: Hosts, tmp_path: Path, eng
 
 @pytest.mark.usefixtures("needs_networks")
 async def test_nor_ollama_with_a_file(hosts: Hosts, tmp_path: Path) -> None:
-    """It knows no keys. With a name to pull it needs the machine's network."""
+    """Only its host reaches Ollama, with a file too.
+
+    It has no API keys. A model name to pull needs the machine's network.
+    """
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF" + bytes(100))
     instance, run = await ready(hosts, hosted_card(file, "ollama"), THAW_OLLAMA_PROGRAM=fake_program(tmp_path, "ollama"))
@@ -97,7 +100,10 @@ async def test_a_client_that_leaves_ends_its_request_through_a_relay(hosts: Host
 
 
 async def test_a_port_of_the_machine_where_that_is_asked_for_has_no_dev_mode(hosts: Hosts, tmp_path: Path) -> None:
-    """What it has then is told in docs/engines.md: a command with {port}, or `network: host`, is open to the machine's users."""
+    """An engine on a port of the machine has no development mode.
+
+    docs/engines.md: with {port} in its command, or `network: host`, all users of the machine reach it.
+    """
     command = [fake_program(tmp_path, "vllm"), "--port", "{port}"]
     instance, run = await ready(hosts, hosted_card(tmp_path, "vllm", command=command), device="cuda:0")
     env = (await hosts.other(instance, "/stats", "GET")).json["env"]

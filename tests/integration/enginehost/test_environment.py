@@ -1,4 +1,4 @@
-"""Credentials of the node do not reach the processes of its engines, unless the model asks for them."""
+"""Engines inherit no credentials of the node, unless the model requests them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRETS = {
 
 @pytest.fixture
 def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the environment of the nodeagent, which is the test's own here."""
+    """Set secrets in the environment of the nodeagent, here the test process."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
 

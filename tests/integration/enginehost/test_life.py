@@ -1,4 +1,4 @@
-"""The life of a hosted engine: slow, mute, deaf, forking, dying and replaced ones."""
+"""Life cycle of a hosted engine that is slow, hung, forking, dying or replaced."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ async def test_whatever_it_forked_ends_with_it(hosts: Hosts) -> None:
 
 
 async def test_the_end_of_its_host_is_the_engines_end(hosts: Hosts) -> None:
-    """All of it, what has left its session too, and with no nodeagent there to see to it."""
+    """The engine ends with its host.
+
+    All of its processes end, also those in sessions of their own, without a nodeagent.
+    """
     start = hosts.host(fake_card("--fork", "--ignore-term"))
     report = await hosts.settled(start.instance_id)
     assert len(hosts.marked(start.instance_id)) == 2
@@ -150,7 +153,7 @@ def _members(group: Path) -> list[int]:
 
 @pytest.fixture
 def narrow_group() -> Iterator[Path]:
-    """The file that takes pids of a control group with room for 150 MiB."""
+    """Yield the file that adds pids to a control group with room for 150 MiB."""
     for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
         group = root / f"thaw-test-{uuid.uuid4().hex[:8]}"
         try:
@@ -159,7 +162,7 @@ def narrow_group() -> Iterator[Path]:
             continue
         if (group / limit).exists():
             (group / limit).write_text(str(150 * MIB))
-            # Nothing is to go to swap instead.
+            # Keep the group from swapping.
             for name in ("memory.swappiness", "memory.swap.max"):
                 if (group / name).exists():
                     (group / name).write_text("0")
@@ -206,11 +209,11 @@ async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:
     control = subjects.engine_control(start.instance_id)
     await hosts.mesh.request(control, SleepEngine(), EngineAsleep)
     await hosts.reported(start.instance_id, lambda r: r.state == "asleep")
-    # Held still, as by a freezer: nobody asks it anything meanwhile.
+    # Stopped, as by a freezer: the host sends no probes meanwhile.
     process = psutil.Process(report.hosted.pids[0])
     process.suspend()
     received = len(hosts.reports[start.instance_id])
-    # Two more reports: a second at least, in which ten probes would have been due.
+    # Wait for two more reports: ten probes would be due in that second or more.
     await hosts.reported(start.instance_id, lambda r: len(hosts.reports[start.instance_id]) > received + 1)
     process.resume()
     probed = await hosts.mesh.request(control, WakeEngine(), EngineProbed)
@@ -221,7 +224,7 @@ async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:
 
 async def test_a_port_that_someone_else_took_is_left_to_them(hosts: Hosts, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    # The first time its port is served by a process that has left the family: a grandchild whose parent is gone.
+    # First, a process outside the family serves its port: a grandchild whose parent has ended.
     launch = (
         "import os,subprocess,sys;"
         f"os.path.exists({str(state)!r}) and os.execv(sys.argv[2], sys.argv[2:]);"

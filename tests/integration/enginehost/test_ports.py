@@ -1,4 +1,4 @@
-"""The port that an engine was given is taken by another process before the engine binds it."""
+"""Another process takes the engine's port before the engine binds it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ until [ -e "{place}/$1.go" ]; do sleep 0.02; done
 
 
 def late_card(place: Path, bind: str = "") -> ModelCard:
-    """An engine that says which port it was given and waits for the word before it binds it (or does `bind`)."""
+    """Return a card of an engine that reports its port and waits before it binds it.
+
+    Args:
+        bind: Code to run instead.
+    """
     bind = bind or f'exec {sys.executable} -m tests.support.fake_openai --port "$1"'
     script = _LATE.format(place=place, bind=bind)
     return hosted_card("engine://m", command=["sh", "-c", script, "engine", "{port}"], memory=MIB)
 
 
 class Healthy(BaseHTTPRequestHandler):
-    """Somebody else's server, which is well too."""
+    """A healthy server of another owner."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -43,7 +47,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def thief() -> Iterator[list[Any]]:
-    """What has been taken; closed at the end."""
+    """Yield a list for taken ports; close them at the end."""
     taken: list[Any] = []
     yield taken
     for held in taken:
@@ -51,7 +55,7 @@ def thief() -> Iterator[list[Any]]:
 
 
 async def asked(place: Path, known: set[str]) -> str:
-    """The next port that the engine has been given."""
+    """Return the next port that the engine is given."""
     async with asyncio.timeout(30):
         while True:
             for path in place.glob("*.asked"):
@@ -90,7 +94,10 @@ async def test_after_three_it_gives_up_and_says_so(hosts: Hosts, tmp_path: Path,
 
 
 async def test_health_of_another_process_is_not_the_engines(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
-    """The engine never notices; who listens there is looked at before a request goes there."""
+    """The health of another process on the port does not count as the engine's.
+
+    The engine does not notice; the host checks the port's owner before it sends a request.
+    """
     start = hosts.host(late_card(tmp_path, f'exec {sys.executable} -m tests.support.fake_openai --port "$1" --ready-after 2'))
     known: set[str] = set()
     first = await asked(tmp_path, known)

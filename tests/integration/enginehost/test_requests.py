@@ -1,4 +1,4 @@
-"""Requests through a real host to a real HTTP server, and what comes back."""
+"""Requests through a real host to a real HTTP server, and their responses."""
 
 from __future__ import annotations
 

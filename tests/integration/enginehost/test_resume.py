@@ -1,4 +1,7 @@
-"""Answers of an engine like vLLM that stop in the middle and are gone on with by another host: as if undisturbed."""
+"""Another host resumes interrupted responses of an engine like vLLM.
+
+The result equals the undisturbed response.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Text completions of a server like llama-server, gone on with by another host from their tokens; and those of whose tokens not all are told."""
+"""Another host resumes text completions of a server like llama-server.
+
+It resumes from their tokens; some responses do not report all of them.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ async def test_read_and_prepared_as_any(hosts: Hosts, instance: str) -> None:
 
 
 async def test_a_response_with_missing_tokens_is_not_moved(hosts: Hosts, instance: str) -> None:
-    """Where its engine dies it is gone on with all the same, from the last token that is known; if its tokens were drawn, it cannot be."""
+    """A response with missing tokens is not migrated.
+
+    If its engine dies, it resumes from the last known token; a sampled response cannot resume.
+    """
     control = subjects.engine_control(instance)
     stream = await hosts.ask(instance, "completion", **asked(TORN, fake={"says": TORN * 5, "pace": 0.02}))
     await stream.until(lambda r: len("".join(d.text for x in r if isinstance(x, InferData) for d in x.progress)) > BEFORE + 1)

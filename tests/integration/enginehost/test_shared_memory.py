@@ -1,4 +1,7 @@
-"""What an engine leaves in /dev/shm, killed or not, is removed by the reaper of its host: its own, and nobody else's."""
+"""The host's reaper removes an engine's /dev/shm files, even after SIGKILL.
+
+It leaves those of others alone.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ time.sleep(600)
 
 @pytest.fixture
 def of_another() -> Iterator[SharedMemory]:
-    """A segment of a process that goes on."""
+    """Yield a segment of a process that keeps running."""
     memory = SharedMemory(create=True, size=4096)
     yield memory
     memory.close()
@@ -56,7 +59,7 @@ def test_it_goes_with_the_killed_engine_and_what_others_use_stays(of_another: Sh
         own = Path("/dev/shm") / json.loads(engine.stdout.readline())
         assert own.exists()
         os.write(writing, f"{engine.pid} {reaper.started(engine.pid)}".encode())
-        os.close(writing)  # the host's end
+        os.close(writing)  # the end of the host
         assert engine.wait(30) == -9
     assert reaper.shared(os.getpid()), "this test has a segment of its own mapped"
     until(lambda: not own.exists(), what="the reaper has removed it")
@@ -64,7 +67,7 @@ def test_it_goes_with_the_killed_engine_and_what_others_use_stays(of_another: Sh
 
 
 async def sharing(hosts: Hosts) -> tuple[EngineReport, list[Path]]:
-    """A ready engine, and the shared memory and the semaphore that it has."""
+    """Yield a ready engine, and its shared memory and semaphore."""
     start = hosts.host(fake_card("--share"))
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
@@ -84,7 +87,10 @@ async def test_an_engine_that_ends_in_order_leaves_none(hosts: Hosts) -> None:
 
 
 async def test_an_engine_that_is_killed_with_its_host_leaves_none(hosts: Hosts) -> None:
-    """As a nodeagent does with what is frozen: nobody is left who could be asked what it had."""
+    """No shared memory remains if engine and host are killed together.
+
+    A nodeagent does that with frozen processes: none is left to report its segments.
+    """
     report, own = await sharing(hosts)
     assert report.hosted is not None
     for pid in (*report.hosted.pids, report.pid):

@@ -1,4 +1,7 @@
-"""vLLM's own sleep, through its host, against a server with its published endpoints which really gives memory back: a 200 proves nothing."""
+"""vLLM's own sleep through its host, against a server with the same endpoints.
+
+The server really releases memory: a 200 alone proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ BALLAST_MIB = 200
 
 
 class HostMemoryAsGpu:
-    """`cuda:0` whose memory is what the engine's processes really have in host memory."""
+    """`cuda:0` whose memory is the host memory of the engine's processes."""
 
     info = DeviceInfo("cuda:0", "cuda", "host memory", 1 << 40, 1 << 40)
 
@@ -37,7 +40,7 @@ GAUGE = MemoryUsage({"cuda:0": HostMemoryAsGpu()})
 
 
 class Asleep:
-    """A ready engine, and the way that has it sleep."""
+    """A ready engine, and the method that puts it to sleep."""
 
     def __init__(self, hosts: Hosts, instance_id: str, pids: tuple[int, ...], levels: tuple[int, ...]) -> None:
         self.hosts = hosts

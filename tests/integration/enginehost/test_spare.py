@@ -1,4 +1,7 @@
-"""Hosts in waiting: an interpreter that has its imports done becomes the engine, and is gone with whoever held it."""
+"""Spare hosts: an interpreter with its imports done becomes the engine.
+
+It ends with its owner.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ if __name__ == "__main__":
 
 
 class Node:
-    """A node's launcher of hosts, with a stand-in for vLLM that an interpreter can import."""
+    """A node's launcher of hosts, with an importable stand-in for vLLM."""
 
     def __init__(self, hosts: Hosts, directory: Path) -> None:
         self.hosts, self.directory = hosts, directory
@@ -63,7 +66,11 @@ class Node:
         return [(name, int(pid)) for name, pid in map(str.split, lines)]
 
     async def waits(self, count: int = 1) -> int:
-        """Until so many interpreters in all have their imports done; the pid of the last."""
+        """Wait until so many interpreters in all have done their imports.
+
+        Returns:
+            The pid of the last one.
+        """
 
         async def found() -> list[int]:
             return [pid for name, pid in self.imported() if name != "__main__"]

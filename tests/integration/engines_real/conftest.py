@@ -1,4 +1,7 @@
-"""Real vLLM and a real llama.cpp server behind hosts, one of each for all tests here: they take half a minute to start."""
+"""Real vLLM and llama.cpp servers behind hosts, one of each for all tests.
+
+They take half a minute to start.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ MAKE_GGUF = Path(__file__).with_name("make_gguf.py")
 
 @dataclass(frozen=True)
 class RealEngine:
-    """A host that has been spawned; `instance` of `node`."""
+    """A spawned host; `instance` of `node`."""
 
     engine: str
     node: str
@@ -37,7 +40,7 @@ class RealEngine:
 
 @pytest.fixture(scope="session", autouse=True)
 def home() -> Iterator[Path]:
-    """State of these tests' own, by a path that is short enough for sockets."""
+    """Create a state directory whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="thaw-t-") as place, pytest.MonkeyPatch.context() as patch:
         patch.setenv("THAW_HOME", place)
         yield Path(place)
@@ -45,13 +48,16 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its heads have 32 elements: the demo model "test" has smaller ones than vLLM computes with on cpu."""
+    """Create a model with heads of 32 elements.
+
+    The heads of the demo model "test" are too small for vLLM on cpu.
+    """
     return make_demo_model(tmp_path_factory.mktemp("real") / "5m", "5m")
 
 
 @pytest.fixture(scope="session")
 def torn(model_directory: Path) -> list[int]:
-    """Tokens that are no text by themselves, but a part of a character's bytes."""
+    """Return tokens that are parts of a character's bytes, and no text by themselves."""
     tokenizer = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
     return [i for i in range(tokenizer.get_vocab_size()) if "\ufffd" in tokenizer.decode([i])]
 
@@ -64,12 +70,15 @@ def gguf_file(model_directory: Path) -> Path:
 
 
 def environment(*engines: str) -> dict[str, str]:
-    """Where hosts find these engines; skips the test, with the reason, where one is not installed."""
+    """Return the environment in which hosts find these engines.
+
+    Skips the test, with the reason, if one is not installed.
+    """
     return {f"THAW_{e.upper()}_PYTHON": python_of(e) for e in engines}
 
 
 def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) -> Iterator[RealEngine]:
-    # Recomputed and decoded positions of 16 bits differ enough, on some processors, to part at near-ties (docs/failover.md).
+    # On some processors recomputed 16-bit positions differ from decoded ones enough to part at near-ties (docs/failover.md).
     options = {"dtype": "float32"} if engine == "vllm" else {}
     card = hosted_card(source, engine, context=1024, **options)
     hosts = Hosts(None, f"real-{directory.name}", url, directory)  # type: ignore[arg-type]  # only spawns
@@ -115,7 +124,7 @@ async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
 
 
 async def listening(mesh: Mesh, url: str, real: RealEngine) -> Hosts:
-    """A node's side for one test, once the engine is ready."""
+    """Yield a node's side for one test, once the engine is ready."""
     hosts = Hosts(mesh, real.node, url, real.log.parent)
     hosts.patience_s = PATIENCE_S
     await hosts.start()

@@ -1,6 +1,7 @@
-"""`PYTHON make_gguf.py DIRECTORY OUT.gguf`: a Hugging Face Llama directory as a GGUF file, in the environment that has `gguf` and numpy.
+"""Converts a Hugging Face Llama directory to GGUF.
 
-What llama.cpp's own convert_hf_to_gguf.py does for this one architecture: names mapped, query and key rows permuted to its rotary layout.
+Run `PYTHON make_gguf.py DIRECTORY OUT.gguf` in an environment that has `gguf` and numpy. It does what llama.cpp's convert_hf_to_gguf.py
+does for this architecture: it maps names, and permutes query and key rows to the rotary layout.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
 
 
 def tensors(path: Path) -> Any:
-    """(name, float32 array) of a safetensors file."""
+    """Yield (name, float32 array) of a safetensors file."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

@@ -1,4 +1,4 @@
-"""Requests to real engines through their hosts: whole, streamed, cancelled, constrained, refused."""
+"""Requests to real engines: whole, streamed, cancelled, constrained, refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ async def test_the_probe_says_the_same_each_time(mesh: Mesh, nats_server: NatsSe
 async def test_vllms_sleep_endpoints_are_what_its_driver_takes_them_for(
     mesh: Mesh, nats_server: NatsServer, vllm: RealEngine, tmp_path: Path, level: int
 ) -> None:
-    """On cpu it gives nothing up, and weights are read again all the same: the calls, their order and their statuses are a GPU's."""
+    """vLLM's sleep endpoints behave as its driver expects.
+
+    On cpu it frees no memory, but reads the weights again: calls, order and statuses equal those on a GPU.
+    """
     hosts = await listening(mesh, nats_server.url, vllm)
     hosted = hosts.reports[vllm.instance][-1].hosted
     assert hosted is not None
@@ -83,7 +86,7 @@ async def test_log_probabilities_and_text_completions(mesh: Mesh, nats_server: N
 
 
 async def test_json_mode_reaches_the_engine(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
-    """A model with random weights says JSON only if it is made to."""
+    """JSON mode reaches the engine: random weights give JSON only if constrained."""
     hosts = await listening(mesh, nats_server.url, real)
     schema = {"type": "object", "properties": {"a": {"enum": ["ice"]}}, "required": ["a"], "additionalProperties": False}
     wanted: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
@@ -109,7 +112,7 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     cancel = CancelInfer(request_id=stream.request_id)
     await mesh.nc.publish(subjects.engine_control(real.instance), cancel.model_dump_json().encode())
     at_cancel = _cpu(pid)
-    # The next one is answered after it: an engine that had gone on would have computed all of it by then.
+    # The next request is served after it: an engine that had continued would have computed all of it by then.
     short = await hosts.whole(real.instance, "chat", messages=HELLO, max_tokens=2, temperature=0)
     assert short.status == 200
     if real.engine == "vllm":

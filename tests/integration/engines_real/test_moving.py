@@ -1,4 +1,7 @@
-"""Fifty moves of running streams between two real vLLMs on a mesh of two nodes: token for token as if nothing had happened."""
+"""Fifty migrations of streams between two real vLLMs on a mesh of two nodes.
+
+Tokens equal those of undisturbed streams.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * PATIENCE_S)]
 
 
 class Hosted(Roomy):
-    """One vLLM on each of two nodes. float32: recomputing changes no token of a single stream there."""
+    """A mesh with one vLLM on each of two nodes.
+
+    In float32 recomputation changes no token of a single stream.
+    """
 
     def serve(self, source: Path) -> None:
         self.environment["THAW_VLLM_PYTHON"] = python_of("vllm")
@@ -56,7 +62,10 @@ def mesh(model_directory: Path) -> Iterator[Hosted]:
 
 @pytest.fixture(scope="module")
 def asked(model_directory: Path, torn: list[int]) -> dict[str, Any]:
-    """Tokens that are text by themselves only: what vLLM makes of bytes that are no UTF-8 depends on what it has made text of before."""
+    """Return tokens that are whole characters.
+
+    vLLM's text for invalid UTF-8 depends on the text before it.
+    """
     tokenizer = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
     words = sorted({*range(3, tokenizer.get_vocab_size())} - {*torn})
     greedy = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "allowed_token_ids": words}
@@ -70,7 +79,7 @@ def begun(mesh: Hosted, asked: dict[str, Any], prompt: str) -> Stream:
 
 
 def test_many_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
-    """One stream at a time, there and back for as long as it lasts."""
+    """One stream at a time migrates between the nodes until it ends."""
     undisturbed = {prompt: begun(mesh, asked, prompt).result() for prompt in PROMPTS}
     assert {len(s.tokens) for s in undisturbed.values()} == {TOKENS}
     engines = {node: mesh.on("one", node) for node in NODES}
@@ -96,7 +105,11 @@ def test_many_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
 
 
 def as_undisturbed(mesh: Hosted, stream: Stream, undisturbed: Stream) -> int:
-    """Token for token the same; or else (1 is returned) up to a near-tie, whose gap is measured."""
+    """Check the tokens against the undisturbed stream.
+
+    Returns:
+        1 if they part at a near-tie, whose gap is measured; 0 if they are the same.
+    """
     at = stream.differs(undisturbed)
     if at is None:
         stream.assert_same(undisturbed)
@@ -121,7 +134,7 @@ def as_undisturbed(mesh: Hosted, stream: Stream, undisturbed: Stream) -> int:
 
 
 def moved(mesh: Hosted, stream: Stream, node: str) -> dict[str, Any] | None:
-    """The migration's record; None if the stream was there already, or over before."""
+    """Return the migration's record; None if the request was there or has ended."""
     try:
         (record,) = mesh.order(request_id=stream.request_id, node=node)["migrations"]
     except httpx.HTTPStatusError as e:

@@ -1,4 +1,7 @@
-"""An unmodified vLLM with `load_format: thaw`: its weights come from the node's loader, or from the files, and its tokens are the same."""
+"""An unmodified vLLM with `load_format: thaw`.
+
+It reads weights from the node's loader or from files, and its tokens are the same.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ print(json.dumps([len(found), all((found[name] == tensor).all().item() for name,
 
 
 def test_without_a_loader_the_files_are_read(model_directory: Path, tmp_path: Path) -> None:
-    """In vLLM's own environment, with nothing of ours but the overlay."""
+    """Without a loader the plug-in reads the files.
+
+    vLLM's environment has nothing of Thaw but the overlay.
+    """
     done = subprocess.run(
         [python_of("vllm"), "-c", PROGRAM, str(model_directory)],
         env={**os.environ, "PYTHONPATH": str(plugin_path(tmp_path / "overlay"))},

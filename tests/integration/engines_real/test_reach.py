@@ -1,4 +1,4 @@
-"""Real vLLM and llama.cpp: reached by their host only, and with no credentials of the node."""
+"""Only the host reaches real vLLM and llama.cpp; they have no node credentials."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.engines_real.conftest import RealEngine, listening
 from tests.support.intruder import listening_sockets, tried_by_another_user
 from tests.support.servers import NatsServer
 
-# vLLM takes half a minute to start, and minutes where others compute too.
+# vLLM takes half a minute to start, and minutes on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 

@@ -1,4 +1,7 @@
-"""Answers of real vLLM and llama-server that stop in the middle and are gone on with: token for token as undisturbed."""
+"""Responses of real vLLM and llama-server that stop in the middle are resumed.
+
+Tokens equal those of undisturbed responses.
+"""
 
 from __future__ import annotations
 

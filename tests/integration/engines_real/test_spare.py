@@ -1,4 +1,4 @@
-"""Real vLLM in an interpreter that waited with its imports done."""
+"""Real vLLM in a spare interpreter with its imports done."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_it_becomes_vllm(mesh: Mesh, nats_server: NatsServer, model_direct
 
         (interpreter,) = await hosts.eventually(waiting, bool, PATIENCE_S)
         start = hosts.spec(hosted_card(model_directory, "vllm", context=1024), kv_bytes=64 * MIB, **settings)
-        pid = await launcher.launch(start)  # told while it imports
+        pid = await launcher.launch(start)  # received while it imports
         report = await hosts.settled(start.instance_id)
         assert report.state == "ready", report.error
         assert interpreter in {p.pid for p in psutil.Process(pid).children()}

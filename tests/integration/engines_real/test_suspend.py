@@ -1,4 +1,7 @@
-"""Real vLLM and llama.cpp: suspended with their memory proved free, resumed with the same tokens, many times, and against each other."""
+"""Real vLLM and llama.cpp: suspended, resumed and swapped, many times.
+
+Their memory is proved free, and the tokens stay the same.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ SWAP_MIB = 2000
 SWAPS = int(os.environ.get("THAW_TEST_SWAPS", "12"))
 """In a row, without growth. `make test-long` asks for 200."""
 ROOM_FOR_A_CONNECTION = 2
-# vLLM takes half a minute to start, and minutes where others compute too.
+# vLLM takes half a minute to start, and minutes on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -81,7 +84,10 @@ async def test_llamacpp_many_times(llamacpp_node: Node, gguf_file: Path) -> None
 
 
 async def test_vllm_parked_at_its_start_and_then_many_times(vllm_node: Node, vllm_card: ModelCard) -> None:
-    """Nobody has asked for it: it is started, warmed and suspended, and its first request only resumes it."""
+    """vLLM is parked at its start, and then suspended many times.
+
+    Without a request it is started, warmed and suspended; its first request only resumes it.
+    """
     status = await start_hosted(vllm_node, vllm_card, mib=VLLM_MIB, park=True)
     assert status.suspended is not None
     assert status.memory.reserved < 0.25 * VLLM_MIB * MIB
@@ -91,7 +97,10 @@ async def test_vllm_parked_at_its_start_and_then_many_times(vllm_node: Node, vll
 
 
 async def swapped_without_growth(node: Node, name: str, swaps: int, already: int = 0) -> None:
-    """Suspended and resumed so often, without growth in memory, descriptors or processes of engine, host or agent, or in what it answers."""
+    """Repeat suspension and resumption, without growth or changed output.
+
+    Memory, descriptors and processes of engine, host and agent do not grow.
+    """
     text, pids = await generate(node, name), node.instance(name).pids
     assert node.process is not None
     agent = node.process.pid

@@ -1,5 +1,7 @@
-"""Real engines that die, or never generate: noticed, explained, cleaned up after, started again. Named so as to run last: it kills the engine
-that the other files share."""
+"""Real engines that die or never generate are detected, explained and restarted.
+
+The file's name sorts last, since it kills the engine that the other files share.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
 async def test_healthy_and_unable_to_generate(mesh: Mesh, nats_server: NatsServer, tmp_path: Path) -> None:
-    """vLLM starts with this model, opens its port and is healthy; its attention on cpu cannot compute heads of 16 elements."""
+    """An engine that is healthy but unable to generate is detected.
+
+    vLLM starts with this model, opens its port and is healthy; its attention on cpu cannot compute heads of 16 elements.
+    """
     source = make_demo_model(tmp_path / "test", "test")
     hosts = Hosts(mesh, "real-mute", nats_server.url, tmp_path)
     hosts.patience_s = PATIENCE_S
@@ -61,7 +66,7 @@ async def test_llamacpp_is_killed_and_started_again(nats_server: NatsServer, ggu
         host = status.pids[0]
         (engine,) = (pid for pid in status.pids if "llama_cpp.server" in psutil.Process(pid).cmdline())
         assert (await node.until(lambda s: s.instances[0].memory.private > 60 << 20)).instances[0].state is InstanceState.READY
-        # An agent that dies and comes back finds it serving.
+        # A restarted agent finds it serving.
         node.kill_agent()
         await node.start_agent()
         assert node.instance("llama1").state is InstanceState.READY

@@ -1,4 +1,4 @@
-"""A gateway process-in-a-task on real NATS, with fake engines behind it."""
+"""A gateway in a task, on real NATS, with fake engines behind it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def _trust(settings: GatewaySettings) -> ssl.SSLContext | bool:
 
 
 class Served:
-    """A running gateway. `stop` asks it to end as SIGTERM does; `ended` gives its exit status."""
+    """A running gateway.
+
+    `stop` shuts it down as SIGTERM does; `ended` gives its exit status.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
@@ -101,7 +104,7 @@ async def gateway(node: FakeNode, serve: ServeFn) -> AsyncIterator[Served]:
 
 
 async def until_listed(served: Served, cards: tuple[ModelCard, ...]) -> None:
-    """Until the gateway has read every card."""
+    """Wait until the gateway has read every card."""
     await until(lambda: _listed(served, len(cards)))
 
 

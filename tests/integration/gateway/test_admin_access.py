@@ -1,4 +1,4 @@
-"""What the gateway keeps from those who merely reach its port, and out of its logs."""
+"""The gateway protects its admin API from callers without a key, and its logs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_prompts_are_logged_only_where_that_is_asked_for(
             await until_listed(served, CARDS)
             body = chat() | {"messages": [{"role": "user", "content": secret}]}
             assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
-            # Neither does an error repeat what was sent to a log.
+            # Nor does an error copy the request into a log.
             assert (await served.http.post("/v1/chat/completions", json=body | {"n": "many"})).status_code == 400
     logged = [vars(r) for r in caplog.records if r.name.startswith("services.")]
     assert (secret in str(logged)) is asked

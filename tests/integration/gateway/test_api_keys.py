@@ -1,4 +1,4 @@
-"""API keys that are added and revoked while gateways run, and the command line that does it."""
+"""API keys are added and revoked while gateways run, by API and command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def guarded(node: FakeNode, serve: ServeFn) -> AsyncIterator[Served]:
 
 
 async def thaw(served: Served, *arguments: str) -> tuple[int | None, Any]:
-    """Run the command line against a gateway; its status and its document."""
+    """Run the command line against a gateway; return its status and its document."""
     status, out = await _run(served, *arguments, "--json")
     return status, json.loads(out)
 
@@ -180,7 +180,10 @@ async def _closed(served: Served) -> bool:
 
 
 async def test_an_open_admin_api_makes_no_admin_key(node: FakeNode, serve: ServeFn) -> None:
-    """With an admin key of its own, the caller could have commands run on every node."""
+    """An open admin API creates no admin key.
+
+    With an admin key of its own, a caller could have commands run on every node.
+    """
     async with serve() as open_gateway:
         await until_listed(open_gateway, CARDS)
         body = {"name": "mallory", "scope": "admin", "sha256": hash_key("sk-mallory")}

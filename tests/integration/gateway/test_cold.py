@@ -1,4 +1,7 @@
-"""Requests for models that are not ready: queues, demand, waking comments, failures, and engines that refuse or die."""
+"""Requests for models that are not ready.
+
+Queues, demand, waking comments, failures, and engines that refuse or die.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An admin API without a key accepts no commands or code; no inference request carries any."""
+"""An admin API without a key accepts no commands or code.
+
+Inference requests carry none.
+"""
 
 from __future__ import annotations
 
@@ -45,5 +48,5 @@ async def test_an_open_admin_api_takes_no_commands(node: FakeNode, serve: ServeF
         await until_listed(served, CARDS)
         assert (await served.http.post("/admin/v1/models", json={"specs": [spec]})).status_code == 401
         headers = {"authorization": "Bearer root"}
-        # It is let through; that there is no scheduler here is another matter.
+        # The request passes authorization; the missing scheduler is another error.
         assert (await served.http.post("/admin/v1/models", json={"specs": [spec]}, headers=headers)).status_code == 503

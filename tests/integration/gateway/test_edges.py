@@ -1,4 +1,4 @@
-"""Everything that is refused, in OpenAI's error shape; ids, keys, limits; the end of a gateway."""
+"""All refusals in OpenAI's error shape; ids, keys and limits; gateway shutdown."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ async def _lists(gateway: Served, model: str, there: bool) -> bool:
 
 
 async def _registered(node: FakeNode, card: ModelCard) -> bool:
-    """Whether JetStream, which restarts slowly, has stored the card."""
+    """True if JetStream, which restarts slowly, has stored the card."""
     try:
         bucket = await catalog_bucket(node.mesh.nc.jetstream(timeout=0.5))
         await bucket.put(subjects.token(card.name), card.model_dump_json().encode())

@@ -1,4 +1,4 @@
-"""An engine dies under a request: the request resumes from its tokens, unnoticed by its client."""
+"""An engine dies; its request resumes from its tokens, unnoticed by the client."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ async def test_a_request_resumes_where_its_engine_died(gateway: Served, node: Fa
 async def test_an_end_that_was_lost_is_missed_though_the_engine_is_busy(
     gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last messages are lost, and no later one shows the gap; the engine serves another request, and is never idle."""
+    """A lost end is detected though the engine is busy.
+
+    The last messages are lost, and no later one shows the gap; the engine serves another request, and is never idle.
+    """
     monkeypatch.setattr(failover, "PROBE_AFTER_S", 1.0)
 
     def fall_silent(run: Run, tokens: int) -> None:

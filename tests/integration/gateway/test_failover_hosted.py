@@ -1,4 +1,7 @@
-"""Pass-through responses that report their tokens: another host resumes them under the same head."""
+"""Pass-through responses that report their tokens resume on another host.
+
+The client sees one response head.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ async def http(gateway: Served, node: FakeNode) -> httpx.AsyncClient:
 
 
 class Host:
-    """Says the words as a chat's events, or as one body; holds before the word `until`."""
+    """A host that sends the words as chat events, or as one body.
+
+    It holds before the word `until`.
+    """
 
     def __init__(self, until: int | None = None, fixed: str = "", status: int = 200) -> None:
         self.until, self.fixed, self.status = until, fixed, status
@@ -52,7 +58,7 @@ class Host:
             await run.say(InferData(seq=0, data=data, progress=(ChoiceDelta(text=word, token_ids=(number,)),)))
         text = "".join(WORDS) if not stream else "data: [DONE]\n\n"
         if not stream:
-            assert there is None or there.text_chars == 0  # nothing of it has been passed on
+            assert there is None or there.text_chars == 0  # the gateway has forwarded none of it
             text = json.dumps(head | {"choices": [{"index": 0, "message": {"content": text}}]})
         await run.data(text.encode())
         await run.say(InferEnd(seq=0, usage=Usage(prompt_tokens=7, completion_tokens=len(WORDS))))

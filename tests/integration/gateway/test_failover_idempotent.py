@@ -1,4 +1,4 @@
-"""Failover with an Idempotency-Key: all clients of the key read one response of several parts."""
+"""Failover with an Idempotency-Key: all clients read one response in parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BODY = chat(stream=True)
 
 
 async def ask(gateway: Served, engine: FakeEngine, tokens: int) -> asyncio.Task[httpx.Response]:
-    """Start a stream with an idempotency key, and wait until its engine has sent that many tokens."""
+    """Start a stream with a key, and wait until its engine has sent that many tokens."""
     waiting = asyncio.create_task(gateway.http.post(URL, json=BODY, headers=KEY))
     await has_sent(engine, tokens)
     return waiting
@@ -61,7 +61,10 @@ async def test_all_who_bring_the_key_get_the_parts_as_one(gateway: Served, node:
 async def test_a_new_owner_resumes_from_the_parts(
     node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner dies after one engine did, and then the other engine does."""
+    """A new owner resumes from the recorded parts.
+
+    The owner dies after one engine died, and then the second engine dies.
+    """
     monkeypatch.setattr(idempotency_store, "LEASE_S", 1.0)
     monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
     first = await node.engine("alpha", Teller(SCRIPT, holding(9)))
@@ -87,10 +90,13 @@ async def test_a_new_owner_resumes_from_the_parts(
 async def test_a_response_whose_parts_nats_lost_is_generated_again(
     node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NATS is killed after it delivered messages and before it stored them; then the owner dies, which alone has them."""
+    """A response whose parts NATS lost is generated again.
+
+    NATS is killed after it delivered messages and before it stored them; then the owner dies, which alone has them.
+    """
 
     async def killed(_: Claim) -> None:
-        """A gateway that is killed releases nothing."""
+        """Kill a gateway: it releases nothing."""
 
     monkeypatch.setattr(Claim, "release", killed)
     monkeypatch.setattr(idempotency_store, "_CAPTURE_TIMEOUT_S", 0.2)
@@ -116,7 +122,10 @@ async def test_a_response_whose_parts_nats_lost_is_generated_again(
 
 @pytest.fixture
 def hard_of_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gateways do not get what a first attempt says after its ninth token, though it is captured."""
+    """Drop a first attempt's messages to gateways after its ninth token.
+
+    The stream still captures them.
+    """
     take = engine_client.EngineClient._on_message
 
     async def listening(self: engine_client.EngineClient, message: Msg) -> None:
@@ -131,7 +140,10 @@ def hard_of_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_follower_that_read_more_than_the_owner_skips_the_repetition(
     gateway: Served, node: FakeNode, serve: ServeFn, logprobs: bool
 ) -> None:
-    """The owner missed messages that were captured, and resumed from before them."""
+    """A follower that read more than the owner skips the repeated output.
+
+    The owner missed captured messages, and resumed from an earlier token.
+    """
     script, body = Script((TEXT,), logprobs=logprobs), chat(stream=True, logprobs=logprobs)
     first = await node.engine("alpha", Teller(script, holding(12)))
     owner = asyncio.create_task(gateway.http.post(URL, json=body, headers=KEY))
@@ -161,7 +173,10 @@ async def test_a_follower_that_read_more_than_the_owner_skips_the_repetition(
 async def test_a_follower_that_read_more_takes_over_in_the_middle(
     node: FakeNode, serve: ServeFn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next engine does not resume from output beyond the recorded part: all clients of the key read the same parts."""
+    """A follower that read more takes over in the middle of a response.
+
+    The next engine does not resume from output beyond the recorded part: all clients of the key read the same parts.
+    """
     monkeypatch.setattr(idempotency_store, "LEASE_S", 1.0)
     monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
     first = await node.engine("alpha", Teller(SCRIPT, holding(12)))

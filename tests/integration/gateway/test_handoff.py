@@ -1,4 +1,4 @@
-"""A running request is moved to another instance, and whatever goes wrong meanwhile its client gets one answer."""
+"""A running request migrates; its client gets one response, whatever fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELD = 9
 
 @dataclass
 class Moving:
-    """A stream that its engine holds up before a token."""
+    """A stream whose engine holds before a token."""
 
     node: FakeNode
     source: FakeEngine
@@ -87,7 +87,7 @@ async def test_a_stream_resumes_on_the_destination(gateway: Served, node: FakeNo
         assert (resume.prepared, resume.seed, resume.revision) == ("m/r", 3, "0")
         assert teller.made == LENGTH - HELD
         assert move.source.requests[0].yielding.is_set()
-        # The client is done: an order that is repeated finds nothing.
+        # The client is done: a repeated order finds nothing.
         with pytest.raises(NotFound):
             await move.order(to.id)
         (handover,) = (await traced(gateway, await move.answer))["handovers"]
@@ -99,7 +99,7 @@ async def test_a_stream_resumes_on_the_destination(gateway: Served, node: FakeNo
 
 
 async def traced(gateway: Served, answer: httpx.Response) -> dict[str, Any]:
-    """The request's record, once it is stored."""
+    """Return the request's record, once it is stored."""
     found: list[httpx.Response] = []
 
     async def there() -> bool:
@@ -120,7 +120,7 @@ async def test_an_order_that_was_carried_out_can_be_repeated_and_an_older_one_is
             await move.order(move.source.id, token=4, migration="older", source_instance=to.id)
         with pytest.raises(Conflict, match="not on"):
             await move.order((await destination(node)).id, token=6, migration="late")
-        # A newer one takes it back to where it was.
+        # A newer order returns it to its source.
         move.source.behaviour = Teller(Script((TEXT,)))
         assert (await move.order(move.source.id, token=6, migration="back", source_instance=to.id)).tokens == HELD + 2
         await move.whole()
@@ -167,7 +167,7 @@ async def test_a_destination_that_refuses_changes_nothing_for_the_client(gateway
 
 @pytest.mark.parametrize("tokens", [0, 3])
 async def test_a_destination_that_dies_is_replaced(gateway: Served, node: FakeNode, tokens: int) -> None:
-    """Before its first token, and after it."""
+    """A destination that dies before or after its first token is replaced."""
     async with held(gateway, node) as move:
         move.source.behaviour = Teller(Script((TEXT,)))
         to = await destination(node, Teller(Script((TEXT,)), holding(tokens)))
@@ -186,7 +186,10 @@ async def test_a_destination_that_dies_is_replaced(gateway: Served, node: FakeNo
 async def test_a_source_that_dies_is_done_without(
     gateway: Served, node: FakeNode, dead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is asked to stop, with the question in hand, and without ever having stopped."""
+    """A hand-over completes without a source that dies.
+
+    It dies before the gateway asks it to stop, while it handles that, or without ever stopping.
+    """
     monkeypatch.setattr(move_request, "YIELD_TIMEOUT_S", 0.3)
     async with held(gateway, node) as move:
 
@@ -243,7 +246,7 @@ async def test_what_cannot_be_moved_is_refused_and_runs_on(gateway: Served, node
         with pytest.raises(Conflict, match="it has no such thing"):
             await move.order((await destination(node)).id)
         assert move.source.state is InstanceState.READY
-        await die(node, move.source)  # and it is as whole as any
+        await die(node, move.source)  # and it is complete
         await move.whole()
 
 

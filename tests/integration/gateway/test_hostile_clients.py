@@ -1,4 +1,4 @@
-"""Requests that cost the gateway more than their sender are refused, and the gateway keeps serving."""
+"""The gateway refuses hostile clients' expensive requests, and keeps serving."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_body_that_does_not_arrive_is_given_up(node: FakeNode, serve: Se
 
 
 async def talk(served: Served, *parts: bytes, within: float = 10.0) -> bytes:
-    """Send bytes on a new connection; return what the gateway sends until it closes."""
+    """Send bytes on a new connection; return the gateway's output until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.settings.gateway_port)
     try:
         async with asyncio.timeout(within):
@@ -128,7 +128,7 @@ async def test_connections_are_bounded(serve: ServeFn, node: FakeNode) -> None:
     for limits, status in (({"max_connections_per_address": 3}, 429), ({"max_connections": 3}, 503)):
         async with serve(**limits) as gateway:
             port = gateway.settings.gateway_port
-            open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]  # one more is the fixture's own
+            open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]  # the fixture has one more
             refused = await talk(gateway)
             assert refused.startswith(b"HTTP/1.1 %d" % status), refused[:200]
             assert b"retry-after: 1" in refused

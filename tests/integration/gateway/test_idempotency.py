@@ -1,4 +1,7 @@
-"""One generation for one Idempotency-Key: at once, later, across gateways, and after the death of the one that began."""
+"""One Idempotency-Key causes one generation.
+
+Repetitions are concurrent, later, at another gateway, or after the owner's death.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ async def test_the_second_request_gets_the_firsts_answer(gateway: Served, node: 
 
 
 async def test_readers_of_kept_answers_leave_nothing_in_nats(gateway: Served, node: FakeNode) -> None:
-    """A stream has room for a thousand consumers: clients that repeat a request for minutes would fill it."""
+    """Readers of stored responses leave nothing in NATS.
+
+    A stream has room for a thousand consumers: clients that repeat a request for minutes would exhaust it.
+    """
     await node.engine("alpha")
     for _ in range(5):
         assert (await gateway.http.post(URL, json=chat(), headers=KEY)).status_code == 200
@@ -84,7 +90,10 @@ async def test_a_failed_attempt_is_not_kept(gateway: Served, node: FakeNode) -> 
 
 
 class Paced:
-    """An engine's behaviour that says one word, then the rest when `go` is set. Refuses to do the same request twice at once."""
+    """Engine behaviour: one word, then the rest when `go` is set.
+
+    It refuses two concurrent attempts at one request.
+    """
 
     def __init__(self, rest: str = "two") -> None:
         self.go = asyncio.Event()
@@ -109,14 +118,14 @@ class Paced:
 
 
 def content(text: str) -> str:
-    """Join the content of a stream."""
+    """Return the concatenated content of a stream."""
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     return "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases of a second instead of five."""
+    """Use leases of one second instead of five."""
     monkeypatch.setattr(idempotent_request, "LEASE_S", 1.0)
     monkeypatch.setattr(idempotency_store, "RENEW_S", 0.25)
     monkeypatch.setattr(idempotent_request, "RENEW_S", 0.25)
@@ -192,13 +201,13 @@ async def _entry(node: FakeNode) -> Entry | None:
 
 
 async def _taken_over(node: FakeNode) -> bool:
-    """Whether the key's owner is another than the gateway that its engine answers to."""
+    """True if the key's owner is another gateway than the engine responds to."""
     entry = await _entry(node)
     return entry is not None and entry.owner.split(":")[0] != entry.reply.split(".")[-2]
 
 
 async def claimed(node: FakeNode, body: bytes) -> Claim:
-    """A key as a gateway that then dies leaves it."""
+    """Leave a key as a gateway does that dies."""
     dead = IdempotencyStore(node.mesh, "dead", 3600.0, 2**24)
     claim = await dead.claim_or_get(NAME, Entry(request=digest(body), answer_id="chatcmpl-dead", created=1))
     assert isinstance(claim, Claim)
@@ -291,7 +300,7 @@ async def test_a_client_that_leaves_does_not_end_what_others_wait_for(gateway: S
     async with serve() as other:
         await until_listed(other, CARDS)
         async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as first:
-            lines = first.aiter_lines()  # kept: the connection is closed with it
+            lines = first.aiter_lines()  # keeps a reference: the connection closes with the iterator
             await anext(lines)
             second = asyncio.create_task(other.http.post(URL, json=chat(stream=True), headers=KEY))
             await until(lambda: _waited_for(node))
@@ -304,7 +313,7 @@ async def test_a_client_that_leaves_does_not_end_what_others_wait_for(gateway: S
 async def test_the_last_of_several_clients_ends_the_generation(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", Paced())
     async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as first:
-        lines = first.aiter_lines()  # kept: the connection is closed with it
+        lines = first.aiter_lines()  # keeps a reference: the connection closes with the iterator
         await anext(lines)
         second = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True), headers=KEY))
         await until(lambda: _waited_for(node))
@@ -390,7 +399,7 @@ async def test_an_owner_that_was_taken_for_dead_gives_way(gateway: Served, node:
 
 
 class Away:
-    """Has a method of the store fail so often as NATS's client does while its server stands still."""
+    """A store method that fails as the NATS client does while its server is stopped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, times: int) -> None:
         self.left = times
@@ -409,7 +418,10 @@ class Away:
 
 
 async def test_a_follower_outlives_an_outage_of_the_store(gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chaos seed 1: while NATS stood still a repetition under way ended with `the store of idempotency keys cannot be reached`."""
+    """A follower outlives an outage of the store.
+
+    Chaos seed 1: while NATS was stopped, a repetition in progress ended with `the store of idempotency keys cannot be reached`.
+    """
     behaviour = Paced()
     engine = await node.engine("alpha", behaviour)
     first = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True), headers=KEY))
@@ -426,7 +438,10 @@ async def test_a_follower_outlives_an_outage_of_the_store(gateway: Served, node:
 async def test_an_owner_outlives_an_outage_of_the_store(
     gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Neither claiming the key, nor writing down who is asked, ends a request while NATS restarts."""
+    """An owner outlives an outage of the store.
+
+    A NATS restart ends no request that claims its key, or records its instance.
+    """
     engine = await node.engine("alpha")
     away = Away(monkeypatch, method, 2)
     answer = await gateway.http.post(URL, json=chat(), headers=KEY)

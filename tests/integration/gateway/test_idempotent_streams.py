@@ -1,4 +1,7 @@
-"""With an Idempotency-Key one answer is given, though its engine dies: made again unseen, continued, or broken off for good."""
+"""With an Idempotency-Key a client gets one response though its engine dies.
+
+The response restarts before any output, resumes, or fails for good.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, speak
 
 
 async def dies(engine: FakeEngine, node: FakeNode) -> None:
-    """As a kill shows: it is silent, then its node says so."""
+    """Die as after SIGKILL: stay silent until the node reports the exit."""
     await engine.vanish()
     engine.state = InstanceState.FAILED
     await node.announce()
 
 
 def says(*words: str) -> Any:
-    """An engine's behaviour: these words and then nothing."""
+    """Engine behaviour: send these words, then nothing."""
 
     async def half(run: Run) -> None:
         await run.start(fixed="no other engine can resume it")
@@ -35,9 +38,10 @@ def says(*words: str) -> Any:
 
 
 async def begun(gateway: Served, engine: FakeEngine, node: FakeNode, then: Any, **fields: Any) -> tuple[str, FakeEngine]:
-    """Start a stream under a key, and let its engine die after the client has read the first tokens.
+    """Start a stream with a key; its engine dies after the first tokens.
 
-    Returns the text that the client got, and the next engine.
+    Returns:
+        The client's text, and the next engine.
     """
     text = ""
     async with gateway.http.stream("POST", URL, json=chat(stream=True, **fields), headers=KEY) as answer:

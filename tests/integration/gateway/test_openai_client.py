@@ -91,7 +91,10 @@ async def test_embeddings(gateway: Served, node: FakeNode, encoding: Any) -> Non
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 async def test_embeddings_in_several_messages(gateway: Served, node: FakeNode, encoding: Any) -> None:
-    """Output of an engine that died is not part of the response."""
+    """Embeddings arrive in several messages.
+
+    Output of an engine that died is not part of the response.
+    """
     runs = 0
 
     async def in_parts(run: Run) -> None:

@@ -1,4 +1,7 @@
-"""Answers in HTTP's form: of routes that only an engine understands, and of engines that answer OpenAI's routes in their own words."""
+"""HTTP responses of engines.
+
+On routes that only an engine serves, and on OpenAI's routes in the engine's own format.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""RouteTable that only an engine understands: forwarded to those that declare them, and clearly refused where none does."""
+"""Routes that only an engine serves.
+
+The gateway forwards them to engines that declare them, and refuses them if none does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS, CORS, and how fast it is noticed that a client has left."""
+"""TLS, CORS, and the time to detect a disconnected client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_tls(node: FakeNode, serve: ServeFn, certificate: tuple[Path, Path
 
 
 async def _ps(environment: dict[str, str]) -> dict[str, str]:
-    """What the command line says, which gets as far as to the scheduler that is not there; or not."""
+    """Return the error of `thaw ps`: no connection to the gateway, or no scheduler."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "thaw.cli.app", "ps", "--json", env=environment, stdout=asyncio.subprocess.PIPE
     )
@@ -100,7 +100,7 @@ async def test_without_origins_there_is_no_cors(gateway: Served) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-# Leaving.
+# Disconnecting.
 
 
 async def prefill(run: Run) -> None:
@@ -113,7 +113,7 @@ async def silence(run: Run) -> None:
 
 
 class Client:
-    """One connection whose end is the test's to choose."""
+    """A connection that the test closes."""
 
     def __init__(self, served: Served, headers: dict[str, str] | None = None, **fields: Any) -> None:
         self.served = served
@@ -130,7 +130,7 @@ class Client:
         return reader
 
     async def leave(self) -> float:
-        """When, on the loop's clock."""
+        """Disconnect; return the time on the loop's clock."""
         left = asyncio.get_running_loop().time()
         self.writer.close()
         await self.writer.wait_closed()
@@ -138,7 +138,7 @@ class Client:
 
 
 async def noticed_within(seconds: float, left: float, event: Any) -> None:
-    """`event` is awaited; the machine's own delay (a loop that is late by as much) is not the gateway's."""
+    """Check that `event` occurs in time, not counting the event loop's own delay."""
     loop = asyncio.get_running_loop()
     late = 0.0
 

@@ -1,4 +1,7 @@
-"""Processes of a real mesh that are stopped or blocked: each is restarted, the reason is shown, and engines go on."""
+"""Stopped or blocked processes of a real mesh are restarted with a reason.
+
+Engines continue.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def test_a_stopped_process_is_restarted_and_engines_go_on(mesh: Thaw, name: str)
 
 
 def test_a_supervisor_that_was_killed_and_its_successor_blame_nobody(mesh: Thaw) -> None:
-    """Heartbeats go to the new supervisor's sockets; services that lived on are watched again."""
+    """A killed supervisor and its successor report no false hang.
+
+    Services send heartbeats to the new supervisor's sockets; services that survived are watched again.
+    """
     before = {name: mesh.pid(name) for name in SERVICES}
     mesh.kill("supervisor")
     mesh.json("up", "--detach", "--config", str(mesh.home / "thaw.yaml"))

@@ -1,4 +1,4 @@
-"""A listening socket that outlives who serves it."""
+"""A listening socket outlives the process that serves it."""
 
 from __future__ import annotations
 

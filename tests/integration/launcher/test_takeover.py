@@ -1,4 +1,4 @@
-"""A supervisor that is killed at any moment loses no process: the next one takes all of them over."""
+"""A supervisor killed at any moment loses no process: its successor adopts them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_processes_that_the_status_does_not_name_are_taken_over(thaw: Thaw) -> N
     supervisor = json.loads(file.read_text())["supervisor"]["pid"]
     kill(supervisor)
     status = json.loads(file.read_text())
-    for name in UNRECORDED:  # as if it had been killed before it wrote them down
+    for name in UNRECORDED:  # as if it had been killed before it recorded them
         status["services"][name]["process"] = None
     file.write_text(json.dumps(status))
     thaw.json("up", "--detach", "--port", str(thaw.port))

@@ -1,4 +1,4 @@
-"""`thaw up` where something is in its way: each a clear message that says what to do, and nothing left running."""
+"""`thaw up` reports each obstacle with a remedy, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_stale_pid_file_is_not_mistaken_for_a_mesh(thaw: Thaw) -> None:
     home.create()
     started = start_time(os.getpid())
     assert started is not None
-    # Our own pid lives, but it started at another time than the supervisor that wrote the file.
+    # This pid exists, but its start time differs from that of the supervisor that wrote the file.
     write_private(home.supervisor_file, MeshStatus(supervisor=Identity(pid=os.getpid(), started=started - 1)).model_dump_json())
     assert running_status(home) is None
     me = identify(os.getpid())
@@ -170,7 +170,10 @@ def test_external_servers_are_used_and_the_endpoint_may_speak_https(thaw: Thaw, 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: an ordinary user runs PostgreSQL as it is")
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_postgres_runs_for_root(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a user namespace the data stay root's; where namespaces are refused, it runs as nobody."""
+    """PostgreSQL runs for root.
+
+    In a user namespace root keeps the data; if namespaces are refused, PostgreSQL runs as nobody.
+    """
     if namespaces and not unprivileged.namespaces_work():
         pytest.skip("user namespaces are refused here")
     monkeypatch.setattr(unprivileged, "namespaces_work", lambda: namespaces)
@@ -184,7 +187,7 @@ def test_postgres_runs_for_root(namespaces: bool, monkeypatch: pytest.MonkeyPatc
             pytest.skip(e.what)
         plan = MeshPlan(credentials=credentials_of(home), nats_port=1, postgres_port=free_port())
         prepare_postgres(postgres, plan)
-        prepare_postgres(postgres, plan)  # a second time: nothing to make, the password is set again
+        prepare_postgres(postgres, plan)  # the second time it creates nothing, and sets the password again
         process = subprocess.Popen(postgres.server_command(plan), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             asyncio.run(asyncio.wait_for(until_ready("postgres", plan.postgres_port), 20))

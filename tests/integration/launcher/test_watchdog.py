@@ -1,4 +1,7 @@
-"""`python -m shared.watchdog -- COMMAND`, the main process of each container: what it restarts, passes on, and leaves behind."""
+"""`python -m shared.watchdog -- COMMAND`, the main process of each container.
+
+The tests show what it restarts, forwards, and leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pytest
 
 from tests.support.launcher import ROOT, until
 
-# A service as all are, whose loop blocks for good as soon as a file is there; it ends with 3 when another is.
+# A service like all others. Its loop blocks for good once a file exists; it exits with 3 once another one does.
 SERVICE = """
 import asyncio, sys, time
 from pathlib import Path
@@ -114,7 +117,10 @@ def test_a_killed_service_ends_the_watchdog_with_its_signal(watched: Watched) ->
 
 
 def test_a_stopped_tree_is_left_alone_when_it_goes_on(tmp_path: Path) -> None:
-    """A suspended laptop, `docker pause`: the watchdog did not run either, however short its limit is."""
+    """A stopped process tree is left alone when it continues.
+
+    After a suspended laptop or `docker pause` the watchdog did not run either, however short its limit.
+    """
     watched = Watched(tmp_path, limit_s=3.0)
     service = watched.service
     try:
@@ -157,7 +163,10 @@ def test_what_it_ends_with(arguments: list[str], setting: str, status: int) -> N
 
 
 def test_it_stays_small() -> None:
-    """It runs beside every service of every container: nothing but the standard library, and little of that."""
+    """The watchdog stays small: it runs beside every service of every container.
+
+    It imports only a little of the standard library.
+    """
     script = (
         "import sys; import shared.watchdog.__main__; heavy = {'pydantic', 'asyncio', 'subprocess', 'logging', 'ssl'}"
         "; print(sorted(heavy & set(sys.modules)))"

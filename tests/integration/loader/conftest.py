@@ -1,4 +1,4 @@
-"""A loader process of the test's own, on real NATS."""
+"""A loader process for each test, on real NATS."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LoaderProcess:
             "THAW_HOME": str(home),
             "THAW_NODE": node,
             "THAW_LOG_FORMAT": "text",
-            "THAW_DRAM_BYTES": "0",  # what is let go is gone; test_dram.py gives it a budget
+            "THAW_DRAM_BYTES": "0",  # released weights are evicted; test_dram.py has a budget
         }
         self.log = home / "loader.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -67,7 +67,7 @@ class LoaderProcess:
         return sorted(p.name for p in SHM.iterdir() if p.name.startswith(self.prefix))
 
     def memory(self) -> int:
-        """Bytes of shared memory that the node's files have."""
+        """Return the bytes of shared memory in the node's files."""
         return sum((SHM / name).stat().st_blocks * 512 for name in self.segments())
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class LoaderProcess:
 
 
 class Client:
-    """What schedulers, engines and nodeagents ask of the loader."""
+    """The loader's client, as schedulers, engines and nodeagents use it."""
 
     def __init__(self, mesh: Mesh, node: str) -> None:
         self.mesh, self._node, self._subject = mesh, node, subjects.loader_command(node)
@@ -96,7 +96,7 @@ class Client:
                     try:
                         await self.release("nobody")
                         return
-                    except Unreachable:  # its first status comes when it has begun to listen
+                    except Unreachable:  # its first status arrives when it subscribes
                         heard.clear()
                         await heard.wait()
         finally:

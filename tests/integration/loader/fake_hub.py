@@ -1,4 +1,7 @@
-"""A small HTTP server that imitates the Hugging Face hub's API as far as huggingface_hub asks: revisions, trees, files with ranges."""
+"""A fake Hugging Face hub with the API that huggingface_hub uses.
+
+It serves revisions, trees, and files with ranges.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silence."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self._respond(body=False)
@@ -148,5 +151,5 @@ class _Handler(BaseHTTPRequestHandler):
                     self.hub.unblocked.wait(30)
                 self.wfile.write(data[at : at + step])
                 self.hub.sent[name] = self.hub.sent.get(name, 0) + len(data[at : at + step])
-        except OSError:  # the client has heard enough
+        except OSError:  # the client has read enough
             self.close_connection = True

@@ -1,4 +1,7 @@
-"""The SSD cache behind a remote source: kept, resumed, shared, checked, evicted; and done without where the disk will not have it."""
+"""The SSD cache of a remote source: stored, resumed, shared, verified, evicted.
+
+If the disk fails, loads work without the cache.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def opened(server: TierServer, cache: SsdCache, *, pinned: bool = False) -> Cach
 
 
 def load(tier: Tier, names: tuple[str, ...] = (SHARD, "model-00002-of-00002.safetensors")) -> dict[str, bytes]:
-    """What a load does: all pieces, into memory that stays until `close`."""
+    """Load all pieces into memory that stays until `close`."""
     found = {}
     for file in tier.files():
         if file.name in names:
@@ -78,7 +81,7 @@ def settle(tier: Tier) -> None:
 
 def test_what_is_loaded_is_kept_whole(server: TierServer, cache: SsdCache) -> None:
     tier = opened(server, cache)
-    load(tier, (SHARD,))  # the rest comes behind the load's back
+    load(tier, (SHARD,))  # the rest arrives in the background
     settle(tier)
     directory = cache.lookup(tier.revision)
     assert directory is not None
@@ -114,7 +117,10 @@ def test_a_load_that_ends_midway_is_gone_on_with(server: TierServer, cache: SsdC
 
 
 def test_pieces_that_the_disk_lost_are_fetched_again(server: TierServer, cache: SsdCache) -> None:
-    """A machine that loses power may have the journal's line and not the bytes."""
+    """Pieces that the disk lost are fetched again.
+
+    A machine that loses power may keep the journal's line and lose the bytes.
+    """
     tier = opened(server, cache)
     load(tier, (SHARD,))
     tier._behind.drained()

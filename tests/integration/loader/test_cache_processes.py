@@ -1,4 +1,4 @@
-"""Loaders that share a cache and die: kill -9 in the middle, and one model asked for by two processes."""
+"""Loaders that share a cache and die of SIGKILL, or need the same model at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def server(tmp_path: Path) -> AsyncIterator[TierServer]:
 
 @pytest.fixture
 async def second(loader: LoaderProcess, client: Client, nats_server: NatsServer) -> AsyncIterator[tuple[LoaderProcess, Client]]:
-    """Another node's loader on the same machine."""
+    """Start another node's loader on the same machine."""
     process = LoaderProcess(nats_server.url, loader.home, "second-node")
     process.log = loader.home / "second.log"
     process.start()
@@ -43,14 +43,14 @@ async def second(loader: LoaderProcess, client: Client, nats_server: NatsServer)
 
 
 def journaled(home: Path) -> int:
-    """Bytes that the journal says are on the disk."""
+    """Return the bytes that the journal records as stored."""
     journals = list((home / "cache" / "partial").glob("*/journal"))
     lines = [line for j in journals for line in j.read_bytes().splitlines() if line.startswith(b"[")]
     return sum(int(line.split(b",")[2]) for line in lines)
 
 
 def asked_for(server: TierServer) -> int:
-    """Bytes of the weights in all requests."""
+    """Return the bytes of weights in all requests."""
     ranges = [r.headers["Range"].removeprefix("bytes=").split("-") for r in server.asked(NAME)]
     return sum(int(end) - int(start) + 1 for start, end in ranges)
 

@@ -1,4 +1,4 @@
-"""A converted model through the loader's process: registered, loaded, shared, refused when it is damaged."""
+"""A converted model in the loader process: registered, loaded, shared, verified."""
 
 from __future__ import annotations
 

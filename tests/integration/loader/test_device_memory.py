@@ -1,4 +1,7 @@
-"""The loader's process as it is wired on a machine with GPUs, over real NATS; the driver copies in host memory."""
+"""The loader process as configured on a machine with GPUs, over real NATS.
+
+The driver copies in host memory.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,7 @@ async def test_engines_are_warned_before_the_memory_goes(
     write_checkpoint(tmp_path / "m")
     card = await client.card(tmp_path / "m")
     ask = AttachWeights(instance_id="a", card=card, until="complete", device="cuda:0", deadline_ms=30_000)
-    assert (
-        await mesh.request(subjects.loader_command(NODE), ask, WeightsAttached)
-    ).handle is None  # nobody has said that it may be
+    assert (await mesh.request(subjects.loader_command(NODE), ask, WeightsAttached)).handle is None  # no setting allows it
     says = (Capability(name=WEIGHTS_ON_GPU, available=True),)
     await mesh.publish(subjects.node_status(NODE), NodeStatus(node=NODE, boot_id="b", seq=1, devices=(), capabilities=says))
     async with asyncio.timeout(20):

@@ -1,4 +1,7 @@
-"""The DRAM cache: weights that nobody holds stay in memory, within a budget, over the loader's death, and come back at once."""
+"""The DRAM cache: unused weights stay in memory within a budget, and load at once.
+
+They survive the loader's death.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ MB = 1_000_000
 
 @pytest.fixture
 def loader(nats_server: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
-    """With room for 100 MB that nobody holds."""
+    """Start a loader with a budget of 100 MB for unused weights."""
     process = LoaderProcess(nats_server.url, tmp_path / "home", f"n-{tmp_path.name.replace('_', '-').lower()}"[:60].rstrip("-"))
     process.environment["THAW_DRAM_BYTES"] = str(100 * MB)
     process.home.mkdir()
@@ -51,7 +54,7 @@ async def test_weights_come_back_without_a_load(loader: LoaderProcess, client: C
     assert cached == CachedModel(weights_id=card.info.revision, tier="dram", nbytes=first.total_bytes, source=card.info.source)
     assert (status.dram_bytes, status.dram_budget_bytes) == (first.total_bytes, 100 * MB)
     for file in (tmp_path / "m").glob("*.safetensors"):
-        file.unlink()  # nothing is read any more
+        file.unlink()  # no more reads
     again = await client.attach("i2", card, "index")
     assert again.extents == first.extents
     assert again.loaded_bytes == again.total_bytes
@@ -69,7 +72,7 @@ async def test_the_least_recently_used_leave_within_the_budget(loader: LoaderPro
 
     status = await status_where(client, loader.node, is_so)
     assert status.dram_bytes == sum(found.total_bytes for _, found in cards[1:])
-    await loaded_and_let_go(client, tmp_path / "d", "i-d")  # b's memory goes for it, and is proved gone
+    await loaded_and_let_go(client, tmp_path / "d", "i-d")  # b's memory is evicted for it, and is proved free
     await status_where(client, loader.node, lambda s: s.dram_bytes == 2 * cards[0][1].total_bytes)
     assert loader.memory() <= 100 * MB
 
@@ -104,7 +107,10 @@ async def test_a_smaller_budget_is_kept_after_a_restart(loader: LoaderProcess, c
 
 
 async def test_nothing_is_made_ready_while_the_mesh_starts(loader: LoaderProcess, client: Client) -> None:
-    """By default there is time: ten quiet seconds."""
+    """The loader prepares no chunks while the mesh starts.
+
+    By default it waits for ten quiet seconds.
+    """
     await status_where(client, loader.node, lambda s: s.dram_budget_bytes > 0 and s.dram_bytes == 0)
     assert loader.memory() == 0
 

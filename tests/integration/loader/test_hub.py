@@ -52,7 +52,7 @@ def inspect(sources: Sources, source: str = SOURCE) -> ModelInfo:
 
 
 def fetch(sources: Sources, revision: str, source: str = PINNED, *, trust: bool = False) -> Path:
-    """Have all of it in the cache; the directory of its small files."""
+    """Cache all files; return the directory of the small ones."""
     tier = sources.open(source, revision)
     try:
         directory = sources.small_files(tier, trust_remote_code=trust)

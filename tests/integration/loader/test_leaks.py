@@ -1,4 +1,4 @@
-"""Whatever goes wrong with a load: no chunk, descriptor, mapping or record of it is left in a loader that goes on."""
+"""Failed loads leave no chunk, descriptor, mapping or record in a running loader."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def called_off(loader: LoaderProcess, client: Client, work: Path, instance
 
 
 async def shrunk(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
-    """Found out before memory is asked for."""
+    """Truncate a file: the loader detects it before it allocates memory."""
     write_checkpoint(work / "m")
     card = await client.card(work / "m")
     file = work / "m" / "model.safetensors"
@@ -44,7 +44,7 @@ async def shrunk(loader: LoaderProcess, client: Client, work: Path, instance: st
 
 
 async def gone(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
-    """A shard is missing."""
+    """Remove a shard."""
     write_checkpoint(work / "m", shards=2)
     card = await client.card(work / "m")
     next(iter(sorted((work / "m").glob("*.safetensors")))).unlink()
@@ -88,12 +88,12 @@ async def test_nothing_is_left(loader: LoaderProcess, client: Client, tmp_path: 
         counts.append((process.num_fds(), len([m for m in process.memory_maps(grouped=False) if m.path.startswith("/dev/shm")])))
         assert loader.memory() == 0
         assert list((loader.home / "nodes" / loader.node / "loader" / "weights").iterdir()) == []
-    # The first loads may open what is kept for good: threads, their wake-ups.
+    # The first loads may allocate what stays for good: threads, their wake-up pipes.
     assert counts[-1] == counts[1], counts
 
 
 def settled(process: psutil.Process) -> None:
-    """Connections that ended are closed by the loop in its next turns."""
+    """Wait until the loop has closed ended connections in its next turns."""
     import time
 
     deadline = time.monotonic() + 5

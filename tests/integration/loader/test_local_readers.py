@@ -41,7 +41,7 @@ async def test_weights_by_source_and_by_id(loader: LoaderProcess, client: Client
         await asyncio.to_thread(assert_arrived, weights, expected)
         assert weights.directory == tmp_path / "m"
         card = await client.card(tmp_path / "m")
-        assert card.info.revision == weights.weights_id  # the same weights as an engine of ours would have
+        assert card.info.revision == weights.weights_id  # the same weights as a builtin engine would hold
         found = await client.attach("i1", card)
         assert found.total_bytes == loader.memory() == weights.total_bytes
         with await asyncio.to_thread(attach, path_of(loader), weights_id=weights.weights_id, timeout=20) as second:
@@ -98,7 +98,7 @@ async def test_refusals_are_typed(loader: LoaderProcess, client: Client, tmp_pat
     for line in (b"{}\n", b"garbage\n", b'{"kind": "attach", "source": "a", "weights_id": "b"}\n'):
         assert b'"invalid_request' in await asyncio.to_thread(raw, path_of(loader), line)
     assert await asyncio.to_thread(raw, path_of(loader), b"half a line") == b""
-    assert loader.memory() > 0  # nobody else's weights were touched
+    assert loader.memory() > 0  # other holders' weights are untouched
 
 
 def raw(path: Path, line: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Weights brought for nobody yet: a loader process on real NATS, with room for 100 MB that nobody holds."""
+"""Prefetched weights: a loader process on real NATS, 100 MB for unused weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_prefetched_weights_are_there_before_anybody_asks(loader: LoaderPr
     await prefetch(client, card)
     await status_where(client, loader.node, lambda s: in_memory(card, s) and not s.segments)
     for file in (tmp_path / "m").glob("*.safetensors"):
-        file.unlink()  # nothing is read any more
+        file.unlink()  # no more reads
     assert_same(await client.attach("i1", card), weights)
 
 

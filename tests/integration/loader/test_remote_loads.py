@@ -1,4 +1,7 @@
-"""Models from afar through a loader process: into the pool as they come, kept on the disk behind it, and from there the next time."""
+"""Remote models through a loader process.
+
+Weights go into the pool as they arrive, are cached on disk, and load from there the next time.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ async def test_tensors_are_there_before_the_last_byte(
     weights = await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20)
 
     def read() -> dict[str, bool]:
-        """Which tensors were there while the source still kept bytes back."""
+        """Read the tensors that are complete while the source holds back bytes."""
         early = {}
         for tensor, data in weights.tensors():
             found = np.frombuffer(data, expected[tensor.name].dtype).reshape(tensor.shape)

@@ -34,7 +34,7 @@ GIB = 1 << 30
 
 
 async def status_where(client: Client, node: str, wanted: Callable[[LoaderStatus], bool]) -> LoaderStatus:
-    """The first status heard that is `wanted`."""
+    """Wait for the first received status that is `wanted`."""
     found: asyncio.Future[LoaderStatus] = asyncio.get_running_loop().create_future()
 
     async def hear(status: LoaderStatus) -> None:
@@ -83,7 +83,7 @@ async def test_models_of_one_revision_share_a_segment(client: Client, tmp_path: 
 async def test_a_released_instance_cannot_come_back(client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     card = await client.card(tmp_path / "m")
-    await client.release("i1")  # overtook its prepare
+    await client.release("i1")  # arrived before its prepare
     with pytest.raises(StaleToken):
         await client.prepare("i1", card)
     with pytest.raises(StaleToken):
@@ -120,7 +120,7 @@ async def test_a_damaged_checkpoint_is_told_to_all_and_may_be_tried_again(
             await client.attach("i1", card, until)
     assert loader.memory() == 0
     file.write_bytes(whole)
-    found = await client.attach("i2", card)  # a new start tries again
+    found = await client.attach("i2", card)  # a new start retries
     assert_same(found, weights)
     await client.release("i1")
     assert await client.release("i2") == found.total_bytes
@@ -143,7 +143,7 @@ async def test_too_large_for_shared_memory(loader: LoaderProcess, client: Client
 
 
 async def client_card_of_sparse(client: Client, directory: Path) -> ModelCard:
-    """A card as if the weights were of a dtype that is served (inspecting refuses bytes)."""
+    """Build a card with weights of a served dtype: inspecting refuses these bytes."""
     write_checkpoint(directory.parent / "small")
     card = await client.card(directory.parent / "small")
     from weights.formats.checkpoint import open_checkpoint
@@ -236,7 +236,10 @@ async def test_two_loaders_of_one_node_do_not_fight(loader: LoaderProcess, clien
 
 
 async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(client: Client, tmp_path: Path) -> None:
-    """Of the same size, with the same header: a fine-tune saved where the last one was. Cached and resident copies are of the old one."""
+    """A directory that was overwritten is another model.
+
+    Size and header are the same, as of a fine-tune saved in the same place. Cached and resident copies are of the old version.
+    """
     old = write_checkpoint(tmp_path / "m", tensors(megabytes=2))
     card = await client.card(tmp_path / "m")
     assert_same(await client.attach("i1", card), old)
@@ -250,7 +253,10 @@ async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(cl
 
 
 async def test_a_node_that_did_not_register_a_model_takes_its_own_copy(client: Client, tmp_path: Path) -> None:
-    """Copied to each node's disk by hand, files differ in their times. What the node has once met is what it stays with."""
+    """A node that did not register a model accepts its own copy.
+
+    Files copied to each node by hand differ in their times. A node keeps to the first version it saw.
+    """
     write_checkpoint(tmp_path / "m", tensors(megabytes=2))
     card = await client.card(tmp_path / "m")
     elsewhere = card.model_copy(update={"info": card.info.model_copy(update={"revision": "registered-at-another-node"})})

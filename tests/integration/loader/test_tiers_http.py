@@ -1,4 +1,7 @@
-"""`http://` sources against a server that misbehaves: every fault is survived, or is a typed error; nothing is left open."""
+"""`http://` sources against a misbehaving server.
+
+Each fault is survived or gives a typed error; no descriptor stays open.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_tls(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ConnectProxy:
-    """Answers CONNECT, with a user and a password, and passes bytes on."""
+    """A proxy that supports CONNECT with a user and a password."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ class ConnectProxy:
             pass
 
     def close(self) -> None:
-        socket.create_connection(("127.0.0.1", self.port)).close()  # wakes the accepting thread, which ends
+        socket.create_connection(("127.0.0.1", self.port)).close()  # wakes the accepting thread, which exits
         for thread in self._threads:
             thread.join(10)
         for sock in (*self._sockets, self._listener):

@@ -1,4 +1,7 @@
-"""Models from another node's loader: preferred, refused without the token, and left for the source when the peer fails."""
+"""Models from another node's loader.
+
+Peers are preferred, refuse requests without the token, and are replaced by the source if they fail.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def server(tmp_path: Path) -> Iterator[TierServer]:
 
 @pytest.fixture
 def theirs(server: TierServer, tmp_path: Path) -> Iterator[tuple[Sources, PeerServer, str]]:
-    """Another node that has the model, its server, and the revision."""
+    """Start a peer node that has the model; return it, its server, and the revision."""
     sources = sources_at(tmp_path / "theirs")
     info = sources.inspect(f"{server.url}/m", trust_remote_code=False)
     tier = sources.open(info.source, info.revision)
@@ -203,7 +206,7 @@ async def test_between_two_nodes(
     try:
         asker = Client(client.mesh, other.node)
         await asker.until_served()
-        # Both have heard each other when the second status has come.
+        # The second status of each shows that both have received the other's.
         for _ in range(2):
             await status_where(asker, loader.node, lambda s: True)
         server.requests.clear()

@@ -1,4 +1,4 @@
-"""Object stores: moto's server for S3, azurite for Azure where npm has brought it."""
+"""Object stores: moto's server for S3, azurite for Azure if npm installed it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of models/m in a bucket."""
+    """Upload the files of models/m to a bucket."""
     import obstore
     from obstore.store import S3Store
 
@@ -89,7 +89,7 @@ def bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "AWS_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    # moto takes any signature, and wants one to know which of AWS's services is meant.
+    # moto accepts any signature, and needs one to select the AWS service.
     urlopen(Request(f"{s3}/bucket", method="PUT", headers=ANYBODY)).close()
     directory = tmp_path / "m"
     write_checkpoint(directory, tensors(megabytes=4), shards=2)
@@ -116,7 +116,7 @@ def test_a_bucket_s_files(bucket: Path) -> None:
 
 
 def test_the_same_without_signing(bucket: Path) -> None:
-    """As with credentials that open the store and cannot sign URLs."""
+    """The same without signing: the credentials open the store but cannot sign URLs."""
     tier = ObjectStoreTier("s3://bucket/models/m", QUICK)
     tier._signs = False
     assert read(tier) == (bucket / SHARD).read_bytes()
@@ -128,8 +128,10 @@ def test_the_same_without_signing(bucket: Path) -> None:
 
 
 def test_what_google_is_asked(bucket: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Google's stores list and give objects as S3 does (its XML API); no server of theirs can be had, so moto's stands in. What only theirs
-    does (checksums in x-goog-hash, signed URLs) is not shown by it."""
+    """Requests to Google's stores, which list and return objects as S3 does (XML API).
+
+    No server of theirs is available, so moto's stands in. Google's own features (checksums in x-goog-hash, signed URLs) are not covered.
+    """
     monkeypatch.setenv("GOOGLE_BASE_URL", s3)
     monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
     for path in bucket.iterdir():
@@ -241,7 +243,7 @@ def test_a_container_s_files(azurite: int, tmp_path: Path, monkeypatch: pytest.M
 
 
 def _create_container(endpoint: str) -> None:
-    """obstore makes no containers: the request signed by hand, as Azure's SharedKey has it."""
+    """Create a container by a request with a SharedKey signature: obstore cannot."""
     date = email.utils.formatdate(usegmt=True)
     headers = {"x-ms-date": date, "x-ms-version": "2021-08-06"}
     canonical = "".join(f"{k}:{v}\n" for k, v in sorted(headers.items()))
@@ -255,7 +257,10 @@ def _create_container(endpoint: str) -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_cloud_s_metadata_address_is_asked_only_where_that_is_set(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
-    """Without credentials. The store and the metadata service are one listener that answers 403 and notes who asks for what."""
+    """The cloud's metadata address is contacted only if that is configured.
+
+    There are no credentials. The store and the metadata service are one listener, which answers 403 and records the requests.
+    """
     paths: list[str] = []
 
     class Both(BaseHTTPRequestHandler):

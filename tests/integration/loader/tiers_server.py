@@ -1,4 +1,4 @@
-"""An HTTP server over a directory that misbehaves as it is told."""
+"""An HTTP server over a directory, with configurable faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Faults:
-    """Each counts requests of files ending in `suffix` only. Numbers are used up; flags stay."""
+    """Faults by count or flag, for files that end in `suffix`.
+
+    Counts are used up; flags stay.
+    """
 
     suffix: str = ".safetensors"
     statuses: list[int] = field(default_factory=list)
@@ -44,7 +47,7 @@ class Seen:
 
 
 class TierServer:
-    """Serves `directory` with ranges and ETags, and with `faults`."""
+    """Serves `directory` with ranges, ETags, and `faults`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.faults = directory, Faults()
@@ -77,7 +80,7 @@ class TierServer:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Silence: what a client hung up on, or spoke TLS to."""
+        """Log nothing, for clients that hang up, or speak TLS."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -86,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 5  # of a connection that a client has left open
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silence."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         server, path = self.server_of, unquote(urlsplit(self.path).path)

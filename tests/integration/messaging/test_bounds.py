@@ -1,4 +1,7 @@
-"""Streams and buckets beyond their bounds: every one holds, the old ones of earlier versions are given theirs, and a full one says so."""
+"""Streams and buckets at their bounds.
+
+Every bound holds, those of earlier versions are updated, and a full store reports that.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def a_card(number: int) -> ModelCard:
 
 
 async def filled(write: Callable[[int], Awaitable[None]]) -> tuple[int, StoreFull]:
-    """Write until the store is full; how many were written, and what it says then."""
+    """Write until the store is full; return the number of writes, and the error."""
     for number in range(1000):
         try:
             await write(number)
@@ -88,7 +91,7 @@ async def test_buckets_of_earlier_versions_are_given_their_bound(mesh: Mesh) -> 
     js = mesh.nc.jetstream()
     for name in (subjects.KEYS_BUCKET, subjects.MIGRATIONS_BUCKET):
         await (await js.create_key_value(bucket=name, history=1, direct=True)).put("k", b"kept")
-    # Somebody who may not change it reads it as it is.
+    # A process without permission to change the store reads it as it is.
     await streams.migrations_bucket(js)
     assert (await js.stream_info(f"KV_{subjects.MIGRATIONS_BUCKET}")).config.max_bytes == -1
     for bucket in (await streams.keys_bucket(js), await streams.migrations_bucket(js, owner=True)):
@@ -165,7 +168,7 @@ async def test_a_full_catalogue_refuses_a_model_until_another_is_removed(mesh: M
     for gone in range(3):
         await catalog.delete(f"model-{gone}")
     assert {c.name for c in (await catalog.read()).values()} == {f"model-{n}" for n in range(3, made + 1)}
-    # A leader that begins with more models than there is room for has those that fit.
+    # A leader that starts with more models than fit stores those that fit.
     await catalog.reconcile([a_card(n) for n in range(made + 50)])
     assert made - 3 < len(await catalog.read()) < made + 50
 
@@ -194,7 +197,10 @@ async def _created(bucket: KeyValue) -> bool:
 
 
 async def test_the_sum_of_the_bounds_fits_the_servers_limit(tmp_path: Path) -> None:
-    """Filled with all bounds at once by nats-server itself, which sets them aside when it makes the streams."""
+    """The sum of all bounds fits the server's limit.
+
+    nats-server reserves them itself when it creates the streams.
+    """
     server = NatsServer(jetstream=f"max_file_store: {bounds.max_file_store()}, max_memory_store: {bounds.MAX_MEMORY_STORE_BYTES}")
     mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
     await mesh.start()

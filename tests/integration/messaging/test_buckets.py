@@ -1,4 +1,7 @@
-"""Watching a bucket of a real NATS server: nothing that is there is missed, nothing is asked for in vain, nothing stays behind."""
+"""Watching a bucket of a real NATS server.
+
+No entry is missed, no request is in vain, and no consumer is left behind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ WATCHERS = 60
 
 
 class Told:
-    """What a watcher says, in its order."""
+    """A watcher's reports, in their order."""
 
     def __init__(self) -> None:
         self.snapshots: list[dict[str, bytes]] = []
@@ -77,7 +80,7 @@ async def watched(mesh: Mesh) -> AsyncIterator[Told]:
     try:
         yield told
     finally:
-        # Python 3.11 swallows a cancellation that comes together with an entry.
+        # Python 3.11 swallows a cancellation that arrives together with an entry.
         while not running.done():
             running.cancel()
             await asyncio.wait([running], timeout=0.01)
@@ -121,7 +124,10 @@ async def test_changes_come_in_their_order(mesh: Mesh) -> None:
 
 
 async def test_of_entries_that_have_expired_it_does_not_ask_again(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their last number stays the stream's."""
+    """The watcher asks only once about expired entries.
+
+    Their last number remains that of the stream.
+    """
     monkeypatch.setattr(buckets, "_CHECK_S", 0.02)
     asked = 0
     status = KeyValue.status
@@ -147,7 +153,10 @@ async def test_of_entries_that_have_expired_it_does_not_ask_again(mesh: Mesh, mo
 
 
 async def test_no_consumer_stays_behind(mesh: Mesh) -> None:
-    """A stream has room for a thousand, and the server would keep each for minutes."""
+    """The watcher leaves no consumer behind.
+
+    A stream has room for a thousand, and the server would keep each for minutes.
+    """
     bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
     await bucket.put("a", b"1")
     async with watching(bucket) as one, watching(bucket, "a") as other:

@@ -1,4 +1,4 @@
-"""A burst of messages does not keep a process's event loop from other tasks."""
+"""A burst of messages does not block other tasks of a process's event loop."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ async def test_other_tasks_run_during_a_burst(nats_server: NatsServer) -> None:
         await mesh.nc.subscribe("burst", cb=on_message)
         await mesh.flush()
         other = asyncio.create_task(other_task())
-        # One thread: all of this is sent, and lies in the receiver's socket, before the receiver reads.
+        # One thread: all messages are sent and in the receiver's socket buffer before the receiver reads.
         for _ in range(MESSAGES):
             await sender.nc.publish("burst", BODY)
         await sender.flush()
         await asyncio.wait_for(done.wait(), 30)
         await other
-        # Two reads of nats-py, 32 KiB each: one that is parsed and one that is being handled.
+        # Two reads of nats-py, 32 KiB each: one being parsed and one being handled.
         assert longest <= 2 * (32 << 10) // len(BODY), longest
     finally:
         await sender.stop()

@@ -1,4 +1,7 @@
-"""Flushes that are given up: the answer still comes, and must not end what reads the connection; a stop goes on without it."""
+"""Cancelled flushes: the late reply must not end the reader of the connection.
+
+A shutdown continues without the reply.
+"""
 
 from __future__ import annotations
 

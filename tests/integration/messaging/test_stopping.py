@@ -1,4 +1,7 @@
-"""Services that are told to end while NATS is not there, or while what they do for it swallows the first cancellation."""
+"""Services shut down while NATS is unreachable.
+
+They also do so if their NATS calls swallow the first cancellation.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,10 @@ async def test_it_ends_when_told_to_and_says_quietly_what_it_waits_for(name: str
 async def test_it_ends_though_a_cancellation_is_swallowed(
     name: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `asyncio.wait_for` does before Python 3.12, when an attempt to connect fails at that moment."""
+    """A shutdown completes though a cancellation is swallowed.
+
+    `asyncio.wait_for` does that before Python 3.12 if an attempt to connect fails at that moment.
+    """
     connecting, swallowed = asyncio.Event(), asyncio.Event()
 
     async def start(mesh: Mesh) -> None:

@@ -1,4 +1,7 @@
-"""NATS over TLS (`tls://`): encrypted to a server that proves its name, and no password to any other."""
+"""NATS over TLS (`tls://`) to a server that proves its name.
+
+No other server gets a password.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ INFO = b'INFO {"server_id":"x","version":"2.12.0","max_payload":1048576,"auth_re
 
 
 def certificate(directory: Path, name: str) -> tuple[Path, Path]:
-    """A certificate for host `name` that signs itself, and its key."""
+    """Create a self-signed certificate for host `name`, and its key."""
     path, key = directory / f"{name}.pem", directory / f"{name}.key"
     command: list[str | Path] = [
         "openssl",
@@ -88,7 +91,10 @@ async def test_a_certificate_of_another_name_is_refused(server: NatsServer) -> N
 
 
 async def test_a_server_without_tls_gets_no_password() -> None:
-    """Whoever sits between a process and its NATS can leave TLS out of what the server offers."""
+    """A server without TLS gets no password.
+
+    A man in the middle can remove TLS from the server's offer.
+    """
     first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

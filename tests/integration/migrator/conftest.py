@@ -1,4 +1,4 @@
-"""Migrators on real NATS, with engines and a gateway that are fakes of what they say."""
+"""Migrators on real NATS, with fake engines and a fake gateway."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ RATE = 100.0
 
 @dataclass
 class FakeEngine:
-    """Serves `requests`, each with the time it began at; computes what it is to prepare at once, unless `hold` is there and not set."""
+    """An engine that serves `requests`, each with its start time.
+
+    It computes preparations at once, unless `hold` exists and is not set.
+    """
 
     site: Site
     instance_id: str
@@ -121,7 +124,7 @@ class Site:
         return engine
 
     async def move(self, order: MoveRequest) -> Message:
-        """What the gateway does."""
+        """Do a gateway's part of a migration."""
         self.moves.append(order)
         source, destination = self.engines[order.source_instance], self.engines[order.instance_id]
         if order.request_id not in source.requests:
@@ -133,7 +136,7 @@ class Site:
         return RequestMoved(instance_id=order.instance_id, tokens=tokens, pause_ms=5.0)
 
     def migrator(self, **changes: object) -> None:
-        """One more migrator process's worth of work, as a task."""
+        """Run one more migrator process's worth of work, as a task."""
         stop = asyncio.Event()
         task = asyncio.create_task(run(self.settings.model_copy(update=changes), stop))
         self.migrators.append((stop, task))
@@ -200,7 +203,7 @@ class Site:
 
 @pytest.fixture(scope="session", autouse=True)
 def tracing() -> None:
-    """Spans with ids, exported nowhere."""
+    """Give spans ids, without an exporter."""
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         trace.set_tracer_provider(TracerProvider(id_generator=SystemIds()))
 

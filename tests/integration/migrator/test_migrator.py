@@ -1,4 +1,4 @@
-"""Migrators that do their work, die, stop, lose NATS, and are called off."""
+"""Migrators that work, die, stop, lose NATS, and are cancelled."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_nats_is_away_for_two_seconds(site: Site, own_nats: NatsServer) ->
     await destination.preparing.wait()
     await asyncio.to_thread(own_nats.kill)
     destination.hold.set()
-    await asyncio.sleep(2.0)  # what the test is about
+    await asyncio.sleep(2.0)  # the condition under test
     await asyncio.to_thread(own_nats.restart)
     record = await site.over(key, 30)
     assert record.state == "done", record

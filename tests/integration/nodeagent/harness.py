@@ -1,4 +1,4 @@
-"""A real nodeagent process with stub engines, on a real NATS, and a loader that answers as told."""
+"""A real nodeagent process with stub engines, real NATS and a scripted loader."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def card(stub: dict[str, Any] | None = None, *, name: str = "demo", init_timeout
 
 
 class Node:
-    """A nodeagent, restartable, and everything it has ever said (`statuses`)."""
+    """A restartable nodeagent, and all its reports so far (`statuses`)."""
 
     def __init__(self, url: str, home: Path, mesh: Mesh, **settings: str) -> None:
         self.name = f"n{uuid.uuid4().hex[:8]}"
@@ -97,7 +97,7 @@ class Node:
         await self.start_agent()
 
     async def start_agent(self) -> None:
-        """Until this agent has spoken: the last words of one that was killed may still be under way."""
+        """Wait for this agent's report: a killed agent's last messages may still arrive."""
         earlier = {s.boot_id for s in self.statuses}
         self.process = self._spawn()
         await self.until(lambda s: s.boot_id not in earlier)
@@ -107,7 +107,7 @@ class Node:
             return subprocess.Popen([sys.executable, "-m", "services.nodeagent"], env=self.environment, stdout=log, stderr=log)
 
     def spawn_loader(self) -> subprocess.Popen[bytes]:
-        """The real loader of this node, instead of the one that answers as told."""
+        """Start the real loader of this node, instead of the scripted one."""
         with (self.home / "loader.log").open("ab") as log:
             return subprocess.Popen([sys.executable, "-m", "services.loader"], env=self.environment, stdout=log, stderr=log)
 
@@ -141,7 +141,7 @@ class Node:
         return self.statuses[-1]
 
     async def until(self, wanted: Callable[[NodeStatus], bool], within: float = WITHIN_S) -> NodeStatus:
-        """The first status from now on (the latest included) that is as wanted."""
+        """Wait for the first status, from the latest on, that is as wanted."""
         try:
             async with asyncio.timeout(within), self._on_status_:
                 await self._on_status_.wait_for(lambda: bool(self.statuses) and wanted(self.latest))
@@ -227,7 +227,10 @@ class Node:
         return self.process.wait(within)
 
     def close(self) -> None:
-        """End whatever is left of this node's processes; the reapers of its engines' hosts end what does not show whose it is, as vLLM's."""
+        """End all processes of this node.
+
+        The reapers of its engines' hosts end processes without a mark, such as vLLM's.
+        """
         if self.process is not None and self.process.poll() is None:
             self.kill_agent()
         for process in psutil.process_iter():
@@ -242,7 +245,7 @@ class Node:
 
 
 async def start_command(node: Node, instance_id: str, card: ModelCard, *, token: int = 1) -> None:
-    """Have the nodeagent start an instance of `card`, with the bytes that it needs."""
+    """Start an instance of `card` with the bytes that it needs."""
     need = need_of(card)
     command = StartInstance(
         token=_EPOCH + token,
@@ -257,8 +260,10 @@ async def start_command(node: Node, instance_id: str, card: ModelCard, *, token:
 
 
 async def begin_request(node: Node, instance_id: str, **body: object) -> None:
-    """Send a request; without a body (that would end the engine) wait until the engine serves it, or has: what is over within a tenth of a
-    second may never be shown as active."""
+    """Send a request, and wait until the engine serves or has served it.
+
+    It does not wait for a request with a body, which ends the engine. A request that ends within 0.1 s may never show as active.
+    """
     before = node.instance(instance_id).load.completed
     request = InferRequest(
         request_id="r1", instance_id=instance_id, model="demo", endpoint="chat", body=dict(body), deadline_ms=60_000
@@ -271,7 +276,7 @@ async def begin_request(node: Node, instance_id: str, **body: object) -> None:
 
 
 async def gone(pid: int, within: float = WITHIN_S) -> bool:
-    """Whether the process ends within that time; a zombie, whoever has yet to reap it, has ended."""
+    """Return whether the process ends within that time; a zombie has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

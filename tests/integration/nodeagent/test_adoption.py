@@ -1,4 +1,4 @@
-"""kill -9 of the nodeagent: engines and their streams go on, and the next agent takes them over."""
+"""Engines and streams survive SIGKILL of the nodeagent; the next one adopts them."""
 
 from __future__ import annotations
 
@@ -151,7 +151,10 @@ async def test_a_nats_server_that_restarts_changes_nothing(own_nats: NatsServer,
 
 
 async def test_a_second_agent_of_a_node_refuses_to_start(node: Node) -> None:
-    """It would adopt, start and stop the same engines."""
+    """A second agent of a node refuses to start.
+
+    It would adopt, start and stop the same engines.
+    """
     instance_id = await node.start()
     await node.reaches(instance_id, READY)
     output = node.home / "second.log"

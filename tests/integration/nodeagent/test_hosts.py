@@ -1,4 +1,7 @@
-"""Hosted engines under a real nodeagent: deaths of the engine, its host and the agent, in every order."""
+"""Hosted engines under a real nodeagent.
+
+The engine, its host and the agent die in every order.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ async def left(node: Node, instance_id: str) -> set[int]:
 
 
 async def ready(node: Node, instance_id: str, *options: str) -> tuple[int, ...]:
-    """The host's pid, then the engine's."""
+    """Wait until ready; return the host's pid, then the engine's."""
     await start_command(node, instance_id, fake_card(*options))
     status = await node.reaches(instance_id, READY, FAILED, within=SLOW_S)
     assert status.error is None
@@ -88,7 +91,10 @@ async def test_what_died_while_there_was_no_agent_is_cleaned_up_by_the_next(node
 
 
 async def test_the_loader_releases_weights_that_an_engine_has_copied(node: Node) -> None:
-    """A page that two processes map is not paged out: the engine must have its weights to itself before it can be suspended."""
+    """The loader releases weights that an engine has copied.
+
+    A page that two processes map is not paged out: the engine must have its weights to itself before it can be suspended.
+    """
     await start_command(
         node, "h5", hosted_card("engine://m", "vllm", command=FAKE, memory=MIB, engine_args={"load_format": "thaw"})
     )

@@ -1,4 +1,4 @@
-"""A test run, or a program that has its mesh in itself, which is killed: no process of an engine outlives it."""
+"""A killed test run, or program with its own mesh, leaves no engine process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ asyncio.run(run())
 
 
 async def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
-    """Its server, its agent, the engine's host, the engine, and what that forked into a session of its own."""
+    """A killed run leaves no process.
+
+    It had a server, an agent, the engine's host, the engine, and its fork in another session.
+    """
     run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, env=os.environ)  # noqa: ASYNC220
     assert run.stdout is not None
     try:

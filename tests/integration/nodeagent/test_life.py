@@ -1,4 +1,4 @@
-"""A real nodeagent and real engine processes: from the command to ready, and from a stop to memory proved free."""
+"""A real nodeagent and engines: from start to ready, from stop to free memory."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ async def test_a_real_engine_from_start_to_proved_free(nats_server: NatsServer, 
             assert {Phase.RESERVE, Phase.CONTAINER, Phase.LOAD, Phase.INIT} <= {s.phase for s in status.phases}
             measured = (await node.until(lambda s: s.instances[0].memory.private > 0)).instances[0].memory
             assert (await node.until(lambda s: s.instances[0].memory.weights > 0)).instances[0].memory.weights > 0
-            # An agent that dies and comes back finds the real engine too.
+            # A restarted agent finds the real engine too.
             node.kill_agent()
             await node.start_agent()
             assert node.instance("real1").pids == status.pids

@@ -1,4 +1,7 @@
-"""Engines forked from a zygote, and what happens when it dies. The zygote here forks stub engines; a slow test has the real one."""
+"""Engines forked from a zygote, and the zygote's death.
+
+This zygote forks stub engines; a slow test has the real one.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ async def test_a_zygote_and_its_engines_have_none_of_the_nodes_credentials(nats_
     ("module", "launcher"), [("tests.support.stub_zygote", "zygote"), ("tests.support.no_such_module", NEW_ZYGOTE)]
 )
 async def test_a_launcher_is_warm_once_its_zygote_is_ready_or_cannot_start(tmp_path: Path, module: str, launcher: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:  # a socket's path must be short
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:  # a socket path must be short
         zygotes = ZygoteLauncher(Path(directory) / "z", tmp_path / "zygote.log", {}, module)
         running = asyncio.create_task(zygotes.run())
         async with asyncio.timeout(30):

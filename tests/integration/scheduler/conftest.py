@@ -51,15 +51,17 @@ class Site:
         return node
 
     def scheduler(self, **changes: Any) -> asyncio.Task[int]:
-        """One more scheduler process's worth of work, as a task."""
+        """Run one more scheduler process's worth of work, as a task."""
         stop = asyncio.Event()
         task = asyncio.create_task(run(self.settings.model_copy(update=changes), stop))
         self.schedulers.append((stop, task))
         return task
 
     async def ask(self, message: Request, reply: type[Any]) -> Any:
-        """Ask the leader, once there is one. A question that changes nothing is asked again also where no answer came: a machine may be so busy
-        that the server does nothing for as long as a request may take."""
+        """Send a request to the leader, once there is one.
+
+        Repeats a request without effect if no reply arrives: the server may be too slow on a busy machine.
+        """
         async with asyncio.timeout(30 if isinstance(message, QUESTIONS) else 15):
             while True:
                 try:
@@ -85,7 +87,7 @@ class Site:
         return view
 
     async def until(self, condition: Callable[[], bool] | Callable[[], Awaitable[bool]], within: float = 15.0) -> None:
-        """Wait until something is so, looking again at every status of a node."""
+        """Wait until a condition holds, checked at every status of a node."""
         async with asyncio.timeout(within):
             while True:
                 found = condition()
@@ -103,7 +105,7 @@ class Site:
 
 @pytest.fixture(scope="session", autouse=True)
 def tracing() -> None:
-    """Spans with ids, exported nowhere."""
+    """Give spans ids, without an exporter."""
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         trace.set_tracer_provider(TracerProvider(id_generator=SystemIds()))
 
@@ -132,7 +134,7 @@ def spec(name: str, **more: Any) -> ModelSpec:
 
 
 async def process(site: Site, name: str, **environment: str) -> asyncio.subprocess.Process:
-    """A scheduler as an OS process; what it logs can be read from its `stderr`."""
+    """Start a scheduler as an OS process; its `stderr` has its log."""
     settings = {
         "THAW_NATS_URL": site.settings.nats_url.get_secret_value(),
         "THAW_DATABASE_URL": site.settings.database_url.get_secret_value(),

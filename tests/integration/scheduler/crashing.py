@@ -1,4 +1,7 @@
-"""A scheduler that crashes at its k-th step, with a real database, fake nodes, and a successor."""
+"""A scheduler that crashes at its k-th step, with a real database and fake nodes.
+
+A successor takes over.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class Crashed(Exception):
 
 @dataclass
 class Steps:
-    """Counts them; dies at number `die_at` (0: never)."""
+    """Counts steps, and dies at number `die_at` (0: never)."""
 
     die_at: int = 0
     count: int = 0
@@ -75,7 +78,10 @@ class DyingRepository(Repository):
 
 
 class Nodes(Outbox):
-    """The port of effects: they arrive at once, one after the other. What a dead leader has not sent stays in `undelivered`."""
+    """The port of effects: they arrive at once, in order.
+
+    `undelivered` holds what a dead leader has not sent.
+    """
 
     def __init__(self, site: Site, steps: Steps) -> None:
         self._site, self._steps = site, steps
@@ -95,7 +101,7 @@ class Nodes(Outbox):
 
 @dataclass
 class Site:
-    """What outlives a leader: the database, the nodes, what clients know."""
+    """State that outlives a leader: the database, the nodes, the clients' requests."""
 
     url: str
     engine: AsyncEngine
@@ -109,7 +115,7 @@ class Site:
     epochs: list[int] = field(default_factory=list)
 
     def deliver(self, effect: Effect) -> list[Event]:
-        """What comes back of it."""
+        """Deliver effects; return the resulting events."""
         match effect:
             case SendStart(node=node, command=command):
                 error = self.agents[node].start(command, self.now)
@@ -138,7 +144,13 @@ class Site:
 
 
 async def lead(site: Site, *, rounds: int) -> Nodes:
-    """One term: it hears everybody, everybody asks again, and what was begun goes on. Raises `Crashed`."""
+    """Lead for one term.
+
+    Nodes report, clients repeat their requests, and pending work continues.
+
+    Raises:
+        Crashed: The leader died.
+    """
     async with leadership(plain_url(site.url)) as term:
         site.epochs.append(term.epoch)
         repository = DyingRepository(site.engine, site.steps)
@@ -155,7 +167,7 @@ async def lead(site: Site, *, rounds: int) -> Nodes:
 
 
 async def settled(loop: SchedulerLoop, running: asyncio.Task[None], *events: Event) -> None:
-    """Decide one event after the other, each with all that follows."""
+    """Decide one event after the other, with all that follow."""
     for one in events:
         loop.post(one)
         idle = asyncio.create_task(loop.idle())
@@ -168,7 +180,7 @@ async def settled(loop: SchedulerLoop, running: asyncio.Task[None], *events: Eve
 
 
 async def one_round(site: Site, loop: SchedulerLoop, running: asyncio.Task[None], wanted: tuple[str, ...]) -> None:
-    """Half a second: nodes report, engines start and stop, gateways repeat demand."""
+    """Pass 0.5 s: nodes report, engines start and stop, gateways repeat demand."""
 
     def report() -> list[Event]:
         return [NodeStatusReceived(site.now, agent.status(site.now)) for agent in site.agents.values()]
@@ -192,7 +204,7 @@ async def one_round(site: Site, loop: SchedulerLoop, running: asyncio.Task[None]
 
 @contextlib.asynccontextmanager
 async def counted(engine: AsyncEngine, steps: Steps) -> AsyncIterator[None]:
-    """Each statement of the leader's transactions is a step; so is the moment before its commit."""
+    """Count the leader's statements, and the moments before its commits, as steps."""
 
     def statement(_connection: Any, _cursor: Any, sql: str, *_: Any) -> None:
         if sql.startswith(("INSERT", "UPDATE", "DELETE")):
@@ -212,7 +224,7 @@ async def counted(engine: AsyncEngine, steps: Steps) -> AsyncIterator[None]:
 
 
 async def new_site(url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, die_at: int) -> Site:
-    """An empty database, one node with room for two."""
+    """Create an empty database, and one node with room for two."""
     async with engine.begin() as connection:
         await connection.execute(text("TRUNCATE models, nodes, devices, instances, plans, parameters, residency, links"))
     site = Site(url, engine, Steps(die_at), {"n1": Agent("n1", 700 * MIB)})

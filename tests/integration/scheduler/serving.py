@@ -1,4 +1,4 @@
-"""A scheduler and a gateway on one NATS server, and a node whose engines answer without a model."""
+"""A scheduler and a gateway on one NATS server, and a node with fake engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.servers import free_port
 
 @dataclass
 class ServingNode(FakeNode):
-    """Each of its ready instances has an engine that behaves as told and reports what it serves."""
+    """A node whose ready instances have scripted engines, and report their load."""
 
     behaviour: Behaviour = speak
     engines: dict[str, FakeEngine] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class ServingNode(FakeNode):
 
 @asynccontextmanager
 async def gateway(site: Site, **settings: Any) -> AsyncIterator[Served]:
-    """A gateway of the site, which knows every model that is registered by now."""
+    """Start a gateway that knows every model registered so far."""
     fields: dict[str, Any] = {
         "nats_url": site.settings.nats_url,
         "gateway_port": free_port(),

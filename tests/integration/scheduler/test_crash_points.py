@@ -41,7 +41,10 @@ def outcome(site: Site) -> Counter[str]:
 
 
 async def check(site: Site) -> None:
-    """Nodes, database and promises agree. That no node is over-booked is held by the nodes at every start."""
+    """Check that nodes, database and replies agree.
+
+    At every start the nodes themselves check that they are not overbooked.
+    """
     async with site.engine.connect() as connection:
         rows = (await connection.execute(select(tables.instances.c.instance_id, tables.instances.c.state))).all()
         plans = {p for (p,) in await connection.execute(select(tables.plans.c.plan_id))}
@@ -87,7 +90,10 @@ async def test_it_may_die_anywhere(database_url: str, engine: AsyncEngine, monke
 async def test_what_a_dead_leader_sent_comes_too_late(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command of a dead leader arrives after the next leader's: the node refuses it."""
+    """A dead leader's command arrives too late.
+
+    It arrives after the next leader's command: the node refuses it.
+    """
     try:
         site = await new_site(database_url, engine, monkeypatch, 0)
         first = await lead(site, rounds=2)

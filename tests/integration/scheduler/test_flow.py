@@ -54,7 +54,7 @@ async def plan_of(site: Site, model: str) -> PlanRecord:
 
 
 async def up(site: Site, node: FakeNode, model: str) -> None:
-    """Bring a model up; it has served and is idle."""
+    """Start a model; it has served and is idle."""
     await site.demand(model, 1)
     await site.until(lambda: ready(node, model))
     await site.demand(model, 0)

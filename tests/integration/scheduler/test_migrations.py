@@ -19,7 +19,7 @@ from tests.support.fake_node import MIB, FakeNode
 
 
 async def serving(site: Site, node: FakeNode) -> str:
-    """An instance on `node` that serves two requests."""
+    """Start an instance on `node` that serves two requests."""
     await site.add(spec("one", keep_alive=-1))
     await site.demand("one", 1)
     await site.until(lambda: any(i.state is InstanceState.READY for i in node.of("one")))
@@ -44,7 +44,7 @@ async def ordered(site: Site) -> list[MigrationRecord]:
     status = await bucket.status()
     if not status.values:
         return []
-    # Not `bucket.keys()`: that misses an entry which is written at that moment.
+    # Not `bucket.keys()`: that misses an entry that is written at that moment.
     info = await site.mesh.nc.jetstream().stream_info(f"KV_{subjects.MIGRATIONS_BUCKET}", subjects_filter=">")
     entries = [await bucket.get(subject.split(".")[-1]) for subject in info.state.subjects or {}]
     return [MigrationRecord.model_validate_json(e.value or b"") for e in entries]

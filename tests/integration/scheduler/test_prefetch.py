@@ -25,7 +25,7 @@ STALLED_AT = 4 * MB
 
 @pytest.fixture
 def afar(tmp_path: Path) -> Iterator[TierServer]:
-    """The models `likely`, of 20 MB, which stops half-way until it is let go, and `wanted`."""
+    """Register the models `likely`, of 20 MB, whose load stops half-way, and `wanted`."""
     write_checkpoint(tmp_path / "www" / "likely", tensors(megabytes=20))
     write_checkpoint(tmp_path / "www" / "wanted", tensors(megabytes=2, seed=1))
     server = TierServer(tmp_path / "www")
@@ -45,12 +45,15 @@ def loader(own_nats: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
 
 @pytest.fixture
 async def node(site: Site) -> FakeNode:
-    """Its one device is taken by a pinned model, but for 200 MiB; its engines are fakes, its loader is a process."""
+    """Start a node whose device has 200 MiB beside a pinned model.
+
+    Its engines are fakes, its loader is a process.
+    """
     return await site.node(budget=1000 * MIB, loads=False)
 
 
 async def begin(site: Site, loader: LoaderProcess, afar: TierServer) -> Client:
-    """`likely` has been asked for twice, and had no room."""
+    """Request `likely` twice, without room for it, so that its prefetch begins."""
     loader.start()
     client = Client(site.mesh, loader.node)
     await client.until_served()

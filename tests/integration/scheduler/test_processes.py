@@ -19,13 +19,13 @@ from tests.support.otlp import OtlpReceiver
 
 
 async def log_of(scheduler: asyncio.subprocess.Process) -> str:
-    """What a process that is over has logged."""
+    """Return the log of an ended process."""
     _, stderr = await scheduler.communicate()
     return stderr.decode()
 
 
 async def insist(site: Site, model: str) -> DemandNoted:
-    """Demand, repeated until a leader answers: as a gateway does."""
+    """Repeat demand until a leader replies, as a gateway does."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -46,7 +46,7 @@ async def test_leaders_are_killed_with_demand_in_flight(site: Site, kills: int) 
             await standby(site)
             node.hold_starts = asyncio.Event()
             demand = asyncio.create_task(insist(site, f"model-{n}"))
-            if n % 2:  # half of the leaders have begun the start, the others have perhaps not yet heard of the demand
+            if n % 2:  # half of the leaders have begun the start, others may not have received the demand yet
                 await site.until(lambda n=n: bool(node.starts(f"model-{n}")))
             leader = running.pop(0)
             leader.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Recovery, as bench/scheduler_recovery.py times it, on a small mesh."""
+"""Recovery on a small mesh, timed as bench/scheduler_recovery.py does."""
 
 from __future__ import annotations
 

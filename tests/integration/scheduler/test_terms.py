@@ -97,7 +97,7 @@ async def test_a_lost_database_is_led_above_the_epochs_seen(site: Site, postgres
     stop.set()
     await first
     fresh = postgres_server.create_database(f"fresh_{node.boot_id}")
-    # Epochs begin anew there, and the instance has a token of epoch 1: let the node have seen some more.
+    # Epochs restart there, and the instance has a token of epoch 1: let the node see more epochs.
     instance = next(iter(node.instances.values()))
     instance.command = instance.command.model_copy(update={"token": 7 * 2**32 + 1})
     site.scheduler(database_url=SecretStr(fresh))
@@ -160,7 +160,10 @@ async def test_old_plans_are_pruned_by_age_and_count_but_none_that_is_pending(da
 
 
 async def test_every_table_that_grows_is_pruned_in_bounded_batches(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of models and nodes that are gone, and more plans than fit one batch: all go, and no transaction is large."""
+    """Every table that grows is pruned in bounded batches.
+
+    Rows of removed models and nodes, and more plans than fit one batch, are deleted; no transaction is large.
+    """
     engine = connect(database_url)
     monkeypatch.setattr(repository_module, "PRUNE_BATCH", 40)
     monkeypatch.setattr(repository_module, "TRACE_MAX_COUNT", 10)
@@ -209,7 +212,7 @@ async def test_commands_of_an_older_epoch_are_refused(site: Site) -> None:
     async def led_past() -> bool:
         return (await site.view()).epoch >= 3
 
-    # Each refusal costs an epoch, until the tokens are above those the node has seen.
+    # Each refusal costs an epoch, until the tokens exceed those the node has seen.
     async def woken() -> bool:
         try:
             await site.mesh.request("thaw.v1.scheduler.admin", WakeModel(name="a"), ModelAwake)
@@ -258,7 +261,7 @@ async def test_nats_restarts_under_a_leader(own_nats: NatsServer, site: Site) ->
 
 
 async def test_routes_are_those_that_the_engine_declares_today(site: Site, database_url: str) -> None:
-    """Whatever stands in the database since the model was registered."""
+    """The engine's current declaration determines routes, not the database."""
     await site.node()
     site.scheduler()
     await site.add(spec("a"))

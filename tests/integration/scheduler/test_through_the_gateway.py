@@ -1,4 +1,4 @@
-"""Plans of client requests, and every operator request to the scheduler, over HTTP."""
+"""Plans of client requests, and every operator request, over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ URL, ADMIN = "/v1/chat/completions", "/admin/v1"
 
 @pytest.fixture
 async def node(site: Site) -> ServingNode:
-    """Room for two models."""
+    """Start a node with room for two models."""
     return await serving_node(site, budget=700 * MIB)
 
 
@@ -43,7 +43,7 @@ async def explained(served: Served, **query: str) -> PlanExplained:
 
 
 async def known(served: Served, request_id: str) -> PlanExplained:
-    """Of a request that is over, once its trace is written."""
+    """Return the plan of an ended request, once its trace is written."""
     async with asyncio.timeout(10):
         while True:
             found = (await served.http.get(f"{ADMIN}/explain", params={"request": request_id})).json()
@@ -64,7 +64,10 @@ async def busy(site: Site, node: ServingNode, *models: str) -> None:
 
 
 async def post_named(served: Served, monkeypatch: pytest.MonkeyPatch, request_id: str, model: str) -> asyncio.Task[httpx.Response]:
-    """Ask `model` in a request whose id is known before its answer: the gateway, which makes the ids, runs in this process."""
+    """Request `model` with an id that is known before the response.
+
+    The gateway, which assigns ids, runs in this process.
+    """
     taken = asyncio.Event()
 
     def give() -> str:
@@ -106,7 +109,7 @@ async def test_a_request_and_the_plan_it_waited_for(served: Served, node: Servin
 async def test_a_request_that_is_not_over_is_explained(
     site: Site, served: Served, node: ServingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what it runs on; and while it waits, by what its model waits for."""
+    """A running request is explained by its instance, a waiting one by its obstacle."""
     node.behaviour = hang
     running = await post_named(served, monkeypatch, "runs", "a")
     await site.until(lambda: any(e.requests for e in node.engines.values()))
@@ -212,8 +215,11 @@ async def test_each_admin_route_reaches_the_scheduler(site: Site, served: Served
 
 
 async def test_a_surge_is_met_by_the_requests_of_the_last_window_too(site: Site) -> None:
-    """HydraServe §6.1, live: nine requests at once on an instance that runs four, eight of which it is given. What waits and runs is three
-    instances' work; with the nine that may come in the next window it is five's."""
+    """A surge is sized by the requests of the last window too.
+
+    HydraServe §6.1, live: nine requests at once on an instance that runs four and is given eight. Waiting and running requests need three
+    instances; with the nine expected in the next window they need five.
+    """
     node = await serving_node(site, budget=3000 * MIB, behaviour=hang)
     site.scheduler()
     await site.add(spec("m", max_concurrency=4, replicas={"min": 0, "max": 8}))

@@ -1,4 +1,4 @@
-"""A leader whose host vanishes: its lock is free within three seconds, and it notices."""
+"""A leader's host vanishes: its lock is free within three seconds, and it notices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,13 @@ def ip(*arguments: str) -> None:
 
 @dataclass
 class Hosts:
-    """`names`: namespaces; `ports`: their ends on the bridge; `gateway`: the address Postgres listens on."""
+    """Hosts in network namespaces.
+
+    Attributes:
+        names: The namespaces.
+        ports: Their ends on the bridge.
+        gateway: The address Postgres listens on.
+    """
 
     names: tuple[str, str]
     ports: tuple[str, str]
@@ -100,7 +106,7 @@ async def says(process: asyncio.subprocess.Process, word: str) -> str:
 
 
 async def idle(url: str) -> None:
-    """Wait until the leader's connection is idle: only keepalives can then detect the lost host."""
+    """Wait until the leader's connection is idle: only keepalives detect a lost host."""
     states = (
         "SELECT array_agg(state) FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE granted AND locktype = 'advisory' "
         "AND application_name = 'thaw-scheduler-leadership'"
@@ -126,7 +132,7 @@ async def test_the_lock_of_a_vanished_host_falls(hosts: Hosts) -> None:
         await engine.dispose()
         url = server.url.replace("127.0.0.1", hosts.gateway).replace("+asyncpg", "")
         for name in hosts.names:
-            processes.append(await holder(name, url))  # one after the other: the first leads
+            processes.append(await holder(name, url))  # in order: the first one leads
             await says(processes[-1], "waiting")
             if len(processes) == 1:
                 await says(processes[0], "leading 1")

@@ -1,4 +1,7 @@
-"""`python ballast.py MIB CHILDREN`: a process tree that holds memory; says "ready", then answers each line with a digest of all it holds."""
+"""A process tree that holds memory: `python ballast.py MIB CHILDREN`.
+
+It prints "ready", then answers each line with a digest of all its memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def main() -> None:
         multiprocessing.Process(target=child, args=(size, theirs), daemon=True).start()
         ours.recv()
         pipes.append(ours)
-    # Last: what it shared with its children by a fork would be mapped by all of them, and stay.
+    # Last: memory shared with children by a fork would be mapped by all of them, and stay.
     held = hold(size)
     print("ready", flush=True)  # noqa: T201  # it talks with its parent
     for _ in sys.stdin:

@@ -26,7 +26,7 @@ async def node(able: None, nats_server: NatsServer, tmp_path: Path) -> AsyncIter
 
 @pytest.fixture(params=[1, 2], ids=["v1", "v2"])
 def groups(request: pytest.FixtureRequest) -> Iterator[Cgroups]:
-    """Control groups of each version that is there."""
+    """Yield control groups of each available version."""
     found = open_cgroups(f"t{uuid.uuid4().hex[:6]}", version=request.param)
     if not found.available:
         pytest.skip(f"no freezer of cgroup v{request.param} here: {found.reason}")

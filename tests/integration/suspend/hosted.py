@@ -1,4 +1,4 @@
-"""Real engines under a real nodeagent: started, asked, assessed."""
+"""Real engines under a real nodeagent: started, requested, assessed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READY_WITHIN_S = 300.0
 async def start_hosted(
     node: Node, card: ModelCard, *, mib: int, park: bool = False, within: float = READY_WITHIN_S
 ) -> InstanceStatus:
-    """A ready instance that its node is willing to suspend (or one that is suspended, if it is to be parked)."""
+    """Start an instance that its node can suspend, or a parked one."""
     command = StartInstance(
         token=node.next_token(),
         plan_id="p1",
@@ -46,7 +46,7 @@ async def start_hosted(
 
 
 async def generate(node: Node, instance_id: str, prompt: str = "once upon a time", tokens: int = 16) -> str:
-    """Greedy text, through the mesh."""
+    """Return greedy text, through the mesh."""
     inbox = node.mesh.nc.new_inbox()
     parts: list[bytes] = []
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -78,7 +78,7 @@ async def generate(node: Node, instance_id: str, prompt: str = "once upon a time
 
 
 def engine_pids(node: Node, instance_id: str) -> tuple[int, ...]:
-    """Of the engine, without its host."""
+    """Return the engine's pids, without its host's."""
     return node.instance(instance_id).pids[1:]
 
 

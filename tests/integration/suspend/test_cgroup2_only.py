@@ -1,4 +1,7 @@
-"""A host that has cgroup v2 and nothing else: in a mount namespace of its own, where every other hierarchy is out of sight."""
+"""A host with cgroup v2 only.
+
+The test runs in a mount namespace that hides every other hierarchy.
+"""
 
 from __future__ import annotations
 

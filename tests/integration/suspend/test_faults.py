@@ -1,4 +1,7 @@
-"""Everything that can go wrong between suspended and ready, on real processes: it ends in a serving engine, or in memory proved free."""
+"""Faults between suspended and ready, on real processes.
+
+Each ends in a serving engine, or in memory proved free.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ READY, SUSPENDED, STOPPED, FAILED = InstanceState.READY, InstanceState.SUSPENDED
 
 
 def scope(node: Node) -> str:
-    """What the node's control groups are called after."""
+    """Return the name prefix of the node's control groups."""
     return NodeSettings(home=node.home, node=node.name).scope
 
 

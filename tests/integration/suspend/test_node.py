@@ -1,4 +1,7 @@
-"""A real nodeagent suspends and resumes real engine processes: the thin path, end to end, with memory read back."""
+"""A real nodeagent suspends and resumes real engine processes, end to end.
+
+The tests read memory back.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ async def test_a_suspended_engine_gives_its_memory_back_and_gets_it_again(node: 
 
 
 async def test_one_that_has_to_make_room_the_moment_it_is_ready_is_suspended(node: Node) -> None:
-    """Its agent has not assessed it by then: the command waits for that."""
+    """An engine that must make room once it is ready is suspended.
+
+    Its agent has not assessed it by then: the command waits for that.
+    """
     instance_id = await node.start(BIG, mib=400)
     await node.reaches(instance_id, READY)
     await node.suspend(instance_id)

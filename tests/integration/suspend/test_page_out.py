@@ -1,4 +1,7 @@
-"""Control groups of both versions and page-out, on real processes: all of the tree is found, frozen, paged out and back, byte for byte."""
+"""Control groups of both versions and page-out, on real processes.
+
+All of the tree is found, frozen, paged out and restored, byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ BALLAST = Path(__file__).with_name("ballast.py")
 
 
 class Tree:
-    """A process with children, each with a ballast of its own."""
+    """A process with children, each with its own ballast."""
 
     def __init__(self, mib: int, children: int) -> None:
         self.process = subprocess.Popen(
@@ -109,7 +112,7 @@ async def test_what_is_touched_again_is_read_ahead_the_next_time(
         await way.resume(target)
         await way.prefetched()
         assert tree.digest() == before
-        # Its digest reads all of its memory; the first time nobody knows that.
+        # The digest reads all memory; the node learns that in the first turn.
         assert (memory.MADV_WILLNEED in given) == (turn > 0)
 
 
@@ -118,7 +121,7 @@ def test_what_a_process_has_touched_is_found_page_by_page(able: None) -> None:
     with mmap.mmap(-1, 4096 * page) as area:
         base = ctypes.addressof(ctypes.c_char.from_buffer(area))
         area.madvise(mmap.MADV_NOHUGEPAGE)
-        for number in (0, 1, 5, 1000, 4095):  # the second gap is longer than a fault reads anyway
+        for number in (0, 1, 5, 1000, 4095):  # the second gap exceeds a fault's read size
             area[number * page] = 1
         found = [r for r in memory.resident(os.getpid()) if base <= r[0] < base + 4096 * page]
     assert found == [(base, 6 * page), (base + 1000 * page, page), (base + 4095 * page, page)]
@@ -156,7 +159,10 @@ sys.stdin.read()
 
 
 def test_shared_memory_of_a_killed_engine_goes_with_it_and_what_others_use_stays(groups: Cgroups) -> None:
-    """All of it is killed at once: there is nobody left in it to clean up."""
+    """A killed engine's shared memory is removed; memory that others use stays.
+
+    All its processes are killed at once, so none can clean up.
+    """
     others = SharedMemory(create=True, size=4096)
     process = subprocess.Popen(
         [sys.executable, "-c", SHARING, others.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -1,4 +1,7 @@
-"""A node whose engines sleep by their own means, and nothing else: real processes, a server with Ollama's endpoints, memory read back."""
+"""A node whose engines support only their own sleep.
+
+Real processes, a server with Ollama's endpoints, and memory read back.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ async def ready(node: Node) -> InstanceStatus:
 
 
 async def test_it_sleeps_and_is_resumed_with_another_process_for_its_model(node: Node) -> None:
-    """Ollama's server stays, and ends and starts a process for the model: its bytes are to be found in the new one."""
+    """An engine sleeps, and resumes with a new process for its model.
+
+    Ollama's server stays, and ends and starts a process for the model: the new one holds its bytes.
+    """
     before = await ready(node)
     assert before.suspension.way == "sleep"
     await node.suspend("s1")

@@ -1,4 +1,7 @@
-"""Snapshots of the CUDA checkpoint, host memory of frozen processes, written to swap: real processes and pages, a driver of dictionaries."""
+"""Snapshots of the CUDA checkpoint are written to swap.
+
+They are host memory of frozen processes. Processes and pages are real; the driver is a fake.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,12 @@ LLAMA_TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
 def linear_modules(base: Path, targets: Sequence[str], *, transposed: bool = False) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the linear layers of `base` (a directory of safetensors) that `targets` names, by module."""
+    """Return outputs and inputs of the linear layers by module.
+
+    Args:
+        base: A directory of safetensors.
+        targets: Names of the layers.
+    """
     found = {}
     for file in sorted(base.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
@@ -41,7 +46,11 @@ def write_adapter(
     modules: Mapping[str, tuple[int, int]] | None = None,
     **config: Any,
 ) -> Path:
-    """An adapter of `base`; `strength`: standard deviation of its weights, large enough to change every answer."""
+    """Write an adapter of `base`.
+
+    Args:
+        strength: Standard deviation of its weights; large enough to change every response.
+    """
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     ranks = config.get("rank_pattern") or {}

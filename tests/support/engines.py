@@ -50,7 +50,7 @@ class ZygoteProcess:
         return ZygoteClient(reader, writer)
 
     def close(self) -> None:
-        """Ends the zygote and the engines that a test has left: they would outlive it."""
+        """End the zygote and the engines that a test left: they would outlive it."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for engine in psutil.Process(self.process.pid).children():
                 engine.kill()
@@ -107,7 +107,7 @@ class Stream:
 
 
 class Engines:
-    """The nodeagent's and the gateway's side of the engines of one node."""
+    """The nodeagent's and the gateway's side of one node's engines."""
 
     def __init__(self, mesh: Mesh, node: str, nats_url: str, directory: Path) -> None:
         self.mesh = mesh

@@ -1,6 +1,7 @@
-"""A mesh without engines that compute: fake instances that speak the inference contract over real NATS, and what announces them.
+"""A mesh without computing engines, over real NATS.
 
-`FakeNode` plays nodeagent, engines and (with `answer_demand`) the scheduler. What a fake engine says is up to its `behaviour`.
+Fake instances speak the inference contract, and `FakeNode` announces them: it plays the nodeagent, the engines and (with `answer_demand`)
+the scheduler. `behaviour` determines a fake engine's output.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def card_of(name: str, *, task: str = "generate", context: int = 2048, routes: t
 class Run:
     """One request at a fake engine.
 
-    `say` numbers and sends a message; `cancelled` is set by `CancelInfer`.
+    `say` numbers and sends a message; `CancelInfer` sets `cancelled`.
     """
 
     engine: FakeEngine
@@ -104,7 +105,7 @@ class Run:
         await self.say(InferFinished(seq=0, usage=Usage(prompt_tokens=7, completion_tokens=tokens)))
 
     async def respond(self, content_type: str, *parts: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """The head and some data of an answer in HTTP's form."""
+        """Send the head and some data of an HTTP response."""
         await self.say(InferResponse(status=status, content_type=content_type, headers=headers or {}))
         for part in parts:
             await self.data(part)
@@ -123,7 +124,7 @@ Behaviour = Callable[[Run], Awaitable[None]]
 
 
 async def speak(run: Run) -> None:
-    """The answer of a well-behaved engine: all the words, or vectors."""
+    """Respond as a well-behaved engine: all the words, or vectors."""
     if run.request.endpoint == "embedding":
         await run.start()
         given = run.request.body["input"]
@@ -160,9 +161,9 @@ async def stop_when_asked(run: Run | None) -> Message:
 
 
 class FakeEngine:
-    """One instance.
+    """One instance, which records its requests.
 
-    `yields` answers `YieldInfer`; None: nothing does. Keeps every request it got.
+    `yields` answers `YieldInfer`; if it is None, there is no reply.
     """
 
     def __init__(self, mesh: Mesh, model: str, behaviour: Behaviour = speak, capacity: int = 16) -> None:
@@ -239,7 +240,7 @@ class FakeEngine:
         return RequestsListed(requests=tuple(running))
 
     async def until(self, true: Callable[[], bool], within: float = 5.0) -> None:
-        """Wait until something that a message brings about is so."""
+        """Wait until a message has made the condition true."""
         async with asyncio.timeout(within), self.arrived:
             await self.arrived.wait_for(true)
 

@@ -1,7 +1,7 @@
-"""A nodeagent and a loader that speak the contracts over NATS and hold no memory: what a scheduler or gateway sees of a node.
+"""A fake nodeagent and loader that hold no memory, for schedulers and gateways.
 
-The agent keeps its device's books as a real one does (all or nothing, fenced tokens), starts an instance in `start_s`, and stops it at
-once when it is idle. Tests change what it does by its fields.
+They speak the contracts over NATS. The agent books its device as a real one does (all or nothing, fenced tokens), starts an instance in
+`start_s`, and stops an idle one at once. Tests change its behaviour by its fields.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class FakeInstance:
 class FakeNode:
     """One node with one cpu device.
 
-    `sizes`: bytes of weights by source, for `InspectModel`.
+    Attributes:
+        sizes: Bytes of weights by source, for `InspectModel`.
     """
 
     mesh: Mesh
@@ -120,7 +121,7 @@ class FakeNode:
         self._spawn(self._beat())
 
     async def stop(self) -> None:
-        """Fall silent, as a node that lost power."""
+        """Stop sending and answering, as a node that lost power."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -134,7 +135,7 @@ class FakeNode:
         await self.start()
 
     def of(self, model: str) -> list[FakeInstance]:
-        """Those of a model that hold memory."""
+        """Return the model's instances that hold memory."""
         return [i for i in self.instances.values() if i.command.card.name == model and i.state.holds_memory]
 
     def starts(self, model: str | None = None) -> list[StartInstance]:

@@ -1,5 +1,8 @@
-"""vLLM's and llama-server's streams with token ids, as those servers send them, of an engine whose tokens are the bytes of UTF-8. It says
-`fake.says`, and continues it after a prompt that ends with a part of it. What is half a character, or may begin a stop string, is held back."""
+"""Streams of vLLM and llama-server with token ids, as those servers send them.
+
+The engine's tokens are the bytes of UTF-8. It generates `fake.says`, and continues it after a prompt that ends with a part of it. It holds
+back partial characters, and text that may begin a stop string.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ async def saying(body: Any, *, chat: bool) -> AsyncIterator[str]:
 
 
 async def saying_llama(body: Any) -> AsyncIterator[str]:
-    """llama-server's text completions: with `verbose` each event has its last token and how many there are. Half a character has no event."""
+    """Build text completions of llama-server.
+
+    With `verbose` each event has its last token and the number of tokens. A partial character has no event.
+    """
     prompt = prompt_of(body)
     generated = len(prompt) - 1 - prompt[::-1].index(_END) + 1
     rest = body["fake"]["says"].encode()[len(prompt) - generated :]
@@ -101,7 +107,7 @@ async def saying_llama(body: Any) -> AsyncIterator[str]:
 
 
 def _begun(text: str, stops: list[str]) -> int:
-    """Characters at the end of `text` that may begin a stop string."""
+    """Return how many characters at the end of `text` may begin a stop string."""
     return max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Control groups that tests make, removed after them."""
+"""Control groups that tests create, removed after them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _POLL_S = 0.02
 
 
 def remove_groups(prefix: str) -> None:
-    """Remove groups named `thaw-PREFIX…` whose processes have been killed: the last of them may still be on its way out."""
+    """Remove groups named `thaw-PREFIX…` whose processes were killed.
+
+    Waits for processes that have not exited yet.
+    """
     deadline = time.monotonic() + _WITHIN_S
     roots = [root for _, root in hierarchies()]
     while left := [d for root in roots for d in root.glob(f"thaw-{prefix}*")]:

@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 def token_of(pid: int) -> str:
-    """By which the reaper of a hosted engine knows this process of it."""
+    """Return the token by which a hosted engine's reaper recognizes its processes."""
     return psutil.Process(pid).environ()[reaper.VARIABLE]
 
 
@@ -36,7 +36,7 @@ def reapers(token: str) -> set[int]:
 
 
 class HostedAnswer:
-    """An answer in HTTP's form, whole."""
+    """A whole HTTP response."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -52,19 +52,19 @@ class HostedAnswer:
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The data of a stream's events but the last, `[DONE]`."""
+        """Return the data of a stream's events, without the final `[DONE]`."""
         found = [line[6:] for line in self.body.decode().splitlines() if line.startswith("data: ")]
         assert found[-1] == "[DONE]"
         return [json.loads(e) for e in found[:-1]]
 
     def text(self) -> str:
-        """Of a stream of text or chat completions."""
+        """Return the text of a stream of text or chat completions."""
         choices = [e["choices"][0] for e in self.events() if e["choices"]]
         return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices)
 
 
 def resume_of(replies: Sequence[InferReply], revision: str = "r1") -> Resume:
-    """What a gateway knows of an answer after these messages."""
+    """Return a gateway's resume state after these messages."""
     head = next(r for r in replies if isinstance(r, InferResponse))
     deltas = [d for r in replies if isinstance(r, InferData) for d in r.progress]
     tokens = tuple(t for d in deltas for t in d.token_ids)
@@ -78,14 +78,14 @@ def bytes_of(replies: Sequence[InferReply]) -> bytes:
 
 
 def text_and_events(body: bytes) -> tuple[str, list[Any]]:
-    """Text and events of a stream, or of a part of one."""
+    """Return text and events of a stream, or of a part of one."""
     events = [json.loads(e[6:]) for e in body.decode().split("\n\n") if e.startswith("data: {")]
     choices = [c for e in events for c in e["choices"]]
     return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices), events
 
 
 class Hosts(Engines):
-    """The nodeagent's and the gateway's side of the hosted engines of one node."""
+    """The nodeagent's and the gateway's side of one node's hosted engines."""
 
     def host(self, card: ModelCard, *, device: str = "cpu:0", cgroup_procs: str | None = None, **environment: Any) -> EngineStart:
         """Start a host as the nodeagent does."""
@@ -101,13 +101,13 @@ class Hosts(Engines):
         return HostedAnswer(stream)
 
     async def other(self, instance_id: str, route: str, method: str, query: str = "", **body: Any) -> HostedAnswer:
-        """A request of a route that only the engine knows."""
+        """Send a request to a route that only the engine serves."""
         stream = await self.ask(instance_id, "other", route=route, method=method, query=query, **body)
         await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         return HostedAnswer(stream)
 
     async def eventually(self, ask: Callable[[], Awaitable[T]], wanted: Callable[[T], bool], within: float = 20.0) -> T:
-        """Ask until the answer is as wanted."""
+        """Repeat a request until the response is as wanted."""
         deadline = time.monotonic() + within
         while not wanted(found := await ask()):
             assert time.monotonic() < deadline, found
@@ -115,11 +115,11 @@ class Hosts(Engines):
         return found
 
     def marked(self, instance_id: str) -> set[int]:
-        """Processes of the instance's engine."""
+        """Return the processes of the instance's engine."""
         return marked(mark_of(NodeSettings(node=self.node).scope, instance_id))
 
     async def left_nothing(self, instance_id: str) -> None:
-        """Until none of the engine's processes is left."""
+        """Wait until no process of the engine is left."""
 
         async def left() -> set[int]:
             return await asyncio.to_thread(self.marked, instance_id)
@@ -130,7 +130,7 @@ class Hosts(Engines):
 async def resumes_from_any_message(
     hosts: Hosts, instance: str, endpoint: Any, undisturbed: HostedAnswer, body: dict[str, Any]
 ) -> None:
-    """The answer to `body`, cut after each message and resumed, equals the undisturbed one."""
+    """Check the response to `body`, cut after each message and resumed."""
     replies = undisturbed.stream.replies
     text, events = text_and_events(undisturbed.body)
     whole = resume_of(replies)
@@ -154,7 +154,7 @@ async def resumes_from_any_message(
 
 
 def hosted_card(source: Path | str, engine: str = "openai", *, context: int = 256, **options: Any) -> ModelCard:
-    """A card as the scheduler makes it, without asking a loader."""
+    """Build a card as the scheduler does, without a loader."""
     spec = ModelSpec.model_validate(
         {"name": "demo", "source": str(source), "engine": engine, "max_model_len": context, "max_concurrency": 4, **options}
     )
@@ -179,7 +179,7 @@ FAKE = [sys.executable, "-m", "tests.support.fake_openai", "--port", "{port}"]
 
 
 def fake_program(directory: Path, like: str, *options: str) -> str:
-    """An executable that stands for the engine's own."""
+    """Write an executable that stands in for the engine's program."""
     found = directory / "engine"
     options_text = " ".join(("--like", like, *options))
     found.write_text(f'#!/bin/sh\ncd {Path.cwd()}\nexec {sys.executable} -m tests.support.fake_openai {options_text} "$@"\n')
@@ -188,5 +188,5 @@ def fake_program(directory: Path, like: str, *options: str) -> str:
 
 
 def fake_card(*options: str, **more: Any) -> ModelCard:
-    """Served by tests/support/fake_openai.py."""
+    """Build a card of an engine that runs tests/support/fake_openai.py."""
     return hosted_card("engine://m", command=[*FAKE, *options], memory=MIB, **more)

@@ -1,4 +1,4 @@
-"""What another user of the machine gets of an engine, and where that listens."""
+"""Access to an engine by another user of the machine, and its listening sockets."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ _LISTENS = "0A"
 
 
 def listening_sockets(pids: Iterable[int], pid: int | None = None) -> dict[int, str]:
-    """TCP ports that the processes `pids` listen on in the network of `pid` (by default the test's own), and their addresses as the kernel writes
-    them."""
+    """Return TCP ports and addresses on which the processes `pids` listen.
+
+    Addresses are as the kernel writes them.
+
+    Args:
+        pids: Processes that listen.
+        pid: A process in the network namespace to read; by default the test's own.
+    """
     held = set()
     for each in pids:
         for link in Path(f"/proc/{each}/fd").iterdir():
@@ -35,7 +41,11 @@ def listening_sockets(pids: Iterable[int], pid: int | None = None) -> dict[int, 
 
 
 def tried_by_another_user(address: str | tuple[str, int], path: str) -> str:
-    """The first line of the answer to `GET path` at a Unix socket or a port, as user nobody; or the name of the error. Skips without root."""
+    """Send `GET path` to a Unix socket or a port as user nobody; skips without root.
+
+    Returns:
+        The first line of the response, or the name of the error.
+    """
     if os.geteuid():
         pytest.skip("needs root to become another user")
     reading, writing = os.pipe()
@@ -60,5 +70,5 @@ def _tried(address: str | tuple[str, int], path: str) -> str:
             s.connect(address)
             s.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
             return s.recv(4096).decode(errors="replace").split("\r\n")[0]
-    except Exception as e:  # the name of any is the answer
+    except Exception as e:  # the error's name is the result
         return type(e).__name__

@@ -1,4 +1,4 @@
-"""`thaw` as a person runs it, in a state directory and on ports of its own."""
+"""`thaw` as users run it, with a state directory and ports of its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ _AWAY = ("unreachable", "unavailable")
 
 
 class Thaw:
-    """Runs `thaw` under a THAW_HOME of its own, removed by `close`, which fails if anything of it is left."""
+    """Runs `thaw` with a THAW_HOME of its own.
+
+    `close` removes it, and fails if any process or file of it is left.
+    """
 
     def __init__(self, **environment: str) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="thaw-e2e-", dir="/tmp")).resolve()
@@ -50,13 +53,17 @@ class Thaw:
             "THAW_HOME": str(self.home),
             "PYTHONPATH": str(ROOT),
             "THAW_ENGINE_THREADS": "1",
-            # What these tests are about starts cold; where there is swap, those about suspending say so.
+            # These tests are about cold starts; tests of suspension enable swap explicitly.
             "THAW_SUSPEND": "off",
             **environment,
         }
 
     def popen(self, *arguments: str, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
-        """`prefix`: a command that runs what follows it."""
+        """Start `thaw`.
+
+        Args:
+            prefix: A command that runs its arguments.
+        """
         return subprocess.Popen(
             [*prefix, sys.executable, "-m", "thaw.cli.app", *arguments],
             env=self.environment,
@@ -78,7 +85,11 @@ class Thaw:
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def inside(self, *arguments: str) -> tuple[int, str]:
-        """A verb run in this process, which saves starting one: its status and standard output."""
+        """Run a verb in this process, faster than in a new one.
+
+        Returns:
+            Its status and standard output.
+        """
         out = io.StringIO()
         before = {k: os.environ.pop(k) for k in _PRIVATE if k in os.environ}
         os.environ.update({k: v for k, v in self.environment.items() if k.startswith("THAW_")})
@@ -92,7 +103,7 @@ class Thaw:
         return status, out.getvalue()
 
     def json(self, *arguments: str, timeout: float = 150.0) -> dict[str, Any]:
-        """The document of a verb that must succeed: one JSON document, and nothing else."""
+        """Return the JSON document of a verb that must succeed and print nothing else."""
         if arguments[0] in ("up", "down"):
             done = self.run(*arguments, "--json", timeout=timeout)
             status, out, err = done.returncode, done.stdout, done.stderr
@@ -104,7 +115,7 @@ class Thaw:
         return document
 
     def error(self, *arguments: str, status: int = 1) -> dict[str, Any]:
-        """The error of a verb that must fail."""
+        """Return the error of a verb that must fail."""
         ended, out = self.inside(*arguments, "--json")
         assert ended == status, out
         error = json.loads(out)["error"]
@@ -122,12 +133,12 @@ class Thaw:
         return f"http://127.0.0.1:{self.port}"
 
     def pid(self, service: str) -> int:
-        """The pid of a supervised service."""
+        """Return the pid of a supervised service."""
         process = self._status["supervisor"] if service == "supervisor" else self.status(service)["process"]
         return int(process["pid"])
 
     def status(self, service: str) -> dict[str, Any]:
-        """The supervisor's status of a service."""
+        """Return the supervisor's status of a service."""
         found = self._status["services"][service]
         assert isinstance(found, dict)
         return found
@@ -139,7 +150,10 @@ class Thaw:
         return found
 
     def cluster(self) -> dict[str, Any]:
-        """The document of `thaw ps`, as soon as a scheduler answers: the test may just have killed the only one."""
+        """Return the document of `thaw ps`, once a scheduler answers.
+
+        The test may have killed the only one just before.
+        """
         found: dict[str, Any] = {}
 
         def answered() -> bool:
@@ -154,25 +168,25 @@ class Thaw:
         return found
 
     def instances(self, model: str) -> list[dict[str, Any]]:
-        """Instances of a model that are ready."""
+        """Return the model's ready instances."""
         return [i for n in self.cluster()["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
 
     def ready(self) -> bool:
-        """Whether the gateway says so."""
+        """Return whether the gateway reports that it is ready."""
         try:
             return httpx.get(f"{self.url}/ready", timeout=30).is_success
         except httpx.HTTPError:
             return False
 
     def kill(self, service: str) -> int:
-        """kill -9; the pid that was."""
+        """Kill a service with SIGKILL; return its former pid."""
         process = psutil.Process(self.pid(service))
         process.kill()
         psutil.wait_procs([process], timeout=60)
         return process.pid
 
     def replaced(self, service: str, old: int) -> bool:
-        """Whether the supervisor has started another one."""
+        """Return whether the supervisor has started a replacement."""
         process = self._status["services"].get(service, {}).get("process")
         return process is not None and int(process["pid"]) != old
 
@@ -182,12 +196,12 @@ class Thaw:
         self.cluster()
 
     def last_words(self) -> str:
-        """The ends of all logs, for a test that fails."""
+        """Return the ends of all logs, for a failed test."""
         logs = sorted(self.home.rglob("*.log"))
         return "".join(f"\n== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-8:]) for log in logs)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that was started under this home."""
+        """Return every process that was started under this home."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -199,7 +213,7 @@ class Thaw:
         return found
 
     def segments(self) -> list[Path]:
-        """The mesh's files of shared memory."""
+        """Return the mesh's shared memory files."""
         prefixes = tuple(segment_prefix(self.home, f"node-{i}") for i in range(4))
         return [p for p in Path("/dev/shm").iterdir() if p.name.startswith(prefixes)]
 
@@ -216,14 +230,14 @@ class Thaw:
         finally:
             for process in self.processes():
                 with contextlib.suppress(psutil.Error):
-                    # It ends what does not show whose it is, as vLLM's processes.
+                    # It ends processes without a mark, such as vLLM's.
                     if reaper.__file__ not in process.cmdline():
                         process.kill()
             shutil.rmtree(self.home, ignore_errors=True)
 
 
 def until(condition: Callable[[], bool], within: float = 120.0, what: str = "") -> None:
-    """Poll until `check` is true: the condition has no event."""
+    """Poll until `check` is true, for conditions without an event."""
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, f"not within {within} s: {what or condition}"

@@ -1,4 +1,7 @@
-"""A whole mesh to do harm to: brought up by `thaw up`, its processes killed or held still, its books compared with what is there."""
+"""A whole mesh for fault injection, started by `thaw up`.
+
+Tests kill or stop its processes, and compare its bookings with the actual state.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ class Victim(Thaw):
     """Three small models on a device that holds two of them."""
 
     def begin(self, sizes: dict[str, str] | None = None) -> None:
-        # Tests stop processes to hold a moment; on a busy machine for longer than the watchdog allows.
+        # Tests stop processes at a step, on a busy machine for longer than the watchdog allows.
         self.environment.setdefault("THAW_WATCHDOG_S", "60")
-        self.environment.setdefault("THAW_DRAM_BYTES", "0")  # memory that no instance holds is a fault in the books
+        self.environment.setdefault("THAW_DRAM_BYTES", "0")  # memory that no instance holds counts as a booking fault
         sizes = sizes or dict.fromkeys(MODELS, "test")
         models = self.home / "models"
         specs = tuple(
@@ -42,19 +45,19 @@ class Victim(Thaw):
         )
         self.json("up", "--detach", "--config", str(config))
 
-    # What there is.
+    # State.
 
     def live(self) -> list[dict[str, Any]]:
-        """Instances that hold memory."""
+        """Return instances that hold memory."""
         return [i for n in self.cluster()["nodes"] for i in n["instances"] if InstanceState(i["state"]).holds_memory]
 
     def starting(self, model: str) -> dict[str, Any] | None:
-        """The instance of `model` that is being started and has a process."""
+        """Return the starting instance of `model` that has a process."""
         found = [i for i in self.live() if i["model"] == model and InstanceState(i["state"]).starting and i["pids"]]
         return found[0] if found else None
 
     def await_starting(self, model: str) -> dict[str, Any]:
-        """The instance of `model` that is being started, as soon as it has a process."""
+        """Return the starting instance of `model`, once it has a process."""
         seen: list[dict[str, Any]] = []
 
         def there() -> bool:
@@ -69,13 +72,16 @@ class Victim(Thaw):
         return int(instance["pids"][0])
 
     def engine_logs(self) -> set[str]:
-        """One for each engine ever started."""
+        """Return one log for each engine ever started."""
         return {p.name for p in (self.home / "nodes" / "node-0" / "logs").glob("*.engine.log")}
 
-    # What is done to it.
+    # Faults.
 
     def make_cold(self, model: str) -> None:
-        """Asked for until it is so: the demand of a gateway that was killed may wake the model once more."""
+        """Put the model to sleep until it is cold.
+
+        A killed gateway's demand may wake the model once more.
+        """
 
         def is_cold() -> bool:
             self.json("sleep", model)
@@ -83,10 +89,13 @@ class Victim(Thaw):
 
         until(is_cold, what=f"{model} is cold")
 
-    # What must hold afterwards.
+    # Invariants.
 
     def assert_settled(self) -> None:
-        """Memory booked is memory used: every reservation is an instance's, every engine process and segment belongs to one."""
+        """Check that booked memory equals used memory.
+
+        Every reservation, engine process and segment belongs to an instance.
+        """
         deadline = time.monotonic() + 120
         while faults := self.faults_in_the_books():
             assert time.monotonic() < deadline, f"{faults}{self.last_words()}"
@@ -118,15 +127,18 @@ class Victim(Thaw):
         return faults
 
     def shared_bytes(self) -> int:
-        """Memory of the mesh's files under /dev/shm."""
+        """Return the bytes of the mesh's files under /dev/shm."""
         return sum(path.stat().st_blocks * 512 for path in self.segments())
 
     def engines(self) -> list[psutil.Process]:
-        """Engine processes, forked or not."""
+        """Return engine processes, forked or not."""
         return [p for p in self._engine_processes() if not listens(p)]
 
     def zygotes(self) -> list[psutil.Process]:
-        """Processes that engines are forked from: they listen on the socket in their command line; their forks do not."""
+        """Return the zygotes.
+
+        A zygote listens on the socket in its command line; its forks do not.
+        """
         return [p for p in self._engine_processes() if listens(p)]
 
     def _engine_processes(self) -> list[psutil.Process]:
@@ -148,7 +160,7 @@ def listens(process: psutil.Process) -> bool:
 
 
 def is_engine(process: psutil.Process) -> bool:
-    """True for a builtin engine; not for the zygote that forked it, nor for one that has just exited."""
+    """True for a builtin engine, but not for its zygote or an exited engine."""
     try:
         return "services.engine" in " ".join(process.cmdline()) and not process.children() and not listens(process)
     except psutil.Error:
@@ -156,7 +168,7 @@ def is_engine(process: psutil.Process) -> bool:
 
 
 def mappings(pid: int) -> set[tuple[str, int, int]]:
-    """What a process maps of the mesh's shared memory: file, and from and to which byte of it."""
+    """Return a process's mappings of shared memory: file, first byte, end."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -172,7 +184,7 @@ def mappings(pid: int) -> set[tuple[str, int, int]]:
 
 
 def mapped_bytes(pids: Iterable[int]) -> int:
-    """Bytes of the mesh's shared memory that these processes map, each counted once."""
+    """Return the mesh's distinct bytes of shared memory that these processes map."""
     total, name, end = 0, "", 0
     for file, low, high in sorted({m for pid in pids for m in mappings(pid)}):
         end = end if file == name else 0
@@ -182,7 +194,10 @@ def mapped_bytes(pids: Iterable[int]) -> int:
 
 
 def at_rest(pid: int, looks: int = 4) -> bool:
-    """Whether none of a process's threads has run for some looks in a row, 10 ms apart: it has done what it could."""
+    """True if no thread of a process ran in several checks, 10 ms apart.
+
+    The process has done all it could.
+    """
 
     def turns() -> list[str]:
         return [p.read_text().split()[2] for p in Path(f"/proc/{pid}/task").glob("*/schedstat")]
@@ -196,7 +211,10 @@ def at_rest(pid: int, looks: int = 4) -> bool:
 
 
 def kill(pid: int) -> None:
-    """Kill a process and wait until it has ended; its parent may stand still, and reap it later."""
+    """Kill a process and wait until it has ended.
+
+    Its parent may be stopped, and reap it later.
+    """
     process = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
     until(lambda: _ended(process), 60, f"process {pid} has ended")
@@ -211,7 +229,7 @@ def _ended(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def held(pid: int) -> Iterator[None]:
-    """The process stands still meanwhile, alive and silent."""
+    """Stop a process, alive and silent, for the duration of the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -221,7 +239,7 @@ def held(pid: int) -> Iterator[None]:
 
 
 class Brake:
-    """Stops a process, and lets it continue for moments."""
+    """Stops a process, and lets it run for short slices."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,4 +1,4 @@
-"""A mesh of several nodes whose requests are moved about, and streams that notice what happens to them."""
+"""A mesh of several nodes with migrations, and streams that record the effect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class Roomy(Thaw):
         positions: int | None = None,
         **options: Any,
     ) -> None:
-        """`positions`: tokens that the models take, whatever their size says (their weights are random either way)."""
+        """Start the mesh.
+
+        Args:
+            positions: Tokens that the models accept, whatever their size (their weights are random).
+        """
         self.environment.setdefault("THAW_DRAM_BYTES", "0")
         sources = {n: make_demo_model(self.home / "models" / n, size, seed=i) for i, n in enumerate(names)}
         for source in sources.values() if positions else ():
@@ -55,21 +59,22 @@ class Roomy(Thaw):
         self.json("up", "--detach", "--config", str(path))
 
     def place(self, model: str) -> tuple[str, str]:
-        """The ready instance of the model that serves most, and its node."""
+        """Return the model's ready instance with the most requests, and its node."""
         cluster = self.cluster()
         found = [(i, n) for n in cluster["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
         instance, node = max(found, key=lambda x: x[0]["load"]["active"])
         return str(instance["instance_id"]), str(node["node"])
 
     def order(self, **fields: Any) -> dict[str, Any]:
-        """What `thaw migrate` asks for, without a process for each.
+        """Request what `thaw migrate` does, without a process for each order.
 
-        Raises `httpx.HTTPStatusError`.
+        Raises:
+            httpx.HTTPStatusError: The gateway refuses the order.
         """
         return self._admin("migrations", fields)
 
     def move_away(self, request_id: str) -> dict[str, Any]:
-        """Move a request to a node that it is not on.
+        """Migrate a request to another node.
 
         Statuses may lag behind a stream that has just started, so each node is tried in turn.
         """
@@ -89,18 +94,18 @@ class Roomy(Thaw):
         return found
 
     def everywhere(self, model: str) -> None:
-        """An instance of the model on each node, from now on."""
+        """Start an instance of the model on each node."""
         nodes = [n["node"] for n in self.cluster()["nodes"]]
         self.change(model, replicas={"min": len(nodes), "max": len(nodes)})
         until(lambda: all(self.on(model, n) for n in nodes), what=f"{model} on every node")
 
     def change(self, model: str, **fields: Any) -> None:
-        """Register a model again, with some fields as given."""
+        """Register a model again, with some changed fields."""
         (spec,) = [m["card"]["spec"] for m in self.cluster()["models"] if m["card"]["spec"]["name"] == model]
         self._admin("models", {"specs": [{**spec, **fields}]})
 
     def serving(self, model: str) -> tuple[str, str, int]:
-        """The one instance of the model that serves requests, its node, and its process; waits until the mesh reports it."""
+        """Wait until the model's one instance serves; return it, its node, its process."""
         found: list[tuple[str, str, int]] = []
 
         def is_reported() -> bool:
@@ -116,20 +121,20 @@ class Roomy(Thaw):
         return found[0]
 
     def pid_of(self, instance_id: str) -> int:
-        """Its engine's process."""
+        """Return the pid of its engine's process."""
         found = [i for n in self.cluster()["nodes"] for i in n["instances"] if i["instance_id"] == instance_id]
         return int(found[0]["pids"][0])
 
     def records(self) -> dict[str, MigrationRecord]:
-        """The bucket of migrations as it is, not by way of a gateway, which may stand still."""
+        """Return the bucket of migrations, read directly: the gateway may be stopped."""
         return asyncio.run(_records(self.endpoints["nats_url"]))
 
     def write(self, record: MigrationRecord) -> None:
-        """An order that no scheduler has looked at."""
+        """Write an order that no scheduler has checked."""
         asyncio.run(_write(self.endpoints["nats_url"], record))
 
     def gather(self, request_id: str, node: str) -> None:
-        """Have a request on that node, wherever it is now."""
+        """Place a request on that node, wherever it runs now."""
         try:
             self.order(request_id=request_id, node=node)
         except httpx.HTTPStatusError as e:
@@ -147,7 +152,7 @@ class Roomy(Thaw):
         ]
 
     def faults_in_the_books(self) -> list[str]:
-        """What is booked, runs or is leased without an owner; empty: nothing."""
+        """Return bookings, processes and leases without an owner; empty if there are none."""
         try:
             cluster = self.cluster()
         except AssertionError as e:
@@ -171,21 +176,27 @@ class Roomy(Thaw):
         return faults
 
     def assert_settled(self, within: float = 120.0) -> None:
-        """Prepared state that no resume used is kept for half a minute at most."""
+        """Check that nothing is left over.
+
+        Prepared state that no resume used is kept for at most 30 s.
+        """
         deadline = time.monotonic() + within
         while faults := self.faults_in_the_books():
             assert time.monotonic() < deadline, f"{faults}{self.last_words()}"
             time.sleep(0.2)
 
     def settled(self) -> bool:
-        """No engine serves or keeps anything, and no migration is under way."""
+        """True if no engine serves or keeps state, and no migration is in progress."""
         cluster = self.cluster()
         live = [i for n in cluster["nodes"] for i in n["instances"]]
         busy = any(i["load"]["active"] or i["load"]["waiting"] or i["load"]["kv_bytes_used"] for i in live)
         return not busy and not cluster["migrations"]
 
     def await_settled(self, within: float = 120.0) -> None:
-        """Prepared state that no resume used is kept for half a minute at most."""
+        """Wait until nothing is left over.
+
+        Prepared state that no resume used is kept for at most 30 s.
+        """
         until(self.settled, within, "no request, no keys and values, no migration is left")
 
 
@@ -194,7 +205,7 @@ async def _records(url: str) -> dict[str, MigrationRecord]:
     try:
         js = nc.jetstream(timeout=60)
         bucket = await migrations_bucket(js)
-        # Not `bucket.keys()`: that misses an entry which is written at that moment.
+        # Not `bucket.keys()`: that misses an entry that is written at that moment.
         prefix = f"$KV.{subjects.MIGRATIONS_BUCKET}."
         info = await js.stream_info(f"KV_{subjects.MIGRATIONS_BUCKET}", subjects_filter=f"{prefix}>")
         found = [await bucket.get(subject.removeprefix(prefix)) for subject in info.state.subjects or {}]
@@ -221,8 +232,10 @@ def body(model: str, seed: int | None = None, **more: Any) -> dict[str, Any]:
 class Stream:
     """One streamed completion, read in a thread of its own.
 
-    `gaps`: seconds between tokens; `began`, `first`: when it was asked, and when the first token
-    arrived.
+    Attributes:
+        gaps: Seconds between tokens.
+        began: The time of the request.
+        first: The time of the first token.
     """
 
     url: str
@@ -252,7 +265,7 @@ class Stream:
         return self
 
     def leave(self) -> None:
-        """The client goes."""
+        """Disconnect the client."""
         self._left.set()
 
     def _read(self) -> None:
@@ -305,18 +318,21 @@ class Stream:
         return self
 
     def differs(self, undisturbed: Stream) -> int | None:
-        """The first token that is another one; None: there is none."""
+        """Return the first token that differs; None if there is none."""
         pairs = enumerate(zip(self.tokens, undisturbed.tokens, strict=False))
         return next((n for n, (a, b) in pairs if a != b), None if len(self.tokens) == len(undisturbed.tokens) else len(self.tokens))
 
     def _parted(self, undisturbed: Stream) -> str:
-        """Where two answers part, and by how much their log-probabilities differ before: rounding, or other keys and values."""
+        """Describe where two responses part, and the gap of log-probabilities before.
+
+        A small gap suggests rounding, a large one another KV cache.
+        """
         at = self.differs(undisturbed)
         before = max((abs(a - b) for a, b in zip(self.logprobs[:at], undisturbed.logprobs[:at], strict=False)), default=0.0)
         return f"token {at} of {len(self.tokens)}; log-probabilities before it differ by at most {before:.1e}"
 
     def assert_same(self, undisturbed: Stream) -> None:
-        """Token for token, and nothing twice or lost."""
+        """Check that all tokens are the same, with none repeated or lost."""
         assert not self.error, self.error
         assert self.done
         assert self.tokens == undisturbed.tokens, self._parted(undisturbed)

@@ -1,4 +1,7 @@
-"""Stops a migration of real processes at a step: the process that would do the next thing is stopped."""
+"""Stops a migration of real processes at a step.
+
+It stops the process that performs the next step.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ _TURN_S = 0.005
 
 
 class Order(threading.Thread):
-    """A migration that is asked for in a thread.
+    """A migration order in a thread.
 
-    `answer`: its records; `refused`: the error's body, or what became of the connection.
+    Attributes:
+        answer: Its records.
+        refused: The error's body, or the connection's error.
     """
 
     def __init__(self, mesh: Roomy, **fields: Any) -> None:
@@ -40,26 +45,29 @@ class Order(threading.Thread):
             self.refused = {"code": "", "message": repr(e)}
 
     def record(self) -> dict[str, Any]:
-        """How it ended, where one migration was asked for."""
+        """Return the record of the only migration ordered."""
         self.join(120)
         assert self.answer, self.refused
         return self.answer[0]
 
 
 class Staged:
-    """One migration of a mesh, ordered by `order` and held at a step."""
+    """One migration of a mesh, ordered by `order` and stopped at a step."""
 
     def __init__(self, mesh: Roomy) -> None:
         self.mesh = mesh
         self._before = set(mesh.records())
 
     def new(self) -> list[MigrationRecord]:
-        """What has been ordered since."""
+        """Return the migrations ordered since."""
         return [r for key, r in self.mesh.records().items() if key not in self._before]
 
     @contextlib.contextmanager
     def at(self, step: Step, source: str, node: str, destination: int) -> Iterator[Order]:
-        """All that `source` serves is ordered to `node`, whose engine is the process `destination`. The step lasts as long as the block."""
+        """Migrate all requests of `source` to `node`, stopped at a step within the block.
+
+        `destination` is the engine process on that node.
+        """
         with contextlib.ExitStack() as still:
             migrator = still.enter_context(stopped(self.mesh.pid("migrator")))
             brake = Brake(destination) if step == "round" else None
@@ -78,14 +86,14 @@ class Staged:
             yield order
 
     def _begun(self, destination: Brake) -> bool:
-        """True if the destination has been asked about requests, after a moment of its time."""
+        """True if the destination has received a request after running briefly."""
         destination.step(_TURN_S)
         return bool(self.new()[0].requests)
 
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[Brake]:
-    """The process is stopped until it is resumed or the block ends."""
+    """Stop the process until it is resumed or the block ends."""
     brake = Brake(pid)
     try:
         yield brake

@@ -14,10 +14,17 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class OtlpReceiver:
-    """`grpc_url` and `http_url` take exports; `spans` holds received spans, `wait_for(name)` waits for a span of that name."""
+    """A receiver whose `grpc_url` and `http_url` accept exports.
+
+    `spans` holds received spans; `wait_for(name)` waits for a span of that name.
+    """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        """`host`: the address to listen on; 0.0.0.0 for senders in containers."""
+        """Start the receiver.
+
+        Args:
+            host: The address to listen on; 0.0.0.0 for senders in containers.
+        """
         self.spans: list[tuple[str, Span]] = []
         self._arrived = threading.Condition()
         receiver = self
@@ -37,7 +44,7 @@ class OtlpReceiver:
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
-                """Quiet."""
+                """Log nothing."""
 
         self._grpc = grpc.server(ThreadPoolExecutor(2))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Service(), self._grpc)  # type: ignore[no-untyped-call]  # generated code
@@ -57,7 +64,7 @@ class OtlpReceiver:
             self._arrived.notify_all()
 
     def wait_for(self, name: str, wanted: Callable[[Span], bool] = lambda s: True, within: float = 20.0) -> Span:
-        """The first such span."""
+        """Return the first such span."""
         with self._arrived:
             found = self._arrived.wait_for(lambda: next((s for _, s in self.spans if s.name == name and wanted(s)), None), within)
         assert found is not None, f"no span {name!r} within {within} s; there are {sorted({s.name for _, s in self.spans})}"

@@ -1,4 +1,7 @@
-"""What a client saw of one request, classified strictly: an answer, a well-formed error, or something that must not be."""
+"""A client's view of one request: a response, a well-formed error, or a fault.
+
+The classification is strict.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ Kind = Literal["answered", "error", "stream error", "disconnected", "truncated",
 
 
 def ask(client: openai.OpenAI, model: str = "one", tokens: int = 8) -> str:
-    """What the standard client gets."""
+    """Return the response to the standard client."""
     answer = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": QUESTION}],
@@ -28,9 +31,11 @@ def ask(client: openai.OpenAI, model: str = "one", tokens: int = 8) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`disconnected`: the connection broke.
+    """The outcome of one request.
 
-    `truncated`: the stream ended in order, without a finish or an error.
+    Attributes:
+        disconnected: The connection broke.
+        truncated: The stream ended in order, without a finish or an error.
     """
 
     kind: Kind
@@ -46,12 +51,16 @@ class Outcome:
 
 
 class Asked(threading.Thread):
-    """A request under way in a thread. `begun` is set with the first text."""
+    """A request in progress in a thread; its first text sets `begun`."""
 
     def __init__(
         self, url: str, model: str, *, stream: bool = True, tokens: int = 900, prompt: str = QUESTION, key: str = "", **more: Any
     ) -> None:
-        """`key`: an Idempotency-Key."""
+        """Start the request.
+
+        Args:
+            key: An Idempotency-Key.
+        """
         super().__init__(daemon=True)
         self.begun = threading.Event()
         self._url = url

@@ -1,4 +1,7 @@
-"""Tests that page out need swap with room in it, a freezer and capabilities; where one is missing they are skipped, with the reason."""
+"""Requirements of tests that page out: free swap, a freezer, and capabilities.
+
+Tests are skipped, with the reason, if one is missing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ LEAST_MIB = 512
 
 
 def skip_unless_able(mib: int = LEAST_MIB) -> None:
-    """Skips where engines of `mib` together cannot be paged out."""
+    """Skip the test if engines of `mib` together cannot be paged out."""
     if why := PageOut(open_cgroups("trial")).unavailable():
         pytest.skip(f"cannot suspend by page-out here: {why}")
     skip_unless_swap(mib)

@@ -1,4 +1,4 @@
-"""A client that does what no library does: it leaves in the middle, or reads nothing."""
+"""A client that disconnects in the middle of a response, or reads nothing."""
 
 from __future__ import annotations
 

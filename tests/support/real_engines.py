@@ -1,8 +1,8 @@
-"""Real engines in environments of their own, kept under a key: `python -m tests.support.real_engines [vllm] [llamacpp]` installs what is missing.
+"""Installs real engines: `python -m tests.support.real_engines [vllm] [llamacpp]`.
 
-They lie in `${XDG_CACHE_HOME:-~/.cache}/thaw/engines/<key>/<engine>`; the key is a digest of the versions below, of Python's and of the machine's
-kind. THAW_TEST_VLLM_PYTHON and THAW_TEST_LLAMACPP_PYTHON name other interpreters. llama.cpp's own server is built where it is asked for by name
-(`llama-server`); THAW_TEST_LLAMACPP_SERVER names another one.
+Each engine has an environment at `${XDG_CACHE_HOME:-~/.cache}/thaw/engines/<key>/<engine>`; the key is a digest of the versions below, of
+Python's version, and of the machine type. THAW_TEST_VLLM_PYTHON and THAW_TEST_LLAMACPP_PYTHON name other interpreters. llama.cpp's own
+server is built only on request (`llama-server`); THAW_TEST_LLAMACPP_SERVER names another one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 
 def directory() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # The interpreter that environments are made of, and not the one of this checkout's environment, which may be somewhere else each time.
+    # The base interpreter: this checkout's environment may be somewhere else each time.
     python = os.path.realpath(sys.executable)
     versions = "\n".join(
         (TORCH, VLLM, *LLAMACPP, LLAMACPP_OPTIONS, platform.python_version(), platform.machine(), platform.libc_ver()[1], python)
@@ -40,7 +40,7 @@ def directory() -> Path:
 
 
 def llama_server() -> str:
-    """The program; skips the test, with the reason, where there is none."""
+    """Return the program; skip the test, with the reason, if it is missing."""
     given = os.environ.get("THAW_TEST_LLAMACPP_SERVER")
     found = Path(given) if given else directory() / SERVER / "bin" / SERVER
     if not (found if given else directory() / SERVER / WHOLE).exists():
@@ -49,7 +49,7 @@ def llama_server() -> str:
 
 
 def python_of(engine: str) -> str:
-    """The interpreter that has `engine`; skips the test, with the reason, where there is none."""
+    """Return the interpreter with `engine`; skip the test, with the reason, without one."""
     given = os.environ.get(f"THAW_TEST_{engine.upper()}_PYTHON")
     found = Path(given) if given else directory() / engine / "bin" / "python"
     if not (found if given else directory() / engine / WHOLE).exists():
@@ -58,7 +58,10 @@ def python_of(engine: str) -> str:
 
 
 def install(engine: str) -> None:
-    """Blocks for minutes, once: an interrupted installation is not taken for a whole one."""
+    """Install the engine, which takes minutes once.
+
+    An interrupted installation does not count as complete.
+    """
     target = directory() / engine
     if (target / WHOLE).exists():
         return
@@ -69,7 +72,10 @@ def install(engine: str) -> None:
 
 
 def _vllm(pip: list[str]) -> None:
-    """The wheel is built against exactly one torch: that first, then what vLLM names besides torch's own family."""
+    """Install vLLM.
+
+    The wheel needs exactly one torch version: that first, then vLLM's requirements other than torch's family.
+    """
     subprocess.run([*pip, TORCH], check=True)
     subprocess.run([*pip, "--no-deps", VLLM], check=True)
     python = pip[0].replace("/pip", "/python")
@@ -83,13 +89,19 @@ def _vllm(pip: list[str]) -> None:
 
 
 def _llamacpp(pip: list[str]) -> None:
-    """Built from its sources: about four minutes on two cores, without what it has for images."""
+    """Build llama-cpp-python from its sources, without its image support.
+
+    That takes about four minutes on two cores.
+    """
     options = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1), "CMAKE_ARGS": LLAMACPP_OPTIONS}
     subprocess.run([*pip, *LLAMACPP], check=True, env={**os.environ, **options})
 
 
 def _llama_server(pip: list[str]) -> None:
-    """From the sources that llama-cpp-python's distribution has of it: about ten minutes on two cores."""
+    """Build llama-server from the sources in llama-cpp-python's distribution.
+
+    That takes about ten minutes on two cores.
+    """
     target = directory() / SERVER
     subprocess.run([*pip, "cmake", "ninja"], check=True)
     with tempfile.TemporaryDirectory(dir=directory()) as place:

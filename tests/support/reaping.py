@@ -1,4 +1,4 @@
-"""Ends what a test run has started, however that run ends: a run that is killed cleans up nothing itself."""
+"""Ends all processes that a test run started, even if the run is killed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WITHIN_S = 30.0
 
 
 def tie_to_this_process() -> None:
-    """From now on whatever is started from here, and what that starts, is killed when this process has ended, if it is there still."""
+    """Kill this process's descendants when it has ended, if they still run."""
     token = secrets.token_hex(8)
-    environment = {k: v for k, v in os.environ.items() if k != VARIABLE}  # an earlier one's: that is to outlive it
+    environment = {k: v for k, v in os.environ.items() if k != VARIABLE}  # belongs to an earlier run, and must outlive it
     reading, _held_until_the_end = os.pipe()
     argv = [sys.executable, "-I", reaper.__file__, f"{VARIABLE}={token}", ""]
     subprocess.run(argv, stdin=reading, env=environment, start_new_session=True, check=True, timeout=_WITHIN_S)

@@ -1,6 +1,6 @@
-"""A fake engine that generates a prepared answer, token by token, and resumes one that another engine has begun.
+"""A fake engine that generates a prepared response, token by token.
 
-Its tokens' text has holdbacks, as a real engine's has.
+It resumes a response of another engine, and holds back text as a real engine does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT_TOKENS = 7
 
 @dataclass(frozen=True)
 class Script:
-    """What a model would say to a request: a text for each choice.
+    """The model's output for a request: a text for each choice.
 
     A token is a byte of it, in UTF-8.
     """
@@ -41,7 +41,7 @@ class Script:
     logprobs: bool = False
 
     def answer(self, resume: Resume | None) -> Iterator[InferStarted | InferChunk | InferFinished]:
-        """The messages, not yet numbered, of an engine that is asked for it, or for the rest of it."""
+        """Return the unnumbered messages for a response, or for the rest of one."""
         there = {c.index: c for c in resume.choices} if resume is not None else {}
         yield InferStarted(prompt_tokens=PROMPT_TOKENS, seed=3)
         left: list[Choice] = []
@@ -65,7 +65,11 @@ class Script:
 
 @dataclass
 class Choice:
-    """The rest of one choice. `owed`: text of tokens that another engine generated."""
+    """The rest of one choice.
+
+    Attributes:
+        owed: Text of tokens that another engine generated.
+    """
 
     index: int
     generation: Generation
@@ -102,7 +106,10 @@ class Choice:
 
 @dataclass
 class Teller:
-    """`at` is called before each token of an attempt, with the number generated; the attempt waits for the event that it returns."""
+    """Generates messages.
+
+    `at` is called before each token of an attempt, with the number generated; the attempt waits for the event that it returns.
+    """
 
     script: Script
     at: Callable[[Run, int], asyncio.Event | None] = lambda run, generated: None
@@ -131,7 +138,7 @@ class Teller:
 
 
 async def first_of(*events: asyncio.Event) -> None:
-    """Wait for any of them."""
+    """Wait for the first of these events."""
     waits = [asyncio.create_task(e.wait()) for e in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What the loader does, small: a checkpoint's safetensors files written as a segment, and a loader's answers over real NATS."""
+"""A minimal loader: checkpoint files written as a segment, and replies over NATS."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 class WrittenSegment:
     """A segment under a test's own name.
 
-    `write_index` then `write_data`: what a loader does in that order.
+    A loader calls `write_index`, then `write_data`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +42,7 @@ class WrittenSegment:
         self._files = sorted(directory.glob("*.safetensors"))
         tensors: list[SegmentTensor] = []
         offsets: list[int] = []
-        # The index precedes the data, and its length depends on the offsets in it: room enough is kept.
+        # The index precedes the data, and its length depends on the offsets in it: reserve enough space.
         self._data_offset = HEADER_BYTES + _page(1024 + 200 * sum(len(_header(f)[1]) for f in self._files))
         at = self._data_offset
         for file in self._files:
@@ -85,7 +85,7 @@ class WrittenSegment:
         return self
 
     def attached(self) -> WeightsAttached:
-        """What a loader says of it."""
+        """Return the loader's description of it."""
         total = self.total_bytes
         return WeightsAttached(weights_id=self.name, segment=self.name, directory="", total_bytes=total, loaded_bytes=total)
 
@@ -94,7 +94,7 @@ class WrittenSegment:
 
 
 def card_of(directory: Path, *, name: str = "demo", task: str = "generate", **spec: Any) -> ModelCard:
-    """What the loader's inspection would say of `directory`, as far as the engine needs it."""
+    """Return the part of a loader's inspection of `directory` that the engine needs."""
     config = json.loads((directory / "config.json").read_text())
     tensors = [t for f in sorted(directory.glob("*.safetensors")) for n, t in _header(f)[1].items() if n != "__metadata__"]
     context = config.get("max_position_embeddings") or config.get("n_positions") or 512
@@ -114,7 +114,10 @@ def card_of(directory: Path, *, name: str = "demo", task: str = "generate", **sp
 
 
 class FakeLoader:
-    """Answers `AttachWeights` for one node from segments it writes; `hold` keeps data back until `release_data`."""
+    """Answers `AttachWeights` for one node from segments it writes.
+
+    `hold` holds data back until `release_data`.
+    """
 
     def __init__(self, mesh: Mesh, node: str, *, hold: bool = False, error: ThawError | None = None) -> None:
         self._mesh = mesh
@@ -134,7 +137,7 @@ class FakeLoader:
         await self._mesh.nc.flush()
 
     async def held(self, holders: set[str]) -> None:
-        """Returns when all of them have asked for weights."""
+        """Return when all of them have requested weights."""
         async with self._asked:
             await self._asked.wait_for(lambda: holders <= set(self.holders))
 
@@ -179,7 +182,7 @@ class FakeLoader:
         )
 
     def replace(self) -> None:
-        """What a restarted loader does: the same name, another segment."""
+        """Replace the segment under the same name, as a restarted loader does."""
         for segment in self._segments.values():
             segment.unlink()
             segment.write_index()

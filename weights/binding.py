@@ -17,7 +17,9 @@ def bindable(dtype: str, shape: tuple[int, ...]) -> bool:
 
 
 def bind(name: str, dtype: str, shape: tuple[int, ...], data: memoryview, offset: int) -> torch.Tensor:
-    """Make a writable view of `data`, which the view keeps alive; a copy if its elements would not be aligned.
+    """Make a writable view of `data`, or a copy if its elements would be unaligned.
+
+    A view keeps `data` alive.
 
     Args:
         offset: Where `data` begins, in bytes from an address that is aligned for every type.

@@ -1,4 +1,6 @@
-"""Client of the node's loader for readers without NATS, such as a foreign engine's plug-in.
+"""Client of the node's loader for readers without NATS.
+
+Foreign engines' plug-ins are such readers.
 
     with attach(loader_socket(node_state), source="/models/llama") as weights:
         for tensor, data in weights.tensors():
@@ -42,7 +44,9 @@ def attach(
     background: bool = False,
     timeout: float | None = None,
 ) -> Weights:
-    """Hold the weights of `source` or `weights_id`, from the loader that listens at `path`; returns when their index is written.
+    """Hold the weights of `source` or `weights_id` from the loader at socket `path`.
+
+    The function returns when the index of the weights is written.
 
     Args:
         timeout: Longest silence of the loader in seconds, here and in every later wait.

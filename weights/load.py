@@ -1,9 +1,12 @@
-"""Load a checkpoint into shared memory, without any mesh: what the loader service runs, and benches and tests call.
+"""Load a checkpoint into shared memory, without a mesh.
+
+The loader service, benchmarks and tests use this module.
 
     python -m weights.load SOURCE [--threads N] [--ready] [--verify]
 
-times one load and prints it as one line of JSON; a refusal is `{"error": …}` and status 1. SOURCE is a directory, a file, or the URL of a model
-(https://, s3://, gs://, az://, hf://), which is then read straight into memory and not kept on the disk.
+times one load and prints it as one line of JSON; a refusal is `{"error": …}` and status 1. SOURCE
+is a directory, a file, or the URL of a model (https://, s3://, gs://, az://, hf://), which is then
+read straight into memory and not kept on the disk.
 """
 
 from __future__ import annotations
@@ -44,7 +47,12 @@ from weights.transfer.verification import verify_region
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One load: `seconds` from the call's start to the last byte, `read_seconds` of it spent on the weight files."""
+    """Duration of one load.
+
+    Attributes:
+        seconds: From the start of the call to the last byte.
+        read_seconds: The part of `seconds` spent on the weight files.
+    """
 
     segment: str
     total_bytes: int
@@ -70,10 +78,19 @@ def load_segment(
     on_index: Callable[[Layout], None] | None = None,
     on_loaded: Callable[[int], None] | None = None,
 ) -> LoadReport:
-    """Load the checkpoint in `directory` into a new file /dev/shm/`name` of its own, chunk after chunk; the caller unlinks it.
+    """Load the checkpoint in `directory` into a new file /dev/shm/`name`.
 
-    `on_layout` may object (raise) before any memory is taken; `on_index` is called when readers may map the segment; `on_loaded` from
-    the reading threads with the watermark. Raises `CheckpointInvalid`, `InsufficientMemory` or `Cancelled`, and then removes everything.
+    The caller unlinks the file. On an error the function removes everything.
+
+    Args:
+        on_layout: Called before any memory is taken; it may raise to refuse the load.
+        on_index: Called when readers may map the segment.
+        on_loaded: Called from the reading threads with the watermark in bytes.
+
+    Raises:
+        CheckpointInvalid: A file is missing or invalid.
+        InsufficientMemory: The memory does not suffice.
+        Cancelled: The load was cancelled.
     """
     started = time.monotonic()
     layout = lay_out(open_checkpoint(Path(directory)), weights_id or name)
@@ -129,7 +146,10 @@ class PrivateLoad:
 
 @contextmanager
 def opened(path: Path | str, rank: int, ranks: int) -> Iterator[tuple[Checkpoint, Tier | None]]:
-    """The headers of what `path` names; with a tier where its files are not on this host."""
+    """Open the headers of the checkpoint at `path`.
+
+    A tier is included if the files are not on this host.
+    """
     if not is_remote(str(path)):
         if "://" in str(path):
             raise InvalidModel(
@@ -158,11 +178,21 @@ def load_private(
     pool: PoolMemory | None = None,
     verify: bool = False,
 ) -> PrivateLoad:
-    """Load a model directory, a safetensors file or a model's URL into memory without a name; of a model divided by `thaw convert`, the part of
-    `rank`. `check` may object (raise) before memory is taken. `pool` is taken over, and closed on an error; by default a new one. `verify`:
-    compare what has arrived with the hashes that a converted checkpoint carries; one of another layout is refused.
+    """Load a model into memory without a name.
 
-    Raises `CheckpointInvalid`, `InsufficientMemory` or `Unavailable`, and then keeps no memory.
+    The model is a directory, a safetensors file or a URL. On an error no memory is kept.
+
+    Args:
+        rank: The part to load of a model divided by `thaw convert`.
+        check: Called before memory is taken; it may raise to refuse the load.
+        pool: Memory to use, closed on an error; by default a new pool.
+        verify: Compare the loaded bytes with the hashes of a converted checkpoint; other layouts
+            are refused.
+
+    Raises:
+        CheckpointInvalid: A file is missing or invalid.
+        InsufficientMemory: The memory does not suffice.
+        Unavailable: The source cannot be read.
     """
     started = time.monotonic()
     try:
@@ -214,10 +244,14 @@ def ready_pool(path: Path | str, *, rank: int = 0, ranks: int = 1) -> PoolMemory
 
 
 def measure(path: Path | str, threads: int, *, ready: bool = False, verify: bool = False) -> dict[str, Any]:
-    """Load once and free the memory: bytes, seconds (wall), CPU seconds, and bandwidths in GB/s (10^9 bytes).
+    """Measure one load: bytes, seconds, CPU seconds, bandwidths in GB/s (10^9 bytes).
 
-    `stages` follow each other; `steps` say what the reading threads did meanwhile, in seconds of all threads together. `ready`: the memory is
-    populated before the clock runs. `verify`: with the time that comparing hashes takes, as a stage.
+    Seconds are wall time. The memory is freed after the load. `stages` follow each other; `steps`
+    are the seconds of the reading threads' steps, summed over all threads.
+
+    Args:
+        ready: Populate the memory before the clock runs.
+        verify: Compare hashes, and report the time as a stage.
     """
     pool = ready_pool(path) if ready else None
     before = time.process_time()

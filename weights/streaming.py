@@ -1,4 +1,6 @@
-"""Tensors in the order of their bytes, while the rest is being read: no NATS, no mesh, and little memory.
+"""Yield tensors in the order of their bytes while the rest is being read.
+
+The module needs no NATS, no mesh, and little memory.
 
 from weights.streaming import TensorStream
 """
@@ -44,12 +46,15 @@ class _Begun:
 
 
 class TensorStream:
-    """Like `load_tensors`, but yields each tensor as soon as it is complete, in the order of the files.
+    """Stream of tensors, each yielded as soon as it is complete, in the files' order.
 
-    Reading starts at once, in threads of its own. It ends with `close`, or when the last tensor was yielded: iterate once, in a `with` if you
-    may stop early. Reading stays a little ahead of the consumer. Memory of tensors without references is reused for the next ones: a consumer
-    that copies each tensor and drops it needs a hundred megabytes for a model of any size. Tensors with references stay unchanged. Iterating
-    raises what `load_tensors` raises.
+    The arguments are those of `load_tensors`. Reading starts at once, in threads of its own. It
+    ends with `close`, or when the last tensor was yielded: iterate once, and use `with` if you may
+    stop early. Reading stays a little ahead of the consumer.
+
+    The stream reuses the memory of tensors without references: a consumer that copies each tensor
+    and drops it needs a hundred megabytes for a model of any size. Tensors with references stay
+    unchanged. Iterating raises the errors of `load_tensors`.
     """
 
     def __init__(self, path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1) -> None:

@@ -23,12 +23,20 @@ if TYPE_CHECKING:
 def load_tensors(
     path: Path | str, options: ReadOptions = DEFAULTS, *, rank: int = 0, ranks: int = 1, pool: PoolMemory | None = None
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory, a safetensors file or a model's URL, by name, on the CPU; of a model that `thaw convert
-    --tensor-parallel` has divided for `ranks`, the part of `rank`.
+    """Load all tensors of a model, by name, on the CPU.
 
-    They are writable views of one block of memory, which is given back when the last of them is gone; clone what should outlive the others
-    alone. A process forked later shares that memory. Raises `CheckpointInvalid` (the message names the file and the remedy) or
-    `InsufficientMemory`. `pool`: memory made beforehand (`weights.load.ready_pool`), used up by this load.
+    The model is a directory, a safetensors file or a URL. The tensors are writable views of one
+    block of memory, which is freed with the last of them; clone a tensor that must outlive the
+    others alone. A process forked later shares that memory.
+
+    Args:
+        rank: The part to load of a model that `thaw convert --tensor-parallel` has divided for
+            `ranks`.
+        pool: Prepared memory (`weights.load.ready_pool`), used up by this load.
+
+    Raises:
+        CheckpointInvalid: A file is missing or invalid; the message names the file and the remedy.
+        InsufficientMemory: The memory does not suffice.
     """
     loaded = load_private(path, options, rank=rank, ranks=ranks, check=check_dtypes, pool=pool)
     memory = memoryview(loaded.memory)  # unmapped with the last tensor

@@ -41,7 +41,10 @@ def register() -> None:
     logger = init_logger("vllm.thaw")
 
     class ThawModelLoader(DefaultModelLoader):  # type: ignore[misc]  # Any, here
-        """The default loader with other tensors: it still selects the wanted ones and checks that none is missing."""
+        """vLLM's default loader with Thaw's tensors.
+
+        The default loader still selects the wanted ones and checks that none is missing.
+        """
 
         def __init__(self, load_config: Any) -> None:
             given = dict(load_config.model_loader_extra_config or {})
@@ -73,7 +76,7 @@ def register() -> None:
 
 
 def source_of(model: str, revision: str | None) -> str:
-    """What vLLM calls a model, as a source of ours: a path of any kind, or a name on the hub."""
+    """Return the source for vLLM's name of a model: a path of any kind, or a hub name."""
     if "://" in model:
         return model
     path = Path(model).expanduser()

@@ -1,1 +1,1 @@
-"""The loader of a node: loads model weights into shared memory, once for all instances that use them."""
+"""Load model weights into shared memory, once for all instances of a node."""

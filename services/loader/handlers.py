@@ -251,7 +251,10 @@ class Loader:
             self._sources.listed.drop(asked.result().info.revision)
 
     def _device(self, wanted: str | None) -> str | None:
-        """Return the device to copy weights to; None unless the nodeagent reports that engines can map them there."""
+        """Return the device to copy weights to.
+
+        None unless the nodeagent reports that engines can map them there.
+        """
         return wanted if wanted is not None and self._shares and self._loop.runs.copies is not None else None
 
     # -- out ---------------------------------------------------------------------------------------------------------------------

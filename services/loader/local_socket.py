@@ -1,4 +1,7 @@
-"""Local readers without NATS: the Unix socket of shared/contracts/loader_socket.py. A hold ends with its connection."""
+"""Serve local readers without NATS over a Unix socket.
+
+shared/contracts/loader_socket.py defines the protocol. A hold ends with its connection.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,12 @@ from weights.pool.chunks import Chunks
 
 
 class Loop:
-    """`changed` is set on every change of the state; `next_change` is replaced by a new event after each."""
+    """The loader's loop, which owns the state.
+
+    Attributes:
+        changed: Event, set on every change of the state.
+        next_change: Event, replaced by a new one after each change.
+    """
 
     def __init__(
         self,

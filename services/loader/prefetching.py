@@ -1,4 +1,7 @@
-"""Prefetches of weights: background priority on every link, cancelled when a request loads other weights."""
+"""Prefetch weights with background priority on every link.
+
+A request that loads other weights cancels the prefetches.
+"""
 
 from __future__ import annotations
 

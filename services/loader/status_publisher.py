@@ -1,4 +1,7 @@
-"""Messages about the loader's state: replies to attaches, statuses, records for the next loader."""
+"""Publish the loader's state: replies to attaches, statuses, and records.
+
+The records are for the next loader.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Copies of remote models on this host's disk, shared by all loaders of the machine (ADR 0020)."""
+"""Cache remote models on the disk, for all loaders of the machine (ADR 0020)."""

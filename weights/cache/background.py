@@ -10,6 +10,9 @@ _NICENESS = 10
 
 
 def step_back() -> None:
-    """Lower this thread's priority below the loading threads: on Linux niceness is a thread's own."""
+    """Lower this thread's priority below the loading threads.
+
+    On Linux each thread has its own niceness.
+    """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,4 +1,6 @@
-"""A remote tier with the SSD cache: bytes that are read are verified, and written to the disk in the background.
+"""Add the SSD cache to a remote tier.
+
+The tier verifies the bytes that it reads, and writes them to the disk in the background.
 
 A load has one of three roles, which may change:
     fetching    it has the fill lock: reads cached pieces from the disk, the rest from the source, and writes those down
@@ -251,7 +253,11 @@ class CachingTier:
                     partial.drop(file)
 
     def _complete(self) -> None:
-        """Finish after a load: fetch files that it did not need, write everything, make the entry complete."""
+        """Finish the cache entry after a load.
+
+        The tier fetches files that the load did not need, writes everything, and completes the
+        entry.
+        """
         try:
             self._verifier.drain(self._stop)
             for file in self._files:

@@ -30,9 +30,10 @@ class CacheEntry:
 
 
 def plan_eviction(entries: Sequence[CacheEntry], needed: int, budget: int, free: int) -> tuple[str, ...] | None:
-    """Choose revisions to evict so that `needed` bytes fit the `budget` of all entries and the disk's `free` bytes.
+    """Choose revisions to evict for `needed` bytes.
 
-    Partial entries go first, then the least recently used; never one that is pinned or in use.
+    The bytes must fit the `budget` of all entries and the disk's `free` bytes. Partial entries go
+    first, then the least recently used; never a pinned revision or one in use.
 
     Returns:
         The revisions; None if evicting all of them would not suffice.

@@ -1,7 +1,8 @@
-"""Journal of a partial model: one line per piece, appended when the piece is in its file.
+"""Journal a partial model: append a line per piece when the piece is in its file.
 
-The first line names the model and its files. Pieces are not flushed one by one: after a crash of the machine a piece's CRC-32 shows whether
-the disk has it. Other processes follow by reading new lines.
+The first line names the model and its files. Pieces are not flushed one by one: after a crash of
+the machine a piece's CRC-32 shows whether the disk has it. Other processes follow by reading new
+lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""File locks between the loaders of one machine; the kernel releases them when their process exits."""
+"""Lock files between the loaders of one machine.
+
+The kernel releases a lock when its process exits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A partial model: pieces on the disk, readable by the process that fetches it and by those that follow."""
+"""Store a partial model: pieces on the disk.
+
+The process that fetches the model and the processes that follow it can read them.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,10 @@ class PartialModel:
         self._fds.clear()
 
     def _fd(self, name: str, *, direct: bool) -> int:
-        """Open a file until `close`: a model that became an entry, or was removed, is still readable."""
+        """Open a file until `close`.
+
+        A model that became an entry, or was removed, is still readable.
+        """
         with self._lock:
             key = (name, direct)
             if key not in self._fds:

@@ -67,7 +67,12 @@ class Hold:
 
 
 class SsdCache:
-    """`budget` in bytes: 0 caches nothing; None is half of the disk's free bytes, counting what the cache has already."""
+    """The SSD cache of this machine.
+
+    Args:
+        budget: Bytes; 0 caches nothing, None is half of the disk's free bytes, counting the cache's
+            present bytes as free.
+    """
 
     def __init__(self, root: Path, budget: int | None = None) -> None:
         self.root = root
@@ -128,7 +133,10 @@ class SsdCache:
         return status
 
     def entries(self) -> list[CacheEntry]:
-        """Return all models, complete or partial, without `in_use`: that would take their locks."""
+        """Return all models, complete or partial.
+
+        `in_use` is not set, because that would take their locks.
+        """
         found = []
         for parent, complete in ((self._entries, True), (self._partial, False)):
             for directory in model_directories(parent):
@@ -151,9 +159,9 @@ class SsdCache:
         return self._partial / checked(revision)
 
     def make_room(self, revision: str, nbytes: int) -> bool:
-        """Evict until `nbytes` more fit, and reserve them for this revision, whose present bytes count.
+        """Evict until `nbytes` more fit, and reserve them for this revision.
 
-        The caller has the fill lock.
+        The revision's present bytes count. The caller has the fill lock.
 
         Returns:
             True if they fit.

@@ -97,7 +97,10 @@ class Verifier:
                     raise Cancelled
 
     def found(self, name: str) -> str | None:
-        """Return the SHA-256 of a complete file; None for an incomplete one, or one with an MD5."""
+        """Return the SHA-256 of a complete file.
+
+        None for an incomplete file, or a file with an MD5.
+        """
         digest = self._digests[name]
         return digest.found if digest.algorithm == "sha256" else None
 

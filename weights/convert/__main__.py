@@ -74,8 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Once: what has been begun is removed then, and a second signal (Ctrl-C goes to the whole group, and `thaw convert` sends its own) must
-    not break that off."""
+    """End the conversion on the first signal, and ignore all later signals.
+
+    The first signal removes the unfinished output, which a second signal must not interrupt: Ctrl-C
+    reaches the whole process group, and `thaw convert` sends its own signal.
+    """
     for other in _ENDS:
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -91,7 +94,10 @@ def _run(options: argparse.Namespace, progress: _Printer) -> dict[str, Any]:
 
 
 def _cost(started: float, count: int) -> dict[str, Any]:
-    """`peak_bytes` counts pages of mapped source files too, which the kernel may take back at any time."""
+    """Measure the cost of the conversion.
+
+    `peak_bytes` counts pages of mapped source files too, which the kernel may reclaim at any time.
+    """
     usage, seconds = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - started
     return {
         "seconds": round(seconds, 3),
@@ -102,7 +108,10 @@ def _cost(started: float, count: int) -> dict[str, Any]:
 
 
 def _peak_bytes() -> int:
-    """Of this program alone: getrusage's figure begins with that of the process that started it."""
+    """Return the peak memory of this program alone, in bytes.
+
+    getrusage's figure begins with that of the parent process.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Disk errors with their remedies, and directories that appear complete or not at all."""
+"""Explain disk errors with their remedies, and create directories atomically."""
 
 from __future__ import annotations
 
@@ -44,10 +44,14 @@ def check_room(directory: Path, nbytes: int) -> None:
 
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
-    """A directory beside `destination` which takes its place, on the disk for good, when the block ends; gone if the block raises.
+    """Create a directory beside `destination` and rename it when the block ends.
 
-    A process killed in the block leaves the directory, under a name that is no model's; the next one for the same
-    destination removes it. Raises `Conflict` if `destination` is there already or another process is converting to it.
+    The rename is durable. If the block raises, the directory is removed. A process killed in the
+    block leaves the directory, under a name that is no model's; the next conversion to the same
+    destination removes it.
+
+    Raises:
+        Conflict: `destination` exists, or another process is converting to it.
     """
     draft = destination.parent / f".{destination.name}.converting"
     _check_free(destination)

@@ -43,10 +43,20 @@ class Converted:
 def convert(
     source: Path, destination: Path, ranks: int = 1, *, check: bool = False, progress: Progress = lambda stage, done, total: None
 ) -> Converted:
-    """Convert `source` into the new directory `destination`, divided for `ranks`; with `check`, what was written is read back.
+    """Convert `source` into the new directory `destination`, divided for `ranks`.
 
-    Atomic: `destination` appears complete and on the disk, or not at all. Memory does not grow with the model. Raises `CheckpointInvalid`,
-    `UnsupportedArchitecture`, `Unavailable` (the disk), `Conflict` (the destination) or `InsufficientMemory`.
+    The conversion is atomic: `destination` appears complete and on the disk, or not at all. Its
+    memory does not grow with the model.
+
+    Args:
+        check: Read back and compare the written bytes.
+
+    Raises:
+        CheckpointInvalid: The source is invalid.
+        UnsupportedArchitecture: The architecture cannot be divided.
+        Unavailable: The disk failed.
+        Conflict: The destination exists, or another process is converting to it.
+        InsufficientMemory: The memory does not suffice.
     """
     started = time.monotonic()
     found = open_source(source)

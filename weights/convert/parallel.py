@@ -1,4 +1,7 @@
-"""Which tensors tensor parallelism divides, and how, by the plan of transformers for the architecture."""
+"""Plan which tensors tensor parallelism divides, and how.
+
+The plan is that of transformers for the architecture.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,12 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class Plan:
-    """`styles`: patterns of tensor names, and the style of each in transformers.distributed.tensor_parallel."""
+    """How to divide a model's tensors.
+
+    Attributes:
+        styles: Patterns of tensor names, and the style of each in
+            transformers.distributed.tensor_parallel.
+    """
 
     ranks: int
     styles: tuple[tuple[re.Pattern[str], str], ...] = ()
@@ -125,7 +133,10 @@ def plan_for(directory: Path | None, ranks: int) -> Plan:
 
 
 def _transformers(directory: Path) -> tuple[Any, list[type[Any]]]:
-    """The configuration, and the model's class where transformers has one (its head has a plan of its own)."""
+    """Return the configuration, and the model's class if transformers has one.
+
+    The class is needed because the model's head has a plan of its own.
+    """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -140,13 +151,20 @@ def _transformers(directory: Path) -> tuple[Any, list[type[Any]]]:
 
 
 def _pattern(key: str, *, inner: bool = False) -> re.Pattern[str]:
-    """Matches names of tensors; `inner`: of the base model, which may be inside another."""
+    """Compile a pattern that matches names of tensors.
+
+    Args:
+        inner: Match tensors of the base model, which may be inside another model.
+    """
     prefix = r"(model\.language_model\.|language_model\.model\.|model\.|transformer\.)?" if inner else ""
     return re.compile(prefix + re.escape(key).replace(r"\*", r"\d+") + r"(\.weight|\.bias)?")
 
 
 def _single_experts(plan: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The plan is for experts that transformers has fused in memory; most checkpoints store them one by one."""
+    """Derive the plan of single experts from the plan of fused experts.
+
+    transformers fuses experts in memory; most checkpoints store them one by one.
+    """
     found = []
     for key, style in plan.items():
         match = _FUSED_EXPERTS.fullmatch(key)

@@ -1,6 +1,7 @@
-"""PyTorch files (.bin, .pt, .pth), read by `torch.load(weights_only=True)`: nothing in them is executed.
+"""Read PyTorch files (.bin, .pt, .pth) without executing anything in them.
 
-Files of torch 1.6 and later are zip archives and are mapped; older files are read whole, one at a time. Only this module imports torch.
+The reader is `torch.load(weights_only=True)`. Files of torch 1.6 and later are zip archives and are
+mapped; older files are read whole, one at a time. Only this module imports torch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ _BROKEN = (
 
 
 def torch_names(present: Collection[str]) -> tuple[str, ...] | None:
-    """Return the PyTorch file with the weights, or the index of several; None without one, or if the choice is ambiguous."""
+    """Return the PyTorch file with the weights, or the index of several files.
+
+    None without such a file, or if the choice is ambiguous.
+    """
     for name in (TORCH_SINGLE, TORCH_INDEX, TORCH_ADAPTER):
         if name in present:
             return (name,)

@@ -1,4 +1,7 @@
-"""Weights to be converted, from any format: shard by shard, tensor by tensor, so that memory does not grow with the model."""
+"""Read weights to be converted, from any format, tensor by tensor.
+
+Shards are read one by one, so that memory does not grow with the model.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,12 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """`root` is the directory that the model's other files are in; None for a single file. `index` maps tensors to files, if there is one."""
+    """Weights to be converted.
+
+    Attributes:
+        root: Directory of the model's other files; None for a single file.
+        index: Maps tensors to files; None without an index.
+    """
 
     shards: tuple[Shard, ...]
     root: Path | None

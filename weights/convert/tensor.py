@@ -15,8 +15,13 @@ PIECE_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """`view(offset, length)`: that part of the tensor's row-major bytes, good until the next call. Tensors with one `tie` (not None) are
-    the same memory seen in the same way."""
+    """A tensor to be converted.
+
+    Attributes:
+        view: `view(offset, length)` returns that part of the tensor's row-major bytes, valid until
+            the next call.
+        tie: Tensors with the same `tie` (not None) are the same memory seen in the same way.
+    """
 
     name: str
     dtype: str
@@ -28,7 +33,11 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class Split:
-    """Divide dimension `dim`: each of its `blocks` equal parts (a fused projection has two) gives one slice to every rank."""
+    """A division of dimension `dim` among ranks.
+
+    Each of the `blocks` equal parts of the dimension (a fused projection has two) gives one slice
+    to every rank.
+    """
 
     dim: int
     blocks: int = 1

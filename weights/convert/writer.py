@@ -46,9 +46,10 @@ class PartitionWriter:
         dim: int | None = None,
         tie: Hashable | None = None,
     ) -> None:
-        """Append a tensor whose `size` bytes are `pieces` one after the other; each is done with before the next is asked for.
+        """Append a tensor whose `size` bytes are the consecutive `pieces`.
 
-        Tensors with one `tie` (not None) are one: the first is stored.
+        The writer finishes each piece before it asks for the next. Tensors with the same `tie` (not
+        None) are stored once: the first is stored.
         """
         if tie is not None and (known := self._stored.get(tie)) is not None:
             self.tied += 1
@@ -83,7 +84,10 @@ class PartitionWriter:
             self._stored[tie] = entry
 
     def finish(self) -> Partition:
-        """All bytes on the disk, and out of the page cache, so that who re-reads them reads the disk."""
+        """Flush all bytes to the disk, and drop them from the page cache.
+
+        A later read then reads the disk.
+        """
         size = pages(self._end)
         try:
             os.ftruncate(self._fd, size)

@@ -11,7 +11,7 @@ from weights.devices.port import Place, Priority
 
 
 class CpuArena:
-    """A segment of the pool, filled in place: `fill` only records which bytes are loaded."""
+    """A segment of the pool, filled in place; `fill` only records the loaded bytes."""
 
     def __init__(self, device_id: str, place: Place, released: Callable[[CpuArena], None]) -> None:
         self._device_id, self._place, self._released = device_id, place, released

@@ -1,4 +1,7 @@
-"""A CUDA device: arenas in its memory, one thread that keeps its bus busy, page-locked host memory."""
+"""Manage a CUDA device: arenas, the copying thread, and page-locked host memory.
+
+One thread keeps the device's bus busy.
+"""
 
 from __future__ import annotations
 
@@ -207,7 +210,7 @@ class CudaDevice:
         self._driver.free(arena.address)
 
     def _copy(self) -> None:
-        """The device's thread: issue what the queue gives, wait for the oldest when it gives nothing."""
+        """Run the device's thread: issue queued copies, else wait for the oldest copy."""
         self._driver.use(self.facts.index)
         under_way: deque[tuple[Group, CudaArena, Event, float]] = deque()
         ended = self._clock()

@@ -1,4 +1,7 @@
-"""CUDA by cuda-bindings (the extra `cuda`): names and signatures checked against its 12.9 and 13.5."""
+"""Call CUDA by cuda-bindings (the extra `cuda`).
+
+Names and signatures are checked against its versions 12.9 and 13.5.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,11 @@ class CudaRuntime:
 
 
 def load_cuda() -> CudaRuntime:
-    """Raises `DeviceMissing` with the remedy where the package or a driver is missing, or no device is there."""
+    """Load CUDA.
+
+    Raises:
+        DeviceMissing: The package, a driver or a device is missing; the message has the remedy.
+    """
     try:
         runtime = import_module("cuda.bindings.runtime")
     except ImportError as e:

@@ -1,4 +1,7 @@
-"""How fast copies of each size are, and where more bytes in one copy stop paying: pure, on measured points."""
+"""Find the copy size beyond which larger copies are not faster.
+
+The functions are pure and use measured points.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ class Point:
 
 
 def elbow(points: Sequence[Point], near_peak: float = NEAR_PEAK) -> int:
-    """The least measured size from which on every copy reaches `near_peak` of the best throughput; `FALLBACK_BYTES` without points.
+    """Return the least size from which on every copy reaches `near_peak` of the best.
 
-    A size that is fast by a stroke of luck does not count while a larger one is slow, the largest ones excepted: some buses are slower
-    again beyond their peak, and what matters there is only the way up.
+    Sizes are the measured ones; the result is `FALLBACK_BYTES` without points. A small size that is
+    fast by chance does not count while a larger one is slow. The largest sizes are excepted: some
+    buses are slower again beyond their peak, and only the rise matters there.
     """
     known = sorted((p for p in points if p.nbytes > 0 and p.bytes_per_second > 0), key=lambda p: p.nbytes)
     if not known:

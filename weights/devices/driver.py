@@ -1,5 +1,6 @@
-"""The part of CUDA that Thaw uses, as a port: `cuda_runtime.CudaRuntime` calls the real driver, tests use one that copies in host memory.
+"""Define the port for the parts of CUDA that Thaw uses.
 
+`cuda_runtime.CudaRuntime` calls the real driver; tests use a driver that copies in host memory.
 Every call works on the device last given to `use` in the calling thread (CUDA's own rule).
 """
 
@@ -16,7 +17,11 @@ IPC_HANDLE_BYTES = 64
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """`bus_id` names the device in every process, whatever CUDA_VISIBLE_DEVICES says there."""
+    """Properties of a device.
+
+    Attributes:
+        bus_id: Names the device in every process, whatever CUDA_VISIBLE_DEVICES says there.
+    """
 
     index: int
     bus_id: str
@@ -25,7 +30,12 @@ class DeviceFacts:
 
 
 class CudaDriver(Protocol):
-    """Raises `DeviceFailed` with CUDA's message; `InsufficientMemory` from `allocate` and `register` without memory."""
+    """The CUDA calls that Thaw uses.
+
+    Raises:
+        DeviceFailed: Any call failed; the message is CUDA's.
+        InsufficientMemory: `allocate` and `register` found no memory.
+    """
 
     def count(self) -> int: ...
 

@@ -1,8 +1,10 @@
-"""Which bytes a device's bus copies next, as pure state: neighbours grouped, requests first, bounded copies in progress.
+"""Choose the bytes that a device's bus copies next, as pure state.
 
-Small copies waste the bus: each has a fixed cost. Large ones cannot be interrupted, and delay later ones. So ranges that are adjacent on
-both sides are joined up to `group_bytes` (the elbow of the device's measured curve, `curve.elbow`), and longer ones are cut there. An
-idle bus never waits for a larger group: groups grow only while others are being copied. Torpor (section 4.3) groups parameters in the
+Small copies waste the bus: each has a fixed cost. Large copies cannot be interrupted, and delay
+later ones. So ranges that are adjacent on both sides are joined up to `group_bytes` (the elbow of
+the device's measured curve, `curve.elbow`), and longer ones are cut there. Requests precede
+background loads, and the copies in progress are bounded. An idle bus never waits for a larger
+group: groups grow only while others are being copied. Torpor (section 4.3) groups parameters in the
 same way, without knowing the model.
 """
 
@@ -14,7 +16,7 @@ from typing import Literal
 
 
 class Watermark:
-    """Ranges that arrive in any order, each once; `value` is where the first gap begins."""
+    """Ranges that arrive in any order, each once; `value` starts the first gap."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -157,7 +159,10 @@ class CopyQueue:
             insort(waiting.runs, run, key=lambda run: run.offset)
 
     def next(self) -> Group | None:
-        """Return the group to issue now; None while enough is in progress, or nothing that waits is worth its own copy."""
+        """Return the group to issue now.
+
+        None while enough is in progress, or if no waiting range is worth its own copy.
+        """
         if len(self._under_way) >= self.window:
             return None
         pending: int | None = None
@@ -180,7 +185,10 @@ class CopyQueue:
             waiting.nbytes = 0
 
     def close(self, arena: int) -> None:
-        """Remove the arena and what waits of it; its groups in progress must still be `done`."""
+        """Remove the arena and its waiting ranges.
+
+        The caller still reports its groups in progress with `done`.
+        """
         self._arenas.pop(arena, None)
 
     def _issue(self, number: int) -> Group:

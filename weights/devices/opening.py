@@ -1,5 +1,7 @@
-"""The CUDA devices of this machine, opened when weights are first wanted on them: a context costs hundreds of MB, and a machine without
-a GPU imports nothing of CUDA."""
+"""Open this machine's CUDA devices when weights are first loaded to them.
+
+A CUDA context costs hundreds of MB, and a machine without a GPU imports nothing of CUDA.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page-locked host memory: each chunk once for all devices, until its memory is freed."""
+"""Page-lock host memory: each chunk once for all devices, until it is freed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ class Pins:
             return sum(self._ranges.values())
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Raises `ValueError` if the address is pinned with another length: its memory was given back without `unpin`."""
+        """Page-lock a range of host memory.
+
+        Raises:
+            ValueError: The address is pinned with another length: its memory was freed without
+                `unpin`.
+        """
         with self._lock:
             known = self._ranges.get(address)
             if known not in (None, nbytes):
@@ -45,7 +50,10 @@ class Pins:
             raise
 
     def runs(self, offset: int, address: int, nbytes: int) -> list[Run]:
-        """The range cut where one page-locked range ends and the next begins; what lies in none is left as it is."""
+        """Cut the range where one page-locked range ends and the next begins.
+
+        Parts outside page-locked ranges are not cut.
+        """
         end, runs = address + nbytes, list[Run]()
         with self._lock:
             at = max(bisect_right(self._starts, address) - 1, 0)

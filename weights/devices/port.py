@@ -1,15 +1,18 @@
-"""The port that every kind of device implements (ADR 0027): memory on it, filled from host memory as bytes arrive, and handed to engines.
+"""Define the port that every kind of device implements (ADR 0027).
+
+A device has memory that is filled from host memory as bytes arrive, and that engines map.
 
     device.pin(address, nbytes)                 a chunk of the pool was populated (before anything is copied from it)
     arena = device.allocate(place, priority)    room for one segment
     arena.fill(offset, address, nbytes)         these bytes are in host memory now; any order, each byte once; returns at once
     arena.watermark                             every byte below it is on the device
-    arena.wait(until)                           … and waiting for that
+    arena.wait(until)                           wait until the watermark is there
     arena.handle()                              what an engine opens; valid from `allocate` on
     arena.release()                             stop copying, give the memory back
     device.unpin(address)                       before the chunk's memory is punched out
 
-The host memory of a range that was filled must stay until the watermark has passed it, or `release` has returned.
+The host memory of a filled range must stay until the watermark has passed it, or `release` has
+returned.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """The segment that an arena is for: its length in bytes, and where in which shared-memory file it lies in host memory."""
+    """An arena's segment: its length in bytes, and its place in host memory.
+
+    The place is a range of a shared-memory file.
+    """
 
     weights_id: str
     nbytes: int
@@ -54,7 +60,7 @@ class Arena(Protocol):
         ...
 
     def fill(self, offset: int, address: int, nbytes: int) -> None:
-        """Copy bytes [offset, offset + nbytes) of the segment from `address` in host memory.
+        """Copy bytes [offset, offset + nbytes) of the segment from host memory `address`.
 
         Raises:
             ValueError: The range is outside the segment, or was filled before.
@@ -63,9 +69,13 @@ class Arena(Protocol):
         ...
 
     def wait(self, until: int, cancelled: threading.Event | None = None) -> bool:
-        """Block until the watermark is at least `until`; False if `cancelled` was set or the arena released first.
+        """Block until the watermark is at least `until`.
 
-        Raises `DeviceFailed` if the device has failed.
+        Returns:
+            False if `cancelled` was set or the arena released first.
+
+        Raises:
+            DeviceFailed: The device has failed.
         """
         ...
 
@@ -99,7 +109,10 @@ class Device(Protocol):
 
     @property
     def link(self) -> str | None:
-        """The link that copies to it take, as `LinkStatus.link`; None where nothing is copied."""
+        """Return the link of copies to the device, as `LinkStatus.link`.
+
+        None if nothing is copied.
+        """
         ...
 
     @property

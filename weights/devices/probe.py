@@ -26,9 +26,14 @@ def measure(
     bytes_per_point: int = _BYTES_PER_POINT,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Point]:
-    """Copies of each size back to back from page-locked memory, as the device's thread issues them; the best of three rounds.
+    """Measure copies of each size from page-locked memory: the best of three rounds.
 
-    Takes twice the largest size for a moment, half of it on the device. Raises `DeviceFailed` or `InsufficientMemory`.
+    Copies follow each other as the device's thread issues them. The measurement takes twice the
+    largest size for a moment, half of it on the device.
+
+    Raises:
+        DeviceFailed: A copy failed.
+        InsufficientMemory: The memory does not suffice.
     """
     largest = max(sizes)
     driver.use(facts.index)
@@ -63,9 +68,12 @@ def measure(
 
 
 def group_bytes(driver: CudaDriver, facts: DeviceFacts, cache: Path) -> int:
-    """The device's elbow: from `cache` (a JSON file, made if it is not there) if it was measured with this driver, else measured now.
+    """Return the device's elbow, measured now or read from `cache`.
 
     A measurement that fails is logged, and the elbow is the published one.
+
+    Args:
+        cache: JSON file of measurements with this driver; created if missing.
     """
     key = f"{facts.bus_id} driver {facts.driver_version}"
     curves = _read(cache)

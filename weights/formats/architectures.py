@@ -1,4 +1,7 @@
-"""Architecture, context and geometry of a model from config.json, without transformers."""
+"""Read a model's architecture, context and geometry from config.json.
+
+The module does not need transformers.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +104,12 @@ tests/contract/test_loader_defaults.py compares."""
 
 @dataclass(frozen=True)
 class Architecture:
-    """`kv_elements_per_token`: keys and values of one token over all layers, counted as if every layer saw the whole context (windows
-    make it less)."""
+    """Architecture, context and geometry of a model.
+
+    Attributes:
+        kv_elements_per_token: Elements of the keys and values of one token over all layers, as if
+            every layer saw the whole context (windows make it less).
+    """
 
     name: str
     model_type: str
@@ -168,7 +175,10 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int | None:
-    """The first of `keys` that is there, from `config` or what transformers assumes for its model type."""
+    """Return the first of `keys` that `config` or its model type's defaults have.
+
+    The defaults are those of transformers.
+    """
     defaults = DEFAULTS.get(str(config.get("model_type")), {})
     for source in (config, defaults):
         for key in keys:

@@ -1,4 +1,7 @@
-"""Which files a model directory consists of, in Hugging Face layout or converted, and whether they fit together."""
+"""Find the files of a model directory, and check that they fit together.
+
+The directory is converted or in the Hugging Face layout.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,10 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> None:
-    """Raises `CheckpointInvalid` for what must not be opened: a pipe would have its reader wait for ever."""
+    """Raise `CheckpointInvalid` for a file that is not regular.
+
+    A pipe would block its reader for ever.
+    """
     try:
         mode = path.stat().st_mode
     except OSError:  # opening it says why
@@ -149,7 +155,10 @@ def read_small(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
 
 
 def check_files(weight_map: Mapping[str, str] | None, files: Iterable[WeightFile], where: str) -> tuple[WeightFile, ...]:
-    """`files` if no tensor occurs twice and each tensor of the index is in the file the index names."""
+    """Return `files` if they fit together.
+
+    No tensor occurs twice, and each tensor of the index is in the file that the index names.
+    """
     checked = tuple(files)
     home: dict[str, str] = {}
     for file in checked:
@@ -168,8 +177,14 @@ def check_files(weight_map: Mapping[str, str] | None, files: Iterable[WeightFile
 
 
 def open_checkpoint(directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
-    """Read and check the headers of all weight files in `directory`; of a model divided by `thaw convert --tensor-parallel`, those of
-    `rank` of `ranks`. Raises `CheckpointInvalid`."""
+    """Read and check the headers of all weight files in `directory`.
+
+    Of a model divided by `thaw convert --tensor-parallel`, the headers are those of `rank` of
+    `ranks`.
+
+    Raises:
+        CheckpointInvalid: A file is missing or invalid.
+    """
     present = {p.name for p in _entries(directory)}
     if converted.INDEX_NAME in present:
         return _open_converted(directory, rank, ranks)
@@ -255,10 +270,12 @@ def _open_file(path: Path) -> WeightFile:
 
 
 def directory_revision(checkpoint: Checkpoint, config: bytes) -> str:
-    """A digest of where the files lie, their names, sizes, modification times and headers, and of config.json.
+    """Return a digest of the files' path, names, sizes, times and headers.
 
-    Contents are not read: that would cost as much as loading. The path is in it because copies of two fine-tunes of one model can agree
-    in everything else (images and stores that set every mtime to one value), and sharing memory between them would be wrong answers.
+    config.json is included. Contents are not read: that would cost as much as loading. The path is
+    included because copies of two fine-tunes of one model can agree in everything else (images and
+    stores that set every mtime to one value), and sharing memory between them would give wrong
+    answers.
     """
     digest = hashlib.sha256(f"directory\0{checkpoint.directory.resolve()}\0".encode())
     for file in checkpoint.files:

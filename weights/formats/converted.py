@@ -1,14 +1,18 @@
-"""The index of a converted checkpoint (`thaw convert`, docs/checkpoints.md), taken for hostile until proved otherwise.
+"""Read the index of a converted checkpoint (`thaw convert`, docs/checkpoints.md).
+
+The reader treats the index as hostile until it is checked.
 
     thaw.index.json                          what is where: this module
     weights-00000-of-00001.thaw              one partition for each rank: the tensors' bytes and zeros between them, nothing else
 
-A tensor begins on a multiple of ALIGNMENT, a large one on a page; partitions are whole pages long. Tensors that are tied have the same
-range. The index's last member is a SHA-256 of all bytes before it, so that a flipped bit of the index is noticed when it is opened, and
-each tensor's own SHA-256 is in the index for `verify`, which re-reads the bytes.
+A tensor begins on a multiple of ALIGNMENT, a large one on a page; partitions are whole pages long.
+Tensors that are tied have the same range. The index's last member is a SHA-256 of all bytes before
+it, so that a flipped bit of the index is noticed when it is opened, and each tensor's own SHA-256
+is in the index for `verify`, which re-reads the bytes.
 
-The index is one JSON document with each tensor on a line of its own. It is read line by line, and the first wrong line ends it: parsed whole,
-8 MiB of hostile JSON became 5 GB of objects and errors (measured with pydantic).
+The index is one JSON document with each tensor on a line of its own. It is read line by line, and
+the first wrong line ends it: parsed whole, 8 MiB of hostile JSON became 5 GB of objects and errors
+(measured with pydantic).
 """
 
 from __future__ import annotations

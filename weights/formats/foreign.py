@@ -1,4 +1,7 @@
-"""`ModelInfo` of models that an engine other than the builtin one loads by itself, from any format."""
+"""Describe models that an engine other than the builtin one loads by itself.
+
+The models may have any format; the description is a `ModelInfo`.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,12 @@ _UNKNOWN_CONTEXT = 4096
 
 
 def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
-    """Describe a model on this host; None for a source that is fetched first (the hub), which is described as the builtin engine's.
+    """Describe a model on this host; None for a source that must be fetched (the hub).
 
-    Raises `CheckpointInvalid`.
+    Such a source is described as the builtin engine's.
+
+    Raises:
+        CheckpointInvalid: A file is invalid.
     """
     if spec.source.startswith(ENGINE_SOURCE):
         return _unread(spec)
@@ -43,7 +49,7 @@ def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
 
 
 def _unread(spec: ModelSpec) -> ModelInfo:
-    """Describe a model by its spec only; a change of the name is a change of the model."""
+    """Describe a model by its spec only; its name stands for its content."""
     return ModelInfo(
         source=spec.source,
         revision=hashlib.sha256(spec.source.encode()).hexdigest(),
@@ -97,7 +103,10 @@ def _from_gguf(path: Path, files: list[Path]) -> ModelInfo:
 
 
 def _from_config(path: Path) -> ModelInfo:
-    """A directory in Hugging Face layout, quantised or of an architecture that the builtin engine does not know."""
+    """Describe a directory in Hugging Face layout that the builtin engine cannot load.
+
+    The model is quantised, or the builtin engine does not know its architecture.
+    """
     whole = parse_json(read_small(path / CONFIG), str(path / CONFIG))
     inner = whole.get("text_config")
     config: Mapping[str, Any] = {**whole, **inner} if isinstance(inner, dict) else whole

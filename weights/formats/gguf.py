@@ -39,7 +39,10 @@ class Gguf:
 
 
 class _Reader:
-    """Reads within the file's length, so that no count in it makes more memory than it has bytes."""
+    """Reader that stays within the file's length.
+
+    No count in the file can allocate more memory than the file has bytes.
+    """
 
     def __init__(self, file: BinaryIO, size: int, name: str) -> None:
         self._file = file

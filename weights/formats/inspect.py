@@ -1,4 +1,7 @@
-"""`ModelInfo` from a model's small files and the headers of its weights, without torch or transformers."""
+"""Make `ModelInfo` from a model's small files and the headers of its weights.
+
+The module needs neither torch nor transformers.
+"""
 
 from __future__ import annotations
 

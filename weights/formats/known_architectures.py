@@ -1,6 +1,7 @@
-"""Model types and classes that the builtin engine's transformers builds, without importing it.
+"""List the model types and classes that the builtin engine's transformers builds.
 
-tests/contract/test_loader_defaults.py compares these lists with the installed transformers.
+The lists make it unnecessary to import transformers; tests/contract/test_loader_defaults.py
+compares them with the installed version.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""PEFT's LoRA adapters: what adapter_config.json and the weights' headers say, and whether it is of a kind that can be served.
+"""Read PEFT's LoRA adapters, and check whether they can be served.
 
-A directory is an adapter if it has adapter_config.json and no weights of a whole model. Its tensors are named
-`base_model.model.MODULE.lora_A.weight` (rank by inputs) and `….lora_B.weight` (outputs by rank). Whether they fit the base is judged where both are
-known: services/scheduler/domain/admin/lora_adapters.py, and the engine.
+The sources are adapter_config.json and the headers of the weights. A directory is a LoRA adapter if
+it has adapter_config.json and no weights of a whole model. Its tensors are named
+`base_model.model.MODULE.lora_A.weight` (rank by inputs) and `….lora_B.weight` (outputs by rank).
+services/scheduler/domain/admin/lora_adapters.py and the engine check whether the adapter fits its
+base, because they know both.
 """
 
 from __future__ import annotations
@@ -191,6 +193,9 @@ def _check_pairs(pairs: Mapping[str, Mapping[str, TensorEntry]], info: AdapterIn
 
 
 def _shapes(pairs: Mapping[str, Mapping[str, TensorEntry]], *, transposed: bool) -> tuple[LinearShape, ...]:
-    """As the base's own weights lie: outputs by inputs, or the other way round (`fan_in_fan_out`)."""
+    """Return the shapes in the layout of the base's weights.
+
+    That is outputs by inputs, or inputs by outputs with `fan_in_fan_out`.
+    """
     outer = ((m, p["B"].shape[0], p["A"].shape[1]) for m, p in pairs.items())
     return _grouped((m, i, o) if transposed else (m, o, i) for m, o, i in outer)

@@ -1,4 +1,4 @@
-"""Paths of models, and whether their files are inside the model's directory: links out of it are not followed."""
+"""Resolve paths of models, and reject links out of the model's directory."""
 
 from __future__ import annotations
 

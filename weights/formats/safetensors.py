@@ -97,7 +97,10 @@ def _parse(file: str, raw: bytes) -> dict[str, Any]:
 
 
 def _tensors(file: str, header: dict[str, Any], data_start: int, size: int) -> tuple[TensorEntry, ...]:
-    """All tensors in the order of their bytes: in range, of the size that shape and dtype say, without overlap or hole."""
+    """Return all tensors in the order of their bytes, checked.
+
+    Each is in range, has the size of its shape and dtype, and there is no overlap or hole.
+    """
     entries = sorted((_tensor(file, name, value) for name, value in header.items()), key=lambda e: (e.offset, e.nbytes))
     at = 0
     for entry in entries:
@@ -142,12 +145,18 @@ def _tensor(file: str, name: str, value: Any) -> TensorEntry:
 
 
 def is_text(name: str) -> bool:
-    """JSON can spell halves of characters, which no file system, message or index takes."""
+    """True if the string has no lone surrogates.
+
+    JSON can spell them, but no file system, message or index accepts them.
+    """
     return not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def is_absurd(shape: tuple[int, ...], bits: int) -> bool:
-    """Whether torch cannot count the strides and bytes of a tensor of this shape, which it does as if each dimension had an element."""
+    """True if torch cannot count the strides and bytes of a tensor of this shape.
+
+    torch counts them as if each dimension had an element.
+    """
     return math.prod(max(1, length) for length in shape) * bits >= 1 << 66
 
 

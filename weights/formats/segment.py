@@ -1,4 +1,4 @@
-"""Where everything goes in a weight segment (the layout is shared/contracts/segment.py's)."""
+"""Place weight files in a segment (its layout: shared/contracts/segment.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from weights.formats.checkpoint import Checkpoint, WeightFile
 
 @dataclass(frozen=True)
 class Place:
-    """A weight file and the byte of the segment where it starts: on a page, so that direct reads need no copy."""
+    """A weight file and its start in the segment, in bytes.
+
+    The start is a page boundary, so that direct reads need no copy.
+    """
 
     file: WeightFile
     offset: int

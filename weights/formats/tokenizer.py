@@ -15,7 +15,9 @@ _MAX_BYTES = 256 * 1024 * 1024
 
 
 def special_token_ids(directory: Path, present: Collection[str]) -> tuple[int, ...]:
-    """Return the ids of tokens that `skip_special_tokens` removes from a text, in order; none if no file lists them.
+    """Return the ids that `skip_special_tokens` removes from a text, in order.
+
+    There are none if no file lists them.
 
     Args:
         present: Names of the model's files.

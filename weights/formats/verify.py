@@ -29,10 +29,17 @@ class Verified:
 
 
 def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None] | None = None) -> Verified:
-    """Read all partitions of the converted checkpoint in `directory` and compare every tensor. Blocks; hashing leaves the GIL.
+    """Compare every tensor of the converted checkpoint in `directory` with its hash.
 
-    `on_bytes(n)` is called from one thread at a time. Raises `CheckpointInvalid` naming the file and the tensor, also if `directory` is
-    not a converted checkpoint (other layouts carry no hashes).
+    The function reads all partitions and blocks; hashing releases the GIL.
+
+    Args:
+        on_bytes: `on_bytes(n)` is called with the number of bytes hashed, from one thread at a
+            time.
+
+    Raises:
+        CheckpointInvalid: A tensor differs (the message names the file and the tensor), or
+            `directory` is not a converted checkpoint (other layouts have no hashes).
     """
     path = directory / INDEX_NAME
     if mode_of(path) is None:
@@ -46,7 +53,7 @@ def verify(directory: Path, *, threads: int = 2, on_bytes: Callable[[int], None]
 
 
 def check_hashed(checkpoint: Checkpoint, where: str) -> None:
-    """Raise `CheckpointInvalid` for a checkpoint without hashes, which cannot be verified."""
+    """Raise `CheckpointInvalid` for a checkpoint without hashes."""
     if not any(t.sha256 for file in checkpoint.files for t in file.header.tensors):
         raise _not_hashed(where)
 

@@ -1,1 +1,4 @@
-"""The pool of chunks in shared memory (ADR 0012): `chunks` decides who owns which, `memory` has their pages."""
+"""The pool of chunks in shared memory (ADR 0012).
+
+`chunks` decides which load owns each chunk; `memory` has the chunks' pages.
+"""

@@ -28,7 +28,7 @@ _V2 = _Version("memory.max", "memory.current", frozenset({"active_file", "inacti
 
 
 def memory_limit(sys: Path = _SYS, own: Path = _OWN) -> int | None:
-    """Return the bytes that this process's group may use together; None without a limit."""
+    """Return this control group's memory limit in bytes; None without a limit."""
     return min((limit for _, _, limit in _limited(sys, own)), default=None)
 
 

@@ -1,7 +1,12 @@
-"""Ownership of the pool's chunks (ADR 0012): a table of values, changed only by the functions here.
+"""Track ownership of the pool's chunks (ADR 0012).
 
-A chunk is at any time exactly one of: free (no memory), spare (memory, no content), owned by one load run (filling, held or cached, as the
-run's entry says), or doomed (released by its owner, and not reused before it is proved that no process maps it).
+Only the functions of this module change the table, which has values only. A chunk is at any time in
+exactly one state:
+
+- free: no memory
+- spare: memory without content
+- owned by one load run: filling, held or cached, as the run's entry says
+- doomed: released by its owner; not reused before it is proved that no process maps it
 """
 
 from __future__ import annotations
@@ -127,7 +132,10 @@ def adopt(table: Chunks, owner: int, chunks: tuple[int, ...], nbytes: int, *, ca
 
 
 def mark(table: Chunks, owner: int, *, cached: bool) -> Chunks:
-    """Set whether the owner's weights are cached, and charged to the budget, or held by instances."""
+    """Set whether instances hold the owner's weights, or they are cached.
+
+    Cached weights are charged to the budget.
+    """
     return replace(table, owned={**table.owned, owner: replace(table.owned[owner], cached=cached)})
 
 

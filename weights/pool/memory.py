@@ -35,9 +35,10 @@ Hook = Callable[[int, int], None]
 
 
 class PoolMemory:
-    """Chunks of one file under /dev/shm, mapped as a whole; `allocate` gives them memory and `punch` frees it.
+    """Chunks of one file under /dev/shm, which is mapped as a whole.
 
-    Chunks are numbered from 0 and lie one after the other. Methods may be called from several threads, for chunks of their own.
+    `allocate` gives chunks memory and `punch` frees it. Chunks are numbered from 0 and are
+    consecutive. Methods may be called from several threads, for different chunks.
     """
 
     def __init__(
@@ -49,9 +50,13 @@ class PoolMemory:
         on_populated: Hook | None = None,
         on_punch: Hook | None = None,
     ) -> None:
-        """A file called `name` of `nbytes`, without memory at first; None: without a name, gone with its last mapping.
+        """Create a file of `nbytes`, without memory at first.
 
-        `keep`: an existing file is taken over as it is. `on_populated` is for page-locking: with it the loader keeps complete chunks mapped.
+        Args:
+            name: Name of the file; None: without a name, removed with its last mapping.
+            keep: Use an existing file unchanged.
+            on_populated: Called to page-lock chunks; with it the loader keeps complete chunks
+                mapped.
         """
         self.name, self.nbytes = name, nbytes
         self._on_populated, self._on_punch = on_populated, on_punch
@@ -196,7 +201,10 @@ class PoolMemory:
         return os.lseek(self._fd, offset, os.SEEK_HOLE) >= offset + length
 
     def mapped_by_others(self) -> dict[int, list[int]]:
-        """Chunks that other processes map (those that we may look at), and who: by the offsets in /proc/*/maps."""
+        """Return the chunks that other processes map, and these processes.
+
+        The source is /proc/*/maps of the processes that this process may inspect.
+        """
         stat = os.fstat(self._fd)
         inode = f" {os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino} ".encode()
         found: dict[int, list[int]] = {}
@@ -215,7 +223,7 @@ class PoolMemory:
     # -- closing -------------------------------------------------------------------------------------------------------------------
 
     def detach(self) -> mmap.mmap:
-        """End writing and hand over the mapping, which lives as long as something refers to it."""
+        """End writing and hand over the mapping, which lives until its last reference."""
         kept = self._map
         self._release()
         return kept
@@ -249,7 +257,10 @@ def _open(name: str | None, *, keep: bool) -> int:
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    """The file, shared, where a huge page may begin: kernels from 6.7 on place private areas of whole huge pages so."""
+    """Map the file shared, at an address where a huge page may begin.
+
+    Kernels from 6.7 on place private areas of whole huge pages there.
+    """
     try:
         area = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError:  # a kernel that promises no more memory than it has (vm.overcommit_memory=2)

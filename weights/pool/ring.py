@@ -1,7 +1,8 @@
-"""Memory for bytes that are read, consumed and released in order: a range of any length, of which a window has memory.
+"""Manage memory for bytes that are read, consumed and released in order.
 
-Released chunks give their pages to the next ones (`mremap` moves them without a copy), so that reading waits neither for the kernel's zeroing
-nor for more memory than the window's.
+The range may have any length; only a window of it has memory. Released chunks give their pages to
+the next ones (`mremap` moves them without a copy), so that reading waits neither for the kernel's
+zeroing nor for more memory than the window's.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctyp
 
 
 class Ring:
-    """`nbytes` of private memory at consecutive addresses, with a `Region`'s interface for readers.
+    """`nbytes` of private memory at consecutive addresses.
 
-    A chunk gets memory when a reading thread `enter`s it: that of a `release`d chunk, or fresh. One thread consumes, many read.
+    Readers use it like a `Region`. A chunk gets memory when a reading thread `enter`s it: that of a
+    `release`d chunk, or fresh memory. One thread consumes, many read.
 
     Attributes:
         window_chunks: Chunks that may have memory, from the one being consumed on; None: all.
@@ -116,7 +118,10 @@ class Ring:
     # -- the consumer --------------------------------------------------------------------------------------------------------------
 
     def want(self, start: int, end: int) -> None:
-        """Move the window: the bytes from `start` to `end` are consumed next, and may be read."""
+        """Move the window to the bytes from `start` to `end`.
+
+        They are consumed next, and may be read.
+        """
         with self._changed:
             window_end = self.count if self._window_chunks is None else start // CHUNK_BYTES + self._window_chunks
             self._limit = max(self._limit, window_end, -(-end // CHUNK_BYTES))

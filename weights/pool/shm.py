@@ -23,14 +23,20 @@ def free_bytes() -> int:
 
 
 def default_dram_bytes() -> int:
-    """Return the default budget of the DRAM cache, which leaves memory for everything else beside a CPU device's default share."""
+    """Return the default budget of the DRAM cache in bytes.
+
+    It leaves memory for everything else beside a CPU device's default share.
+    """
     stat = os.statvfs(SHM)
     return min(int(available_memory() * DRAM_SHARE), stat.f_blocks * stat.f_frsize // 2)
 
 
 def default_ready_bytes(dram_bytes: int, *, with_gpu: bool) -> int:
-    """Return how much of the DRAM cache's budget to populate before a load needs it: all of it on a node with GPUs, where weights only pass
-    through; a part where engines compute in the same memory."""
+    """Return how much of the DRAM cache's budget to populate before a load needs it.
+
+    On a node with GPUs that is the whole budget, because weights only pass through. It is a part of
+    the budget where engines compute in the same memory.
+    """
     return dram_bytes if with_gpu else int(dram_bytes * READY_SHARE)
 
 
@@ -62,7 +68,10 @@ def no_room(total_bytes: int) -> InsufficientMemory:
 
 
 def available_memory() -> int:
-    """Bytes the kernel says could be used without swapping (MemAvailable), within the limits of this process's control group."""
+    """Return the bytes of memory that can be used without swapping (MemAvailable).
+
+    The limits of this process's control group apply.
+    """
     room = memory_room()
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -72,7 +81,7 @@ def available_memory() -> int:
 
 
 def physical_memory() -> int:
-    """Bytes of memory of this host, or as many of them as this process's control group may have."""
+    """Return the bytes of this host's memory, within this control group's limit."""
     memory, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
     return memory if limit is None else min(memory, limit)
 

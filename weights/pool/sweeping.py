@@ -18,7 +18,13 @@ SWEPT_AFTER_S = 600.0
 
 
 def sweep(after_s: float = SWEPT_AFTER_S) -> list[str]:
-    """Remove pools that no loader locks, no process maps, and no change touched for `after_s` seconds. Returns their names. Blocks."""
+    """Remove abandoned pools; blocks.
+
+    No loader locks such a pool, no process maps it, and it has not changed for `after_s` seconds.
+
+    Returns:
+        Names of the removed pools.
+    """
     removed = []
     for path in shm.SHM.glob(POOLS):
         with contextlib.suppress(OSError):

@@ -1,1 +1,4 @@
-"""From a model's `source` to the place that its bytes are read from: local files, the cache, other nodes, remote tiers."""
+"""Find the place to read a model's bytes from, given its `source`.
+
+Such places are local files, the cache, other nodes and remote tiers.
+"""

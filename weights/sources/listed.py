@@ -1,4 +1,7 @@
-"""Sources whose files were listed a moment ago, so that the load that follows lists and reads no header a second time."""
+"""Keep recently listed sources for the load that follows.
+
+The load then lists no files and reads no header a second time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from weights.tiers.port import Tier
 
 
 class ListedTiers:
-    """Open tiers by revision; each is taken once, or dropped by the process that offered it. Thread-safe."""
+    """Open tiers by revision; thread-safe.
+
+    Each tier is taken once, or dropped by the process that offered it.
+    """
 
     def __init__(self) -> None:
         self._tiers: dict[str, Tier] = {}

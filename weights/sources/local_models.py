@@ -1,4 +1,4 @@
-"""Directories of this host whose models are known by revision: peers may read them."""
+"""Track the directories of models that are known by revision; peers may read them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,19 @@ class OwnDirectories:
         self._known[revision] = (directory, None)
 
     def check(self, revision: str, found: str, directory: Path) -> None:
-        """`found`: a digest of the directory's weight files, which are to be loaded as `revision`. They may not be those that were registered: a
-        copy on another node's disk has other times, and what was damaged may have been repaired. But what this node has loaded once it does not
-        load as something else: cached and resident weights of the one would be served beside the other. Raises `CheckpointInvalid`."""
+        """Check that a directory's weights are those that this node loaded as `revision`.
+
+        They may differ from the registered weights: a copy on another node's disk has other times,
+        and a damaged file may have been repaired. But this node must not load other weights as a
+        revision that it has loaded already: cached and resident weights of one version would serve
+        beside the other.
+
+        Args:
+            found: Digest of the weight files to load.
+
+        Raises:
+            CheckpointInvalid: The weights have changed since they were first loaded.
+        """
         if self._loaded.setdefault((revision, directory), found) != found:
             raise CheckpointInvalid(
                 f"the weights in {directory} have changed since they were first loaded; register it again (thaw models add)"

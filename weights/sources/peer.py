@@ -1,4 +1,7 @@
-"""Another node's loader as a tier: its whole models, by revision (served by services/loader/adapters/peer_server.py)."""
+"""Read another node's complete models, by revision, as a tier.
+
+services/loader/adapters/peer_server.py serves them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Other nodes' loaders that have a model, by their statuses, and whether a peer or the source is read first."""
+"""Track the loaders of other nodes that have a model, by their statuses.
+
+The module also decides whether to read from a peer or from the source first.
+"""
 
 from __future__ import annotations
 

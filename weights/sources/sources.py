@@ -1,7 +1,8 @@
-"""From `ModelSpec.source` to its uses: inspect the model, open it for a load, find its small files on this host.
+"""Inspect a model, open it for a load, and find its small files on this host.
 
-A load opens the first that has the model: the SSD cache, peers (unless the source is known to be faster), the source. Remote bytes are
-verified and cached on the way.
+The input is `ModelSpec.source`. A load opens the first place that has the model: the SSD cache,
+peers (unless the source is known to be faster), the source. Remote bytes are verified and cached on
+the way.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ _MOST_PEERS = 2
 
 
 class Sources:
-    """`small`: directories for small files, of which the first that can be written is used. `speed_of(link)` in bytes per second."""
+    """Places to read models from.
+
+    Args:
+        small: Directories for small files; the first writable one is used.
+        speed_of: `speed_of(link)` returns the link's bandwidth in bytes per second.
+    """
 
     def __init__(
         self,
@@ -96,9 +102,12 @@ class Sources:
     # -- small files -------------------------------------------------------------------------------------------------------------
 
     def small_files(self, tier: Tier, *, trust_remote_code: bool) -> Path:
-        """The directory with the model's configuration and tokenizer on this host; they are fetched if they are not here.
+        """Return the directory with the model's configuration and tokenizer on this host.
 
-        Raises what reading raises, and `Unavailable` if no directory can be written.
+        Missing files are fetched.
+
+        Raises:
+            Unavailable: No directory is writable. Errors of reading are raised, too.
         """
         if tier.directory is not None:
             return tier.directory
@@ -119,7 +128,13 @@ class Sources:
         )
 
     def small_file(self, source: str, name: str) -> Path | None:
-        """Where one of the model's small files lies on this host, if it does; nothing is fetched for it. `source` as resolved."""
+        """Return the path of one of the model's small files; None if it is not here.
+
+        Nothing is fetched for it.
+
+        Args:
+            source: The source as resolved.
+        """
         if not is_remote(source):
             directory = DirectoryTier.of(source).directory
         else:
@@ -137,9 +152,12 @@ class Sources:
     # -- loading -----------------------------------------------------------------------------------------------------------------
 
     def open(self, source: str, revision: str, *, pinned: bool = False) -> Tier:
-        """The model for a load, from wherever is nearest; of another revision it is refused (`CheckpointInvalid`).
+        """Open the model for a load from the nearest place.
 
-        Close it when the load's memory is given away, or the load is called off.
+        Close it after the load's memory is released, or the load is cancelled.
+
+        Raises:
+            CheckpointInvalid: The place has another revision.
         """
         if not is_remote(source):
             tier = DirectoryTier.of(source)
@@ -158,8 +176,16 @@ class Sources:
             raise
 
     def checkpoint(self, tier: Tier, *, trust_remote_code: bool, registered: str | None = None) -> tuple[Path, Checkpoint]:
-        """The model's directory on this host (small files at least), and the checked headers of its weights. `registered`: the revision that it
-        is loaded as; a directory that was loaded as it and has changed since is refused (`CheckpointInvalid`)."""
+        """Return the model's directory on this host, and its weights' checked headers.
+
+        The directory has at least the small files.
+
+        Args:
+            registered: The revision that the model is loaded as.
+
+        Raises:
+            CheckpointInvalid: The directory has changed since it was loaded as that revision.
+        """
         directory = self.small_files(tier, trust_remote_code=trust_remote_code)
         checkpoint = checkpoint_of(tier, directory)
         if registered is not None and tier.directory is not None and not is_remote(tier.source):

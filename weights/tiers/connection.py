@@ -1,7 +1,8 @@
-"""One HTTP/1.1 connection whose every wait ends when it is called off, and whose bodies go straight into memory that is given.
+"""Read HTTP/1.1 responses straight into given memory, with cancellable waits.
 
-`http.client` parses the answers; the socket beneath is read in large pieces: the reader is woken once there are 256 KiB (`SO_RCVLOWAT`) and
-takes all that there are by then, which is faster than `http.client`'s own reading and costs less CPU time (docs/adr/0020-remote-tiers.md).
+`http.client` parses the responses. The socket is read in large pieces: the reader is woken once
+there are 256 KiB (`SO_RCVLOWAT`) and takes all the data there is by then, which is faster than
+`http.client`'s own reading and costs less CPU time (docs/adr/0020-remote-tiers.md).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SLICE = struct.pack("ll", 0, _SLICE_MS * 1000)
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds a connection may take to be made, and may bring nothing, before it is given up."""
+    """Timeouts of a connection in seconds: to connect, and to receive data."""
 
     connect_s: float = CONNECT_S
     stall_s: float = STALL_S
@@ -106,7 +107,10 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """True if the server has not closed the connection: an idle one has nothing to read."""
+        """True if the server has not closed the connection.
+
+        An idle connection has no data to read.
+        """
         return not _wait(self._sock, select.POLLIN, 0)
 
     def close(self) -> None:

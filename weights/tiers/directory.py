@@ -1,4 +1,7 @@
-"""A directory on this host: a model's own, a snapshot of the hub's cache, or an entry of the SSD cache."""
+"""Read a model from a directory on this host.
+
+The directory is the model's own, a snapshot of the hub's cache, or an entry of the SSD cache.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _PIECE_BYTES = 4 * 1024 * 1024
 
 
 class DirectoryTier:
-    """`source` and `revision` where they are not the directory's own (a copy of something remote)."""
+    """A model in a directory on this host.
+
+    `source` and `revision` may differ from the directory's own, for a copy of a remote model.
+    """
 
     def __init__(self, directory: Path, *, source: str | None = None, revision: str | None = None) -> None:
         self._path = directory
@@ -32,7 +38,12 @@ class DirectoryTier:
 
     @classmethod
     def of(cls, source: str) -> DirectoryTier:
-        """Raises `InvalidModel` if `source` is no absolute path, `CheckpointInvalid` if there is no directory."""
+        """Open the tier of the directory `source`.
+
+        Raises:
+            InvalidModel: `source` is no absolute path.
+            CheckpointInvalid: There is no directory.
+        """
         directory = expanded(source)
         if not directory.is_absolute():
             raise InvalidModel(
@@ -121,7 +132,10 @@ def _regular(directory: Path) -> list[Path]:
 
 
 def disk_of(path: Path) -> str:
-    """The name of the block device that `path` lies on, as nvme0n1; of what has none (a network's, memory), its device number."""
+    """Return the name of `path`'s block device, as nvme0n1.
+
+    File systems without one (network, memory) have a device number instead.
+    """
     number = path.stat().st_dev
     name = f"{os.major(number)}:{os.minor(number)}"
     try:

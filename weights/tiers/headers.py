@@ -30,10 +30,14 @@ _SUMS = ".thaw-sha256.json"
 
 
 def bring_small_files(tier: Tier, directory: Path, *, trust_remote_code: bool) -> None:
-    """Write the configuration and tokenizer files (and Python code, if trusted) of `tier` into `directory`, each whole or not at all.
+    """Write the small files of `tier` into `directory`, each whole or not at all.
 
-    A file that is there already is kept if its size and its checksum are right; else it is fetched again. The checksum is the source's, or the
-    one that was recorded when the file was fetched. Raises what reading raises, and `OSError`.
+    They are the configuration and tokenizer files (and Python code, if trusted). An existing file
+    is kept if its size and its checksum are right; else it is fetched again. The checksum is the
+    source's, or the one recorded when the file was fetched.
+
+    Raises:
+        OSError: A file cannot be written. Errors of reading are raised, too.
     """
     recorded = _read_sums(directory)
     sums: dict[str, str] = {}
@@ -56,7 +60,10 @@ def bring_small_files(tier: Tier, directory: Path, *, trust_remote_code: bool) -
 
 
 def _read_sums(directory: Path) -> dict[str, str]:
-    """SHA-256 by file name, as recorded by an earlier fetch; empty if that cannot be read."""
+    """Return the SHA-256 by file name that an earlier fetch recorded.
+
+    The result is empty if the record cannot be read.
+    """
     try:
         found = json.loads((directory / _SUMS).read_bytes())
     except (OSError, ValueError):

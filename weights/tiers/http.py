@@ -35,7 +35,10 @@ def is_http(source: str) -> bool:
 
 
 class HttpTier(RemoteTier):
-    """`source` may carry user, password and query (a signature); none of them is ever shown."""
+    """A model on an HTTP server.
+
+    `source` may have user, password and query (a signature); they are never shown.
+    """
 
     def __init__(self, source: str, backoff: Backoff | None = None) -> None:
         parts = urlsplit(source)

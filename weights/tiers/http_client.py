@@ -1,4 +1,8 @@
-"""Requests over kept connections: proxies from the environment, redirects, credentials that stay with their host."""
+"""Send HTTP requests over kept connections.
+
+The client uses proxies from the environment, follows redirects, and sends credentials to their host
+only.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,10 @@ class Answer:
         return self.response.headers.get(name)
 
     def readinto(self, into: memoryview) -> int:
-        """Bytes read, at least one; 0 at the body's end (or where it was cut: the caller knows how much was promised)."""
+        """Read bytes of the body; return their number, at least one.
+
+        0 at the body's end, or where it was cut: the caller knows the expected length.
+        """
         return self.response.readinto(into)
 
     def read(self, limit: int) -> bytes:
@@ -173,7 +180,11 @@ def _place(url: str) -> tuple[str, str | None, int]:
 
 
 def _origin(url: str, *, direct: bool = False) -> Origin:
-    """Where to connect for `url`: HTTP_PROXY (in lower case only where a CGI variable could be meant), HTTPS_PROXY, NO_PROXY."""
+    """Return the address to connect to for `url`.
+
+    HTTP_PROXY (in lower case only where a CGI variable is possible), HTTPS_PROXY and NO_PROXY
+    apply.
+    """
     scheme, host, port = _place(url)
     if scheme not in _PORTS or not host:
         raise http.client.InvalidURL(f"{shown(url)} is not an http(s) URL")

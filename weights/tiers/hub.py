@@ -1,7 +1,9 @@
-"""`hf://org/name[@revision]`: models of the Hugging Face hub, or of what HF_ENDPOINT names, pinned to a commit.
+"""Read models of the Hugging Face hub: `hf://org/name[@revision]`.
 
-huggingface_hub lists sizes and SHA-256 of every file at a commit; the bytes are read by ranges, as from any other server. Complete models in
-its own cache (HF_HOME, HF_HUB_CACHE) are used from there. Its variables apply: HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
+A model is pinned to a commit; HF_ENDPOINT may name another hub. huggingface_hub lists sizes and
+SHA-256 of every file at a commit; the bytes are read by ranges, as from any other server. Complete
+models in its own cache (HF_HOME, HF_HUB_CACHE) are used from there. Its variables apply: HF_TOKEN,
+HF_ENDPOINT, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -42,9 +44,13 @@ def parse_hub(source: str) -> tuple[str, str | None]:
 
 
 def open_hub(source: str, backoff: Backoff | None = None) -> Tier:
-    """The model at its commit: from huggingface_hub's cache if all of it is there, else from the hub.
+    """Open the model at its commit, from huggingface_hub's cache or the hub.
 
-    Raises `InvalidModel` for names that there are not, `Unavailable` if the hub cannot be reached and the cache does not have it.
+    The cache is used if it has the whole model.
+
+    Raises:
+        InvalidModel: The hub has no such name.
+        Unavailable: The hub is unreachable and the cache does not have the model.
     """
     repo, revision = parse_hub(source)
     if offline() or (revision is not None and _COMMIT.fullmatch(revision)):
@@ -106,7 +112,10 @@ class HubTier(RemoteTier):
 
 
 def hub_revision(repo: str, commit: str) -> str:
-    """A commit fixes every byte: unlike a directory's, this revision is the same on every node."""
+    """Return the revision of a commit, which is the same on every node.
+
+    A commit fixes every byte; a directory's revision depends on the node.
+    """
     return hashlib.sha256(f"hub\0{repo}\0{commit}".encode()).hexdigest()[:32]
 
 

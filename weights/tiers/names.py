@@ -1,4 +1,4 @@
-"""Which of the files at a remote place are a model's, and which names are safe to make on this host."""
+"""Select a model's files at a remote place, and the names that are safe to create."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _PART = re.compile(r"[^/\\\0]{1,255}")
 
 
 def is_safe(name: str) -> bool:
-    """Whether `name` can only be a file below the model's directory: relative, no `..`, nothing hidden."""
+    """True if `name` can only be a file below the model's directory.
+
+    It is relative, has no `..`, and hides nothing.
+    """
     return (
         is_text(name)
         and all(_PART.fullmatch(part) and not part.startswith(".") for part in name.split("/"))
@@ -45,7 +48,10 @@ def is_safe(name: str) -> bool:
 
 
 def is_small(name: str, size: int) -> bool:
-    """True if an inspection of the model fetches the file (configuration, tokenizer, the model's own code)."""
+    """True if an inspection of the model fetches the file.
+
+    Such files are the configuration, the tokenizer and the model's own code.
+    """
     patterns = (*SMALL_FILES, *CODE_FILES)
     return size <= limit_of(name) and any(fnmatch.fnmatchcase(name, p) and name.count("/") == p.count("/") for p in patterns)
 
@@ -66,7 +72,14 @@ def is_code(name: str) -> bool:
 
 
 def weights_of(present: Collection[str], where: str, read: Callable[[str], bytes]) -> tuple[str, ...]:
-    """Names of the weight files among `present`; `read(name)` is a small file's content. Raises `CheckpointInvalid`."""
+    """Return the names of the weight files among `present`.
+
+    Args:
+        read: `read(name)` returns the content of a small file.
+
+    Raises:
+        CheckpointInvalid: The files do not fit together.
+    """
     if converted.INDEX_NAME in present:
         raw = read(converted.INDEX_NAME)
         return tuple(sorted(p.file for p in converted.parse_index(raw, f"{where}/{converted.INDEX_NAME}").partitions))

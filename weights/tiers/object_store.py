@@ -1,9 +1,12 @@
-"""`s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`: obstore lists and signs, Thaw's own connections read.
+"""Read models of object stores: `s3://`, `gs://` and `az://bucket/prefix`.
 
-obstore reads the stores' own variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL,
-GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, …). Where there are none it reads anonymously, or asks the
-machine's instance metadata if THAW_CLOUD_IDENTITY=true.
-Where nothing can sign (anonymous access, tokens without a key) obstore reads the bytes as well.
+obstore lists and signs; Thaw's own connections read the bytes. Where nothing can sign (anonymous
+access, tokens without a key) obstore reads the bytes as well.
+
+obstore reads the stores' own variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS,
+AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, …). Without any it reads anonymously, or asks
+the machine's instance metadata if THAW_CLOUD_IDENTITY=true.
 """
 
 from __future__ import annotations
@@ -224,9 +227,10 @@ def _has_credentials(scheme: str) -> bool:
 
 
 def stored_md5(headers: HTTPMessage | None, scheme: str) -> str | None:
-    """The MD5 of a whole object, in hexadecimal, from the headers of any response; None if the store sends none.
+    """Return the MD5 of a whole object, in hexadecimal, from a response's headers.
 
-    Google: x-goog-hash. Azure: x-ms-blob-content-md5. S3: the ETag of an object that was put in one part, unless a key encrypts it.
+    None if the store sends none. Google: x-goog-hash. Azure: x-ms-blob-content-md5. S3: the ETag of
+    an object that was put in one part, unless a key encrypts it.
     """
     if headers is None:
         return None

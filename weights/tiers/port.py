@@ -1,4 +1,7 @@
-"""The port that every tier implements (ADR 0013, 0020): which files a model has, and ranges of them read into memory that is given."""
+"""Define the port that every tier implements (ADR 0013, 0020).
+
+A tier lists a model's files, and reads ranges of them into given memory.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,18 @@ class Tier(Protocol):
 
     @property
     def source(self) -> str:
-        """Where this is, as resolved (`ModelInfo.source`): a directory, or a URL without credentials; hf:// with its commit."""
+        """The resolved source (`ModelInfo.source`).
+
+        It is a directory, or a URL without credentials; hf:// with its commit.
+        """
         ...
 
     @property
     def revision(self) -> str:
-        """A digest that changes when any file of the model does (`ModelInfo.revision`, `weights_id`). May read the listing."""
+        """A digest that changes with any file of the model (`ModelInfo.revision`).
+
+        It is also the `weights_id`. The call may read the listing.
+        """
         ...
 
     @property
@@ -55,7 +64,10 @@ class Tier(Protocol):
 
     @property
     def directory(self) -> Path | None:
-        """The directory where all files lie on this host, for direct reads; None where there is none (then `read`)."""
+        """The directory of all files on this host, for direct reads.
+
+        None without such a directory; use `read` then.
+        """
         ...
 
     def files(self) -> Sequence[TierFile]:
@@ -76,16 +88,26 @@ class Tier(Protocol):
         ...
 
     def finish(self, cancelled: threading.Event | None = None) -> None:
-        """After the last read of a whole load, before its bytes are trusted: wait until the checksums are verified.
+        """Wait until the checksums of a whole load are verified.
 
-        Raises `CheckpointInvalid` for a wrong one. Nothing to do where there are none.
+        Call it after the last read, before the bytes are trusted. It returns at once without
+        checksums.
+
+        Raises:
+            CheckpointInvalid: A checksum is wrong.
         """
         ...
 
     def settled(self) -> threading.Event:
-        """Set when nothing is left to do behind the reads (a cache written, or given up): `close` then drops nothing."""
+        """Event that is set when no work remains behind the reads.
+
+        The cache is then written, or given up, and `close` drops nothing.
+        """
         ...
 
     def close(self) -> None:
-        """Give back connections, and memory given to `read`: it is not touched any more when this returns. May be repeated."""
+        """Give back connections, and memory given to `read`; idempotent.
+
+        The tier does not touch the memory after the return.
+        """
         ...

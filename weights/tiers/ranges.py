@@ -1,4 +1,7 @@
-"""Reading a range of one remote file into memory: resumed where a connection was cut, retried, and never mixed from two versions."""
+"""Read a range of one remote file into memory.
+
+The reader resumes after a lost connection, retries, and never mixes two versions of the file.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +171,10 @@ class RangeReader:
         return answer
 
     def _accept(self, file: RemoteFile, answer: Answer, offset: int) -> None:
-        """Raise unless `answer` brings bytes of this file, of this version, from `offset` (206) or from the start (200) on."""
+        """Raise unless `answer` has bytes of this version of the file.
+
+        They begin at `offset` (206) or at the start (200).
+        """
         status = answer.status
         if status in _REFUSED:
             if file.final is not None:  # the place that redirects led to is out of date
@@ -209,7 +215,10 @@ def _size(answer: Answer, offset: int) -> int | None:
 
 
 def _fill(into: memoryview, answer: Answer) -> int:
-    """Read until `into` is full or the body ends; a connection that breaks midway has still brought what it brought."""
+    """Read until `into` is full or the body ends.
+
+    The bytes read before a connection breaks are kept.
+    """
     done = 0
     try:
         while done < len(into):

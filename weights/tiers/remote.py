@@ -1,4 +1,7 @@
-"""What all tiers that are read by HTTP have in common: a listing made once, ranges, and the first bytes of each file kept."""
+"""Common parts of all tiers that are read by HTTP.
+
+They list files once, read ranges, and keep the first bytes of each file.
+"""
 
 from __future__ import annotations
 

@@ -17,9 +17,14 @@ FAULTS = (OSError, http.client.HTTPException)
 
 @dataclass(frozen=True)
 class Backoff:
-    """`attempts` in a row without a byte gained; between them `first_s`, doubled each time up to `most_s`, half of it at random.
+    """Exponential backoff of retries, half of each pause at random.
 
-    A server's Retry-After goes before, up to `most_asked_s`.
+    A server's Retry-After takes precedence, up to `most_asked_s`.
+
+    Attributes:
+        attempts: Consecutive attempts without a byte gained.
+        first_s: Seconds before the first retry; doubled for each further one.
+        most_s: Longest pause in seconds.
     """
 
     attempts: int = 6
@@ -36,7 +41,12 @@ class Backoff:
 
 
 def asked_seconds(retry_after: str | None, now: float) -> float:
-    """Seconds that a Retry-After header asks for (a number, or an HTTP date); 0 for none or nonsense. `now` in Unix seconds."""
+    """Return the seconds that a Retry-After header asks for; 0 if missing or invalid.
+
+    Args:
+        retry_after: A number of seconds, or an HTTP date.
+        now: Unix seconds.
+    """
     if retry_after is None:
         return 0.0
     try:

@@ -1,4 +1,7 @@
-"""A file of a server without ranges: one connection, read from start to end by readers in turn."""
+"""Read a file of a server without ranges over one connection, from start to end.
+
+Readers take turns.
+"""
 
 from __future__ import annotations
 

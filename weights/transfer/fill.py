@@ -1,4 +1,7 @@
-"""Fill a segment: header first, then every piece over its link, with a watermark that grows."""
+"""Fill a segment: the header first, then every piece over its link.
+
+A watermark grows with the pieces.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +70,13 @@ class Filling:
             self._on_arrived(0, self._starts[0])
 
     def run(self, reader: PieceReader, link: Link) -> None:
-        """Read every piece over `link`; returns or raises only when no thread touches the segment any more. Closes `reader`.
+        """Read every piece over `link`, and close `reader`.
 
-        Raises `Cancelled` within a piece's time of `cancelled`, or what the reader raised first.
+        The function returns or raises only when no thread touches the segment any more.
+
+        Raises:
+            Cancelled: `cancelled` was set; raised within the time of a piece. The reader's first
+                error is raised, too.
         """
         self._reader, self._link = reader, link
         try:

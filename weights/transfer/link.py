@@ -1,4 +1,7 @@
-"""A link's threads and queue: they read the pieces of all its loads, in the order of `link_queue.py`."""
+"""Run a link's threads, which read the pieces of all its loads.
+
+`link_queue.py` decides their order.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ class Transfer:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def result(self) -> None:
-        """Wait until every piece is read, or none is being read after an error or a cancellation, which is raised."""
+        """Wait until every piece is read, or an error or a cancellation has taken effect.
+
+        The function raises the error when no piece is being read any more.
+        """
         self._over.wait()
         if self._error is not None:
             raise self._error

@@ -1,7 +1,8 @@
-"""Which load's chunk a link reads next, and the link's bandwidth: values only (ADR 0013).
+"""Choose the load whose chunk a link reads next, and measure bandwidth (ADR 0013).
 
-Loads that a request waits for precede background ones. Within a class they take turns, a chunk each (fair), or follow each other in order of
-arrival (in order). A cancellation or a change of priority takes effect at the load's next chunk.
+The module has values only. Loads that a request waits for precede background ones. Within a class
+they take turns, a chunk each (fair), or follow each other in order of arrival (in order). A
+cancellation or a change of priority takes effect at the load's next chunk.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def following(line: Line) -> int | None:
 
 
 def begun(line: Line, load: int, nbytes: int) -> Line:
-    """A chunk of `load` is being read; where turns are taken, it is behind the others of its class now."""
+    """Record that a chunk of `load` is being read.
+
+    With turns, the load is now behind the others of its class.
+    """
     [found] = [x for x in line.loads if x.load == load]
     moved = replace(found, chunks=found.chunks - 1, nbytes=found.nbytes - nbytes, under_way=found.under_way + nbytes)
     if line.order == "in-order":
@@ -78,7 +82,12 @@ def done(line: Line, load: int, nbytes: int) -> Line:
 
 @dataclass(frozen=True)
 class Speed:
-    """`since`: monotonic seconds when the present window began; None: the link is idle. `windows`: bytes per second of the latest ones."""
+    """Bandwidth of a link.
+
+    Attributes:
+        since: Monotonic seconds when the present window began; None: the link is idle.
+        windows: Bytes per second of the latest windows.
+    """
 
     since: float | None = None
     nbytes: int = 0

@@ -1,5 +1,8 @@
-"""How much of a file is in the page cache, without a side effect: a read that must not wait (`RWF_NOWAIT`) starts a read-ahead of uncached
-bytes, which the disk then reads twice."""
+"""Find how much of a file is in the page cache, without a side effect.
+
+A read that must not wait (`RWF_NOWAIT`) would start a read-ahead of uncached bytes, and the disk
+would read them twice.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,13 @@ class _Stat(ctypes.Structure):
 
 
 def cached_bytes(fd: int, offset: int, length: int) -> int | None:
-    """Return the bytes of that range in the page cache, in whole pages; None on a kernel that cannot report it. Raises `OSError`."""
+    """Return the bytes of a range in the page cache, in whole pages.
+
+    None on a kernel that cannot report it.
+
+    Raises:
+        OSError: The call failed.
+    """
     asked, stat = _Range(offset, length), _Stat()
     if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(stat), 0) == 0:
         return int(stat.cached) * PAGE

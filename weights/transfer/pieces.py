@@ -1,4 +1,4 @@
-"""What a load reads, cut so that each piece is in one chunk of the pool; and the load's watermark."""
+"""Cut a load into pieces, each in one chunk of the pool, and track its watermark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ TAIL_PIECE_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` bytes of the `file`-th weight file from `offset` on, which go to byte `target` of the segment."""
+    """A range of a weight file and its target in the segment.
+
+    `length` bytes of the `file`-th weight file from `offset` on go to byte `target` of the segment.
+    """
 
     index: int
     file: int

@@ -1,9 +1,13 @@
-"""From this host's files into the pool, as fast as the disk goes: large pieces, several threads, no copy through the page cache.
+"""Read this host's files into the pool at the disk's full bandwidth.
 
-A piece of which the page cache holds half or more is taken from there as far as it goes (`RWF_NOWAIT`), through a buffer that stays in the
-CPU's cache: written from there, the segment's new pages are not zeroed first. The rest is read by O_DIRECT straight into the chunk, whose
-pages were allocated just before. Files start on pages of the segment, so file offset, memory address and length are aligned alike; only a
-file's last, partial page goes through a buffered read. File systems that refuse O_DIRECT are read buffered, and that is logged once.
+Several threads read large pieces, without a copy through the page cache.
+
+A piece of which the page cache holds half or more is taken from there as far as it goes
+(`RWF_NOWAIT`), through a buffer that stays in the CPU's cache: written from there, the segment's
+new pages are not zeroed first. The rest is read by O_DIRECT straight into the chunk, whose pages
+were allocated just before. Files start on pages of the segment, so file offset, memory address and
+length are aligned alike; only a file's last, partial page goes through a buffered read. File
+systems that refuse O_DIRECT are read buffered, and that is logged once.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ DEFAULTS = ReadOptions()
 
 @dataclass
 class ReadStats:
-    """Bytes by the way they were read, and seconds of each step, over all threads together."""
+    """Bytes by the way they were read, and seconds of each step, over all threads."""
 
     direct: int = 0
     cached: int = 0
@@ -74,7 +78,10 @@ class ReadStats:
 
 
 class _File:
-    """An open weight file, checked against what its header was read from: at the first piece and after the last."""
+    """An open weight file, checked against the file that its header was read from.
+
+    The check happens at the first piece and after the last.
+    """
 
     def __init__(self, file: WeightFile, pieces: int, wants_direct: bool) -> None:
         self.path, self.size, self._stamp = file.path, file.size, file.stamp
@@ -143,7 +150,12 @@ class FilesReader:
         self.stats = ReadStats()
 
     def read(self, piece: Piece) -> None:
-        """Raises `CheckpointInvalid` for files that change, shrink or cannot be read, `InsufficientMemory` if shared memory is full."""
+        """Read a piece.
+
+        Raises:
+            CheckpointInvalid: A file changes, shrinks or cannot be read.
+            InsufficientMemory: Shared memory is full.
+        """
         file = self._files[piece.file]
         if not hasattr(self._buffers, "view"):
             self._buffers.view = memoryview(bytearray(_COPY_BYTES))
@@ -190,14 +202,22 @@ def _pread(fd: int, into: memoryview, start: int, end: int, offset: int, flags: 
 
 
 def _worth_copying(fd: int, piece: Piece) -> bool:
-    """True if the page cache holds so much of the piece that reading past it would be a waste, as far as the kernel reports it."""
+    """True if the page cache has enough of the piece to copy it from there.
+
+    The answer is as good as the kernel's report.
+    """
     cached = cached_bytes(fd, piece.offset, piece.length)
     return cached is None or 2 * cached >= piece.length
 
 
 def _resident(fd: int, piece: Piece, region: Space, buffer: memoryview) -> int:
-    """Copy what the page cache has from the piece's start on, without waiting for the disk; bytes copied. Straight into memory that is there
-    already; into new memory by way of `buffer`."""
+    """Copy cached bytes from the piece's start on, without waiting for the disk.
+
+    Bytes go straight into memory that is populated already, and into new memory by way of `buffer`.
+
+    Returns:
+        Bytes copied.
+    """
     if region.is_ready(piece.target, piece.length):
         with region.view(piece.target, piece.length) as into:
             return _resident_into(fd, piece, into)
@@ -228,7 +248,11 @@ def _resident_into(fd: int, piece: Piece, into: memoryview) -> int:
 
 
 def _direct(file: _File, fd: int, into: memoryview, offset: int, start: int) -> int:
-    """Read whole pages past the page cache from `offset + start`; bytes read (fewer where the file system turns out to refuse)."""
+    """Read whole pages past the page cache from `offset + start`.
+
+    Returns:
+        Bytes read; fewer where the file system turns out to refuse direct reads.
+    """
     done, end = start, len(into) // PAGE * PAGE
     while done < end:
         try:

@@ -1,4 +1,7 @@
-"""Pieces of a load from a remote tier, straight into the pool; a tier with a cache also writes them to the disk."""
+"""Read pieces of a load from a remote tier, straight into the pool.
+
+A tier with a cache also writes them to the disk.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from weights.transfer.reader import ReadStats
 
 
 class TierReader:
-    """Reads the weight files of one load through `tier`, which may read the region until it is closed."""
+    """Reader of the weight files of one load through `tier`.
+
+    The tier may use the region until it is closed.
+    """
 
     def __init__(self, tier: Tier, places: Sequence[Place], region: Space, cancelled: threading.Event | None = None) -> None:
         """Raises `CheckpointInvalid` if the tier does not list a weight file."""

@@ -1,4 +1,4 @@
-"""Verification of loaded weights: each tensor's SHA-256 against the index (ADR 0017)."""
+"""Verify loaded weights: each tensor's SHA-256 against the index (ADR 0017)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ from weights.tiers.port import Cancelled
 def verify_region(
     layout: Layout, region: Region, *, threads: int = 2, cancelled: threading.Event | None = None, source: str | None = None
 ) -> int:
-    """Bytes that were hashed, tied tensors once; 0 where the checkpoint carries no hashes. `source`: what the files are named by if they are not
-    on this host. Raises `CheckpointInvalid` or `Cancelled`."""
+    """Compare the loaded tensors with the checkpoint's hashes.
+
+    Args:
+        source: Name of the files in errors, if they are not on this host.
+
+    Returns:
+        Bytes that were hashed, tied tensors once; 0 if the checkpoint has no hashes.
+
+    Raises:
+        CheckpointInvalid: A tensor differs.
+        Cancelled: The load was cancelled.
+    """
     work = [(place, t) for place in layout.places for t in once(place.file.header.tensors) if t.sha256]
 
     def check(place: Place, tensor: TensorEntry) -> None:

@@ -112,7 +112,10 @@ class Copies:
                     copy.arena.raise_priority(Priority.REQUEST)
 
     def handle(self, run: int, device: str | None) -> ArenaHandle | None:
-        """Return the handle that an engine on `device` opens; None until the arena has memory there."""
+        """Return the handle that an engine on `device` opens.
+
+        None until the arena has memory there.
+        """
         with self._lock:
             source = self._sources.get(run)
             copies = source.copies if source is not None else []

@@ -1,4 +1,6 @@
-"""Read-only HTTP server of this node's models for other loaders: ranges, sendfile, a bearer token.
+"""Serve this node's models to other loaders by HTTP, read-only.
+
+The server supports ranges, uses sendfile, and requires a bearer token.
 
 GET /models/REVISION         the file list, as the cache's entry.json
 GET /models/REVISION/NAME    a file of that list; no other file of this host is reachable

@@ -1,4 +1,4 @@
-"""Model files that this loader shares: the SSD cache on this machine, the peer server in the mesh."""
+"""Share model files: the SSD cache on this machine, the peer server in the mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Shared:
 
 
 class Sharing:
-    """The sources of models, the peers (fed by all loaders' statuses), and the status of this loader's shared files."""
+    """The sources of models, the peers, and the status of this loader's shared files.
+
+    All loaders' statuses update the peers.
+    """
 
     def __init__(self, settings: LoaderSettings) -> None:
         root = (settings.cache_dir or settings.state / "cache").expanduser().resolve()
@@ -47,7 +50,7 @@ class Sharing:
                 )
 
     def measure_by(self, speed_of: Callable[[str], float | None]) -> None:
-        """Choose between peers and sources by the measured bandwidth of links, in bytes per second."""
+        """Choose between peers and sources by the links' measured bytes per second."""
         self._speed_of = speed_of
 
     def status(self) -> Shared:

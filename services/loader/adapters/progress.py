@@ -1,4 +1,7 @@
-"""Progress of loads: sent to the loop at most once per interval, and never older than that."""
+"""Send the progress of loads to the loop, at most once per interval.
+
+A report is never older than that interval.
+"""
 
 from __future__ import annotations
 

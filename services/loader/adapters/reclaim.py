@@ -1,4 +1,4 @@
-"""Reclaims chunks once no other process maps them, and populates chunks for future loads."""
+"""Reclaim chunks that no other process maps, and populate chunks for future loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""State that survives a restart of the loader: the pool, a record per complete weights, and a lock."""
+"""Store the state that survives a restart of the loader.
+
+That is the pool, a record per complete weights, and a lock.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class WeightsRecord(Frozen):
-    """Complete weights: their chunks of the pool, and the instances that hold them (none: cached)."""
+    """Complete weights: their chunks of the pool, and the instances that hold them.
+
+    Without such an instance the weights are cached.
+    """
 
     weights_id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     model: str
@@ -87,7 +93,9 @@ class Records:
         self._path(weights_id).unlink(missing_ok=True)
 
     def recover(self, pool: PoolMemory) -> tuple[list[WeightsRecord], tuple[int, ...]]:
-        """Recover from an earlier loader; frees the memory of all other chunks and removes its other files.
+        """Recover the pool and the records of an earlier loader.
+
+        The memory of all other chunks is freed, and the earlier loader's other files are removed.
 
         Returns:
             The records of complete weights, and the chunks without an owner that some process still maps.

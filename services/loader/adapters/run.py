@@ -1,4 +1,4 @@
-"""One load run, in a thread of its own: open the fastest source, request chunks, fill them."""
+"""Run one load in a thread: open the fastest source, request chunks, fill them."""
 
 from __future__ import annotations
 
@@ -228,7 +228,10 @@ class Run:
 
 
 def _check_size(card: ModelCard, layout: Layout) -> None:
-    """Check that the checkpoint still has its registered size, which memory was reserved for. One that changed must be registered again."""
+    """Check that the checkpoint still has its registered size.
+
+    Memory was reserved for that size. A model that changed must be registered again.
+    """
     if layout.total_bytes != card.info.weights_bytes:
         raise CheckpointInvalid(
             f"The weight files of {card.name} have changed since it was registered ({layout.total_bytes} bytes instead of "

@@ -68,7 +68,10 @@ class Runs:
         return own if self.copies is None else (*own, *self.copies.links())
 
     def timeline(self, run: int) -> Timeline | None:
-        """Return the phases of a run that the present start waited for; None for cached or adopted weights."""
+        """Return the phases of a run that the present start waited for.
+
+        None for cached or adopted weights.
+        """
         found = self._runs.get(run)
         return found.timeline if found and not found.is_reused else None
 
@@ -162,7 +165,10 @@ class Runs:
         self._settle(run)
 
     def _settle(self, run: Run) -> None:
-        """Close the tier after its copy to the disk, and unmap the loaded bytes: only readers map them. Runs in the background."""
+        """Close the tier after its copy to the disk, and unmap the loaded bytes.
+
+        Only readers map them from then on. The function runs in the background.
+        """
         run.filling, tier = None, run.tier
         assert tier is not None
 

@@ -1,4 +1,7 @@
-"""Small files of a model for processes on other hosts, such as a gateway that counts tokens."""
+"""Read small files of a model for processes on other hosts.
+
+A gateway that counts tokens is such a process.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Arenas: weights in device memory, one per entry and device that its holders compute on (ADR 0027).
+"""Manage arenas: weights in device memory (ADR 0027).
 
-An arena opens when the entry has chunks and a holder on the device. It closes with the last such holder, or with the entry. Its host memory
-stays at least as long: the shell releases a run's arenas before it vacates the chunks.
+There is one arena per entry and device that its holders compute on. An arena opens when the entry
+has chunks and a holder on the device. It closes with the last such holder, or with the entry. Its
+host memory stays at least as long: the shell releases a run's arenas before it vacates the chunks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def closed(state: State, weights_id: str, released_by: str) -> Decision:
 
 
 def awaited(state: State, instance_id: str, reply: int, cached: int) -> State | None:
-    """Answer the release `reply` when the arena that `instance_id` held last is released; None if there is none."""
+    """Defer `reply` until the last arena that `instance_id` held is released.
+
+    None if there is no such arena.
+    """
     number = next((n for n, c in state.closing_arenas.items() if c.released_by == instance_id), None)
     if number is None:
         return None

@@ -1,4 +1,6 @@
-"""The loader's decision function: who holds which weights, which loads run, which requests are answered. Memory: `domain/room.py`.
+"""Decide which instances hold weights, which loads run, and what to answer.
+
+`domain/room.py` decides about memory.
 
 Prepare and attach
  1. closing, fenced off, or released before → refused;

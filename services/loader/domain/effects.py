@@ -47,9 +47,10 @@ class Deny:
 
 @dataclass(frozen=True)
 class Vacate:
-    """Reclaim the memory of all but the first `keep` chunks, once no process maps them; `Vacated` follows.
+    """Reclaim the memory of all but the first `keep` chunks when no process maps them.
 
-    With `weights_id`, `Reclaimed` follows within a bounded time. With `nbytes` 0 the chunks have no memory, and the first `keep` get it.
+    `Vacated` follows. With `weights_id`, `Reclaimed` follows within a bounded time. With `nbytes` 0
+    the chunks have no memory, and the first `keep` get it.
     """
 
     run: int
@@ -61,7 +62,10 @@ class Vacate:
 
 @dataclass(frozen=True)
 class OpenArena:
-    """Copy the run's bytes to `device` as they are loaded, those loaded already first; `CopiedToDevice` follows."""
+    """Copy the run's bytes to `device` as they are loaded, those loaded already first.
+
+    `CopiedToDevice` follows.
+    """
 
     weights_id: str
     run: int

@@ -34,7 +34,10 @@ def start(state: State, entry: Entry, wanted: Wanted) -> tuple[State, tuple[Effe
 
 
 def reached(entry: Entry, instance_id: str, until: Until) -> bool:
-    """True if an attach of this holder may be answered: on a device, when the copy is complete there or has failed."""
+    """True if an attach of this holder may be answered.
+
+    On a device that is when the copy there is complete or has failed.
+    """
     if until == "index":
         return entry.stage in (Stage.INDEXED, Stage.COMPLETE)
     arena = entry.arenas.get(device_of(entry, instance_id) or "")

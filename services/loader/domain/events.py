@@ -74,7 +74,10 @@ class Fetched:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """The run has its layout: it needs this many bytes of chunks, and waits for `Grant` or `Deny`. `room`: bytes of free memory."""
+    """The run has its layout, and waits for `Grant` or `Deny`.
+
+    It needs this many bytes of chunks. `room` is the free memory in bytes.
+    """
 
     weights_id: str
     run: int
@@ -174,7 +177,10 @@ class Vacated:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Complete weights of an earlier loader, checked at the start; without holders they are cached."""
+    """Complete weights of an earlier loader, checked at the start.
+
+    Without holders they are cached.
+    """
 
     weights_id: str
     model: str

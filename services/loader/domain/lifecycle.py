@@ -1,4 +1,4 @@
-"""Instances that the nodeagent no longer lists, adoption after a restart, and shutdown."""
+"""Handle instances that the nodeagent no longer lists, adoption, and shutdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Decision = tuple[State, tuple[Effect, ...]]
 
 
 def node_reported(state: State, event: NodeReported, now: float) -> Decision:
-    """Release the holds of instances that the nodeagent has not listed for a while: their engines are gone and send no release."""
+    """Release the holds of instances that the nodeagent has not listed for a while.
+
+    Their engines are gone and send no release.
+    """
     effects: list[Effect] = []
     for weights_id in tuple(state.entries):
         entry = state.entries.get(weights_id)

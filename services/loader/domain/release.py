@@ -48,7 +48,10 @@ def _release_lora_adapters(state: State, instance_id: str, now: float) -> Decisi
 
 
 def release_hold(state: State, entry: Entry, instance_id: str, now: float, *, keep: bool = True) -> Decision:
-    """Remove the holder `instance_id`; without holders the entry is cached (if allowed, and `keep`) or evicted."""
+    """Remove the holder `instance_id`.
+
+    Without holders the entry is cached (if allowed, and `keep`) or evicted.
+    """
     gone = StaleToken(f"instance {instance_id} has released its weights").body()
     refused = tuple(Refused(w.reply, gone) for w in entry.waiters if w.instance_id == instance_id)
     entry = replace(

@@ -1,4 +1,4 @@
-"""Memory for loads and the DRAM cache: which load is granted chunks, and which cached weights are evicted for it.
+"""Grant memory to loads, and evict cached weights for them.
 
 `settle(state, room)`, for the loads that want chunks, in order of arrival
  1. memory suffices, what other loads were promised counted → granted;
@@ -7,9 +7,11 @@
  4. else evict the least recently used cached weights, pinned ones never; their chunks stay spare for the load;
  5. nothing is left to evict → free spare chunks of the wrong size, or deny the load.
 
-`make_ready(state, room)` populates free chunks, a few at a time, while nothing loads and the host has plenty of memory.
+`make_ready(state, room)` populates free chunks, a few at a time, while nothing loads and the host
+has plenty of memory.
 
-`trim(state)` frees spare chunks beyond the budget, or that the host is short of, then evicts the least recently used cached weights.
+`trim(state)` frees spare chunks beyond the budget, or that the host is short of, then evicts the
+least recently used cached weights.
 """
 
 from __future__ import annotations
@@ -124,12 +126,16 @@ def reclaim(state: State, entry: Entry, keep: int = 0, *, notify: bool = False) 
 
 
 def spare_room(state: State) -> int:
-    """Return the number of whole chunks that the budget could still hold as spare ones."""
+    """Return the number of whole spare chunks that the budget still has room for."""
     return max(0, state.chunks.budget - state.chunks.charged) // CHUNK_BYTES
 
 
 def trim(state: State, short: int = 0) -> Decision:
-    """Bring the charged bytes within the budget; free at least `short` bytes, if possible, counting evictions in progress."""
+    """Bring the charged bytes within the budget.
+
+    Args:
+        short: Bytes to free at least, if possible, counting evictions in progress.
+    """
     effects: list[Effect] = []
     # Chunks that become spare later are counted then: no weights are evicted for them.
     over = max(state.chunks.cached_bytes + state.chunks.spare_bytes - state.chunks.budget, short - state.chunks.leaving_bytes)

@@ -1,4 +1,7 @@
-"""The migrations bucket: watched by all migrators, written with compare-and-set by the holder of a lease."""
+"""Watch and write the bucket of migrations.
+
+All migrators watch it; the holder of a lease writes it with compare-and-set.
+"""
 
 from __future__ import annotations
 

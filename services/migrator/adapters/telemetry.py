@@ -1,4 +1,4 @@
-"""Trace of a migration, linked to its requests' traces, and metrics of all migrations."""
+"""Trace migrations, linked to their requests' traces, and count them in metrics."""
 
 from __future__ import annotations
 

@@ -27,7 +27,11 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A failed claim: the record is skipped for `wait` seconds, up to `until` (seconds of this process's clock)."""
+    """A failed claim: the record is skipped for `wait` seconds, up to `until`.
+
+    Attributes:
+        until: Seconds of this process's clock.
+    """
 
     until: float
     wait: float

@@ -1,4 +1,4 @@
-"""One migration from the moment its lease is held: (work, event, now) -> (work, effects). Pure.
+"""Run one migration under its lease: (work, event, now) -> (work, effects). Pure.
 
  1. Ask source and destination for their requests. A new owner sees the same state as its predecessor: requests at the destination have
     moved; requests at neither engine have finished (or their gateway resumes them elsewhere).
@@ -8,8 +8,9 @@
  5. For a whole instance, move requests that arrived meanwhile too, in a few passes.
  6. At the end record every outcome; the destination drops state of requests that stayed.
 
-Every question is idempotent: no owner knows whether it asks first. A question that finds no subscriber is repeated for a while, because a
-restarting NATS server loses its subscriptions for a moment.
+Every question is idempotent: no owner knows whether it asks first. A question that finds no
+subscriber is repeated for a while, because a restarting NATS server loses its subscriptions for a
+moment.
 """
 
 from __future__ import annotations
@@ -266,5 +267,8 @@ def _beat(t: Turn) -> None:
 
 
 def handed_over(work: Work) -> MigrationRecord:
-    """Return the record of a stopping migrator: another one need not wait for the lease to expire."""
+    """Return the record of a stopping migrator.
+
+    Another migrator need not wait for the lease to expire.
+    """
     return work.record.model_copy(update={"owner": "", "beats": work.record.beats + 1})

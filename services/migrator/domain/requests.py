@@ -78,7 +78,10 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
 
 
 def _rate(job: Job, tokens: TokensRead, total: int, now: float) -> float:
-    """Tokens per second over all choices: the engine's measurement, or else the difference of two readings."""
+    """Return tokens per second over all choices.
+
+    That is the engine's measurement, or else the difference of two readings.
+    """
     running = tokens.running
     open_choices = sum(1 for c in tokens.choices if c.finish_reason is None) or running.choices
     if running.tokens_per_second > 0:
@@ -191,7 +194,10 @@ def _check(t: Turn, name: str, refusal: str) -> None:
 
 
 def destination_known(t: Turn, name: str, requests: tuple[RunningRequest, ...]) -> None:
-    """Resolve a request that its source or its gateway refused, by the destination's list."""
+    """Resolve a request that its source or its gateway refused.
+
+    The destination's list decides.
+    """
     job = t.work.jobs.get(name)
     if job is None:
         return

@@ -75,14 +75,18 @@ Next = Literal["round", "hand_over", "give_up"]
 
 
 def next_step(gap: int, last_gap: int, rounds: int, speed: Speed, tokens_per_second: float, pause_ms: float) -> Next:
-    """Decide what follows when the destination lags the source by `gap` tokens after `rounds` rounds.
+    """Decide the next step when the destination lags the source by `gap` tokens.
 
-    `last_gap`: the larger gap before the last two rounds (the whole sequence before the first).
-
-    1. The gap costs less than a round's fixed cost, which further rounds do not reduce, and little: hand over.
-    2. A further round is expected to leave much less, or the last one did, or there was none to judge by: another round.
+    1. The gap costs less than a round's fixed cost, which further rounds do not reduce, and little:
+       hand over.
+    2. A further round is expected to leave much less, or the last one did, or there was none to
+       judge by: another round.
     3. The pause is short enough: hand over.
     4. Rounds do not shrink: give up.
+
+    Args:
+        rounds: Rounds so far.
+        last_gap: The larger gap before the last two rounds (the whole sequence before the first).
     """
     if speed.a * gap <= min(speed.b, pause_ms / 2):  # 1
         return "hand_over"
@@ -94,5 +98,8 @@ def next_step(gap: int, last_gap: int, rounds: int, speed: Speed, tokens_per_sec
 
 
 def _only_fixed(gap: int, leaves: float, speed: Speed) -> bool:
-    """True if rounds have shrunk to their limit: the fixed cost of a round causes the rest, not a slow destination."""
+    """True if rounds have shrunk to their limit.
+
+    The fixed cost of a round then causes the rest, not a slow destination.
+    """
     return gap <= max(2.0, 1.5 * leaves) and speed.a * gap <= speed.b

@@ -7,7 +7,6 @@ the rest, write the last traces, and leave the mesh.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import resource
 import socket
@@ -107,13 +106,6 @@ def _listen(settings: GatewaySettings) -> socket.socket:
     return listener
 
 
-def _is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can reach the endpoint."""
-    if listener.family not in (socket.AF_INET, socket.AF_INET6):
-        return True
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
-
-
 def _connection_limits(settings: GatewaySettings) -> ConnectionLimits:
     """Build the limits; raise the limit of open files as far as needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -173,7 +165,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     parsers = ParserProcess(settings.max_body_values)
     server = HttpServer(
         uvicorn.Config(
-            http_app(gateway, parsers, is_loopback=_is_loopback(listener)),
+            http_app(gateway, parsers, is_loopback=not is_exposed(settings, listener)),
             http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
             loop="none",
             lifespan="off",

@@ -212,6 +212,20 @@ async def test_hosts_and_origins_may_be_allowed(serve: ServeFn, node: FakeNode) 
         assert (await gateway.http.post(URL, json=chat(), headers=ours | {"origin": "https://other.example"})).status_code == 403
 
 
+async def test_a_container_is_guarded_by_where_its_port_is_published(serve: ServeFn) -> None:
+    """It listens on all addresses of its container. Other containers reach it by a name without a dot."""
+    async with serve(gateway_host="0.0.0.0", published_address="127.0.0.1") as gateway:
+        statuses = {
+            host: (await gateway.http.get("/health", headers={"host": host})).status_code
+            for host in ("localhost:8080", "thaw-gateway:8080", "evil.example", "172.18.0.5:8080")
+        }
+        assert statuses == {"localhost:8080": 200, "thaw-gateway:8080": 200, "evil.example": 403, "172.18.0.5:8080": 403}
+        assert (await gateway.http.get("/metrics")).status_code == 200
+    async with serve(gateway_host="127.0.0.1", published_address="0.0.0.0", admin_key="root") as gateway:
+        assert (await gateway.http.get("/health", headers={"host": "any.example"})).status_code == 200
+        assert (await gateway.http.get("/metrics")).status_code == 401
+
+
 async def test_metrics_and_description_follow_their_settings(serve: ServeFn, node: FakeNode) -> None:
     key = {"authorization": "Bearer sk-one"}
     async with serve(metrics_access="key", openapi_access="off", api_keys=hash_key("sk-one")) as gateway:

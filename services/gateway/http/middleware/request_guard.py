@@ -8,6 +8,7 @@ show it).
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -19,6 +20,7 @@ from services.gateway.settings import Exposure, GatewaySettings
 from shared.errors import AuthenticationFailed, NotFound, PermissionDenied, UnsupportedMediaType
 
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_NEIGHBOUR = re.compile(r"[a-z0-9_-]+")
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
@@ -36,11 +38,13 @@ class RequestGuard:
     """Check the headers of a request before its body is read."""
 
     def __init__(self, settings: GatewaySettings, authorizer: Authorizer, *, is_loopback: bool) -> None:
-        """Create a guard; `is_loopback` if the gateway listens on loopback only."""
+        """Create a guard; `is_loopback` if only this machine can reach the gateway."""
         self._settings = settings
         self._authorizer = authorizer
         self._is_loopback = is_loopback
         self._hosts = parse_list(settings.allowed_hosts)
+        # Containers of the same network use a name without a dot, which no public DNS resolves.
+        self._has_neighbours = bool(settings.published_address)
         self._origins = parse_list(settings.cors_origins)
 
     def check(self, scope: Scope) -> None:
@@ -65,7 +69,9 @@ class RequestGuard:
 
     def _check_host(self, headers: Headers) -> None:
         host = _name_of(headers.get("host", ""))
-        if not host or "*" in self._hosts or host in self._hosts or (self._is_loopback and is_local_name(host)):
+        if not host or "*" in self._hosts or host in self._hosts:
+            return
+        if self._is_loopback and (is_local_name(host) or (self._has_neighbours and _NEIGHBOUR.fullmatch(host))):
             return
         raise PermissionDenied(f"The Host {host[:200]!r} is not allowed. Add it to THAW_ALLOWED_HOSTS if it should be")
 

@@ -1,4 +1,4 @@
-"""The benchmark of layouts: each of them is the same model, and every load reads the same bytes."""
+"""Benchmark of layouts: all hold the same model, all loads read the same bytes."""
 
 from __future__ import annotations
 

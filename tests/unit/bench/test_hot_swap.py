@@ -1,4 +1,7 @@
-"""What is made of the figures of bench.hot_swap; the engines themselves: tests/integration/suspend."""
+"""Evaluation of bench.hot_swap's figures.
+
+tests/integration/suspend tests the engines themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of the warm path's benchmark: what it counts, and its percentiles."""
+"""The client of the warm path's benchmark: its counts and percentiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The loader's benchmark: its checkpoint is one, every loader that is installed reads the same bytes, and its ratios are what they say."""
+"""The loader's benchmark.
+
+Its checkpoint is valid, every installed loader reads the same bytes, and its ratios are correct.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from weights.formats.checkpoint import open_checkpoint
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    # No layers: embedding and head alone.
+    # No layers: only embedding and head.
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), 0)
 
 

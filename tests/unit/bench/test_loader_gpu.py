@@ -1,4 +1,7 @@
-"""The GPU benchmark: its arithmetic and clean-up on a stand-in driver, and its refusal where there is no GPU."""
+"""The GPU benchmark: arithmetic and clean-up on a stand-in driver.
+
+Without a GPU it refuses to run.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +43,13 @@ def test_every_figure_and_nothing_left(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("group", [3 * 1024 * 1024, 2 * CHUNK])
 def test_no_copy_reaches_over_two_registrations(group: int) -> None:
-    """CUDA refuses it. The host's memory is registered chunk by chunk, and the elbow of a bus may be larger than one."""
+    """No copy spans two registrations, which CUDA refuses.
+
+    The host's memory is registered chunk by chunk, and the elbow of a bus may exceed a chunk.
+    """
     driver = FakeDriver()
     bench = Bench(driver, [driver.facts(0)], 3 * CHUNK, group)
-    driver.gate.clear()  # ranges gather behind the first copies, and are joined
+    driver.gate.clear()  # ranges queue behind the first copies, and are joined
     threading.Timer(0.2, driver.gate.set).start()
     assert bench.loaded(bench.devices, CHUNK // 4) > 0
     bench.close()

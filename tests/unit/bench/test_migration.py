@@ -1,4 +1,4 @@
-"""The benchmark of moving: what counts as a rate and as a pause, and that nodes keep to their cores."""
+"""The migration benchmark: rate, pause, and nodes limited to cores."""
 
 from __future__ import annotations
 

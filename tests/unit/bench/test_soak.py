@@ -1,4 +1,4 @@
-"""Slopes, bounds and verdicts of the soak, on series whose truth is known."""
+"""Slopes, bounds and verdicts of the soak, on series with known truth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMITS = {"memory": 24e9, "disk": 1e11, "shm": 24e9, "fds": 1e6, "pids": 4e6, "i
 
 
 def samples(**series: list[float]) -> list[dict[str, Any]]:
-    """One census a minute of each metric; `__` stands for the bar."""
+    """Return one census a minute of each metric; `__` stands for the bar."""
     count = len(next(iter(series.values())))
     return [
         {"at_s": 60.0 * i, "census": {k.replace("__", "|"): v[i] for k, v in series.items()}, "bounds": {}} for i in range(count)
@@ -45,7 +45,10 @@ def test_noise_without_a_slope_is_level_and_a_slope_under_noise_is_found() -> No
 
 
 def test_a_random_walk_is_less_certain_than_noise_of_its_size() -> None:
-    """Neighbours that resemble each other tell less: an interval that ignored that would call most walks a slope."""
+    """A random walk's slope is less certain than that of noise of the same size.
+
+    Neighbouring samples correlate, so they carry less information. An interval that ignored that would report a slope for most walks.
+    """
     called = 0
     for seed in range(20):
         draw, at, walk = random.Random(seed), 0.0, []

@@ -1,4 +1,4 @@
-"""What the warm path's benchmark makes of its measurements, and its command line."""
+"""Evaluation of the warm path's measurements, and its command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Connections go round the gateways; one that refuses is passed over; one that breaks behind breaks before."""
+"""The balancer distributes connections over gateways.
+
+It skips a gateway that refuses, and closes the client's connection if the gateway's breaks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.support.servers import free_port
 
 
 class Echo:
-    """Answers each connection with its name, then breaks it when told to."""
+    """Answers each connection with its name; closes it on request."""
 
     def __init__(self, name: bytes) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

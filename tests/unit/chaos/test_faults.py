@@ -1,4 +1,4 @@
-"""The plan of a campaign is a function of its seed, and strikes what it should."""
+"""A campaign's plan is a function of its seed, and covers all kinds of faults."""
 
 from __future__ import annotations
 

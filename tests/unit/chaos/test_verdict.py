@@ -1,4 +1,4 @@
-"""What a campaign calls lost, broken, truncated, wrong and generated twice."""
+"""A campaign's lost, broken, truncated, wrong and duplicate responses."""
 
 from __future__ import annotations
 

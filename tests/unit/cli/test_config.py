@@ -1,4 +1,4 @@
-"""thaw.yaml: every fault at once, each with its place, what was given and what is allowed."""
+"""thaw.yaml: all errors at once, each with place, given value, allowed values."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_faults(tmp_path: Path, text: str, line: int, words: str) -> None:
 
 
 def test_keys_that_do_not_go_together_are_told_without_the_values(tmp_path: Path) -> None:
-    """They may be credentials."""
+    """Errors about conflicting keys omit the values, which may be credentials."""
     text = "models:\n  - {name: b, engine: openai, source: 'engine://b', memory: 1GiB, max_model_len: 8, env: {TOKEN: secret}}\n"
     (fault,) = faults(tmp_path, text)
     assert fault.message == "engine: openai needs a command, or a container"

@@ -1,4 +1,4 @@
-"""`thaw convert` end to end: a real process, its report, its bar, its refusals."""
+"""`thaw convert` end to end: a real process, its report, progress bar, refusals."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_bar_on_a_terminal_and_ctrl_c(tmp_path: Path) -> None:
     try:
         while more := os.read(controller, 4096):
             shown += more
-    except OSError:  # the terminal's last user has gone
+    except OSError:  # the terminal's last user has exited
         pass
     os.close(controller)
     assert process.wait(60) == 130

@@ -1,4 +1,4 @@
-"""The demo on an endpoint that needs a key: it uses one of its own, and revokes it."""
+"""The demo on an endpoint that requires a key: it creates one, and revokes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`thaw doctor` where THAW_URL names a gateway that another launcher runs, as in the gateway's container."""
+"""`thaw doctor` where THAW_URL names a gateway of another launcher.
+
+That is the case in the gateway's container.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LOST = ClusterView(scheduler="s-1", epoch=3, nodes=(NodeView(node="node-0", aliv
 def doctor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], ready: httpx.Response, cluster: ClusterView
 ) -> tuple[int, dict[str, str], dict[str, str]]:
-    """The status, and levels and texts by subject."""
+    """Return the status, and levels and texts by subject."""
     monkeypatch.setenv("THAW_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("THAW_HOME", str(tmp_path / "none"))
     transport = httpx.MockTransport(lambda _: ready)

@@ -1,4 +1,4 @@
-"""`thaw explain --what-if`, as it is written."""
+"""Output of `thaw explain --what-if`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def test_what_is_not_understood_is_said(text: str) -> None:
     ids=["waited before", "decided at once"],
 )
 def test_what_came_of_it_adds_up(measured_ms: float, told: str) -> None:
-    """A prediction counts from the decision, the outcome from the demand: where they differ both are told."""
+    """The parts of an outcome add up to its total.
+
+    A prediction counts from the decision, the outcome from the demand; the output shows both if they differ.
+    """
     chosen = Candidate(node="n", device_ids=("cpu:0",), way="load", predicted_ms=2100.0, took_ms=2900.0)
     plan = PlanRecord(
         plan_id="p", model="m", created=0, trigger="demand", way="load", chosen=chosen, outcome="ready", measured_ms=measured_ms

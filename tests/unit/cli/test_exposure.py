@@ -1,4 +1,4 @@
-"""What `thaw up` and `thaw doctor` say of who may use the endpoint."""
+"""Reports of `thaw up` and `thaw doctor` on access to the endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`thaw trace` of a request that more than one instance served: who answered when, and how long its client waited between them."""
+"""`thaw trace` of a request that several instances served.
+
+It shows when each one responded, and how long the client waited between them.
+"""
 
 from __future__ import annotations
 

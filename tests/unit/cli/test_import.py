@@ -1,4 +1,4 @@
-"""`thaw import llama-swap`: configurations as people write them become files that `thaw up` accepts."""
+"""`thaw import llama-swap`: real-world configurations become files for `thaw up`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,11 @@ def models(tmp_path: Path) -> Path:
 
 
 def imported(tmp_path: Path, text: str, **environment: str) -> tuple[Draft, dict[str, ModelSpec]]:
-    """The draft of a configuration, and the models of the file that it becomes, with what a person has to add."""
+    """Import a configuration.
+
+    Returns:
+        The draft, and the models of the resulting file with the manual additions.
+    """
     draft = translate(text, "config.yaml", environment)
     for model in draft.models:
         model.options |= {key: {"memory": "1GiB", "max_model_len": 1024}[key] for key in model.missing}
@@ -159,7 +163,7 @@ def test_vllm_sglang_and_a_server_of_ones_own(tmp_path: Path) -> None:
     assert draft.mesh["environment"] == {"THAW_VLLM_PYTHON": "/opt/vllm/bin/python"}
     lost = losses(draft)
     assert {"models.qwen.cmd --gpu-memory-utilization", "models.qwen.unlisted", "models.rerank.cmdStop"} <= lost.keys()
-    assert "THAW_SGLANG_PYTHON" in lost["cmd"]  # python3 may be any: a person has to say which
+    assert "THAW_SGLANG_PYTHON" in lost["cmd"]  # python3 is ambiguous: the user has to choose
 
 
 def test_what_thaw_cannot_read_is_marked_as_required() -> None:
@@ -254,7 +258,7 @@ def test_json_has_the_text_and_what_is_left_to_do(tmp_path: Path, capsys: pytest
     document = json.loads(capsys.readouterr().out)
     assert document["models"] == ["qwen", "own", "rerank"]
     assert document["required"] == ["rerank: memory"]
-    assert any("memory" in fault for fault in document["faults"])  # what `thaw up` would answer now
+    assert any("memory" in fault for fault in document["faults"])  # the result of `thaw up` now
     assert main(["import", "llama-swap", str(config)]) == 0
     assert capsys.readouterr().out == document["yaml"]
 

@@ -1,4 +1,7 @@
-"""The command line imports a command's module when the command runs, and its overview says what the commands say."""
+"""The command line imports a command's module when it runs.
+
+The overview's texts equal those of the commands.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ OF_A_CALL = {"faststream", "nats", "numpy", "torch", "transformers", "sqlalchemy
 
 
 def imported(*arguments: str) -> set[str]:
-    """Top-level modules that `thaw` with `arguments` has imported at its end."""
+    """Return the top-level modules that `thaw` with `arguments` imported."""
     script = (
         "import json, sys; from thaw.cli.app import main; main(sys.argv[1:]); "
         "sys.stderr.write('\\n' + json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"

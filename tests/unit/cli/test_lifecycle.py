@@ -72,7 +72,7 @@ def test_a_crash_is_restarted_after_a_delay_that_doubles() -> None:
         now += delay
         mesh, effects = decide(mesh, Tick(), now)
         assert effects == (Launch("gateway"),)
-    # The first crash came after a long run; those after it follow each other.
+    # The first crash follows a long run; the next ones follow each other.
     assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
     assert mesh.services["gateway"].restarts == 8
 
@@ -121,7 +121,7 @@ def test_a_hung_service_writes_its_stacks_is_killed_alone_and_restarted() -> Non
     mesh, effects = decide(mesh, Tick(), 50.0 + DUMP_S / 2)
     assert effects == ()
     mesh, effects = decide(mesh, Tick(), 50.0 + DUMP_S)
-    assert effects == (Kill("nodeagent", group=False),)  # its engines are adopted by the next one
+    assert effects == (Kill("nodeagent", group=False),)  # the next nodeagent adopts its engines
     assert decide(mesh, Tick(), 60.0)[1] == ()
     mesh, _ = decide(mesh, Exited("nodeagent", -9), 60.0)
     mesh, effects = decide(mesh, Tick(), 61.0)
@@ -145,8 +145,8 @@ def test_a_hung_service_is_killed_although_the_mesh_stops_meanwhile() -> None:
     mesh, effects = decide(mesh, Tick(), 51.0)
     assert effects == (Kill("scheduler", group=False),)
     assert mesh.next_deadline is not None
-    assert mesh.next_deadline > 51.0  # nothing is due again and again
-    assert decide(mesh, Hung("gateway", "silent"), 52.0)[1] == ()  # one that stops has its own bound
+    assert mesh.next_deadline > 51.0  # the deadline does not repeat at once
+    assert decide(mesh, Hung("gateway", "silent"), 52.0)[1] == ()  # a stopping service has its own bound
 
 
 def test_a_stop_while_backing_off_does_not_restart() -> None:
@@ -162,7 +162,10 @@ def test_delays_are_bounded(failures: int) -> None:
 
 
 class Supervision(RuleBasedStateMachine):
-    """Whatever happens in whatever order: what is launched is not running, and stopping ends with nothing running."""
+    """Supervision under any sequence of events.
+
+    The supervisor launches no running process, and a stop ends with no process running.
+    """
 
     def __init__(self) -> None:
         super().__init__()

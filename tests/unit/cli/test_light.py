@@ -1,4 +1,7 @@
-"""`thaw ps` and `thaw --help` answer quickly: they import neither pydantic nor httpx, and show the same as with messages."""
+"""`thaw ps` and `thaw --help` start fast.
+
+They import neither pydantic nor httpx. Their output equals that of the message classes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thaw load` end to end: a real process, its report, its refusals."""
+"""`thaw load` end to end: a real process, its report, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thaw logs`: which files, the last lines, and lines as they are written."""
+"""`thaw logs`: file selection, last lines, and follow mode."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_json_lines_are_for_people() -> None:
 
 
 def test_a_failed_engines_remedy_is_its_own_log() -> None:
-    """The nodeagent's does not hold what an engine has said."""
+    """A failed engine's remedy names its own log: the nodeagent's lacks its output."""
     body = {"error": {"code": "engine_failed", "message": "the engine ended with exit status 7"}}
     assert "thaw logs INSTANCE" in error_of(500, "/v1/models", json.dumps(body).encode()).remedy
 

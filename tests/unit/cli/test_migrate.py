@@ -1,4 +1,4 @@
-"""What people are describe of migrations."""
+"""Descriptions of migrations for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`thaw models add`: what it refuses, and what it shows of a change."""
+"""`thaw models add`: refusals, and the display of a change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thaw.cli.models import changed_options, option_text, show_difference
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[ModelSpec]:
-    """A mesh where the model "m" is registered from /models/m; specs that were sent to it."""
+    """Mock a mesh with model "m" from /models/m; return the specs sent to it."""
     found: list[ModelSpec] = []
     card = VIEW.card.model_copy(update={"spec": ModelSpec(name="m", source=str(tmp_path / "m"))})
 

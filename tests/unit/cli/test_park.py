@@ -1,4 +1,4 @@
-"""How models get on that are parked ahead of their first request, as people are told."""
+"""Progress reports for models that are parked ahead of their first request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths given to verbs that cannot be looked at: one line that says why, and no traceback."""
+"""Paths that verbs cannot read: one line with the reason, and no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `thaw up` makes of options, environment and file; and what the demo's budget holds."""
+"""The plan of `thaw up` from options, environment and file; the demo's budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the code says."""
+"""docs/configuration.md equals the code's reference."""
 
 from __future__ import annotations
 

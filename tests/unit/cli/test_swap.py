@@ -1,4 +1,4 @@
-"""Swap for suspending: how much, by which commands, and what is said when it cannot be had."""
+"""Swap for suspension: its size, its commands, the report if it is unavailable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thaw.launcher.home import Home
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The programs that make swap, as scripts that write down what they were asked."""
+    """Write scripts that stand in for the swap programs and record their arguments."""
     directory = tmp_path / "bin"
     directory.mkdir()
     for name in ("fallocate", "chmod", "mkswap", "swapon"):

@@ -1,4 +1,7 @@
-"""`thaw up` over a mesh whose supervisor was killed: what goes wrong then stops nothing that serves."""
+"""`thaw up` adopts a mesh whose supervisor was killed.
+
+Faults during that stop no serving process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ PLAN = MeshPlan(credentials=Credentials(nats_password="n", database_password="d"
 def test_a_service_that_keeps_ending_stops_only_a_mesh_that_did_not_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: bool, stops: int
 ) -> None:
-    """Chaos seed 1: PostgreSQL, killed with the supervisor, failed three times in a row, and `thaw up` stopped the whole mesh."""
+    """A service that keeps exiting stops only a mesh that has not served.
+
+    Chaos seed 1: PostgreSQL, killed with the supervisor, failed three times in a row, and `thaw up` stopped the whole mesh.
+    """
     stopped: list[Home] = []
 
     def crashes(*_: object) -> None:

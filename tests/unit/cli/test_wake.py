@@ -1,4 +1,4 @@
-"""`thaw wake`, left before the model is there."""
+"""`thaw wake`, interrupted before the model is ready."""
 
 from __future__ import annotations
 

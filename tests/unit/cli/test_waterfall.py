@@ -1,4 +1,7 @@
-"""The waterfall: one row a phase and process, the critical path solid, every stretch of it on one row only."""
+"""The waterfall has one row for each phase and process.
+
+The critical path is solid, and each stretch of it is on one row only.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,10 @@ def _span(draw: st.DrawFn) -> PhaseSpan:
 
 
 def _tiles(trace: RequestTrace) -> None:
-    """Every column is solid on some row, no row waits longer than it lasts, and the printed parts sum to the printed total."""
+    """Check that the rows tile the critical path.
+
+    Every column is solid on some row, no row waits longer than it lasts, and the printed parts sum to the printed total.
+    """
     assert trace.ttft_ms is not None
     shown = rows(trace.spans, trace.critical_path, 0, trace.ttft_ms, 40)
     assert sum(r.waited_ms for r in shown) == pytest.approx(trace.ttft_ms)

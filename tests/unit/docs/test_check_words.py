@@ -42,7 +42,7 @@ def words() -> ModuleType:
 
 @pytest.fixture
 def repository(words: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty git repository that the script checks instead of Thaw's."""
+    """Create an empty git repository, which the script checks instead of Thaw's."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     write(tmp_path, "docs/words.toml", WORDS)
     write(tmp_path, "lib/wire.py", "told_at = 1\n")

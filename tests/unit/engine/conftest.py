@@ -1,4 +1,4 @@
-"""A demo model's files, made once."""
+"""A demo model's files, created once."""
 
 from __future__ import annotations
 

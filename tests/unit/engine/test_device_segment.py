@@ -1,4 +1,4 @@
-"""Tensors bound in a block of device memory, which may as well be the host's."""
+"""Tensors bound in a block of device memory; the host's memory stands in for it."""
 
 from __future__ import annotations
 

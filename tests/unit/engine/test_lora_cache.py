@@ -1,4 +1,7 @@
-"""Which adapters an engine keeps: loaded once, least recently used first out, nobody starved, room shared with keys and values."""
+"""The engine's cache of LoRA adapters.
+
+It loads each adapter once, evicts the least recently used, starves no request, and shares memory with the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def card(name: str, nbytes: int = 40, revision: str = "") -> ModelCard:
 
 
 class FakeSource:
-    """Loads at once unless `hold`; `events` tells what was done, in order."""
+    """A source that loads at once unless `hold`; `events` records operations in order."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -1,4 +1,7 @@
-"""A model bound to a segment in a device's memory, which is a block of the host's here: no parameter is copied, and it computes the same."""
+"""A model bound to a segment in device memory, here a block of host memory.
+
+No parameter is copied, and the output is the same.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ IDS = [5, 6, 7, 8]
 
 
 def test_gpus_are_numbered_as_the_node_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML goes by the bus; CUDA by itself puts the fastest GPU first, and an engine would compute on another than its booking says."""
+    """GPUs have the node's numbers.
+
+    NVML orders GPUs by bus; CUDA by default puts the fastest first, and an engine would then compute on another GPU than its booking.
+    """
     environment = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     monkeypatch.setattr(os, "environ", environment)
     prepare_environment()
@@ -37,7 +43,11 @@ def logits(computable: loading.ReadyModel) -> torch.Tensor:
 
 
 class OnDevice:
-    """A checkpoint bound as an engine binds it; `device` is what its loader would have on a GPU."""
+    """A checkpoint bound as an engine binds it.
+
+    Attributes:
+        device: What its loader would have on a GPU.
+    """
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **spec: str) -> None:
         self.segment = WrittenSegment(directory).write()
@@ -59,7 +69,7 @@ class OnDevice:
         return loading.complete(self.bound, files, self.start, EngineSettings(), handle)
 
     def copied(self) -> list[str]:
-        """Parameters that do not lie on the device."""
+        """Return parameters that are not in the device's memory."""
         start, end = self.device.data_ptr(), self.device.data_ptr() + self.device.numel()
         return [n for n, p in self.bound.model.named_parameters() if not start <= p.data_ptr() < end]
 
@@ -73,7 +83,7 @@ def on_device(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def test_every_parameter_is_the_devices_memory(on_device: OnDevice, demo_directory: Path) -> None:
     computable = on_device.complete()
-    assert on_device.opened == [HANDLE]  # early, and once: a handle is opened once in a process
+    assert on_device.opened == [HANDLE]  # early, and once: a process opens a handle once
     assert on_device.copied() == []
     reference = tf.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=on_device.bound.model.dtype).eval()
     torch.testing.assert_close(

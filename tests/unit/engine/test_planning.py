@@ -64,7 +64,7 @@ class Model:
 
 
 class Steps(RuleBasedStateMachine):
-    """Sequences come, are computed as planned, and all end; KV memory is never over its limit."""
+    """Sequences arrive, compute as planned, and end; KV memory stays within its limit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""What is computed ahead of requests that are to come has what those that are here leave, of memory and of a step."""
+"""Preparations for expected requests use only the memory and batch room left over.
+
+Current requests come first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models' own code is imported by one thread at a time: importlib's caches bear no more."""
+"""One thread at a time imports models' own code.
+
+importlib's caches are not thread-safe.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from shared.errors import CheckpointInvalid
 
 
 def _is_free() -> bool:
-    """Whether another thread could import a model's own code now."""
+    """True if another thread could import a model's own code now."""
     found: list[bool] = []
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""What a body becomes, and what is refused by which name."""
+"""Translation of request bodies, and the parameter names in refusals."""
 
 from __future__ import annotations
 

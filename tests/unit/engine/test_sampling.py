@@ -36,7 +36,7 @@ def test_numbers_are_in_range(seed: int, choice: int, position: int) -> None:
 
 def test_numbers_are_uniform() -> None:
     numbers = np.sort(np.concatenate([Draw(3, 0, i).uniform(500) for i in range(40)]))
-    # Kolmogorov and Smirnov's distance, below its 99.9 % quantile.
+    # The Kolmogorov-Smirnov distance, below its 99.9 % quantile.
     distance = np.abs(numbers - (np.arange(numbers.size) + 0.5) / numbers.size).max()
     assert distance < 1.95 / np.sqrt(numbers.size)
 
@@ -51,7 +51,10 @@ def test_draws_follow_the_distribution() -> None:
     "params", [SamplingParams(), SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.2)]
 )
 def test_rounding_does_not_change_what_is_drawn(params: SamplingParams) -> None:
-    """Where a flat distribution is computed again, in another batch or at another engine, and thousands of ranks and shares have moved."""
+    """Rounding does not change sampled tokens.
+
+    A flat distribution is recomputed in another batch or engine, and thousands of ranks and probabilities have moved.
+    """
     source = torch.Generator().manual_seed(1)
     logits = torch.randn(20_000, generator=source) * 1e-3
     logits[:300] += 8.0

@@ -1,4 +1,4 @@
-"""Which of a node's variables engines inherit."""
+"""The variables of a node that engines inherit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small HTTP client, against servers that behave and servers that do not."""
+"""The small HTTP client, against well-behaved and faulty servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The overlay that lends vLLM Thaw's plug-in."""
+"""The overlay that adds Thaw's plug-in to vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a token."""
+"""Events of a probe response that count as a token."""
 
 from __future__ import annotations
 

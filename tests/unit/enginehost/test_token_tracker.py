@@ -1,4 +1,4 @@
-"""Following a stream's tokens, and which answers cannot be followed."""
+"""Tracking a stream's tokens, and responses that cannot be tracked."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_other_events_are_forwarded_unchanged() -> None:
 
 
 def test_a_role_alone_is_the_beginning_of_an_answer() -> None:
-    """An engine may die before its first token: what the client has, the role, is not to come again."""
+    """A role alone begins a response.
+
+    An engine may die before its first token: the client already has the role, which must not be repeated.
+    """
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     tracker = TokenTracker(VLLM, chat=True, hide_usage=True, hide_ids=True)
     _, deltas = tracker.feed(event(**HEAD, choices=[role], prompt_token_ids=[1, 2]))
@@ -148,7 +151,10 @@ def test_llama_servers_chats_and_grammars_are_its_own() -> None:
 
 
 def test_a_client_that_asked_for_token_ids_gets_each_once() -> None:
-    """Two tokens are made again: their text was held back where the answer began."""
+    """A client that requested token ids gets each once.
+
+    Two tokens are generated again: their text was held back when the first part ended.
+    """
     begun = ResumeState({"id": "first"}, prompt_tokens=2, tokens=4, kept=2, skip_chars=1, chat=False)
     tracker = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=False, resume_state=begun)
     out, deltas = tracker.feed(

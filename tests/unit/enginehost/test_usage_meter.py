@@ -1,4 +1,4 @@
-"""What a host reads of answers that it passes on."""
+"""Usage that a host reads from forwarded responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dispatcher's effects, recorded, and builders of tickets and statuses."""
+"""Recorded effects of the dispatcher, and builders of tickets and statuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RecordedEffects:
         self.probed.append(ticket.id)
 
     def requeued(self, ticket: Ticket) -> None:
-        """Not recorded."""
+        """Ignore the call."""
 
     def publish_demand(self, demand: Demand) -> None:
         self.demands.append(demand)

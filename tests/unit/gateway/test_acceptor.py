@@ -1,4 +1,4 @@
-"""Connections are accepted a few in each turn of the event loop."""
+"""The gateway accepts a few connections in each turn of the event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONNECTIONS = 200
 
 
 class Counting(asyncio.Protocol):
-    """Counts connections, and how many of them one turn of the loop made."""
+    """Counts connections, and those made in one turn of the loop."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts

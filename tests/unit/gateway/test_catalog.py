@@ -1,4 +1,4 @@
-"""Which model answers for a name: its own, an alias, an adapter's, or `base:adapter`."""
+"""Model lookup by name: its own, an alias, an adapter's, or `base:adapter`."""
 
 from __future__ import annotations
 

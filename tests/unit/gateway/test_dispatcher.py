@@ -1,4 +1,4 @@
-"""Every numbered branch of the dispatcher's decision, with a recorder in place of the world."""
+"""Each numbered branch of the dispatcher's decision, with recorded effects."""
 
 from __future__ import annotations
 
@@ -188,7 +188,10 @@ def test_output_resets_the_limits_of_losses(dispatcher: Dispatcher, world: Recor
 
 
 def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispatcher: Dispatcher, world: RecordedEffects) -> None:
-    """It serves others meanwhile, so that it is never idle."""
+    """An instance that is silent about a request is asked, and its reply decides.
+
+    It serves other requests meanwhile, so it is never idle.
+    """
     dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
     made = ask(dispatcher, "r")
     dispatcher.on_message(made, 1)
@@ -196,7 +199,7 @@ def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispat
     for now in (5.0, 10.9):
         dispatcher.on_tick(now)
     assert world.probed == []
-    for now in (11.0, 11.1, 20.9):  # it has it: nothing follows, and it is asked again later
+    for now in (11.0, 11.1, 20.9):  # the engine has the request: no effect, and it is asked again later
         dispatcher.on_status(status(instance("i", capacity=4, active=2)), now)
         dispatcher.on_tick(now)
     assert world.probed == ["r"]
@@ -226,7 +229,7 @@ def test_the_response_timeout_counts_all_resumed_attempts(dispatcher: Dispatcher
     dispatcher.on_request(made, 1, 0)
     made.is_resumable = True
     dispatcher.on_engine_lost(made, EngineFailed("it ended"), 60)
-    dispatcher.on_status(status(instance("i", active=1)), 90)  # the wait is not the engine's
+    dispatcher.on_status(status(instance("i", active=1)), 90)  # the engine is not the cause of the wait
     assert (made.elapsed_s, made.sent_at) == (60, 90)
     dispatcher.on_message(made, 129)
     dispatcher.on_tick(129)
@@ -242,7 +245,7 @@ def test_a_response_that_one_instance_cannot_resume_goes_to_another(dispatcher: 
     made.is_resumable, made.revision = True, "0"
     dispatcher.on_refused(made, Conflict("other weights", param="resume"), 1)
     assert world.sent == [("r", "i"), ("r", "j")]
-    assert dispatcher.routes.get("i") is dispatcher.routes.choose("m", 1)  # nothing is wrong with it for others
+    assert dispatcher.routes.get("i") is dispatcher.routes.choose("m", 1)  # the engine serves other requests
     dispatcher.on_refused(made, Conflict("other weights", param="resume"), 2)
     assert world.failed["r"].message == "other weights"
 

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: no request is lost, none is answered twice, and no slot leaks."""
+"""Any sequence of events: no request is lost or answered twice, and no slot leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of engines that clients of the API could not read."""
+"""Engine errors in formats that API clients cannot parse."""
 
 from __future__ import annotations
 

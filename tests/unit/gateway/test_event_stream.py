@@ -1,4 +1,7 @@
-"""A client reassembles from the events exactly the engine's output, for any texts and order."""
+"""A client reassembles the engine's exact output from the events.
+
+Texts and orders are arbitrary.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines die, yield, refuse or lose messages at any point: the client receives the undisturbed response."""
+"""Engines die, yield, refuse or lose messages; the response stays undisturbed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class World(RecordedEffects):
         self.dispatcher.on_request(self.ticket, 1, self.now)
 
     def hear(self, first: InstanceState) -> None:
-        """Two instances; `first` becomes of the one that the request is on."""
+        """Report two instances; `first` is the state of the one that has the request."""
         here = self.request.handoffs.instance_id if hasattr(self, "request") else ""
         states = {name: first if name == here else InstanceState.READY for name in ("i", "j")}
         made = [instance(name, "alpha", state, capacity=8) for name, state in states.items()]
@@ -134,7 +134,7 @@ def test_the_client_gets_what_it_would_have_got(
 
 
 def by_choice(data: bytes) -> dict[Any, list[bytes]]:
-    """Events in their order, those of each choice by themselves: which choice is ahead depends on the steps of an engine."""
+    """Return each choice's events in order: engines interleave choices differently."""
     found: dict[Any, list[bytes]] = {}
     for line in data.split(b"\n\n"):
         choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
@@ -143,7 +143,10 @@ def by_choice(data: bytes) -> dict[Any, list[bytes]]:
 
 
 def bounded(cuts: list[tuple[int, Fault, bool]]) -> list[tuple[int, Fault, bool]]:
-    """No more than two in a row before any token, and no two deaths in a row without one between them: those end a request that is alone."""
+    """Bound faults: a request alone fails after repeated deaths without a token.
+
+    At most two faults occur before any token, and a token separates two deaths.
+    """
     kept: list[tuple[int, Fault, bool]] = []
     before = deaths = 0
     for cut in cuts:

@@ -1,4 +1,4 @@
-"""Full collections wait for an idle gateway, or for memory to grow."""
+"""Full garbage collections wait for an idle gateway, or for memory growth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def collections(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     ("activity", "memory", "expected"),
     [
         ([0, 5, 5, 5], [100] * 9, 1),  # requests were served: once, and not again
-        ([0, 0, 0, 0], [100] * 9, 0),  # nothing happened
+        ([0, 0, 0, 0], [100] * 9, 0),  # no request was served
         ([0, None, None, None], [100] * 9, 0),  # busy
         ([0, None, None, None], [100, 400, 400, 400, 400], 1),  # busy, and memory grew
     ],

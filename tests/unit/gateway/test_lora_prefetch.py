@@ -1,4 +1,4 @@
-"""Which starting instances hear of which adapters, and when."""
+"""Prefetch of adapters: which starting instances load which adapters, and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def named(targets: list[PrefetchTarget]) -> list[tuple[str, str]]:
 
 
 def report(prefetch: LoraPrefetch, *states: InstanceState, node: str = "n", waiting: int = 1) -> list[tuple[str, str]]:
-    """A status with one instance of m in each state, named by node and place."""
+    """Build a status with one instance of m in each state, named by node and index."""
     instances = [instance(f"{node}{place}", state=state) for place, state in enumerate(states)]
     return named(prefetch.on_status(status(*instances, node=node), lambda _: waiting))
 

@@ -1,4 +1,4 @@
-"""The fields of a form are found as the client wrote them, whatever its files hold."""
+"""Form fields are parsed as the client wrote them, whatever the files contain."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ REPEATED = b"content-disposition:"
     ],
 )
 async def test_a_repeated_header_takes_linear_work(before: bytes, refused: bool, size: int) -> None:
-    """A parser that looks for a name from each repetition to the end of the part takes 3 s for 100 KB and hours for 6 MB."""
+    """A repeated header takes linear work.
+
+    A parser that searches for a name from each repetition to the end of the part takes 3 s for 100 KB and hours for 6 MB.
+    """
     body = before + REPEATED * (size // len(REPEATED)) + b"\r\n--b--\r\n"
     if refused:
         with pytest.raises(InvalidRequest):

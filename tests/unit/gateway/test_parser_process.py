@@ -1,4 +1,7 @@
-"""Large bodies are parsed by a worker process; whatever becomes of that, each body gets its request or its error."""
+"""A worker process parses large bodies.
+
+Each body gets its request or its error, even if the worker fails.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ async def ask(parsers: ParserProcess, body: bytes) -> ParsedRequest:
 
 
 async def ready(parsers: ParserProcess) -> int:
-    """The worker's process id, after a large body has made it start."""
+    """Return the worker's pid, after a large body has started it."""
     await ask(parsers, chat())
     async with asyncio.timeout(60):
         while parsers.pid is None:  # noqa: ASYNC110 - a process starts

@@ -1,4 +1,7 @@
-"""A request that its engines die of: it fails soon, and takes as few engines and as few other requests with it as can be."""
+"""A request that kills its engines fails soon.
+
+It takes as few engines and other requests with it as possible.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ ENDED = EngineFailed("it ended")
 
 
 class World:
-    """A gateway whose engines have room for four; one after the other dies under what it serves."""
+    """A gateway with engines for four requests each, which die one after the other."""
 
     def __init__(self) -> None:
         self.seen = RecordedEffects()
@@ -32,7 +35,7 @@ class World:
         self.dispatcher.on_progress(self.tickets[name], self.now)
 
     def dies(self, name: str, error: ThawError = ENDED) -> None:
-        """Everything that it serves is lost."""
+        """Lose all requests that the engine serves."""
         self.now += 10
         self.dispatcher.on_status(status(instance(name, state=InstanceState.FAILED)), self.now)
         for each in self.tickets.values():
@@ -57,7 +60,10 @@ def test_alone_it_takes_two_engines() -> None:
 
 
 def test_engines_that_were_killed_are_not_its_doing() -> None:
-    """Chaos seed 1: two kills of the engine that served a request alone had it fail as if it had been what killed them."""
+    """Killed engines do not count against a request.
+
+    Chaos seed 1: two kills of the engine that served a request alone failed that request as their cause.
+    """
     world = World()
     world.ready("e0")
     world.ask("poison")

@@ -1,4 +1,4 @@
-"""What the gateway counts is what the engine will count."""
+"""The gateway's prompt length equals the engine's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def engines_count(tokenizer: Any, request: ChatCompletionRequest) -> int:
-    """As services/engine/server/request_reader.py does it."""
+    """Count as services/engine/server/request_reader.py does."""
     from services.engine.server.request_reader import _message
 
     messages = [_message(i, m) for i, m in enumerate(request.messages)]
@@ -99,7 +99,7 @@ async def test_what_cannot_be_rendered_is_left_to_the_engine(model: Path) -> Non
 
 
 class FarMesh:
-    """Two nodes' loaders; the files are on the second."""
+    """Two nodes' loaders; the second one has the files."""
 
     max_body = 16_384
     """Small, so that there are several parts."""

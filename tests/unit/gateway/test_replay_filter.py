@@ -1,4 +1,4 @@
-"""ReplayFilter removes exactly the output that was forwarded, however it is split."""
+"""ReplayFilter removes exactly the forwarded output, however it is split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT = "Where does the ice go?"
 
 
 def deltas(text: str, cuts: list[int], index: int = 0) -> list[dict[str, Any]]:
-    """Pieces of one token for each character; the last one ends it."""
+    """Return deltas of one token for each character; the last one ends the response."""
     found, rest = [], text
     for cut in [*cuts, len(text)]:
         piece, rest = rest[:cut], rest[cut:]

@@ -1,4 +1,7 @@
-"""A response that starts again: the client gets one response, however either is split, or an error."""
+"""A restarted response reaches the client as one response, or as an error.
+
+The parts may be split in any way.
+"""
 
 from __future__ import annotations
 

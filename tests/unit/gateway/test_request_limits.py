@@ -1,4 +1,4 @@
-"""What is cheap to send and dear to serve is refused before anything is made of it."""
+"""Requests that are cheap to send and expensive to serve are refused early."""
 
 from __future__ import annotations
 

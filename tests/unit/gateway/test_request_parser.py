@@ -1,4 +1,4 @@
-"""Bodies of any kind give a request or one of our errors, never anything else."""
+"""Any body gives a request or one of Thaw's errors."""
 
 from __future__ import annotations
 

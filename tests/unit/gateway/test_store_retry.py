@@ -1,4 +1,4 @@
-"""How long a gateway repeats an operation on the store of idempotency keys."""
+"""Retries of an operation on the store of idempotency keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Operation:
-    """Fails a number of times, each after some seconds."""
+    """An operation that fails a number of times, each after some seconds."""
 
     def __init__(self, failures: int, lasts_s: float) -> None:
         self.failures, self.lasts_s = failures, lasts_s
@@ -32,7 +32,10 @@ class Operation:
 
 
 async def test_an_outage_that_begins_late_is_outlasted() -> None:
-    """Chaos seed 1: a response was followed for a minute; NATS stopped then, and the first failure was the last."""
+    """Retries outlast an outage that begins late.
+
+    Chaos seed 1: a response was followed for a minute; NATS stopped then, and the first failure was final.
+    """
     request = object.__new__(IdempotentRequest)
     assert await request._retry(Operation(3, 0.25)) == "done"
 

@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {
 
 
 def tensors(megabytes: float = 0.1, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
-    """A few tensors of several shapes and dtypes, about `megabytes` in all."""
+    """Return tensors of several shapes and dtypes, about `megabytes` in all."""
     random = np.random.default_rng(seed)
     rows = max(1, int(megabytes * 1e6 / 4 / 3 / 256))
     found: dict[str, npt.NDArray[Any]] = {
@@ -46,7 +46,7 @@ def write_small_files(directory: Path, config: Mapping[str, Any] = CONFIG) -> No
 def write_checkpoint(
     directory: Path, weights: Tensors | None = None, *, shards: int = 1, config: Mapping[str, Any] = CONFIG
 ) -> dict[str, npt.NDArray[Any]]:
-    """A model directory; its tensors."""
+    """Write a model directory; return its tensors."""
     weights = dict(tensors() if weights is None else weights)
     write_small_files(directory, config)
     if shards == 1:
@@ -61,7 +61,7 @@ def write_checkpoint(
 
 
 def write_sparse_checkpoint(directory: Path, nbytes: int) -> None:
-    """A model whose one tensor has `nbytes` bytes, all a hole: large without costing disk."""
+    """Write a model whose one tensor is a hole of `nbytes` bytes, free of disk space."""
     write_small_files(directory)
     header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
     header += b" " * (-len(header) % 8)

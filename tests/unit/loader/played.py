@@ -1,4 +1,4 @@
-"""The loader's decisions as its shell hears them, one event after the other."""
+"""The loader's decisions, one event after the other, as its shell sends them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def card(revision: str = "w1", *, pin: bool = False) -> ModelCard:
 
 @dataclass
 class Played:
-    """What the shell would have running after the events so far."""
+    """The shell's running effects after the events so far."""
 
     state: State = field(default_factory=lambda: State(chunks=Chunks(64)))
     now: float = 0.0
@@ -50,13 +50,13 @@ VACATE = (RemoveRecord("w1"), Vacate(1, (0,), 100, 0, "w1"))
 
 
 def granted(p: Played, weights_id: str = "w1", run: int = 1, nbytes: int = 100, room: int = 1 << 40) -> None:
-    """The run has its chunks and its index."""
+    """Grant the run its chunks and its index."""
     assert any(isinstance(e, Grant) for e in p.do(LaidOut(weights_id, run, nbytes, room)))
     p.do(Indexed(weights_id, run, "/m", nbytes))
 
 
 def loaded(*instances: str) -> Played:
-    """Weights w1, complete, held by `instances`."""
+    """Complete the weights w1, with `instances` as holders."""
     p = Played()
     for n, i in enumerate(instances):
         p.do(Prepare(n, i, card(), 1))

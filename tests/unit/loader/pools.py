@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def fill(pool: PoolMemory, directory: Path, chunks: Sequence[int], weights_id: str = "w") -> Region:
-    """The checkpoint in `directory`, loaded into as many of `chunks` as it takes."""
+    """Load the checkpoint in `directory` into as many of `chunks` as it needs."""
     layout = lay_out(open_checkpoint(directory), weights_id)
     region = Region(pool, chunks[: len(parts(layout.total_bytes))], layout.total_bytes)
     pieces = cut(layout)
@@ -40,7 +40,10 @@ def fill(pool: PoolMemory, directory: Path, chunks: Sequence[int], weights_id: s
 
 @contextmanager
 def mapper(path: Path, extents: Sequence[Extent]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that maps these extents of the pool, and unmaps them when a line is written to it."""
+    """Start a process that maps these extents of the pool.
+
+    It unmaps them when it reads a line.
+    """
     listed = [(e.offset, e.nbytes) for e in extents]
     script = (
         "from shared.mapping import map_extents\nfrom shared.contracts.segment import Extent\n"

@@ -1,4 +1,4 @@
-"""Reading segments back, as an engine would."""
+"""Reading segments back, as an engine does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMPY = {"F32": np.float32, "F16": np.float16, "I64": np.int64, "U8": np.uint8}
 
 
 def read_segment(where: str | WeightsAttached) -> dict[str, npt.NDArray[Any]]:
-    """What an engine finds: in a file of the segment's own, or in its extents of the pool."""
+    """Read a segment from its own file, or from its extents of the pool."""
     name, extents = (where, ()) if isinstance(where, str) else (where.segment, where.extents)
     mapped = map_extents(SHM / name, extents)
     data = bytes(mapped)

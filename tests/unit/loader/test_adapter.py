@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's layout: what is said of them, what is refused, and who holds their weights."""
+"""LoRA adapters in PEFT's layout: inspection, refusals, and holders of weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ Q, DOWN = "model.layers.{}.self_attn.q_proj", "model.layers.{}.mlp.down_proj"
 
 
 def write(directory: Path, tensors: Mapping[str, tuple[int, ...]] | None = None, dtype: Any = np.float32, **config: Any) -> Path:
-    """An adapter of two layers; `tensors`: names and shapes beside, or (of None) instead of, the ordinary ones."""
+    """Write an adapter of two layers.
+
+    Args:
+        tensors: Names and shapes beside the ordinary ones; if None, instead of them.
+    """
     directory.mkdir(exist_ok=True)
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(2):

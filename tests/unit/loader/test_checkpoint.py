@@ -1,4 +1,4 @@
-"""Directories that are, and are not, checkpoints; what the segment makes of them."""
+"""Valid and invalid checkpoint directories, and their segments."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
 
 
 def test_links_into_a_cache_are_followed(tmp_path: Path) -> None:
-    """As huggingface_hub lays out its cache."""
+    """Links into a cache are followed: huggingface_hub's cache consists of them."""
     weights = write_checkpoint(tmp_path / "blobs")
     snapshot = tmp_path / "snapshots" / "0123abc"
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The loader's decisions: who holds weights, which loads run, who is answered when."""
+"""The loader's decisions: holders of weights, runs of loads, order of replies."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_who_comes_while_weights_leave_gets_a_fresh_load() -> None:
     assert p.do(Attach(6, "b", card(), "index")) == ()
     assert p.do(Reclaimed("w1", 1, 100)) == (Freed(5, 100), StartRun("w1", 2, card()))
     assert p.do(Indexed("w1", 1, "/m", 100)) == ()
-    # The old chunks are not given away before it is proved that nobody maps them.
+    # The old chunks are not reassigned before proof that no process maps them.
     assert p.do(LaidOut("w1", 2, 100, 1000)) == (Grant(2, (1,)),)
     assert p.do(Indexed("w1", 2, "/m", 100)) == (Attached(6, "w1"),)
 
@@ -183,7 +183,7 @@ def test_a_background_load_hurries_for_a_request() -> None:
     start, _ = p.do(Prepare(1, "a", card(), 1, background=True))
     assert isinstance(start, StartRun)
     assert start.background
-    assert p.do(Attach(2, "a", card(), "complete")) == ()  # its own engine: still nobody waits
+    assert p.do(Attach(2, "a", card(), "complete")) == ()  # its own engine: no other process waits
     assert p.do(Prepare(3, "b", card(), 1)) == (RaisePriority(1), Accepted(3))
     assert p.do(Prepare(4, "c", card(), 1)) == (Accepted(4),)
 

@@ -1,4 +1,7 @@
-"""The loader's decisions under a state machine that plays the shell: runs, memory and waiters in any order."""
+"""The loader's decisions under a state machine that plays the shell.
+
+Runs, memory and waiters come in any order.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ DEVICES = st.sampled_from([None, None, "cuda:0", "cuda:1"])
 
 
 class Shell(RuleBasedStateMachine):
-    """Runs and those who give memory back report when and how Hypothesis likes; replies are counted; every chunk's memory is tracked."""
+    """The shell: Hypothesis chooses when runs and memory releases report, and how.
+
+    It counts replies, and tracks every chunk's memory.
+    """
 
     @initialize(budget=st.integers(0, 6), memory=st.integers(1, 8), ready=st.integers(0, 3))
     def begin(self, budget: int, memory: int, ready: int) -> None:
@@ -144,7 +150,7 @@ class Shell(RuleBasedStateMachine):
         self.replies[number] = what
         return number
 
-    # -- those who ask -------------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------------------
 
     @rule(i=INSTANCES, w=WEIGHTS, old=st.booleans(), background=st.booleans(), device=DEVICES)
     def prepare(self, i: str, w: str, old: bool, background: bool, device: str | None) -> None:
@@ -174,7 +180,7 @@ class Shell(RuleBasedStateMachine):
         self.answered.add(number)
         self.do(Abandoned(number))
 
-    # -- those who work ------------------------------------------------------------------------------------------------------------
+    # -- workers --------------------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), step=st.sampled_from(["on", "on", "on", "on", "on", "progress", "fail", "end"]))
@@ -224,7 +230,11 @@ class Shell(RuleBasedStateMachine):
     @precondition(lambda self: self.vacating)
     @rule(data=st.data(), late=st.booleans(), lacking=st.integers(0, 2))
     def vacated(self, data: st.DataObject, late: bool, lacking: int) -> None:
-        """`late`: the release is answered before it is proved that nobody maps the chunks."""
+        """Report that chunks are vacated.
+
+        Args:
+            late: The release is answered before proof that no process maps the chunks.
+        """
         order = self.vacating[data.draw(st.sampled_from(sorted(self.vacating)))]
         if late and order.weights_id is not None and order.run not in self.told:
             self.told.add(order.run)
@@ -233,7 +243,11 @@ class Shell(RuleBasedStateMachine):
         self.given_back(order, lacking)
 
     def given_back(self, order: Vacate, lacking: int = 0) -> None:
-        """`lacking`: of chunks that were to get memory, so many could not."""
+        """Report that chunks have their memory.
+
+        Args:
+            lacking: The number of chunks that got none.
+        """
         del self.vacating[order.run]
         if order.nbytes == 0:
             kept = max(0, order.keep - lacking)
@@ -264,11 +278,11 @@ class Shell(RuleBasedStateMachine):
 
     @rule(really=st.integers(0, 19))
     def stop(self, really: int) -> None:
-        """Rarely: nothing comes after it."""
+        """Stop the loader, rarely: it is the last event."""
         if really == 7:
             self.do(Stop())
 
-    # -- what must hold ------------------------------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------------------------------
 
     @invariant()
     def consistent(self) -> None:
@@ -326,7 +340,7 @@ class Shell(RuleBasedStateMachine):
         assert waiting or pending or table.charged <= table.budget, "over the budget"
 
     def teardown(self) -> None:
-        """Everything released and every run ended: nobody may still wait, and only what is cached has memory."""
+        """After all releases and runs no caller waits; only cached weights have memory."""
         if not hasattr(self, "played"):
             return
         for n in range(6):

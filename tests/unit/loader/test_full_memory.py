@@ -1,4 +1,4 @@
-"""A shared-memory file system that really fills up while weights arrive: an error, never a SIGBUS."""
+"""A shared-memory file system fills up during a load: an error, never a SIGBUS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MB = 1024 * 1024
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file system in memory of 64 MB, which the loader takes for /dev/shm."""
+    """Mount a file system of 64 MB in memory, which the loader uses as /dev/shm."""
     directory = tmp_path / "shm"
     directory.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", directory], capture_output=True, check=False)

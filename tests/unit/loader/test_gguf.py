@@ -1,4 +1,4 @@
-"""GGUF heads: what they say, and those that lie."""
+"""GGUF headers, valid and invalid."""
 
 from __future__ import annotations
 

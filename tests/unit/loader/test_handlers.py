@@ -36,7 +36,7 @@ class Clock:
 
 
 class Bench:
-    """A loader of its own with a clock that stands still."""
+    """A loader with a clock that does not advance."""
 
     def __init__(self, home: Path) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""What is said of models by their config.json, tokenizer and headers."""
+"""Inspection of models by config.json, tokenizer and headers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def test_all_there_is_to_know(tmp_path: Path) -> None:
 
 
 def test_special_tokens(tmp_path: Path) -> None:
-    """By tokenizer_config.json, as the hub's are written, else by tokenizer.json; ordinary tokens that were added are text."""
+    """Special tokens are read from tokenizer_config.json, else from tokenizer.json.
+
+    Added ordinary tokens are text.
+    """
     write_checkpoint(tmp_path / "m")
     listed = [{"id": 9, "special": True}, {"id": 4, "special": True}, {"id": 5, "special": False}, {"id": "6", "special": True}, 7]
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps({"added_tokens": listed}))

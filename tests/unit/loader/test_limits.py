@@ -1,4 +1,7 @@
-"""Memory within a control group: a loader in a container would be killed for what the host has and the container may not take."""
+"""Memory limits of control groups.
+
+Without them a loader in a container would use the host's total and be killed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ NAMES = {
 
 
 class Groups:
-    """Control groups as the kernel shows them. `own` is this process's /proc/self/cgroup."""
+    """Control groups as the kernel shows them; `own` is /proc/self/cgroup."""
 
     def __init__(self, root: Path, version: int) -> None:
         self.sys, self.own, self._version = root / "cgroup", root / "own", version
@@ -77,7 +80,7 @@ def test_without_a_limit(groups: Groups) -> None:
 
 @pytest.fixture
 def small(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> Groups:
-    """This process in a group of 64 MB."""
+    """Place this process in a group of 64 MB."""
     groups.enter("/a")
     groups.make("a", str(64 * MB), used=40 * MB, files=1)
     monkeypatch.setattr(shm, "memory_limit", lambda: memory_limit(groups.sys, groups.own))

@@ -1,4 +1,4 @@
-"""Links: whose chunk is next, how fast they are, and threads that keep to it."""
+"""Links: the order of chunks, measured speed, and threads that follow the order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weights.transfer.pieces import Piece
 
 
 def order(line: Line) -> list[int]:
-    """Whose chunks are read, one at a time, until nothing is left."""
+    """Return the order of reads, one chunk at a time, until none is left."""
     taken = []
     while (load := links.following(line)) is not None:
         taken.append(load)
@@ -91,7 +91,7 @@ def pieces(count: int) -> list[Piece]:
 
 
 class Gate:
-    """Reads that wait until they are let through, and say what they read."""
+    """Blocks reads until they are released, and records them."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
@@ -164,7 +164,7 @@ def test_the_first_error_ends_a_load_when_no_thread_reads_for_it_any_more() -> N
             raise OSError("broken")
 
     failing = link.submit(Transfer(pieces(5), read))
-    assert not failing._over.wait(0.2)  # its first piece is being read still
+    assert not failing._over.wait(0.2)  # its first piece is still being read
     gate._came.release()
     with pytest.raises(OSError, match="broken"):
         failing.result()

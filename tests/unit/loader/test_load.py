@@ -1,4 +1,4 @@
-"""Reading into shared memory: every byte, from wherever it lies, and nothing left behind when it goes wrong."""
+"""Reads into shared memory: all bytes from any place, no leftovers after errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def name() -> Iterator[str]:
 
 
 def evict(directory: Path) -> None:
-    """Have the page cache forget the files."""
+    """Evict the files from the page cache."""
     for path in directory.iterdir():
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -145,12 +145,15 @@ def test_files_in_memory(name: str) -> None:
 
 
 def test_the_watermark_grows_to_the_end(tmp_path: Path, name: str) -> None:
-    """Whatever order its pieces come in, every byte below it is there."""
+    """The watermark grows to the end, and every byte below it is loaded.
+
+    Pieces arrive in any order.
+    """
     weights = write_checkpoint(tmp_path, tensors(megabytes=90), shards=2)
     seen: list[tuple[int, int]] = []
 
     def look(watermark: int) -> None:
-        """Called by several threads at once."""
+        """Check the watermark; called by several threads at once."""
         with (SHM / name).open("rb") as file:
             seen.append((watermark, os.lseek(file.fileno(), 0, os.SEEK_HOLE)))
 
@@ -273,14 +276,14 @@ def test_room_that_runs_out_while_the_page_cache_is_copied(tmp_path: Path, name:
         given += len(data)
         if given > CHUNK_BYTES:
             raise OSError(28, "No space left on device")
-        return real(fd, data[: max(1, len(data) // 2)], offset)  # short writes are gone on with
+        return real(fd, data[: max(1, len(data) // 2)], offset)  # short writes are continued
 
     monkeypatch.setattr(os, "pwrite", some)
     with pytest.raises(InsufficientMemory, match="/dev/shm"):
         load_segment(tmp_path, name)
     monkeypatch.undo()
     assert not (SHM / name).exists()
-    load_segment(tmp_path, name)  # nothing stays promised
+    load_segment(tmp_path, name)  # no reservation is left
 
 
 @pytest.mark.parametrize(

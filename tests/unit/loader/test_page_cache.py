@@ -1,4 +1,7 @@
-"""What the page cache holds is asked without changing it, and a load from a cold disk leaves nothing in it."""
+"""Page cache queries have no side effect.
+
+A load from a cold disk leaves nothing in the page cache.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def test_a_load_from_a_cold_disk_reads_nothing_ahead(tmp_path: Path) -> None:
         pytest.skip("this file system keeps its pages")
     loaded = load_tensors(path)
     assert np.array_equal(loaded["weight"].numpy(), weight)
-    # The header was read through the cache, with what the kernel reads ahead of it: look behind that.
+    # The header was read through the cache, with the kernel's read-ahead: look beyond that.
     fd = os.open(path, os.O_RDONLY)
     try:
         assert (cached_bytes(fd, SIZE // 2, SIZE // 4) or 0) == 0

@@ -1,4 +1,7 @@
-"""The pool's memory: it comes and goes by the chunk, with proof; who maps a chunk is known by offset."""
+"""The pool's memory: chunks are allocated and freed with proof.
+
+Mappings of a chunk are found by offset.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def pool() -> Iterator[PoolMemory]:
 
 
 def resident(pool: PoolMemory, what: str = "Rss") -> int:
-    """Bytes of the pool in this process's own page tables."""
+    """Return the pool's bytes in this process's own page tables."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -67,7 +70,10 @@ def test_a_sparse_pool_costs_nothing_and_chunks_come_and_go(pool: PoolMemory) ->
 
 
 def test_scattered_chunks_are_one_range_to_a_reader(pool: PoolMemory, tmp_path: Path) -> None:
-    """A tensor larger than two chunks is contiguous, and nothing was copied for it: the reader sees the loader's pages."""
+    """Scattered chunks are one contiguous range for a reader, without a copy.
+
+    A tensor larger than two chunks is contiguous; the reader sees the loader's pages.
+    """
     weights: dict[str, np.ndarray[Any, np.dtype[Any]]] = {
         "big": np.random.default_rng(1).integers(0, 255, 40_000_000, dtype=np.uint8),
         "small": np.arange(7, dtype=np.float32),
@@ -139,7 +145,7 @@ def test_who_maps_a_chunk_is_known_by_its_offset(pool: PoolMemory) -> None:
 
 
 class Shell:
-    """Collects what is emitted."""
+    """Collects effects."""
 
     def __init__(self, pool: PoolMemory, wait: float) -> None:
         self.events: queue.Queue[Event] = queue.Queue()
@@ -173,7 +179,7 @@ def test_memory_is_not_called_free_while_somebody_maps_it(pool: PoolMemory, shel
         shell.reclaimer.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
         assert shell.next() == Reclaimed("w", 1, 0)
         assert pool.allocated() == CHUNK_BYTES
-        process.stdin.write(b"\n")  # it unmaps, and lives on
+        process.stdin.write(b"\n")  # it unmaps, and continues
         process.stdin.flush()
         assert isinstance(shell.next(), Vacated)
         assert pool.allocated() == 0
@@ -194,7 +200,7 @@ def test_a_mapping_that_ends_in_time_is_waited_for(pool: PoolMemory) -> None:
 
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
-    """The next descriptor that is opened is above 1023."""
+    """Open descriptors until the next one exceeds 1023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -249,7 +255,10 @@ def test_a_region_s_views_stay_within_their_chunk(pool: PoolMemory) -> None:
 
 
 def test_chunks_made_ready_are_of_huge_pages(pool: PoolMemory) -> None:
-    """Whatever /dev/shm was mounted with; but for kernels before 6.7, and those told to deny it."""
+    """Prepared chunks use huge pages, whatever /dev/shm's mount options.
+
+    Exceptions are kernels before 6.7, and those configured to deny it.
+    """
     pool.prepare_huge(1)
     if not mapped_huge(pool):
         pytest.skip("this kernel gives shared memory no huge pages")

@@ -1,4 +1,4 @@
-"""How far loads are is told often enough, and never left untold."""
+"""Progress of loads is reported often enough, and the last report is never lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_last_word_is_told_though_nothing_follows_it() -> None:
 
 
 class ClosedMeanwhile(threading.Event):
-    """Set by a `close` that comes right after the thread has found it unset."""
+    """An event that `close` sets right after the thread has found it unset."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_close_ends_the_thread_whenever_it_comes() -> None:
     progress._closing = ClosedMeanwhile(progress)
     progress.begin(StartRun("w", 1, card("w")), remote=False)
     progress.loaded(1, 10)
-    progress.loaded(1, 20)  # within the interval: the thread takes it up
+    progress.loaded(1, 20)  # within the interval: the thread sends it later
     assert progress._thread is not None
     progress._thread.join(10)
     assert not progress._thread.is_alive()

@@ -1,4 +1,4 @@
-"""What a loader finds of its predecessor."""
+"""A loader's view of its predecessor's records."""
 
 from __future__ import annotations
 

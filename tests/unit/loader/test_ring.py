@@ -1,4 +1,4 @@
-"""`Ring`, and tensors streamed through it: memory is used again when nothing needs it, and only then."""
+"""`Ring`, and tensors streamed through it: memory is reused only once it is free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WITHIN_S = 20.0
 
 
 class Rings:
-    """Those that streams make, with what they used."""
+    """Records the rings that streams create."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Ring] = []
@@ -40,13 +40,13 @@ class Rings:
 
     @property
     def fresh(self) -> int:
-        """Chunks that the kernel gave memory for."""
+        """Return chunks that the kernel gave memory for."""
         (ring,) = self.made
         return ring.count - ring.moved_chunks
 
 
 def many(megabytes: int) -> dict[str, npt.NDArray[Any]]:
-    """Tensors of 3 MB."""
+    """Write tensors of 3 MB."""
     generator = np.random.default_rng(7)
     return {f"t{i:03}": generator.standard_normal((750, 1000), dtype=np.float32) for i in range(megabytes // 3)}
 
@@ -77,7 +77,7 @@ def test_reading_waits_for_its_turn() -> None:
     ring.want(CHUNK_BYTES, 2 * CHUNK_BYTES)
     ring.enter(CHUNK_BYTES)
     assert reading.is_alive()
-    ring.want(CHUNK_BYTES, 3 * CHUNK_BYTES)  # what is taken next ends there, however far beyond the window
+    ring.want(CHUNK_BYTES, 3 * CHUNK_BYTES)  # the next allocation ends there, however far beyond the window
     reading.join(WITHIN_S)
     assert not reading.is_alive()
 
@@ -132,7 +132,7 @@ def test_taken_one_by_one_a_model_needs_the_window(monkeypatch: pytest.MonkeyPat
         np.testing.assert_array_equal(tensor.numpy(), weights[name])
         names.append(name)
     assert sorted(names) == sorted(weights)
-    # Beyond the window: the chunk that is being taken, and one whose last tensor the loop's own variable held.
+    # Beyond the window: the chunk in use, and one whose last tensor the loop's variable holds.
     assert rings.fresh <= WINDOW_CHUNKS + 2 < rings.made[0].count
 
 

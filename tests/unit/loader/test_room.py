@@ -1,4 +1,4 @@
-"""Memory: what stays cached, what leaves for what comes, and who waits for that."""
+"""Memory: cached weights, eviction for new ones, and waiting loads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_more_than_there_is_is_denied_and_nobody_leaves_for_it() -> None:
 
 
 def dram(*sizes: int, budget: int, pinned: tuple[int, ...] = ()) -> Played:
-    """Weights w1, w2, … of so many chunks, loaded and let go in that order."""
+    """Load and release weights w1, w2, … of so many chunks, in that order."""
     p = Played(State(chunks=Chunks(64, budget * CHUNK_BYTES)))
     for n, size in enumerate(sizes, 1):
         p.now = float(n)
@@ -185,5 +185,5 @@ def test_a_host_short_of_memory_has_cached_weights_leave_once() -> None:
     p = dram(2, 2, 1, budget=8, pinned=(1,))
     vacates = [e for e in p.do(MemoryPressure(CHUNK_BYTES)) if isinstance(e, Vacate)]
     assert [v.run for v in vacates] == [2]
-    assert p.do(MemoryPressure(2 * CHUNK_BYTES)) == ()  # they are leaving already
+    assert p.do(MemoryPressure(2 * CHUNK_BYTES)) == ()  # they are being evicted already
     assert cached(p) == {"w1", "w3"}

@@ -1,4 +1,4 @@
-"""Headers that lie, and what is said of them."""
+"""Invalid headers, and their errors."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_lies_are_named(data: bytes, said: str) -> None:
     ids=["names", "dimensions"],
 )
 def test_a_lie_of_many_parts_is_found_out_in_time(header: bytes, said: str) -> None:
-    """Looked at one against all, these would take hours."""
+    """An invalid header of many parts is found fast: pairwise checks would take hours."""
     with pytest.raises(CheckpointInvalid, match=said):
         parse(file_of(header, b"1234"))
 
@@ -119,7 +119,7 @@ def test_a_file_that_shrinks_under_the_reader() -> None:
 
 
 def check(header: FileHeader, size: int) -> None:
-    """What every reader of the segment relies on."""
+    """Check what every reader of the segment relies on."""
     at = None
     for t in header.tensors:
         assert 0 <= t.offset <= t.offset + t.nbytes <= size
@@ -169,7 +169,7 @@ def test_flipped_and_cut_files_are_refused_or_sound(at: int, byte: int, cut: int
 
 
 def test_small_lies_take_little_memory() -> None:
-    """Sizes that are claimed are never allocated."""
+    """Small files with false sizes take little memory: nothing allocates such sizes."""
     huge = (1 << 63) - 1
     lies = [
         (24_999_999).to_bytes(8, "little") + b"{}",

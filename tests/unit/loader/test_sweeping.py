@@ -1,4 +1,4 @@
-"""Pools of loaders that are gone are removed; those that somebody has are not."""
+"""Pools of dead loaders are removed; pools in use are not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weights.pool.sweeping import sweep
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Stands for /dev/shm: what others have there is none of this test's business."""
+    """Provide a substitute for /dev/shm, without other processes' files."""
     found = Path(f"/dev/shm/thaw-sweeping-{uuid.uuid4().hex[:8]}")
     found.mkdir()
     monkeypatch.setattr(shm, "SHM", found)

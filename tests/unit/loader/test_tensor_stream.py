@@ -1,4 +1,7 @@
-"""`TensorStream`: what `load_tensors` gives, while the rest is being read; called off and failed loads end, and keep no memory."""
+"""`TensorStream` yields tensors while the rest is being read.
+
+Cancelled and failed loads end, and keep no memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ WITHIN_S = 20.0
 
 
 class Held:
-    """Reads the first `open_pieces` pieces, and the others when it is let go."""
+    """Reads the first `open_pieces` pieces, and the others on release."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, open_pieces: int = 1) -> None:
         self.go, self.begun = threading.Event(), threading.Event()

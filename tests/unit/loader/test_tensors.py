@@ -1,4 +1,7 @@
-"""`load_tensors` and the timed load: the bytes of safetensors, memory given back, typed refusals."""
+"""`load_tensors` and the timed load.
+
+The bytes equal those of safetensors, memory is freed, and errors are typed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ _DTYPES = (
 
 
 def mappings() -> int:
-    """Mappings of unnamed shared memory in this process."""
+    """Return mappings of unnamed shared memory in this process."""
     return sum(f"{SHM}/#" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -89,7 +92,7 @@ def test_the_memory_lives_as_long_as_one_tensor(tmp_path: Path) -> None:
     gc.collect()
     assert mappings() == before + 1
     np.testing.assert_array_equal(kept.numpy(), weights["layers.1.weight"][3:])
-    kept += 1  # its own: writable, and the file is as it was
+    kept += 1  # private: writable, and the file is unchanged
     del kept
     gc.collect()
     assert mappings() == before

@@ -1,4 +1,7 @@
-"""What vLLM's plug-in makes of the names that vLLM has for models; loading itself is tried with real vLLM (integration/engines_real)."""
+"""Translation of vLLM's model names by its plug-in.
+
+integration/engines_real tests the load with real vLLM.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def test_names_of_the_hub_and_of_places(model: str, revision: str | None, source
 
 
 def test_a_directory_is_named_absolutely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader's process has a working directory of its own."""
+    """A directory gets an absolute name: the loader has another working directory."""
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert source_of("org/name", None) == str(tmp_path / "org" / "name")

@@ -1,8 +1,7 @@
-"""Conversions that are killed at their first, second, … call that changes the disk, each in a process of its own.
+"""Conversions killed at their first, second, … call that changes the disk.
 
-    python -m tests.unit.loader.convert.dying SRC DST
-
-prints, as one line of JSON for each death, which call it was and what was left beside DST; the last line is the conversion that lived.
+Each runs in a process of its own: `python -m tests.unit.loader.convert.dying SRC DST`. It prints a line of JSON for each death, with the
+call and the files beside DST; the last line is the conversion that survived.
 """
 
 from __future__ import annotations

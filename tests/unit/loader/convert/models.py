@@ -1,4 +1,4 @@
-"""Weights in every layout that `thaw convert` takes, and what it made of them."""
+"""Weights in every input layout of `thaw convert`, and their converted form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a converted checkpoint, read without the code under test but for its index."""
+    """A tensor of a converted checkpoint.
+
+    The code under test reads only its index.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,20 +40,20 @@ def stored(directory: Path, rank: int = 0, ranks: int = 1) -> dict[str, Stored]:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Row-major bytes, read from memory: every type has them."""
+    """Return row-major bytes, read from memory, which works for every dtype."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.itemsize) if plain.numel() else b""
 
 
 def named(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Type and shape as the index has them."""
+    """Return dtype and shape as in the index."""
     name = next(ours for ours, theirs in TORCH_NAMES.items() if getattr(torch, theirs) == tensor.dtype)
     shape = tuple(tensor.shape)
     return name, (*shape[:-1], 2 * shape[-1]) if name == "F4" else shape
 
 
 def same(weights: Weights, found: Mapping[str, Stored]) -> bool:
-    """Whether every tensor is there, byte for byte."""
+    """Return whether every tensor is there, byte for byte."""
     return weights.keys() == found.keys() and all(
         (found[name].dtype, found[name].shape, found[name].data) == (*named(tensor), raw(tensor))
         for name, tensor in weights.items()
@@ -58,7 +61,10 @@ def same(weights: Weights, found: Mapping[str, Stored]) -> bool:
 
 
 def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A small model: two of its tensors are tied, one is transposed in memory, one has no elements, one no dimensions."""
+    """Return a small model.
+
+    Two of its tensors are tied, one is transposed in memory, one has no elements, one no dimensions.
+    """
     random = torch.Generator().manual_seed(seed)
     embedding = torch.randn(40, 16, generator=random).to(torch.bfloat16)
     return {
@@ -72,14 +78,14 @@ def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def write_torch(directory: Path, weights: Weights, *, legacy: bool = False) -> Path:
-    """A model directory with one pytorch_model.bin."""
+    """Write a model directory with one pytorch_model.bin."""
     write_small_files(directory)
     torch.save(dict(weights), directory / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
     return directory
 
 
 def write_torch_shards(directory: Path, weights: Weights, shards: int = 2) -> Path:
-    """A model directory with pytorch_model-….bin files and their index."""
+    """Write a model directory with pytorch_model-….bin files and their index."""
     write_small_files(directory)
     names = [f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" for i in range(shards)]
     weight_map = {tensor: names[i % shards] for i, tensor in enumerate(weights)}

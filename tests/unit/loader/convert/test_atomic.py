@@ -1,4 +1,4 @@
-"""However a conversion ends, what is called DST is whole or not there."""
+"""However a conversion ends, DST is complete or absent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
     renamed = [d["call"] for d in deaths].index("rename")
     assert all(d["beside"] in (["m"], [DRAFT, "m"]) for d in deaths[: renamed + 1])
     assert all(d["beside"] == ["m", "out"] for d in deaths[renamed + 1 :])
-    # The one after them found the last one's remains, took them away, and left a whole checkpoint.
+    # The next conversion removed the last one's remains, and left a complete checkpoint.
     assert last == {"call": "", "status": 0, "beside": ["m", "out"]}
     verify(tmp_path / "out")
 
@@ -70,7 +70,10 @@ def test_called_off(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
-    """`thaw convert` was killed: its child notices, and does not go on for hours."""
+    """A conversion ends if its parent does.
+
+    `thaw convert` was killed: its child notices, and does not continue for hours.
+    """
     write_sparse_checkpoint(tmp_path / "m", 1 << 30)
     child = subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
@@ -109,7 +112,10 @@ def test_a_full_disk_is_seen_before(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("size", [200_000, 310_000])
 def test_a_small_disk(tmp_path: Path, size: int) -> None:
-    """Full in the weights, or in the small files. The room asked for beforehand is only about what is needed."""
+    """A small disk is full in the weights, or in the small files.
+
+    The check of free space beforehand is only approximate.
+    """
     write_checkpoint(tmp_path / "m", tensors(megabytes=0.3))
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps("t" * 300_000))
     (tmp_path / "disk").mkdir()
@@ -128,7 +134,10 @@ def test_a_small_disk(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("lacking", ["weights", "tokenizer", "index"])
 def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated at the calls that write; a real full disk is test_a_small_disk's."""
+    """A disk becomes full during a conversion.
+
+    Faults of the write calls simulate that; test_a_small_disk uses a real full disk.
+    """
     weights = write_checkpoint(tmp_path / "m", tensors(megabytes=0.3))
     small = sum(p.stat().st_size for p in (tmp_path / "m").iterdir() if p.suffix == ".json")
     enough = sum(w.nbytes for w in weights.values())
@@ -171,7 +180,7 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path, name: str) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A tensor of 512 MiB, in a process that may have 250 MB of memory of its own."""
+    """Memory use does not grow with the model: 512 MiB convert in 250 MB of memory."""
     write_sparse_checkpoint(tmp_path / "m", 1 << 29)
     limit = 250_000_000
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Destinations that cannot be written, and by whom."""
+"""Destinations that cannot be written, for several users."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_what_a_disk_refuses_has_its_remedy(code: int, remedy: str) -> None:
 
 @pytest.fixture
 def anybodys() -> Iterator[Path]:
-    """A directory that every user reaches. Not pytest's: whoever else runs pytest meanwhile closes the directory above."""
+    """Return a directory that every user can enter.
+
+    pytest's own does not qualify: another user's run of pytest closes the parent directory.
+    """
     with tempfile.TemporaryDirectory(prefix="thaw-test-", dir="/tmp") as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
@@ -57,7 +60,7 @@ def anybodys() -> Iterator[Path]:
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """As a user who is not root."""
+    """Run as a user other than root."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,4 +1,7 @@
-"""Damaged PyTorch files: whatever a bit or a cut does to them, there is a typed refusal or a checkpoint, never a crash, never both."""
+"""Damaged PyTorch files give a typed error or a checkpoint, never a crash or both.
+
+Bits are flipped and files cut anywhere.
+"""
 
 from __future__ import annotations
 

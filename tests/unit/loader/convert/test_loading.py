@@ -1,4 +1,7 @@
-"""A converted checkpoint goes the way of any other: into shared memory, into an engine, into a program of one's own."""
+"""A converted checkpoint loads as any other.
+
+It loads into shared memory, into an engine, and into a user's program.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,10 @@ def info(directory: Path) -> ModelInfo:
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_an_old_model_runs_in_the_built_in_engine(tmp_path: Path, segment_name: str, legacy: bool) -> None:
-    """From a pickle with tied embeddings to logits, those of transformers itself."""
+    """An old model runs in the builtin engine.
+
+    From a pickle with tied embeddings it gives the logits of transformers.
+    """
     config = LlamaConfig(**{**LLAMA, "tie_word_embeddings": True})
     torch.manual_seed(1)
     reference = LlamaForCausalLM(config).eval()

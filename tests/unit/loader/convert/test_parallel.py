@@ -1,4 +1,7 @@
-"""Models divided for several devices: the slices are those that transformers takes, and together they are the model."""
+"""Models split for several devices.
+
+The slices are those of transformers, and together they are the model.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ PHI3: dict[str, Any] = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_ty
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A random model of that configuration as transformers saves it; its tensors."""
+    """Write a random model as transformers saves it; return its tensors."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What goes in comes out, byte for byte, whatever its type, shape and place in memory."""
+"""Tensors survive a conversion byte for byte, whatever dtype, shape and strides."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
 @st.composite
 def a_tensor(draw: st.DrawFn, names: list[str]) -> torch.Tensor:
-    """Any type and any bits, dense or a view with gaps or another order of dimensions."""
+    """Generate any dtype and bits, dense or a view with gaps or permuted dimensions."""
     dtype: torch.dtype = getattr(torch, draw(st.sampled_from(names)))
     shape = draw(SHAPES if dtype != torch.float4_e2m1fn_x2 else SHAPES.filter(lambda s: len(s) > 0))
     count = math.prod(shape) * dtype.itemsize
@@ -61,7 +61,7 @@ def a_tensor(draw: st.DrawFn, names: list[str]) -> torch.Tensor:
 
 
 def can_copy(dtype: torch.dtype) -> bool:
-    """torch cannot make tensors of opaque bits contiguous, nor view them otherwise."""
+    """Return whether torch can copy it: it can neither pack nor view opaque bits."""
     return not str(dtype).startswith(("torch.bits", "torch.float4"))
 
 

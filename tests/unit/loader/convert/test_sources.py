@@ -1,4 +1,4 @@
-"""Every layout that is taken, and what is said of those that are not."""
+"""Every supported input layout, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_pickles_are_not_loaded_as_they_are(tmp_path: Path) -> None:
             open_path(path)
 
 
-# -- files that are not taken ----------------------------------------------------------------------------------------------------
+# -- unsupported files -----------------------------------------------------------------------------------------------------------
 
 
 class Evil:

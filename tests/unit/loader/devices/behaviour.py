@@ -1,4 +1,4 @@
-"""What every device must do, whatever is behind it: inherited by the tests of each."""
+"""Required behaviour of every device, inherited by the tests of each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Host:
 
 
 class DeviceBehaviour:
-    """`read` is what an engine that opened the arena's handle would see."""
+    """`read` returns what an engine sees through the arena's handle."""
 
     def read(self, arena: Arena, nbytes: int) -> bytes:
         raise NotImplementedError

@@ -1,4 +1,7 @@
-"""A CUDA driver whose device memory is host memory: streams are threads that copy, in order, while their gate is open."""
+"""A CUDA driver whose device memory is host memory.
+
+Streams are threads that copy in order while their gate is open.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,10 @@ class FakeEvent:
 
 
 class FakeDriver:
-    """`gate` holds back all copies while it is clear; `copies` are (offset of the device memory's start, bytes, urgent) as issued;
-    `fail_copy` and `fail_event` make the next call of that kind fail. Both are the driver's faults, on call and later.
+    """A fake driver.
+
+    `gate` blocks all copies while it is clear. `copies` are (offset from the device memory's start, bytes, urgent) as issued. `fail_copy`
+    and `fail_event` make the next call of that kind fail; the driver reports both at the call and later.
     """
 
     def __init__(self, devices: int = 1) -> None:

@@ -20,7 +20,7 @@ class TestCpu(DeviceBehaviour):
         device.close()
 
     def check(self, arena: Arena, host: Host) -> None:
-        """Nothing is copied: the engine maps the pool itself."""
+        """Check that there is no copy: the engine maps the pool itself."""
 
     def test_the_handle_says_where_in_the_pool_it_lies(self, device: Device) -> None:
         extents = (Extent(offset=0, nbytes=4096), Extent(offset=16384, nbytes=4096))

@@ -1,4 +1,7 @@
-"""A CUDA device on a driver that copies in host memory; tests/gpu holds the real one to the same."""
+"""A CUDA device on a driver that copies in host memory.
+
+tests/gpu checks the same behaviour on the real one.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,10 @@ class TestCuda(DeviceBehaviour):
         assert arena.release() == SEGMENT
 
     def test_an_error_that_nobody_foresaw_ends_no_thread(self, device: Device, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As of a binding that refuses an argument: without the thread every later load would wait for ever."""
+        """An unexpected error ends no thread.
+
+        A binding may refuse an argument: without the thread every later load would wait for ever.
+        """
 
         def refuse(*_: object) -> None:
             raise OverflowError("an argument is out of range")

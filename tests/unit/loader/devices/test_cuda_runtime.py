@@ -1,4 +1,7 @@
-"""cuda-bindings as it is installed: every name and signature that is used; without a driver each call says so."""
+"""The installed cuda-bindings has every name and signature that Thaw uses.
+
+Without a driver each call reports that.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class TestWithoutADriver:
             load_cuda()
 
     def test_every_call_is_one_that_the_package_has(self, runtime: CudaRuntime) -> None:
-        """Wrong names and arguments are AttributeErrors and TypeErrors; right ones reach the missing driver."""
+        """Every call exists in the package.
+
+        Wrong names and arguments are AttributeErrors and TypeErrors; right ones reach the missing driver.
+        """
         memory = mmap.mmap(-1, mmap.PAGESIZE)
         anchor = ctypes.c_char.from_buffer(memory)
         address, size = ctypes.addressof(anchor), mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""The elbow of a size/throughput curve; measuring and remembering it."""
+"""The elbow of a size/throughput curve: measurement and storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 
 def bus(latency: float, rate: float) -> list[Point]:
-    """A bus that takes `latency` for every copy and then `rate` bytes per second."""
+    """Simulate a bus with `latency` for every copy and `rate` bytes per second."""
     return [Point(64 * KIB * 2**i, 1 / (latency / (64 * KIB * 2**i) + 1 / rate)) for i in range(11)]
 
 
@@ -28,7 +28,7 @@ def bus(latency: float, rate: float) -> list[Point]:
         (bus(4e-6, 25e9), 2 * MIB),  # 100 kB of latency: 19 times that is 95 % of the rate
         (bus(0.0, 25e9), 64 * KIB),
         (bus(1.0, 25e9), 64 * MIB),
-        ([Point(KIB, 10.0), Point(2 * KIB, 3.0), Point(4 * KIB, 9.9), Point(8 * KIB, 10.1)], 4 * KIB),  # luck does not count
+        ([Point(KIB, 10.0), Point(2 * KIB, 3.0), Point(4 * KIB, 9.9), Point(8 * KIB, 10.1)], 4 * KIB),  # an outlier does not count
         ([Point(KIB, 1.0), Point(2 * KIB, 10.0), Point(4 * KIB, 7.0)], 2 * KIB),  # slower again beyond the peak
     ],
 )

@@ -1,4 +1,7 @@
-"""The pool's chunks as the source of copies: page-locked when they are populated, copied wherever they lie, let go before they are punched."""
+"""The pool's chunks as the source of copies.
+
+They are page-locked when populated, copied from any place, and unlocked before they are punched.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouping, order and the watermark, without any device."""
+"""Grouping, order and the watermark, without a device."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_nothing_is_held_back_from_an_idle_bus() -> None:
     first = queue.next()
     assert first is not None
     queue.add(1, Run(1, 1, 1))
-    assert queue.next() is None  # worth no copy of its own while another runs
+    assert queue.next() is None  # too small for a copy of its own while another runs
     queue.done(first)
     assert queue.next() is not None
 
@@ -100,7 +100,7 @@ def test_requests_first_from_the_next_group_on() -> None:
     queue.add(1, Run(0, 0, 1000))
     assert [g.arena for g in (queue.next(),) if g] == [1]
     queue.add(2, Run(0, 0, 10))
-    assert [g.arena for g in (queue.next(), queue.next()) if g] == [2, 1]  # small as it is, it does not wait for the background
+    assert [g.arena for g in (queue.next(), queue.next()) if g] == [2, 1]  # though small, it does not wait for the background
 
 
 def test_raised_priority() -> None:

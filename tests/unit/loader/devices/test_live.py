@@ -1,4 +1,7 @@
-"""Weights brought to GPUs by the loader's own loop, on a driver that copies in host memory: held, shared, given back, and what fails."""
+"""The loader's loop loads weights to GPUs.
+
+The driver copies in host memory. The tests cover holders, sharing, release, and failures.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[GpuBench]:
 
 @pytest.fixture
 async def card(bench: GpuBench, tmp_path: Path) -> ModelCard:
-    """Of a model that fills more than one chunk, in two files."""
+    """Build a card of a model with more than one chunk, in two files."""
     write_checkpoint(tmp_path / "m", tensors(1.5 * CHUNK_BYTES / 1e6), shards=2)
     return await bench.card(tmp_path / "m")
 

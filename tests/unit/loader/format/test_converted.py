@@ -1,4 +1,4 @@
-"""Indexes of converted checkpoints that lie, and what is said of them."""
+"""Invalid indexes of converted checkpoints, and their errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ def index(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def sealed(content: dict[str, Any] | bytes) -> bytes:
-    """As it is stored, with a right checksum: what follows must be seen without its help. Bytes are the lines of the tensors."""
+    """Return an index with a correct checksum, so that later checks find its errors.
+
+    Args:
+        content: The index; as bytes, the lines of its tensors.
+    """
     head = index() if isinstance(content, bytes) else content
     lines = content if isinstance(content, bytes) else b",\n".join(json.dumps(t).encode() for t in content["tensors"])
     first = json.dumps({k: v for k, v in head.items() if k != "tensors"}).encode().removesuffix(b"}")
@@ -63,7 +67,7 @@ def signed(body: bytes) -> bytes:
 
 
 def check(found: Index) -> None:
-    """What readers rely on."""
+    """Check what readers rely on."""
     sizes = {p.rank: p.size for p in found.partitions}
     assert sorted(sizes) == list(range(found.ranks))
     places: dict[int, list[tuple[int, int]]] = {rank: [] for rank in sizes}
@@ -236,7 +240,7 @@ def test_noise_is_refused(data: bytes) -> None:
 
 
 def test_small_lies_take_little_memory() -> None:
-    """Sizes that are claimed are never allocated."""
+    """Small files with false sizes take little memory: nothing allocates such sizes."""
     lies = [index(entry(shape=(BIG,) * 64, size=8, stride=(1,) * 64)), partitions(size=BIG, tensors=BIG), index(ranks=1024)]
     tracemalloc.start()
     try:

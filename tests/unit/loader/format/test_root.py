@@ -1,4 +1,4 @@
-"""Paths that cannot even be looked at: whoever is given one says so, by its name, with what is to be done."""
+"""Unreadable paths: each reader reports the path, with a remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def door(request: pytest.FixtureRequest) -> Door:
 
 @pytest.fixture
 def closed() -> Iterator[Path]:
-    """A model in a directory that only its owner enters."""
+    """Create a model in a directory that only its owner can enter."""
     with tempfile.TemporaryDirectory(prefix="thaw-test-", dir="/tmp") as directory:
         write_checkpoint(Path(directory) / "m")
         Path(directory).chmod(0o700)

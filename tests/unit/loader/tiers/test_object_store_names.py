@@ -1,4 +1,4 @@
-"""Names of buckets that no object store takes."""
+"""Bucket names that no object store accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The parts of tiers and cache that decide: names, ranges, retries, eviction, who is read first, checksums."""
+"""Decisions of tiers and cache.
+
+Names, ranges, retries, eviction, read order, checksums.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def test_what_is_a_model_s() -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "thaw.index.json"])
 def test_an_index_of_a_terabyte_is_not_read(name: str) -> None:
-    """A loader that made room for it would be killed."""
+    """An index of a terabyte is not read: its buffer would get the loader killed."""
     with pytest.raises(CheckpointInvalid, match=rf"there/{name} is over \d+ bytes; that is no configuration file"):
         select({name: 1 << 40}, "there", lambda name: pytest.fail("it was read"))
 
@@ -240,7 +243,7 @@ def test_waiting_for_checksums_is_called_off() -> None:
     file = TierFile("f", 4, sha256="0" * 64)
     verifier = Verifier([file], "there", lambda f: None)
     verifier.put(file, 2, memoryview(b"cd"))
-    verifier.wait()  # the rest is not of this load
+    verifier.wait()  # the rest belongs to another load
     verifier.close()
     verifier.put(file, 0, memoryview(b"ab"))
     assert not verifier.whole("f")

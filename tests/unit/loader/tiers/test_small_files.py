@@ -1,4 +1,7 @@
-"""Small files of a remote model: synced before they are named, and fetched again when they are not what was fetched."""
+"""Small files of a remote model.
+
+They are synced before they are named, and fetched again if they do not match.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Source:
 
 
 def bring(source: Source, directory: Path) -> int:
-    """Reads that bringing them took."""
+    """Return the number of reads that fetching the files took."""
     before = source.reads
     bring_small_files(cast(Tier, source), directory, trust_remote_code=False)
     assert (directory / "config.json").read_bytes() == source.content

@@ -1,4 +1,4 @@
-"""What the command line says when something cannot be done: what happened, and what to do about it."""
+"""Define the command line's errors: what happened, and what to do about it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 class CommandError(Exception):
-    """One line saying what happened (`what`) and one saying what to do (`remedy`). Ends a command with status 1."""
+    """Failure of a command: what happened (`what`) and what to do (`remedy`).
+
+    The command exits with status 1.
+    """
 
     def __init__(self, what: str, remedy: str = "", *, code: str = "failed", details: list[dict[str, Any]] | None = None) -> None:
         self.what = what

@@ -1,4 +1,6 @@
-"""Random credentials for a containerised mesh: `python -m thaw.secrets DIRECTORY --node FOLDER=NAME …`.
+"""Make credentials: `python -m thaw.secrets DIRECTORY --node FOLDER=NAME …`.
+
+The credentials are random, for a mesh in containers.
 
     nats/passwords.conf            passwords of all NATS users; kept from run to run
     nats/authorization.conf        users and permissions, included by compose/nats.conf; written by every run
@@ -7,8 +9,9 @@
     gateway/, scheduler/, migrator/, FOLDER/
                                    a THAW_SECRETS_DIR for each service and each node, with just what it needs
 
-Existing passwords are kept, so a second start uses the credentials of the first. Each directory can be a volume of its own: files that
-are derived from a password are written again if they are missing or differ.
+Existing passwords are kept, so a second start uses the credentials of the first. Each directory can
+be a volume of its own: files that are derived from a password are written again if they are missing
+or differ.
 """
 
 from __future__ import annotations
@@ -71,12 +74,14 @@ def make_secrets(
 
 
 def authorization(passwords: Mapping[str, str], nodes: Iterable[str], *, peers: bool = False) -> str:
-    """Return the body of nats-server's `authorization` block: a user for each service and each node.
+    """Return the body of nats-server's `authorization` block.
+
+    It has a user for each service and each node.
 
     Args:
         passwords: By user, for `SERVICES` and the users of `nodes`.
         nodes: Names of nodes.
-        peers: Whether a node may hear the loaders of other nodes.
+        peers: True if nodes may receive the messages of other nodes' loaders.
     """
     services, _, template = PERMISSIONS.read_text().partition(_NODE_SECTION)
     parts, users = [services], {service: service.upper() for service in SERVICES}
@@ -96,7 +101,10 @@ def authorization(passwords: Mapping[str, str], nodes: Iterable[str], *, peers: 
 
 
 def _passwords(path: Path, users: tuple[str, ...]) -> dict[str, str]:
-    """Passwords by user. Users of a newer version, or a new node, get theirs; the others keep what they have."""
+    """Return passwords by user.
+
+    Users of a newer version, or of a new node, get new passwords; existing passwords are kept.
+    """
     there = path.read_text() if path.exists() else ""
     known = {user.lower() for user, _ in _PASSWORD.findall(there)}
     missing = "".join(f'{user.upper()}_PASSWORD: "{secrets.token_hex(24)}"\n' for user in users if user not in known)

@@ -33,10 +33,18 @@ _TIMEOUT = httpx.Timeout(15.0, connect=3.0)
 
 
 class Api(Gateway):
-    """A gateway whose answers are messages. Raises `CommandError` for everything that fails: the gateway's own words, and what to do."""
+    """Client of a gateway whose responses are messages.
+
+    Raises:
+        CommandError: Any call failed; the message is the gateway's, with a remedy.
+    """
 
     def client(self, timeout: httpx.Timeout) -> httpx.Client:
-        """A client to be closed by its user. Proxies of the environment are not for a mesh; its authorities (SSL_CERT_FILE) are."""
+        """Make an HTTP client, which the caller closes.
+
+        A mesh is called without the environment's proxies, but with its authorities
+        (SSL_CERT_FILE).
+        """
         return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, verify=self._trusted())
 
     def _get(self, reply: type[M], method: str, path: str, body: BaseModel | None = None, **options: Any) -> M:

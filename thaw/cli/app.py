@@ -104,14 +104,20 @@ def _root(
 
 
 def _asks_json(arguments: list[str]) -> bool:
-    """Whether one JSON document is to be printed, as far as that can be seen before the arguments are understood."""
+    """True if the command is to print one JSON document.
+
+    The answer is a guess, because the arguments are not parsed yet.
+    """
     if arguments[:1] == ["simulate"]:  # its --json takes a path
         return "--json=-" in arguments or ("--json", "-") in pairwise(arguments)
     return "--json" in arguments
 
 
 def _run_ps(arguments: list[str]) -> None:
-    """Run `thaw ps` where nothing needs to be parsed: parsing one option costs typer more than the command itself."""
+    """Run `thaw ps` without parsing, if it has no options.
+
+    Parsing one option costs typer more than the command itself.
+    """
     from thaw.cli.ps import ps
 
     ps(as_json=bool(arguments))

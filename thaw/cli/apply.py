@@ -1,4 +1,7 @@
-"""Waiting for a mesh to be ready, and bringing its models to what a thaw.yaml says: only the difference is applied."""
+"""Wait until a mesh is ready, and apply the models of a thaw.yaml.
+
+Only the difference to the present models is applied.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,11 @@ _POLL_S = 0.1
 
 
 def await_ready(api: Api, home: Home, out: Console, plan: MeshPlan | None = None) -> None:
-    """Until the gateway is ready and every node of the plan, with its loader, is seen. Raises `CommandError` after 90 s, or at once
-    when a service keeps crashing."""
+    """Wait until the gateway, and every node of the plan with its loader, is ready.
+
+    Raises:
+        CommandError: The mesh is not ready after 90 s, or a service keeps crashing (at once).
+    """
     names = {n.name for n in (plan or read_plan(home)).nodes}
     deadline = time.monotonic() + _READY_BOUND_S
     missing = "the gateway"
@@ -57,8 +63,11 @@ def _missing(api: Api, names: set[str]) -> str:
 
 
 def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Console, *, declared: bool = True) -> Document:
-    """Register `specs` and, if they are what a file declares, remove what an earlier version of it declared and this one does not.
-    Models registered by hand are left alone."""
+    """Register `specs`, and remove models that the file no longer declares.
+
+    Models are removed only if `specs` are a file's, and an earlier version of that file declared
+    them. Models registered by hand are unchanged.
+    """
     record = home.root / "declared.json"
     before = set((read_json(record) or {}).get("models", [])) if declared else set()
     if not specs and not before:
@@ -89,8 +98,10 @@ def _adapters_first(api: Api, names: set[str]) -> list[str]:
 
 
 def differences(home: Home, wanted: Wanted) -> list[str]:
-    """What of the mesh itself is asked to be other than it runs, by its keys in thaw.yaml; that needs a restart. What neither options nor file
-    say is as it should be."""
+    """Return the settings that differ from the running mesh, by their thaw.yaml keys.
+
+    They need a restart. Settings that neither options nor the file set do not differ.
+    """
     try:
         plan = read_plan(home)
     except (CommandError, ValueError):

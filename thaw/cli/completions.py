@@ -1,4 +1,4 @@
-"""Chat completions over HTTP, streamed, as the command line needs them: pieces of text, then the figures."""
+"""Stream chat completions over HTTP for the command line: text, then figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SILENCE_S = 600.0
 
 @dataclass
 class Completion:
-    """What a streamed answer turned out to be. Times in milliseconds as this client saw them."""
+    """A finished stream: its figures. Times are milliseconds on this client's clock."""
 
     request_id: str = ""
     text: str = ""
@@ -43,8 +43,14 @@ def stream_chat(
     waiting: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> Iterator[str]:
-    """Yield the answer's text as it arrives and fill in `completion`. `waiting` is called with the gateway's messages while a model starts.
-    Raises `CommandError`, also when the stream ends with an error."""
+    """Yield the response's text as it arrives, and fill in `completion`.
+
+    Args:
+        waiting: Called with the gateway's messages while a model starts.
+
+    Raises:
+        CommandError: The request failed, or the stream ended with an error.
+    """
     body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}
     headers = {"authorization": f"Bearer {api.api_key}"} if api.api_key else {}
     began = time.monotonic()

@@ -65,7 +65,10 @@ def convert(
 
 
 def _run(arguments: list[str], out: Console) -> dict[str, Any]:
-    """The conversion's own report. A process of its own: the command line does not import services."""
+    """Run the conversion as a process, and return its report.
+
+    The command line does not import services.
+    """
     command = [sys.executable, "-m", "weights.convert", *arguments]
     with (
         tempfile.TemporaryFile("w+") as errors,

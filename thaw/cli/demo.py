@@ -1,4 +1,7 @@
-"""The demo of `thaw up --demo`: three models made on the spot, on a device whose budget holds two of them."""
+"""Run the demo of `thaw up --demo`: three models on a device with memory for two.
+
+The models are made on the spot.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,11 @@ def model_name(size: str) -> str:
 
 
 def make_models(home: Home, out: Console, sizes: tuple[str, ...] = SIZES) -> tuple[ModelSpec, ...]:
-    """Make those demo models that are not there yet, at the same time, in processes of their own. Returns their registrations."""
+    """Make missing demo models concurrently, each in a process.
+
+    Returns:
+        The models' registrations.
+    """
     missing = [s for s in sizes if not (home.models / model_name(s)).is_dir()]
     if missing:
         if not out.is_terminal:  # where the bars below do not show
@@ -89,7 +96,10 @@ def _show_progress(out: Console, names: list[str], shares: Any, jobs: list[Futur
 
 
 def card_of(spec: ModelSpec) -> ModelCard:
-    """The card of a demo model, read from its own files before there is a loader to inspect them."""
+    """Return the card of a demo model, read from its own files.
+
+    There is no loader yet to inspect them.
+    """
     directory = Path(spec.source)
     config = json.loads((directory / "config.json").read_text())
     weights = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
@@ -119,7 +129,10 @@ def budget_for_two(specs: tuple[ModelSpec, ...]) -> int:
 
 @contextmanager
 def usable_key(api: Api) -> Iterator[None]:
-    """Give `api` a key for the demo's requests where the endpoint needs one and THAW_API_KEY is not set; it is revoked at the end."""
+    """Give `api` a temporary key for the demo's requests, if the endpoint needs one.
+
+    No key is made if THAW_API_KEY is set. The key is revoked at the end.
+    """
     keys = KeyList.model_validate(api.request("GET", "/admin/v1/keys"))
     is_needed = keys.required or keys.configured or any(key.scope == "inference" for key in keys.keys)
     if api.api_key or not is_needed:
@@ -137,7 +150,11 @@ def usable_key(api: Api) -> Iterator[None]:
 
 
 def ask_each(api: Api, specs: tuple[ModelSpec, ...], out: Console) -> list[Document]:
-    """One chat request to each model; prints each answer's start and its waterfall. Raises `CommandError` if one fails."""
+    """Send each model a chat request, and print the response's start and waterfall.
+
+    Raises:
+        CommandError: A request failed.
+    """
     answers: list[Document] = []
     for spec in specs:
         completion = Completion()

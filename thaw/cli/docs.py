@@ -1,4 +1,7 @@
-"""`thaw docs` (hidden): references that are generated from the code, for those who maintain the documents."""
+"""Implement `thaw docs` (hidden): references that are generated from the code.
+
+Maintainers of the documents use them.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,10 @@ def doctor(
 
 
 def _findings(home: Home) -> Iterable[Finding]:
-    """Of this machine; or, where THAW_URL names a gateway and no mesh of `thaw up` runs here, of the mesh behind it."""
+    """Return the findings about this machine, or about the mesh behind a gateway.
+
+    The latter applies if THAW_URL names a gateway and no mesh of `thaw up` runs here.
+    """
     if os.environ.get("THAW_URL") and running_status(home) is None:
         return examine_remote(Api.find(home))
     return chain(examine(home), (exposure.of_home(home),))

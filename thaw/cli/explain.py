@@ -1,4 +1,7 @@
-"""`thaw explain`: what was decided for a model, a request or by a plan, and why; and what would be decided if."""
+"""Implement `thaw explain`: placement decisions and their reasons.
+
+The subject is a model, a request or a plan. The command also shows hypothetical decisions.
+"""
 
 from __future__ import annotations
 

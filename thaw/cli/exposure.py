@@ -1,4 +1,4 @@
-"""What `thaw up` and `thaw doctor` say of an endpoint that other machines can reach."""
+"""Check an endpoint's exposure to other machines, for `thaw up` and `thaw doctor`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,28 @@ _VARIABLE = "THAW_REQUIRE_KEY"
 
 
 def of_running(api: Api, plan: MeshPlan) -> Finding:
-    """The endpoint of a mesh that runs. Raises `CommandError` if its gateway does not answer."""
+    """Check the endpoint of a running mesh.
+
+    Raises:
+        CommandError: Its gateway does not answer.
+    """
     return judge(plan.host, KeyList.model_validate(api.request("GET", "/admin/v1/keys")))
 
 
 def of_wanted(wanted: Wanted) -> Finding:
-    """The endpoint that `thaw up` would start. Keys that were made with `thaw keys add` cannot be seen before."""
+    """Check the endpoint that `thaw up` would start.
+
+    Keys that were made with `thaw keys add` are not known before the start.
+    """
     configured = len(wanted.api_key_hashes) + bool(os.environ.get("THAW_API_KEYS")) + bool(os.environ.get("THAW_API_KEYS_FILE"))
     return judge(wanted.host_or_default, KeyList(configured=configured, required=requires_key(wanted)))
 
 
 def of_home(home: Home) -> Finding:
-    """For `thaw doctor`: the mesh that runs under `home`, or else the one that this shell's variables describe."""
+    """Check the endpoint for `thaw doctor`.
+
+    It is the endpoint of the mesh under `home`, or else that of this shell's variables.
+    """
     try:
         return of_running(Api.local(home), read_plan(home)) if running_status(home) else of_wanted(Wanted(mesh=MeshConfig()))
     except (CommandError, ValueError) as e:

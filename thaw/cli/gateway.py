@@ -1,4 +1,7 @@
-"""HTTP calls to a gateway, with the standard library: importing httpx takes longer than most commands."""
+"""Call a gateway over HTTP with the standard library.
+
+Importing httpx takes longer than most commands.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,10 @@ class Gateway:
 
     @classmethod
     def local(cls, home: Home) -> Self:
-        """The gateway of the mesh under `home`, whatever THAW_URL and THAW_ADMIN_KEY say: they may be another mesh's."""
+        """Return the gateway of the mesh under `home`.
+
+        THAW_URL and THAW_ADMIN_KEY are ignored, because they may be another mesh's.
+        """
         endpoints = read_json(home.endpoints_file)
         if endpoints is None:
             raise NotRunning(home.root)
@@ -136,7 +142,10 @@ class Gateway:
             ) from e
 
     def send(self, method: str, path: str, content: str | None, timeout: float) -> Answer:
-        """Make one call. Proxies of the environment are not for a mesh; its authorities (SSL_CERT_FILE) are.
+        """Make one call.
+
+        A mesh is called without the environment's proxies, but with its authorities
+        (SSL_CERT_FILE).
 
         Raises:
             CommandError: No connection.
@@ -193,7 +202,10 @@ def _context(*, check: bool) -> ssl.SSLContext:
 
 
 def _secret(name: str) -> str | None:
-    """A file of THAW_SECRETS_DIR, as the services' settings read it: in a gateway's container the admin key lies there."""
+    """Read a file of THAW_SECRETS_DIR, as the services' settings do.
+
+    A gateway's container has its admin key there.
+    """
     directory = os.environ.get("THAW_SECRETS_DIR")
     path = Path(directory) / name if directory else None
     return path.read_text().strip() if path is not None and path.is_file() else None

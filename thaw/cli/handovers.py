@@ -1,4 +1,7 @@
-"""How a request went from engine to engine: a lane for each that served it, over the request's whole time."""
+"""Show a request's way from engine to engine, over the request's whole time.
+
+There is a lane for each instance that served it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,13 @@ _MIN_WIDTH = 20
 
 @dataclass(frozen=True)
 class Lane:
-    """One stretch on one instance, in milliseconds since the request arrived. `from_ms`: when the client began to wait for it; `began_ms`: its
-    first token; None: there was none. `handover`: the one that moved it there; None: it started there."""
+    """A stretch of a request on one instance, in ms since the request arrived.
+
+    Attributes:
+        from_ms: When the client began to wait for this instance.
+        began_ms: First token; None: there was none.
+        handover: The hand-off to this instance; None: the request started here.
+    """
 
     instance_id: str
     from_ms: float
@@ -97,7 +105,7 @@ def handovers_chart(trace: RequestTrace, console: Console) -> RenderableType | N
 
 
 def migration_lines(record: MigrationRecord, request_id: str) -> list[str]:
-    """One migration as far as it concerns a request: what became of it, and its rounds."""
+    """Describe a migration as far as it concerns a request: its outcome and rounds."""
     moved = next(m for m in record.requests if same(m.request_id, request_id))
     colour = _COLOURS.get(record.state, "cyan")
     pause = f", pause {moved.pause_ms:.0f} ms" if moved.pause_ms is not None else ""
@@ -120,7 +128,10 @@ def _round(x: MigrationRound, among: Sequence[MigrationRound]) -> str:
 
 
 def same(attempt: str, request_id: str) -> bool:
-    """Whether an engine's name for a request is one of this request's attempts: they have a number behind it."""
+    """True if the engine's name of a request is one of this request's attempts.
+
+    Attempts have a number appended.
+    """
     base, _, number = attempt.rpartition("-")
     return attempt == request_id or (base == request_id and number.isdigit())
 

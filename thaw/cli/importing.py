@@ -84,7 +84,11 @@ def _check_size(memory: str) -> None:
 
 
 def _write(target: Path, text: str) -> None:
-    """Write a new file. Raises `CommandError` if one is there, or it cannot be written."""
+    """Write a new file.
+
+    Raises:
+        CommandError: The file exists, or cannot be written.
+    """
     try:
         with target.open("x") as file:
             file.write(text)

@@ -1,4 +1,7 @@
-"""Commands that are imported when they are run: `thaw --help` needs their names and one line of each, not the modules behind them."""
+"""Import commands when they run.
+
+`thaw --help` needs their names and one line of each, not the modules behind them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of tables that several commands show: names of models, progress of parking, migrations."""
+"""Format common parts of tables: names of models, progress of parking, migrations."""
 
 from __future__ import annotations
 
@@ -73,7 +73,11 @@ def show_migrations(out: Console, records: Iterable[MigrationRecord]) -> None:
 
 
 def summary(records: Iterable[MigrationRecord]) -> dict[str, Any]:
-    """Of the migrations that are over: how many by outcome, requests that moved with their tokens, and the longest pause."""
+    """Summarise the finished migrations.
+
+    The summary has their number by outcome, the requests that moved with their tokens, and the
+    longest pause.
+    """
     over = [r for r in records if r.state in FINAL]
     moved = [m for r in over for m in r.requests if m.outcome == "moved"]
     return {

@@ -58,7 +58,10 @@ def load(
 
 
 def _load(path: str, threads: int, ready: bool, verify: bool) -> dict[str, Any]:
-    """The loader's own report. A process of its own: the command line does not import services."""
+    """Run the load as a process, and return the loader's report.
+
+    The command line does not import services.
+    """
     command = [sys.executable, "-m", "weights.load", path, "--threads", str(threads)]
     command += [option for option, wanted in (("--ready", ready), ("--verify", verify)) if wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -78,7 +81,10 @@ def _load(path: str, threads: int, ready: bool, verify: bool) -> dict[str, Any]:
 
 
 def _stages(document: dict[str, Any]) -> Table:
-    """Stages in wall time; below them what the reading threads did, in the time of all threads together."""
+    """Format stages in wall time, and below them the reading threads' steps.
+
+    The steps are in the time of all threads together.
+    """
     table = Table("stage", "time", "bytes", "bandwidth")
     for stage in document["stages"]:
         size = format_size(document["bytes"]) if stage.get("gb_per_s") else ""

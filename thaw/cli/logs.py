@@ -57,7 +57,10 @@ def logs(
 
 
 def log_files(home: Home, service: str) -> dict[str, Path]:
-    """Log files by name: of the service called so, of its processes on every node; or of engines and their zygote."""
+    """Return log files by name.
+
+    They are those of the named service's processes on every node, or of engines and their zygote.
+    """
     known = {p.name.removesuffix(".log"): p for p in sorted(home.logs.glob("*.log"))}
     found = {n: p for n, p in known.items() if n == service or n.startswith(f"{service}.")}
     if not found and len(service) >= 4:

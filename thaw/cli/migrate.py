@@ -1,4 +1,7 @@
-"""`thaw migrate`: running requests move to another engine, and their clients notice nothing."""
+"""Implement `thaw migrate`: move running requests to another engine.
+
+Clients do not notice the move.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,11 @@ def _is_instance(cluster: ClusterView, what: str) -> bool:
 
 
 def describe(record: MigrationRecord, asked: str | None = None) -> str:
-    """One line for people. `asked`: the request's id as its client knows it; engines and gateways have another one for it."""
+    """Describe a migration in one line.
+
+    Args:
+        asked: The request's id as its client knows it; engines and gateways use another id.
+    """
     line = _describe(record, asked or record.request_id)
     return line if asked is None or record.request_id is None else line.replace(escape(record.request_id), escape(asked))
 
@@ -82,7 +89,10 @@ def _describe(record: MigrationRecord, request_id: str | None) -> str:
 
 
 def concerning(records: list[MigrationRecord], request_id: str) -> list[MigrationRecord]:
-    """Those that had to do with a request, the earliest first. Engines know it by its attempts' names, with a number behind."""
+    """Return the migrations of a request, the earliest first.
+
+    Engines know the request by its attempts' names, with a number appended.
+    """
     found = [r for r in records if any(same(m.request_id, request_id) for m in r.requests)]
     return sorted(found, key=lambda r: r.created)
 

@@ -111,7 +111,7 @@ def _refuse_other_source(registered: dict[str, ModelSpec], specs: tuple[ModelSpe
 
 
 def changed_options(old: ModelSpec, new: ModelSpec) -> list[str]:
-    """The options that differ, one line each; values that may hold secrets are left out."""
+    """Return the options that differ, one line each, without possible secrets."""
     lines = []
     for name in ModelSpec.model_fields:
         before, after = getattr(old, name), getattr(new, name)
@@ -182,7 +182,7 @@ def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
 
 
 def show_difference(out: Console, result: ModelsAdded, changes: Mapping[str, list[str]] | None = None) -> None:
-    """Print what a registration changed: one line per model, and below it each option that changed."""
+    """Print the changes of a registration: a line per model and per changed option."""
     for mark, what, names in (
         ("[green]+[/]", "added", result.added),
         ("[yellow]~[/]", "changed", result.changed),

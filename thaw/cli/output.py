@@ -45,7 +45,11 @@ def show_error(error: CommandError, as_json: bool) -> None:
 
 
 def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
-    """Make a function into a verb: print its document with `--json`, its `CommandError` either way, and end with the right status."""
+    """Make a function into a command.
+
+    The command prints the function's document with `--json`, prints its `CommandError`, and exits
+    with the right status.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

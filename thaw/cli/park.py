@@ -1,4 +1,7 @@
-"""Progress of models that are suspended before their first request, for `thaw up`, `thaw ps` and `thaw models list`."""
+"""Show the progress of models that are suspended before their first request.
+
+`thaw up`, `thaw ps` and `thaw models list` use it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ def park_cell(view: ModelView) -> str:
 
 
 def changes(looks: Iterable[tuple[ModelView, ...]]) -> Iterator[tuple[str, ParkView]]:
-    """Each model's state when it becomes another one, until none is on its way any more: each parked, up, failed, impossible or waiting
-    for room."""
+    """Yield each model's state when it changes, until no model is in progress.
+
+    Each model is then parked, up, failed, impossible, or waiting for room.
+    """
     shown: dict[str, str] = {}
     for models in looks:
         parks = {m.card.name: m.park for m in models if m.park is not None}

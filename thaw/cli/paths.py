@@ -11,7 +11,10 @@ from thaw.errors import CommandError
 
 
 def program() -> str:
-    """How the user can call this command line: `thaw` if the shell finds it, else the path that was called."""
+    """Return the user's name for this command line.
+
+    It is `thaw` if the shell finds it, else the path of the call.
+    """
     called = Path(sys.argv[0])
     found = shutil.which("thaw")
     if called.name != "thaw" or (found is not None and Path(found).absolute() == called.absolute()):
@@ -22,7 +25,11 @@ def program() -> str:
 
 
 def local_path(written: str | Path) -> Path:
-    """Return the path in full, links unresolved. Raises `CommandError` for `~` of an unknown user."""
+    """Return the path in full, links unresolved.
+
+    Raises:
+        CommandError: `~` of an unknown user.
+    """
     try:
         return Path(written).expanduser().absolute()
     except RuntimeError as e:
@@ -30,7 +37,11 @@ def local_path(written: str | Path) -> Path:
 
 
 def model_directory(written: str) -> Path | None:
-    """Return the directory or .gguf file, links resolved; None if there is none. Raises `CommandError` if that cannot be determined."""
+    """Return the directory or .gguf file, links resolved; None if there is none.
+
+    Raises:
+        CommandError: The file system gives no answer.
+    """
     path = local_path(written)
     try:
         path = path.resolve()

@@ -1,4 +1,7 @@
-"""The gateway's JSON read like the messages that it is made of, without pydantic: `thaw ps` answers before pydantic is imported."""
+"""Read the gateway's JSON without pydantic, with attributes like the messages'.
+
+`thaw ps` answers before pydantic is imported.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from typing import Any
 
 
 class Plain:
-    """A JSON object whose fields are attributes. A field that is missing is None, as from an older gateway."""
+    """A JSON object whose fields are attributes.
+
+    A missing field is None, as from an older gateway.
+    """
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields

@@ -70,7 +70,10 @@ def ps(as_json: Json = False) -> Document:
 
 
 def _services(gateway: Gateway) -> dict[str, Any]:
-    """Return the processes of a mesh on this machine; empty where another starts them (systemd, containers)."""
+    """Return the processes of a mesh on this machine.
+
+    The result is empty if another launcher starts them (systemd, containers).
+    """
     status = read_json(Home.from_environment().supervisor_file) if gateway.own else None
     try:
         if status is None or not Identity(**status["supervisor"]).alive():
@@ -104,7 +107,10 @@ def _instances(cluster: ClusterView) -> dict[str, list[tuple[NodeView, InstanceS
 
 
 def state_of(view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]) -> str:
-    """A model's state in one word: that of its best instance; without any, cold, waiting (for room) or failed."""
+    """Return a model's state in one word: that of its best instance.
+
+    Without an instance the state is cold, waiting (for room) or failed.
+    """
     if instances:
         order = [
             InstanceState.READY,
@@ -123,7 +129,11 @@ def state_of(view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]) 
 
 
 def facts_of(node: NodeView, i: InstanceStatus) -> dict[str, object]:
-    """One instance, with what its last suspension freed, and its last start, suspension and resumption: when, and how long each took."""
+    """Return the facts about one instance.
+
+    They include the bytes that its last suspension freed, and the time and duration of its last
+    start, suspension and resumption.
+    """
     state = InstanceState(i.state)
     return {
         "instance_id": i.instance_id,
@@ -204,7 +214,11 @@ def _adapter_rows(view: ModelView, instances: list[tuple[NodeView, InstanceStatu
 
 
 def _instance_cells(node: NodeView, instance: InstanceStatus, waiting: str, moving: str) -> tuple[str, ...]:
-    """Return the cells of one instance. `moving`: where its requests are being moved to, or from."""
+    """Return the cells of one instance.
+
+    Args:
+        moving: The instance that its requests move to, or from.
+    """
     now = InstanceState(instance.state)
     state = f"{now.value} {moving}".rstrip()
     if now.starting:

@@ -1,4 +1,7 @@
-"""The checks of `thaw doctor` where another launcher runs the mesh (containers, systemd, another machine): what the gateway can see."""
+"""Check a mesh through its gateway, for `thaw doctor`.
+
+Another launcher runs that mesh (containers, systemd, another machine).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _WITHIN = httpx.Timeout(5.0, connect=3.0)
 
 
 def examine_remote(api: Api) -> Iterator[Finding]:
-    """Findings about the mesh behind the gateway; this machine needs neither torch nor a state directory for it."""
+    """Return findings about the mesh behind the gateway.
+
+    This machine needs neither torch nor a state directory for it.
+    """
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.release()}")
     gateway = _gateway(api)
     yield gateway

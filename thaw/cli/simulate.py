@@ -1,4 +1,4 @@
-"""`thaw simulate`: what the scheduling policies would do with a cluster and a workload that are not there."""
+"""Implement `thaw simulate`: policies on a simulated cluster and workload."""
 
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ def _burst(text: str) -> list[float]:
 
 
 def _simulate(order: dict[str, Any], out: Console) -> Document:
-    """The simulation's own document. A process of its own: the command line does not import services."""
+    """Run the simulation as a process, and return its document.
+
+    The command line does not import services.
+    """
     command = [sys.executable, "-m", "simulator"]
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     last = ""
@@ -187,7 +190,10 @@ def _simulate(order: dict[str, Any], out: Console) -> Document:
 
 
 def _tables(runs: Runs) -> tuple[Table, Table]:
-    """How requests fared, and what it took: a line for each run; with several seeds, a line of means for each policy instead."""
+    """Format the latency and cost of requests: a line for each run.
+
+    With several seeds there is a line of means for each policy instead.
+    """
     ttft, tpot = ("TTFT p50", "p95", "p99"), ("TPOT p50", "p95", "p99")
     fared = Table("policy", "seed", "requests", "failed", *ttft, *tpot, "SLO", "functions")
     tiers = [t for t in runs[0]["loads"] if any(r["loads"][t] for r in runs)]

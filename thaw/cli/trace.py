@@ -20,7 +20,10 @@ from thaw.errors import CommandError
 
 
 def _migrations(api: Api, request: RequestTrace) -> list[MigrationRecord]:
-    """The latest, and those that moved the request; none while no scheduler leads, which is no reason not to show a trace."""
+    """Return the latest migrations, and those that moved the request.
+
+    The result is empty while no scheduler leads, because the trace can be shown without them.
+    """
     try:
         found = {m.migration_id: m for m in api.migrations()}
         for named in {h.migration_id for h in request.handovers} - found.keys() - {None}:

@@ -113,8 +113,10 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
 
 
 def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console, detach: bool) -> tuple[Identity, Document]:
-    """Whatever goes wrong, nothing is left running that was not running before; but with `detach` a mesh that is up stays up if a model cannot be
-    registered."""
+    """Start the mesh; on an error stop every process that was not running before.
+
+    With `detach`, a mesh that is ready keeps running if a model cannot be registered.
+    """
     control.check_unused(home, wanted.host_or_default, wanted.port_or_default)
     specs: tuple[ModelSpec, ...] = ()
     budget = 0
@@ -144,7 +146,7 @@ def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: C
 def _furnish(
     home: Home, file: ThawFile | None, plan: MeshPlan, specs: tuple[ModelSpec, ...], budget: int, out: Console
 ) -> Document:
-    """Register the models in a mesh that has just started, and show the demo if there are `specs` of it."""
+    """Register the models in a new mesh, and run the demo if there are demo `specs`."""
     api = Api.local(home)
     document: Document = {"endpoint": f"{plan.gateway_url}/v1", "already_running": False, "nodes": _described(plan.nodes)}
     document["models"] = _apply_file(api, home, file, out)
@@ -173,7 +175,10 @@ def _warn(api: Api, plan: MeshPlan, out: Console) -> list[str]:
 
 
 def _apply_file(api: Api, home: Home, file: ThawFile | None, out: Console) -> Document:
-    """Without a file the models stay as they are: those of the file of an earlier start too."""
+    """Apply the file's models to the mesh.
+
+    Without a file the models are unchanged, also those of an earlier start's file.
+    """
     if file is None:
         return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
     return apply_models(api, home, file.models, out)
@@ -221,7 +226,11 @@ def _interrupt(*_: object) -> None:
 
 
 def _stay(home: Home, supervisor: Identity) -> None:
-    """Until the mesh ends by itself. Raises KeyboardInterrupt on Ctrl-C, SIGTERM and when the terminal is gone."""
+    """Wait until the mesh ends by itself.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, SIGTERM, or the terminal is gone.
+    """
     try:
         process = psutil.Process(supervisor.pid)
         while supervisor.alive():

@@ -1,4 +1,4 @@
-"""A trace as bars in the terminal: where every millisecond of the time to the first token went."""
+"""Draw a trace as bars in the terminal: the phases of the time to first token."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ class Row:
 
 
 def rows(spans: Sequence[PhaseSpan], critical: Sequence[CriticalSegment], start_ms: float, end_ms: float, width: int) -> list[Row]:
-    """One row for each phase of each process, in order of start, with the critical path solid.
+    """Return a row for each phase of each process, in order of start.
 
-    Every instant of the critical path is marked on exactly one row, so the rows' `waited_ms` sum to its length. Instants that no span
-    of their phase covers (the wait before the first span, messages under way) get a row without a process.
+    The critical path is solid.
+
+    Every instant of the critical path is marked on exactly one row, so the rows' `waited_ms` sum to
+    its length. Instants that no span of their phase covers (the wait before the first span,
+    messages under way) get a row without a process.
 
     Args:
         spans: measured phases; those outside [start_ms, end_ms] have no row.
@@ -61,7 +64,10 @@ def rows(spans: Sequence[PhaseSpan], critical: Sequence[CriticalSegment], start_
 
 
 def _pieces(segment: CriticalSegment, covering: dict[str, list[tuple[float, float]]]) -> Iterator[tuple[str, tuple[float, float]]]:
-    """The segment cut where a span of its phase begins or ends, with the first process that covers each piece ("" for none)."""
+    """Cut the segment where a span of its phase begins or ends.
+
+    Each piece has the first process that covers it ("" for none).
+    """
     begin, end = segment.start_ms, segment.start_ms + segment.duration_ms
     edges = {edge for stretches in covering.values() for stretch in stretches for edge in stretch if begin < edge < end}
     for left, right in itertools.pairwise(sorted({begin, end} | edges)):
@@ -106,7 +112,10 @@ def _chart(lines: list[Row], width: int) -> Table:
 
 
 def whole_ms(durations: Sequence[float]) -> list[int]:
-    """Durations in whole milliseconds that sum to their rounded sum (largest remainders are rounded up)."""
+    """Round durations to whole milliseconds that sum to their rounded sum.
+
+    The largest remainders are rounded up.
+    """
     floors = [math.floor(d) for d in durations]
     missing = round(sum(durations)) - sum(floors)
     by_remainder = sorted(range(len(floors)), key=lambda i: floors[i] - durations[i])
@@ -120,7 +129,10 @@ def _width(console: Console) -> int:
 
 
 def request_waterfall(trace: RequestTrace, console: Console) -> RenderableType:
-    """The waterfall of one request up to its first token (or its end, if it never had one)."""
+    """Draw the waterfall of a request up to its first token.
+
+    A request without a token is drawn up to its end.
+    """
     end = trace.ttft_ms if trace.ttft_ms is not None else trace.duration_ms
     head = Text.assemble((trace.model, "bold"), f"  {trace.endpoint}  request {trace.request_id}")
     if trace.ttft_ms is not None:

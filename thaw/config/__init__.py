@@ -1,4 +1,7 @@
-"""thaw.yaml: read, checked whole before anything starts, every fault named with its line."""
+"""Read thaw.yaml, and check it completely before anything starts.
+
+Every fault is reported with its line.
+"""
 
 from thaw.config.faults import ConfigError, Fault
 from thaw.config.load import ThawFile, load_config

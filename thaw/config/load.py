@@ -1,4 +1,7 @@
-"""From the text of thaw.yaml to what `thaw up` and `thaw models add` send: every fault is found before any of it is used."""
+"""Parse the text of thaw.yaml into the input of `thaw up` and `thaw models add`.
+
+Every fault is found before any of the input is used.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,11 @@ def load_config(path: Path) -> ThawFile:
 
 
 def faults_of(text: str, directory: Path) -> tuple[Fault, ...]:
-    """Return the faults of a thaw.yaml's text; relative sources are looked up in `directory`."""
+    """Return the faults of a thaw.yaml's text.
+
+    Args:
+        directory: Base of relative sources.
+    """
     tree = read_tree(text)
     _Check(tree, directory).file()
     return tuple(sorted(set(tree.faults)))
@@ -278,7 +285,10 @@ class _Check:
             return MeshConfig()
 
     def _nodes(self, nodes: dict[str, Any]) -> dict[str, Any]:
-        """Accepts `node-0: {cpu:0: 8GiB, dram: 2GiB}` and `node-0: {devices: {…}, dram: 2GiB}`."""
+        """Parse `nodes` in the short and the long form.
+
+        These are `node-0: {cpu:0: 8GiB, dram: 2GiB}` and `node-0: {devices: {…}, dram: 2GiB}`.
+        """
         result: dict[str, Any] = {}
         for name, node in nodes.items():
             path: KeyPath = ("mesh", "nodes", name)

@@ -1,4 +1,7 @@
-"""YAML as plain values, with the place of each in the file: pydantic says what is wrong, this says where."""
+"""Parse YAML into plain values, with the place of each in the file.
+
+pydantic reports the error, and this module the place.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,12 @@ _MERGE = "<<"
 
 @dataclass
 class Tree:
-    """`places`: (line, column) of each value, by its path; keys have theirs under `keys`. Both count from 1."""
+    """Parsed YAML.
+
+    Attributes:
+        places: (line, column) of each value, by its path; keys have theirs under `keys`. Both count
+            from 1.
+    """
 
     value: Any = None
     places: dict[Path, tuple[int, int]] = field(default_factory=dict)

@@ -1,8 +1,11 @@
-"""Llama-architecture checkpoints with random weights: real to every byte of the serving path, and nonsense in what they say.
+"""Make Llama-architecture checkpoints with random weights.
 
-The demo sizes are bfloat16: half the bytes to load, and where the CPU multiplies bfloat16 natively (AVX512_BF16, AMX) a decode step is 1.8
-times as fast as in float32 alone and 2.6 times with 16 sequences, a prefill 2.3 times (measured with torch 2.13 on two Zen 4 cores). "test"
-is float32, in which batching does not change greedy output.
+They use the whole serving path, but their text is meaningless.
+
+The demo sizes are bfloat16: half the bytes to load, and where the CPU multiplies bfloat16 natively
+(AVX512_BF16, AMX) a decode step is 1.8 times as fast as in float32 alone and 2.6 times with 16
+sequences, a prefill 2.3 times (measured with torch 2.13 on two Zen 4 cores). "test" is float32, in
+which batching does not change greedy output.
 """
 
 from __future__ import annotations
@@ -55,10 +58,17 @@ SIZES: dict[str, _Shape] = {
 
 
 def make_demo_model(directory: Path, size: str, seed: int = 0, progress: Callable[[float], None] | None = None) -> Path:
-    """Write a model of `size` (a key of `SIZES`) into `directory` and return it; the same seed gives the same weights.
+    """Write a model of `size` into `directory` and return it.
 
-    Appears complete or not at all, and replaces `directory`. `progress` is called with the part done, from 0 to 1.
-    Raises KeyError for an unknown size, OSError if the disk will not take it.
+    The directory is replaced atomically. The same seed gives the same weights.
+
+    Args:
+        size: A key of `SIZES`.
+        progress: Called with the completed part, from 0 to 1.
+
+    Raises:
+        KeyError: An unknown size.
+        OSError: The disk failed or is full.
     """
     shape = SIZES[size]
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -133,20 +143,30 @@ def _tensors(s: _Shape) -> Iterator[tuple[str, tuple[int, ...], _Parts]]:
 
 @cache
 def _quantiles() -> npt.NDArray[np.float32]:
-    """65,536 equally likely values of the standard normal distribution: 16 random bits pick one, ten times as fast as drawing it."""
+    """Return 65,536 equally likely values of the standard normal distribution.
+
+    16 random bits choose one, ten times as fast as drawing it.
+    """
     half = [NormalDist().inv_cdf((i + 0.5) / _LEVELS) for i in range(_LEVELS // 2)]
     return np.array(half + [-x for x in reversed(half)], dtype=np.float32)
 
 
 def _stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
-    """`values` as they lie in the file; bfloat16 is the upper half of a float32, rounded."""
+    """Return `values` as stored in the file.
+
+    bfloat16 is the upper half of a float32, rounded.
+    """
     if dtype == "float32":
         return values
     return ((values.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
 
 
 def _write_weights(path: Path, shape: _Shape, seed: int, progress: Callable[[float], None]) -> None:
-    """A safetensors file: header length (8 bytes), header as JSON padded to 8, then the tensors one after the other."""
+    """Write a safetensors file.
+
+    It has the header's length (8 bytes), the header as JSON padded to 8, then the consecutive
+    tensors.
+    """
     item = 4 if shape.dtype == "float32" else 2
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,4 +1,7 @@
-"""A real byte-level BPE tokenizer, trained offline on text that every Python installation carries."""
+"""Train a byte-level BPE tokenizer offline.
+
+Its text is part of every Python installation.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ CHAT_TEMPLATE = """\
 
 
 def corpus() -> list[str]:
-    """English text of about 700 kB: the language reference inside `pydoc`; where a distribution left it out, the library's own sources."""
+    """Return English text of about 700 kB for training.
+
+    It is the language reference inside `pydoc`, or the library's own sources if a distribution
+    omits the reference.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -62,7 +69,7 @@ def train(vocab_size: int) -> str:
 
 
 def trained(vocab_size: int, cache: Path) -> str:
-    """`train(vocab_size)`, done once for all models whose directories lie under `cache`."""
+    """Train a tokenizer once for all models whose directories are under `cache`."""
     kept = cache / f".tokenizer-{vocab_size}.json"
     try:
         text = kept.read_text()

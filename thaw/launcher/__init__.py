@@ -1,1 +1,4 @@
-"""The mesh on one machine: servers from their wheels, every service a process of its own, one supervisor over them."""
+"""Run a mesh on one machine.
+
+The servers are from their wheels, every service is a process, and one supervisor runs them.
+"""

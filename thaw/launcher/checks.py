@@ -1,4 +1,7 @@
-"""The checks of `thaw doctor`: each looks at one thing and yields findings with their remedies. None changes anything."""
+"""Define the checks of `thaw doctor`.
+
+Each check examines one thing and yields findings with their remedies. A check changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,10 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _suspending(home: Home) -> Finding:
-    """Whether instances on cpu can be suspended rather than stopped: without it they start cold each time, which is no fault."""
+    """Check whether instances on cpu can be suspended rather than stopped.
+
+    Without that they start cold each time, which is no fault.
+    """
     have = swap.swap()
     if have.total < swap.LEAST:
         text = (

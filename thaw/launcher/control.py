@@ -1,4 +1,4 @@
-"""Starting and stopping a mesh from outside: what `thaw up` and `thaw down` do to the supervisor."""
+"""Start and stop a mesh from outside: `thaw up` and `thaw down` on the supervisor."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ _CRASHES = 3
 
 @contextlib.contextmanager
 def starting(home: Home, waits: Callable[[], None]) -> Iterator[None]:
-    """Held from the look whether a mesh runs until it does: a concurrent start (whose `waits` is called) finds it running
-    afterwards, instead of taking its processes for leftovers."""
+    """Hold the lock of a start, from the check for a running mesh until the mesh runs.
+
+    A concurrent start (whose `waits` is called) then finds the mesh running, and does not treat its
+    processes as leftovers.
+    """
     with home.start_lock_file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +115,7 @@ def _environment(home: Home) -> dict[str, str]:
 
 
 def check_unused(home: Home, host: str, port: int) -> None:
-    """Before anything else is done: the endpoint's port must be free, unless our own survivors hold it."""
+    """Check first that the endpoint's port is free, or held by our own survivors."""
     status = read_status(home)
     if status is None or not any(p.alive() for p in status.processes()):
         check_port(host, port)
@@ -124,7 +127,10 @@ def has_survivors(home: Home, plan: MeshPlan) -> bool:
 
 
 def _adoptable(home: Home, plan: MeshPlan) -> MeshPlan | None:
-    """The plan of the mesh that survived its supervisor, if `plan` differs from it only in what was chosen at random."""
+    """Return the plan of the mesh that survived its supervisor.
+
+    None if `plan` differs from it in more than the values chosen at random.
+    """
     status = read_status(home)
     if status is None or not any(p.alive() for p in status.processes()):
         return None
@@ -138,7 +144,11 @@ def _adoptable(home: Home, plan: MeshPlan) -> MeshPlan | None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises `CommandError` if the endpoint cannot be there, and says whether it is the port or the address."""
+    """Check that the endpoint can listen.
+
+    Raises:
+        CommandError: The port or the address cannot be used; the message says which of them.
+    """
     fault = listen_fault(host, port)
     if fault is None:
         return

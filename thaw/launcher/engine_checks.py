@@ -1,4 +1,4 @@
-"""`thaw doctor` on engines other than the builtin one: which of them this machine has."""
+"""Find installed engines other than the builtin one, for `thaw doctor`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ _PROBE_WITHIN_S = 20.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine is looked for: the program that `variable` names (else `program`; empty: only there), and the module that its
-    interpreter must have."""
+    """Where to look for an engine.
+
+    Attributes:
+        variable: Variable that names the program.
+        program: Program to use without the variable; empty: none.
+        module: Module that the program's interpreter must have.
+    """
 
     engine: Engine
     variable: str
@@ -35,7 +40,7 @@ PLACES = (
 
 
 def installed() -> tuple[list[str], list[str]]:
-    """Engines that are there, in words; and what is wrong with those that a variable names and that are not."""
+    """Describe the installed engines, and faults of engines that a variable names."""
     found, faults = ["builtin"], []
     for place in PLACES:
         program = os.environ.get(place.variable) or place.program

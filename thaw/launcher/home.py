@@ -1,4 +1,4 @@
-"""The state directory: where everything of a one-machine mesh lies, and the small private files in it."""
+"""Manage the state directory of a one-machine mesh, and its small private files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ class Home:
 
     @property
     def start_lock_file(self) -> Path:
-        """Locked by a `thaw up` that is starting the mesh; the supervisor holds `lock_file` as long as it lives."""
+        """The file that a `thaw up` locks while it starts the mesh.
+
+        The supervisor holds `lock_file` as long as it lives.
+        """
         return self.run / "start.lock"
 
     def heartbeat_socket(self, service: str) -> Path:
@@ -106,7 +109,10 @@ class Home:
             raise self._untrusted(e) from e
 
     def _require_ours(self) -> None:
-        """Raise `UntrustedDirectory` if another user could have made the state directory, or could change what is in it."""
+        """Raise `UntrustedDirectory` if another user can write to the state directory.
+
+        A directory that another user could have made is refused, too.
+        """
         if not os.path.lexists(self.root):
             require_safe_parents(self.root)
             return

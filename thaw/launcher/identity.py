@@ -13,7 +13,10 @@ _LINUX = sys.platform.startswith("linux")
 
 @dataclass(frozen=True)
 class Identity:
-    """A process for certain: pids are reused, a pid with its start time (of the kernel's clock) is not."""
+    """Identity of a process: its pid and start time (of the kernel's clock).
+
+    A pid alone is reused.
+    """
 
     pid: int
     started: float
@@ -33,7 +36,11 @@ class Identity:
 
 
 def start_time(pid: int) -> float | None:
-    """When `pid` started: clock ticks since boot on Linux (immune to the wall clock being set), Unix seconds elsewhere. None: no such process."""
+    """Return the start time of `pid`; None without such a process.
+
+    It is in clock ticks since boot on Linux (immune to the wall clock being set), and in Unix
+    seconds elsewhere.
+    """
     if _LINUX:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()

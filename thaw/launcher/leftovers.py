@@ -1,4 +1,4 @@
-"""What a mesh left behind: processes whose supervisor was killed, and shared memory whose processes were."""
+"""Find leftovers of a mesh: processes without their supervisor, and shared memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def nodes_of(home: Home) -> set[str]:
 
 
 def find_leftovers(home: Home) -> Leftovers:
-    """Living processes and shared memory of the mesh under `home`, other than its supervisor and the caller."""
+    """Return living processes and shared memory of the mesh under `home`.
+
+    Its supervisor and the caller are not included.
+    """
     return Leftovers(tuple(_processes(home)), tuple(find_segments(home)))
 
 
@@ -63,7 +66,10 @@ def _processes(home: Home) -> list[Identity]:
 
 
 def running_postgres(home: Home) -> Identity | None:
-    """Return the PostgreSQL server that holds our data directory, if its pid file names a living postgres."""
+    """Return the PostgreSQL server that holds our data directory.
+
+    None unless its pid file names a living postgres.
+    """
     for data in postgres_directories(home):
         try:
             pid = int((data / "postmaster.pid").read_text().split("\n", 1)[0])

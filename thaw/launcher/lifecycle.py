@@ -28,7 +28,11 @@ RUNNING: frozenset[Status] = frozenset({"starting", "ready", "hung", "terminatin
 
 @dataclass(frozen=True)
 class Service:
-    """`stop_rank`: services of a lower rank are gone before those of the next are asked to stop. Seconds on a monotonic clock."""
+    """State of a service. Seconds are on a monotonic clock.
+
+    Attributes:
+        stop_rank: Services of a lower rank are gone before those of the next are asked to stop.
+    """
 
     name: str
     starts_after: tuple[str, ...] = ()
@@ -98,7 +102,11 @@ class Abort:
 
 @dataclass(frozen=True)
 class Kill:
-    """`group`: its whole process group; a hung nodeagent's engines are left alive, to be adopted."""
+    """Kill a service.
+
+    Attributes:
+        group: Kill its whole process group; a hung nodeagent's engines stay alive, to be adopted.
+    """
 
     name: str
     group: bool = True

@@ -1,4 +1,7 @@
-"""Log files of the services: appended to by the processes themselves, bounded here, read by `thaw logs`."""
+"""Bound the services' log files.
+
+The processes append to them, and `thaw logs` reads them.
+"""
 
 from __future__ import annotations
 

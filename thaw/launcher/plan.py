@@ -1,4 +1,4 @@
-"""What the supervisor is to run, written by `thaw up` and read by the supervisor; and what has to outlive a mesh."""
+"""Define the supervisor's plan, written by `thaw up`, and the mesh's credentials."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ class Strict(BaseModel):
 
 
 class NodePlan(Strict):
-    """`devices`: bytes, or a share such as "90%", by device id; empty: the nodeagent takes stock of the machine itself. `dram`: bytes for
-    weights that no instance holds; None: the loader's default."""
+    """Configuration of a node.
+
+    Attributes:
+        devices: Bytes, or a share such as "90%", by device id; empty: the nodeagent detects them.
+        dram: Bytes for weights that no instance holds; None: the loader's default.
+    """
 
     name: str
     devices: dict[str, int | str] = Field(default_factory=dict)
@@ -28,7 +32,10 @@ class NodePlan(Strict):
 
 
 class Credentials(Strict):
-    """Made once for a state directory: the database keeps its password across restarts, and people keep the admin key."""
+    """Credentials of a state directory, made once.
+
+    The database keeps its password across restarts, and people keep the admin key.
+    """
 
     nats_password: str
     database_password: str

@@ -1,4 +1,7 @@
-"""From what a person asks for to a `MeshPlan`: options go before the environment, that before thaw.yaml, that before defaults."""
+"""Make a `MeshPlan` from options, the environment, thaw.yaml and defaults.
+
+They take precedence in this order.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,11 @@ class Wanted:
 
 
 def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: int | None = None) -> MeshPlan:
-    """`demo_budget`: bytes of cpu:0 of the first node, whatever else is configured for it. Makes credentials where there are none."""
+    """Make the plan, and missing credentials.
+
+    Args:
+        demo_budget: Bytes of cpu:0 of the first node, whatever else is configured for it.
+    """
     names = wanted.node_names
     share = int(available_memory * MEMORY_SHARE / len(names))
     nodes = []

@@ -1,4 +1,4 @@
-"""What the machine has to offer, and whether it is enough: shared by `thaw up` and `thaw doctor`."""
+"""Check that the machine has enough resources, for `thaw up` and `thaw doctor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ start, 333 of them the zygote with its imports)."""
 
 
 def available_memory() -> int:
-    """Bytes that can be had: what the kernel calls available, bounded by this process's cgroup."""
+    """Return the available memory in bytes, bounded by this process's cgroup."""
     available = int(psutil.virtual_memory().available)
     for limit, usage in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
         try:
@@ -39,7 +39,11 @@ def free_disk(directory: Path) -> int:
 
 
 def check_room(home: Path, *, memory: int, shared: int, disk: int, purpose: str) -> None:
-    """Raises `CommandError` for the first of memory, shared memory and disk that is too small for `purpose`."""
+    """Check memory, shared memory and disk for `purpose`.
+
+    Raises:
+        CommandError: The first of them that is too small.
+    """
     has = available_memory()
     if has < memory:
         raise CommandError(

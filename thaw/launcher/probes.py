@@ -1,4 +1,7 @@
-"""Whether a server on loopback answers as itself: a port that merely accepts connections is not yet a database."""
+"""Probe servers on loopback: a server must answer as itself.
+
+A port that merely accepts connections may not be a database yet.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ async def until_ready(name: str, port: int) -> None:
 
 
 async def is_alive(name: str, port: int) -> bool:
-    """True if the server called `name` says anything at all to a new client; an error will do."""
+    """True if the server called `name` answers a new client, even with an error."""
     try:
         async with asyncio.timeout(_ALIVE_WITHIN_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

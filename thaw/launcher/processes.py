@@ -1,4 +1,4 @@
-"""Processes by what cannot be mistaken: a pid together with its start time; and those of a mesh by their environment."""
+"""Identify processes by pid and start time, and a mesh's processes by environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ THAW_HOME it distinguishes a mesh's processes from a user's shell that merely ha
 
 
 def marked(home: Path) -> list[Identity]:
-    """Every living process that a supervisor of `home` started, directly or not; never this process or its ancestors."""
+    """Return all living processes that a supervisor of `home` started or forked.
+
+    This process and its ancestors are never included.
+    """
     mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     found: list[Identity] = []
     for process in psutil.process_iter():
@@ -47,7 +50,13 @@ def descendants(identity: Identity) -> list[Identity]:
 
 
 def end(processes: Iterable[Identity], within_s: float, signum: int = signal.SIGTERM) -> int:
-    """Ask `processes` to end, kill after `within_s` those that did not, and wait until all are gone. Returns how many were killed."""
+    """Ask `processes` to end, and kill those that do not within `within_s` seconds.
+
+    The function waits until all are gone.
+
+    Returns:
+        Number of processes that were killed.
+    """
     remaining = [p for p in processes if p.alive()]
     for process in remaining:
         process.send(signum)

@@ -1,4 +1,7 @@
-"""nats-server and PostgreSQL from their PyPI wheels: where the programs are, their configuration, their command lines."""
+"""Configure nats-server and PostgreSQL from their PyPI wheels.
+
+The module has their programs, configurations and command lines.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ def nats_program() -> str:
 
 
 def nats_environment() -> dict[str, str]:
-    """Return the variable that bounds nats-server's memory: Go collects harder above it. The operator's own value wins."""
+    """Return the variable that bounds nats-server's memory.
+
+    Go collects garbage harder above it. The operator's own value takes precedence.
+    """
     return {"GOMEMLIMIT": os.environ.get("GOMEMLIMIT", f"{NATS_MEMORY_BYTES >> 20}MiB")}
 
 
@@ -56,7 +62,10 @@ def write_nats_config(home: Home, plan: MeshPlan) -> Path:
 
 
 def _max_file_store(plan: MeshPlan) -> int:
-    """Room for every stream at its bound, whatever THAW_IDEMPOTENCY_BYTES makes of one of them."""
+    """Return room for every stream at its limit.
+
+    THAW_IDEMPOTENCY_BYTES changes the limit of one of them.
+    """
     given = {**os.environ, **plan.environment}.get("THAW_IDEMPOTENCY_BYTES", "")
     return max_file_store(int(given)) if given.isdecimal() else max_file_store()
 
@@ -75,7 +84,13 @@ def postgres_programs() -> Path:
 
 @dataclass(frozen=True)
 class Postgres:
-    """How PostgreSQL runs on this machine: `prefix` goes before every command line, `data` and `sockets` are its directories."""
+    """PostgreSQL on this machine.
+
+    Attributes:
+        prefix: Arguments before every command line.
+        data: Its data directory.
+        sockets: Its directory of sockets.
+    """
 
     programs: Path
     data: Path

@@ -1,4 +1,7 @@
-"""The processes of a one-machine mesh: their command lines, environments, and the order in which they start and stop."""
+"""Define the processes of a one-machine mesh.
+
+The module has their command lines, environments, and the order in which they start and stop.
+"""
 
 from __future__ import annotations
 

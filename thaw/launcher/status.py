@@ -1,4 +1,7 @@
-"""The supervisor's status in `run/supervisor.json`: one writer, any number of readers."""
+"""Write and read the supervisor's status in `run/supervisor.json`.
+
+There is one writer and any number of readers.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,11 @@ class MeshStatus(BaseModel):
 
 
 def read_status(home: Home) -> MeshStatus | None:
-    """The last status written, whether its supervisor lives or not; None if there is none. Raises `CommandError` for one that another
-    version of Thaw wrote in a form of its own."""
+    """Return the last status written, even of a dead supervisor; None without one.
+
+    Raises:
+        CommandError: Another version of Thaw wrote the status in another form.
+    """
     stored = read_json(home.supervisor_file)
     try:
         return None if stored is None else MeshStatus.model_validate(stored)

@@ -1,8 +1,10 @@
-"""The process that keeps a one-machine mesh running: `python -m thaw.launcher.supervisor`, started by `thaw up`.
+"""Keep a one-machine mesh running: `python -m thaw.launcher.supervisor`.
 
-Starts the servers, then every service at once; restarts what crashes or hangs; on SIGTERM or SIGINT stops everything in order (gateway,
-nodeagents with their engines, loaders, scheduler, PostgreSQL, NATS), then ends whatever is left and frees the shared memory.
-A supervisor that was killed leaves its services running; the next one takes them over. Decisions: `lifecycle`.
+`thaw up` starts the supervisor. It starts the servers, then every service at once, and restarts
+services that crash or hang. On SIGTERM or SIGINT it stops everything in order (gateway, nodeagents
+with their engines, loaders, scheduler, PostgreSQL, NATS), then ends remaining processes and frees
+the shared memory. The services of a killed supervisor keep running, and the next supervisor adopts
+them. `lifecycle` makes the decisions.
 """
 
 from __future__ import annotations
@@ -209,7 +211,10 @@ class Supervisor:
         process.send(signum, group=group)
 
     def _kill(self, name: str, *, group: bool) -> None:
-        """With a server go its children: PostgreSQL does not start while a backend of the last one lives, stopped or not."""
+        """Kill a process, and a server's children with it.
+
+        PostgreSQL does not start while a backend of its predecessor lives, stopped or not.
+        """
         process, is_server = self._processes.get(name), self._programs[name].port is not None
         children = descendants(process) if process is not None and is_server else []
         self._signal(name, signal.SIGKILL, group=group)
@@ -235,7 +240,10 @@ class Supervisor:
 
 
 def _until_gone(process: Identity) -> Wait:
-    """Waits for the end of a process that is not our child; its exit status cannot be known."""
+    """Wait for the end of a process that is not our child.
+
+    Its exit status cannot be known.
+    """
 
     async def wait() -> int | None:
         if not hasattr(os, "pidfd_open"):  # macOS has no event for the end of a process that is not a child
@@ -261,7 +269,10 @@ def _until_gone(process: Identity) -> Wait:
 
 
 def _environment(program: Program) -> dict[str, str]:
-    """This process's environment with the program's; the packages are found from a checkout too."""
+    """Return this process's environment with the program's.
+
+    The packages are found from a checkout, too.
+    """
     source = str(Path(thaw.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     path = source if not inherited else f"{source}{os.pathsep}{inherited}"

@@ -51,6 +51,9 @@ def _by_environment(home: Home, programs: dict[str, Program]) -> dict[str, Ident
 
 
 def _runs(program: Program, arguments: list[str]) -> bool:
-    """True if a process has the program's arguments; an interpreter may stand before a script."""
+    """True if a process has the program's arguments.
+
+    An interpreter may precede a script.
+    """
     wanted = list(program.command[1:])
     return bool(wanted) and arguments[-len(wanted) :] == wanted

@@ -1,4 +1,7 @@
-"""What suspending engines on cpu needs of this machine: swap, a freezer, capabilities. Looked at, and swap set up (`thaw doctor --fix`)."""
+"""Check this machine's support for suspending engines on cpu, and set up swap.
+
+Suspending needs swap, a freezer and capabilities. `thaw doctor --fix` sets up swap.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ def missing_capabilities() -> list[str]:
 
 
 def freezer() -> str | None:
-    """The kind of control groups that can freeze here and may be made by this user; None if there is none."""
+    """Return the kind of control groups that can freeze and that this user may create.
+
+    None without such a kind.
+    """
     for kind, root in (("cgroup v2", _own_group("")), ("cgroup v1", _own_group("freezer"))):
         if root is not None and os.access(root, os.W_OK):
             return kind
@@ -53,7 +59,10 @@ def freezer() -> str | None:
 
 
 def _own_group(controller: str) -> Path | None:
-    """This process's group in the unified hierarchy (""), or in that of a v1 controller."""
+    """Return this process's control group.
+
+    It is that of the unified hierarchy (""), or of a v1 controller.
+    """
     with contextlib.suppress(OSError, StopIteration):
         own = next(
             line.split(":", 2)[2]
@@ -74,7 +83,10 @@ def swap_file(home: Path) -> Path:
 
 
 def wanted_bytes(directory: Path) -> int:
-    """How large a swap file should be: half of the memory, as far as the disk has room."""
+    """Return the size of the swap file in bytes.
+
+    It is half of the memory, as far as the disk has room.
+    """
     room = free_disk(directory) - _DISK_LEFT
     return max(0, min(_LARGEST, psutil.virtual_memory().total // 2, room)) // GIB * GIB
 

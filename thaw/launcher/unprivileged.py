@@ -1,8 +1,9 @@
-"""Run a program as a user who is not root: `python -I unprivileged.py [--setuid UID] PROGRAM ARGUMENTS…`.
+"""Run a program without root: `python -I unprivileged.py [--setuid UID] PROGRAM`.
 
-PostgreSQL refuses to run as root. In a user namespace of its own, root appears to it as an ordinary user, while its files stay root's
-under the state directory. Where namespaces are refused (some containers), `--setuid` becomes another user for good.
-Imports only the standard library: it runs by path, before anything else.
+PostgreSQL refuses to run as root. In a user namespace of its own, root appears to it as an ordinary
+user, while its files stay root's under the state directory. Where namespaces are refused (some
+containers), `--setuid` becomes another user for good. Imports only the standard library: it runs by
+path, before anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ INSIDE_ID = 1000
 
 
 def enter_user_namespace() -> None:
-    """Become user INSIDE_ID in a new user namespace; raises OSError where the kernel or a container refuses it."""
+    """Become user INSIDE_ID in a new user namespace.
+
+    Raises:
+        OSError: The kernel or a container refuses it.
+    """
     user, group = os.geteuid(), os.getegid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUSER) != 0:
@@ -30,7 +35,10 @@ def enter_user_namespace() -> None:
 
 
 def namespaces_work() -> bool:
-    """Whether a child of this process could enter a user namespace (tried in one, so that this process stays where it is)."""
+    """True if a child of this process can enter a user namespace.
+
+    The test runs in a child, so that this process stays in its namespace.
+    """
     if not sys.platform.startswith("linux"):
         return False
     child = os.fork()

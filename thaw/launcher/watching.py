@@ -1,4 +1,7 @@
-"""Finds processes of the mesh that live and make no progress: services by their heartbeats, servers by probing their port."""
+"""Find processes of the mesh that live and make no progress.
+
+Services are watched by their heartbeats, servers by probes of their port.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ class _Probed:
 
 
 class Watcher:
-    """Watches the processes that it was given; `look`, called each second, returns those that hang, once each."""
+    """Watcher of given processes.
+
+    `look`, called each second, returns each hanging process once.
+    """
 
     def __init__(self, home: Home, limits: Limits) -> None:
         self._home = home
@@ -73,7 +79,10 @@ class Watcher:
         return {VARIABLE: str(ear.path)}
 
     async def until_ready(self, name: str) -> None:
-        """Return once the service reports that it is ready. Does not end by itself: its owner cancels it."""
+        """Return when the service reports that it is ready.
+
+        There is no time limit: the caller cancels the wait.
+        """
         ear = self._pulses[name]
         while isinstance(ear, Ear) and not ear.is_ready:
             ear.collect()

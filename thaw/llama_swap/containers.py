@@ -54,7 +54,11 @@ def is_container(words: Sequence[str]) -> bool:
 
 
 def container(name: str, words: Sequence[str]) -> Server:
-    """Return what `docker run …` starts, for the model `name`. Raises ValueError for a command without an image."""
+    """Return the command that `docker run …` starts, for the model `name`.
+
+    Raises:
+        ValueError: The command has no image.
+    """
     run = _parse(words[2:])
     body: dict[str, Any] = {"image": run.image}
     losses = [
@@ -121,7 +125,7 @@ def _server(name: str, run: _Run, body: dict[str, Any]) -> Server:
 
 
 def _on_host(path: str, mounts: Sequence[tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
-    """Return the path on the host of `path` inside the container, and the mount that holds it."""
+    """Return the host's path of the container's `path`, and the mount that has it."""
     for mount in mounts:
         if PurePosixPath(path).is_relative_to(mount[1]):
             return str(PurePosixPath(mount[0]) / PurePosixPath(path).relative_to(mount[1])), mount

@@ -1,4 +1,7 @@
-"""The thaw.yaml that an import writes: options, and a comment for everything that has no counterpart."""
+"""Write the thaw.yaml of an import.
+
+It has options, and a comment for everything that has no counterpart.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands of known inference servers as options of a model: llama-server, vLLM, SGLang."""
+"""Translate commands of llama-server, vLLM and SGLang into a model's options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _MEMORY_OPTIONS = frozenset({"gpu_memory_utilization", "mem_fraction_static"})
 
 
 class NotTranslatable(ValueError):
-    """The command cannot be written as options; its text says why. It is then kept as a command."""
+    """The command cannot be written as options; the error's text says why.
+
+    The import then keeps the command.
+    """
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Server:
 
 
 def recognise(words: Sequence[str]) -> Server | None:
-    """Return the server that `words` start, None for a program that Thaw has no engine for.
+    """Return the server that `words` start; None for a program without an engine.
 
     Raises:
         NotTranslatable: A known server with options that `engine_args` cannot express.
@@ -191,7 +194,10 @@ def _hub_or_path(model: str, revision: str | None) -> str:
 
 
 def _whole(option: Option | None) -> int | None:
-    """Return the number of an option as vLLM reads it: 32k is 32,000 and 32K is 32,768. None for no option."""
+    """Return the number of an option as vLLM reads it; None without the option.
+
+    32k is 32,000 and 32K is 32,768.
+    """
     if option is None:
         return None
     text = option.value

@@ -1,4 +1,7 @@
-"""Macros of llama-swap: `${name}`, `${env.NAME}`, and the reserved `${PORT}`, `${MODEL_ID}` and `${PID}`."""
+"""Expand macros of llama-swap.
+
+They are `${name}`, `${env.NAME}`, and the reserved `${PORT}`, `${MODEL_ID}` and `${PID}`.
+"""
 
 from __future__ import annotations
 

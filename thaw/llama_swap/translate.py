@@ -1,4 +1,7 @@
-"""From the keys of a llama-swap configuration to those of a thaw.yaml. Every fault is found before anything is written."""
+"""Translate the keys of a llama-swap configuration into those of a thaw.yaml.
+
+Every fault is found before anything is written.
+"""
 
 from __future__ import annotations
 

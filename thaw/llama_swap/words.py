@@ -31,13 +31,17 @@ class Option:
 
 
 def without_comments(text: str) -> str:
-    """Return `text` without lines that begin with #, and with backslash line ends joined."""
+    """Return `text` without lines that begin with #, and with continued lines joined."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return "\n".join(lines).replace("\\\n", " ")
 
 
 def split(text: str) -> list[str]:
-    """Return the words of a command as llama-swap splits them. Raises ValueError for an open quote."""
+    """Return the words of a command as llama-swap splits them.
+
+    Raises:
+        ValueError: A quote is open.
+    """
     return shlex.split(without_comments(text).replace("\n", " "))
 
 

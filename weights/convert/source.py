@@ -52,7 +52,7 @@ class Source:
 
     Attributes:
         root: Directory of the model's other files; None for a single file.
-        index: Maps tensors to files; None without an index.
+        weight_map: Maps tensors to files; None without an index.
     """
 
     shards: tuple[Shard, ...]

@@ -1,4 +1,4 @@
-"""Options and needs of engines other than the builtin one."""
+"""Options and requirements of foreign engines."""
 
 from __future__ import annotations
 

@@ -49,7 +49,10 @@ def test_no_other_module_defines_an_error_that_peers_could_not_raise_again() -> 
 
 
 def test_the_tree_that_the_module_draws_is_the_one_there_is() -> None:
-    """Names, depths, codes, and the status of every class that sets one."""
+    """The error tree in the module's docstring equals the real one.
+
+    Names, depths, codes, and the status of every class that sets one.
+    """
     lines = re.findall(r"^ {4}([│ ├└─]*)(\w+) +(\d{3})? *(\w+)", errors.__doc__ or "", re.MULTILINE)
     drawn = [(len(indent) // 4, name, code, int(status) if status else None) for indent, name, status, code in lines]
 

@@ -1,4 +1,4 @@
-"""Directories for state and secrets: each way in which one can be another user's is refused."""
+"""Directories for state and secrets: any that another user could own is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a dir
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that other users can enter, unlike pytest's own."""
+    """Create a directory that other users can enter, unlike pytest's own."""
     place = Path(tempfile.mkdtemp(prefix="thaw-private-", dir="/tmp"))
     place.chmod(0o755)
     yield place

@@ -1,4 +1,4 @@
-"""Spans keep their places when they travel from one process's clock to another's."""
+"""Spans keep their times when they move between the clocks of two processes."""
 
 from shared.contracts.phases import Phase
 from shared.telemetry.timeline import Timeline

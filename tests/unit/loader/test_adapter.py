@@ -28,7 +28,7 @@ def write(directory: Path, tensors: Mapping[str, tuple[int, ...]] | None = None,
     """Write an adapter of two layers.
 
     Args:
-        tensors: Names and shapes beside the ordinary ones; if None, instead of them.
+        tensors: Names and shapes of further tensors.
     """
     directory.mkdir(exist_ok=True)
     shapes: dict[str, tuple[int, ...]] = {}

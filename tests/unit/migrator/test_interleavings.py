@@ -1,4 +1,7 @@
-"""Whatever dies, and in whatever order messages arrive or are lost: migrations end, and nothing is left behind or done twice."""
+"""Migrations end under any faults and message orders.
+
+Processes die and messages are lost; no state is left behind, and no step is done twice.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Interleavings(RuleBasedStateMachine):
         for number in range(count):
             self.world.request("ab"[number % 2], fixed="an embedding" if number == 3 else "")
 
-    # What is asked for
+    # Orders
 
     @precondition(lambda self: len(self.orders) < 4)
     @rule(which=ANY, whole=st.booleans(), way=st.sampled_from(["ab", "ba", "ac"]), stale=st.booleans())
@@ -47,11 +50,11 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(which=ANY)
     def finish(self, which: int) -> None:
-        """It is done, or its client has left."""
+        """End a request: it completes, or its client disconnects."""
         requests = list(self.world.requests.values())
         requests[which % len(requests)].at = None
 
-    # What happens to messages
+    # Message faults
 
     @rule(seconds=st.sampled_from([0.005, 0.05, 0.3, 1.1, 3.5]))
     def wait(self, seconds: float) -> None:
@@ -77,7 +80,7 @@ class Interleavings(RuleBasedStateMachine):
     def connection(self, to: bool) -> None:
         self.world.connected = to
 
-    # What dies
+    # Deaths
 
     @rule(which=st.integers(min_value=0, max_value=5))
     def migrator_dies(self, which: int) -> None:
@@ -98,7 +101,7 @@ class Interleavings(RuleBasedStateMachine):
         if not self.world.record(order).over:
             self.world.cancel(order)
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def what_is_over_stays_so(self) -> None:
@@ -120,7 +123,7 @@ class Interleavings(RuleBasedStateMachine):
     def teardown(self) -> None:
         world = self.world
         world.connected = True
-        # What was under way when its owner died still arrives.
+        # Messages of a dead owner still arrive.
         for letter in [each for each in world.letters if not each.migrator.alive]:
             world.deliver(letter)
         world.settle()
@@ -136,7 +139,10 @@ class Interleavings(RuleBasedStateMachine):
         self._nothing_prepared_is_kept()
 
     def _nothing_prepared_is_kept(self) -> None:
-        """But for what an owner that died, lost its lease or was called off had asked for: that is let go of by itself."""
+        """Check that no prepared state is kept.
+
+        Preparations of an owner that died, lost its lease or was cancelled expire by themselves.
+        """
         disturbed = {
             record.migration_id
             for record, _ in self.world.bucket.values()

@@ -1,4 +1,4 @@
-"""Which migration is taken up, and when."""
+"""Selection and time of the migrations that a migrator takes up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_lease_is_over_when_nothing_has_changed_for_its_time() -> None:
     assert next_look(leases, 10.0) == 10.0 + LEASE_S
     leases.saw(record(1, owner="x", beats=1), 12.0)
     assert claimable(leases, 10.1 + LEASE_S) is None
-    leases.saw(record(1, owner="x", beats=1), 14.0)  # told again, as after a reconnection: nothing has changed
+    leases.saw(record(1, owner="x", beats=1), 14.0)  # repeated, as after a reconnection: no change
     assert claimable(leases, 12.1 + LEASE_S) == record(1, owner="x", beats=1)
     assert next_look(leases, 12.1 + LEASE_S) is None
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_claimed_is_left_alone_ever_longer_until_it_changes() -> 
     assert waits[:4] == [REFUSED_S, 2 * REFUSED_S, 4 * REFUSED_S, 8 * REFUSED_S]
     assert waits[-2:] == [LONGEST_REFUSED_S, LONGEST_REFUSED_S]
     leases.refuse(record(1), now)
-    leases.saw(record(1), now)  # told again: nothing has changed
+    leases.saw(record(1), now)  # repeated: no change
     assert claimable(leases, now) is None
     leases.saw(record(1, beats=1), now)
     assert claimable(leases, now) == record(1, beats=1)

@@ -10,7 +10,7 @@ from tests.unit.migrator.world import PROMPT, Engine, Letter, World
 
 
 def until(world: World, kind: type) -> Letter:
-    """Let things happen until such a question is under way."""
+    """Advance the world until such a request is in progress."""
     for _ in range(500):
         for letter in world.letters:
             if isinstance(letter.ask.message, kind):
@@ -72,13 +72,16 @@ def test_what_would_not_converge_is_given_up_unharmed() -> None:
 
 
 def test_one_late_round_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As measured of two vLLMs that share two cores: took, in ms, and how many tokens the source made meanwhile."""
+    """One late round does not end a migration.
+
+    Measured with two vLLMs that share two cores: round times in ms, and the source's new tokens meanwhile.
+    """
     world = World()
     late = [(859.0, 27), (181.0, 12), (93.0, 16), (30.0, 4)]
     asked: list[int] = []
 
     def took_ms(engine: Engine, tokens: int) -> float:
-        if tokens not in asked:  # it is asked twice of each round
+        if tokens not in asked:  # each round is asked twice
             asked.append(tokens)
         took, gap = late[min(asked.index(tokens), len(late) - 1)]
         world.rate = gap / took * 1e3
@@ -202,7 +205,7 @@ def test_a_migrator_that_lost_its_lease_stops() -> None:
     world.step()
     assert first.work is None
     assert first.ended[-1].lost
-    world.settle()  # the other one never comes back: the lease ends
+    world.settle()  # the other request is never answered: the lease ends
     assert world.record(order).state == "done"
 
 
@@ -260,7 +263,7 @@ def test_of_two_migrations_of_one_request_the_newer_wins() -> None:
 
 
 def test_two_instances_swap_what_they_serve() -> None:
-    """Foolish, and harmless."""
+    """Two instances swap their requests: pointless, and harmless."""
     world = World()
     here, there = world.request("a"), world.request("b")
     world.migrator(), world.migrator()

@@ -1,4 +1,4 @@
-"""When rounds go on, end or are given up, and what is learned from them."""
+"""Rounds continue, end or are given up, and their times are learned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAST = Speed(a=0.1, b=10.0)
         (800, 400, 3, FAST, 100.0, "hand_over"),  # 3: it does not shrink, and costs 90 ms
         (2000, 1000, 3, FAST, 100.0, "give_up"),  # 4: grows, and costs 210 ms
         (300, 310, 3, Speed(a=20.0, b=10.0), 100.0, "give_up"),  # 4: the destination is slower than the source
-        (30, 40, MAX_ROUNDS, Speed(a=1.0, b=500.0), 50.0, "hand_over"),  # what is left is what a round's fixed cost makes
+        (30, 40, MAX_ROUNDS, Speed(a=1.0, b=500.0), 50.0, "hand_over"),  # a round's fixed cost determines the remainder
     ],
 )
 def test_what_follows(gap: int, last_gap: int, rounds: int, speed: Speed, rate: float, expected: str) -> None:
@@ -65,7 +65,10 @@ def test_one_freak_measurement_moves_it_by_a_bounded_step() -> None:
 
 
 def test_an_engines_first_round_may_be_a_freak_too() -> None:
-    """As seen of vLLM: 2.9 s, and 0.1 s ever after. A move would be given up for it that is as good as done."""
+    """An engine's first round may be an outlier.
+
+    Measured with vLLM: 2.9 s, then always 0.1 s. That would end a migration that is nearly complete.
+    """
     speed = learned(Speed(), 51, 2_888.0)
     assert speed.of(51) == pytest.approx(2_888.0)
     speed = learned(speed, 51, 92.9)
@@ -75,7 +78,10 @@ def test_an_engines_first_round_may_be_a_freak_too() -> None:
 
 
 def test_what_is_known_well_is_not_refuted_by_one_quick_round() -> None:
-    """A prefix that the destination still had, for instance."""
+    """One quick round does not refute a well-known estimate.
+
+    The destination may still have had a prefix, for instance.
+    """
     speed = Speed()
     for tokens in (900, 30, 4, 500, 20, 400):
         speed = learned(speed, tokens, tokens + 50.0)

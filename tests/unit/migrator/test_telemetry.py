@@ -1,4 +1,7 @@
-"""A migration's trace: its own, linked with its requests', gone on with by a later owner; and the metrics."""
+"""A migration's trace and metrics.
+
+The trace is separate, linked with its requests', and continued by a later owner.
+"""
 
 from __future__ import annotations
 

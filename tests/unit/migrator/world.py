@@ -1,4 +1,7 @@
-"""Engines, a gateway, a bucket and migrators without any I/O: time passes, and messages arrive, when the test says so."""
+"""Engines, a gateway, a bucket and migrators without I/O.
+
+Time and messages advance only when the test says so.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ PROMPT = 100
 
 @dataclass
 class Request:
-    """`at`: the engine that serves it; None: it is over."""
+    """A request; `at` is the engine that serves it, or None if it has ended."""
 
     name: str
     at: str | None
@@ -68,7 +71,7 @@ class Engine:
     prepares: bool = True
 
     def computes(self, order: PrepareResume) -> int:
-        """Tokens of its sequences, in the time that it gives."""
+        """Return the number of new tokens that the order's time allows."""
         new = max(0, sum(map(len, order.sequences)) - self.prepared.get(order.prepared, 0))
         return min(new, max(1, int(order.within_ms / self.ms_per_token))) if order.within_ms else new
 
@@ -78,7 +81,7 @@ class Engine:
 
 @dataclass
 class Letter:
-    """A question under way."""
+    """A message in flight."""
 
     migrator: Migrator
     ask: Ask
@@ -86,7 +89,7 @@ class Letter:
     turn: int
 
     def answered(self, event: Event) -> None:
-        """Whoever still works on that migration hears of it."""
+        """Return the reply to migrators that still work on the migration."""
         if self.turn == self.migrator.turn:
             self.migrator.hear(event)
 
@@ -106,7 +109,7 @@ class Migrator:
     """Migrations taken up so far: what was asked for an earlier one is answered to nobody, as its tasks are over."""
 
     def look(self) -> None:
-        """See the bucket, write what is to be written, and take up what nobody works on."""
+        """Read the bucket, write changes, and take up migrations without an owner."""
         world = self.world
         if not self.alive:
             return
@@ -158,7 +161,10 @@ class Migrator:
 
 @dataclass
 class World:
-    """Sources are a and b; c is where a gateway resumes what has lost its engine."""
+    """A world with sources a and b.
+
+    The gateway resumes requests on c if they lost their engine.
+    """
 
     options: Options = Options(at_once=2, pause_ms=50.0)
     now: float = 1000.0
@@ -174,7 +180,7 @@ class World:
         self.engines = {name: Engine(name) for name in "abc"}
         self.migrators: list[Migrator] = []
 
-    # What there is
+    # State
 
     def migrator(self) -> Migrator:
         made = Migrator(f"m{len(self.migrators)}", self)
@@ -214,7 +220,7 @@ class World:
         return self.bucket[order.migration_id][0]
 
     def migrate(self, request: Request | None = None) -> MigrationRecord:
-        """What becomes of an order that one migrator carries out."""
+        """Run an order with one migrator; return its outcome."""
         self.migrator()
         order = self.order(request)
         self.settle()
@@ -223,7 +229,7 @@ class World:
     def cancel(self, order: MigrationRecord) -> None:
         self.put(self.record(order).model_copy(update={"state": "cancelled"}))
 
-    # What happens
+    # Events
 
     def takes(self, ask: Ask) -> float:
         if isinstance(ask.message, PrepareResume):
@@ -238,7 +244,10 @@ class World:
                 request.tokens += seconds * self.rate
 
     def kill(self, engine: str) -> None:
-        """Its gateway resumes what it served elsewhere; its memory is gone with it."""
+        """Kill an engine.
+
+        Its gateway resumes its requests elsewhere; its memory is gone.
+        """
         self.engines[engine].alive = False
         self.engines[engine].prepared.clear()
         for request in self.requests.values():
@@ -251,7 +260,7 @@ class World:
         request.attempt += 1
 
     def deliver(self, letter: Letter) -> None:
-        """A question arrives, is done, and its answer comes back to whoever still waits."""
+        """Deliver a message and execute it; return its reply to migrators that still wait."""
         self.letters.remove(letter)
         event: Event
         try:
@@ -263,7 +272,7 @@ class World:
         letter.answered(event)
 
     def lose(self, letter: Letter, *, done: bool) -> None:
-        """The question (or, with `done`, only its answer) is swallowed by a restart."""
+        """Lose the request (or, with `done`, only its reply) in a restart."""
         self.letters.remove(letter)
         if done:
             with contextlib.suppress(ThawError):
@@ -271,7 +280,7 @@ class World:
         letter.answered(Refused(letter.ask.key, DeadlineExceeded("no answer").body()))
 
     def step(self) -> None:
-        """The next thing that happens by itself."""
+        """Advance to the next spontaneous event."""
         due = min(self.letters, key=lambda each: each.arrives, default=None)
         until = min(due.arrives if due else self.now + 0.1, self.now + 0.1)
         self.pass_time(max(0.0, until - self.now))
@@ -282,14 +291,14 @@ class World:
             migrator.hear(Tick())
 
     def settle(self, steps: int = 2000) -> None:
-        """Let everything come to its end."""
+        """Advance until no event is left."""
         for _ in range(steps):
             if not self.letters and all(record.over for record, _ in self.bucket.values()):
                 return
             self.step()
         raise AssertionError(f"not settled: {[r for r, _ in self.bucket.values()]}")
 
-    # What engines and the gateway do
+    # Engines and gateway
 
     def _do(self, ask: Ask) -> Message:
         match ask.message:

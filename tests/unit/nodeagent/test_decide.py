@@ -1,4 +1,4 @@
-"""The life of an instance, decision by decision."""
+"""An instance's life cycle, decision by decision."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_bytes_are_given_back_only_after_process_memory_and_weights() -> None:
     ready(world)
     world.hear(e.StopCommand(stop(), 2))
     assert state(world) is InstanceState.DRAINING
-    world.hear(e.MemoryFreed("i", 10))  # too early: the process is still there
+    world.hear(e.MemoryFreed("i", 10))  # too early: the process still runs
     world.hear(e.WeightsReleased("i", 5))
     assert world.state.ledger.reserved("cpu:0") == 60
     effects = world.hear(e.EngineExited("i", 7, 0, ERROR))
@@ -204,7 +204,7 @@ def test_bytes_that_arrive_are_progress() -> None:
     world.hear(e.LoaderReported({"i": 10}), after=90)
     world.hear(e.Tick(), after=90)
     assert state(world) is InstanceState.LOADING
-    world.hear(e.LoaderReported({"i": 10}), after=5)  # nothing new
+    world.hear(e.LoaderReported({"i": 10}), after=5)  # no change
     effects = world.hear(e.Tick(), after=10)
     assert state(world) is InstanceState.FAILED
     assert e.Signal("i", "term") in effects

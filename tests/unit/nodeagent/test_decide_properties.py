@@ -1,4 +1,7 @@
-"""Whatever happens in whatever order: no byte is booked twice or given back early, and every instance comes to an end."""
+"""Node invariants under any sequence of events.
+
+No byte is booked twice or returned early, and every instance ends.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
 
 
 class NodeMachine(RuleBasedStateMachine):
-    """The outside world is kept apart from the node's idea of it: `alive` are processes, `held` are weights at the loader."""
+    """A node under random events.
+
+    The real state is separate from the node's view of it: `alive` are processes, `held` are weights at the loader.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,11 +216,14 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule()
     def agent_is_replaced(self) -> None:
-        """kill -9: what was in memory only is lost; records, processes and the loader's holders are not."""
+        """SIGKILL of the agent: only its memory is lost.
+
+        Records, processes and the loader's holders survive.
+        """
         old = self.world
         records = [Instance.model_validate_json(i.model_dump_json()) for i in old.state.instances.values()]
         self.asked -= self.asked - self.answered
-        self.frozen |= self.suspending  # it may have come so far
+        self.frozen |= self.suspending  # the instance may have reached that state
         self.suspending, self.resuming = set(), set()
         self.world = World(*DEVICES)
         self.world.now = old.now
@@ -258,7 +267,10 @@ class NodeMachine(RuleBasedStateMachine):
             assert self.world.state.instances[instance_id].ended_at is None
 
     def teardown(self) -> None:
-        """From any state: after a stop, with processes that obey SIGKILL and a loader that answers, everything ends."""
+        """From any state everything ends after a stop.
+
+        Processes obey SIGKILL, and the loader replies.
+        """
         for instance_id in list(self.world.state.instances):
             self.hear(e.StopCommand(stop(instance_id, token=self.token, drain_timeout_ms=0), self.ask()))
         for _ in range(6):

@@ -1,4 +1,7 @@
-"""Weights that the loader has on a GPU, as the nodeagent accounts for them: told, charged once, and read back when they are released."""
+"""The nodeagent's accounting of weights that the loader has on a GPU.
+
+It reports them, charges them once, and reads memory back at their release.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ NO_INSTANCE = 7_000_001
 
 
 class Gpu:
-    """`cuda:0` as NVML tells of it; a process without a byte is not listed."""
+    """`cuda:0` as NVML reports it; a process without memory is not listed."""
 
     info = DeviceInfo("cuda:0", "cuda", "fake", 100, 100)
 
@@ -43,7 +46,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture
 def world() -> World:
-    """A node with two instances of one model on the GPU and one on the CPU."""
+    """Create a node with two instances of one model on the GPU and one on the CPU."""
     found = World("cpu:0", "cuda:0")
     for name, device in (("a", "cuda:0"), ("b", "cuda:0"), ("c", "cpu:0")):
         found.ready(name, reserve=20, devices=(device,))
@@ -52,7 +55,7 @@ def world() -> World:
 
 @pytest.fixture
 def meter(world: World, gpu: Gpu) -> Meter:
-    """All of its instances hold the model's weights."""
+    """Report that all instances hold the model's weights."""
     found = Meter({"cuda:0": gpu}, lambda: world.state, lambda: None, lambda *_: None)
     report_loader(found, {"cuda:0": 40})
     return found
@@ -68,7 +71,7 @@ def report_loader(meter: Meter, on_devices: dict[str, int]) -> None:
 
 def test_weights_are_charged_where_the_instance_computes(meter: Meter) -> None:
     assert [meter.weights(i) for i in ("a", "b", "c")] == [40, 40, 30]
-    report_loader(meter, {})  # the engine has copied them into its own memory, which is measured as that
+    report_loader(meter, {})  # the engine has copied them into its own memory, which is measured separately
     assert [meter.weights(i) for i in ("a", "c")] == [0, 30]
 
 
@@ -97,7 +100,10 @@ async def test_bytes_that_stay_in_use_are_not_taken_for_free(meter: Meter, gpu: 
 async def test_a_hosted_engines_bytes_are_gone_when_the_device_knows_none_of_its_processes(
     world: World, meter: Meter, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host, which is the instance's own process, never had any."""
+    """A hosted engine's bytes are gone once the device lists none of its processes.
+
+    The instance's own process is the host, which never had any.
+    """
     monkeypatch.setattr(meters, "_GONE_WITHIN_S", 0.05)
     instance = world["a"].model_copy(
         update={"pid": NO_INSTANCE, "process_start": 1, "engine_pids": (NO_INSTANCE + 1, NO_INSTANCE + 2)}

@@ -1,4 +1,4 @@
-"""The loop between events and time."""
+"""The loop's handling of events and deadlines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tests.unit.nodeagent.world import World, report
 
 
 async def test_events_that_never_cease_keep_no_deadline_from_being_seen() -> None:
-    """Engines that report without end: an instance that ended long ago is forgotten all the same, at once."""
+    """A constant flow of events does not delay deadlines.
+
+    Engines report without pause; an instance that ended long ago is still forgotten at once.
+    """
     world = World()
     ended = world.ready("gone").model_copy(update={"state": InstanceState.STOPPED, "ended_at": time.monotonic() - 1000})
     world.state = type(world.state)(world.state.ledger, instances={"gone": ended})

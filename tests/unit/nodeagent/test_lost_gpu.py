@@ -1,4 +1,4 @@
-"""A GPU whose driver gives no answer costs its node nothing but that GPU."""
+"""A GPU whose driver does not respond costs its node only that GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PID = 7
 
 
 class Nvml:
-    """Two GPUs of 100 bytes, of which each call about those in `lost` fails as NVML's do."""
+    """Two GPUs of 100 bytes; each call about those in `lost` fails as NVML's do."""
 
     NVMLError = pynvml.NVMLError
     NVML_ERROR_NOT_SUPPORTED = pynvml.NVML_ERROR_NOT_SUPPORTED

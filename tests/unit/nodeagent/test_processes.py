@@ -1,4 +1,4 @@
-"""What is read of real processes: identity, ends, memory, and the reason of a death."""
+"""Readings of real processes: identity, exits, memory, and the cause of death."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ MIB = 1024 * 1024
 
 @pytest.fixture
 def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds 64 MiB and has `log` as its standard error; it says so when it does."""
+    """Start a process that holds 64 MiB, with `log` as standard error.
+
+    It prints a line once it holds them.
+    """
     code = "import sys; held = bytearray(b'x') * (64 << 20); print('held', flush=True); sys.stdin.read()"
     with (tmp_path / "log").open("wb") as log:
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
@@ -43,8 +46,8 @@ async def test_an_exit_is_noticed_at_once_and_names_the_process(sleeper: subproc
     assert processes.watch("i", sleeper.pid) == process_start(sleeper.pid)
     processes.send("i", "term")
     assert await asyncio.wait_for(ends.get(), 5) == ("i", sleeper.pid)
-    assert process_start(sleeper.pid) is None  # a zombie until we wait for it
-    processes.send("i", "kill")  # gone: nothing
+    assert process_start(sleeper.pid) is None  # a zombie until the test waits for it
+    processes.send("i", "kill")  # gone: no bytes
     processes.close()
 
 
@@ -75,7 +78,7 @@ def test_memory_of_a_process_is_its_own_share(sleeper: subprocess.Popen[bytes]) 
     assert resident >= 64 * MIB
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert device.private_bytes([sleeper.pid]) == {}  # a zombie holds nothing
+    assert device.private_bytes([sleeper.pid]) == {}  # a zombie holds no memory
     assert private_rss(sleeper.pid) is None
 
 

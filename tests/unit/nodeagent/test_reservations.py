@@ -1,4 +1,7 @@
-"""Reservations: by priority and age, all or nothing over a device set, small ones past large ones, and not for ever."""
+"""Reservations by priority and age, all or nothing over a device set.
+
+Small ones overtake large ones, for a limited time.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def r(name: str, nbytes: int, *devices: str, priority: int = 0, since: float = 0
 
 
 def set_ledger(**held: int) -> Ledger:
-    """Devices of 100 bytes with so many held."""
+    """Return devices of 100 bytes with so many booked."""
     ledger = Ledger({"d0": 100, "d1": 100})
     for device, nbytes in held.items():
         ledger = ledger.set_booking(f"held-{device}", (device,), nbytes)

@@ -1,4 +1,4 @@
-"""One test for each numbered branch of resuming, of what fails on the way, and of crashes in between."""
+"""One test for each numbered branch of resumption, its failures, and crashes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def test_5_a_resume_during_the_freeze_follows_at_once(w: World) -> None:
 
 
 def test_5_a_resume_that_has_no_room_right_after_says_so(w: World) -> None:
-    """It was answered already: its status is the only place to say it."""
+    """A resume without room reports that in its status.
+
+    The command was acknowledged already, so there is no other place.
+    """
     w.ready()
     w.hear(e.StartCommand(start("large", reserve=80).model_copy(update={"wait_ms": 60_000}), 9))
     w.state = replace(w.state, queue=tuple(replace(q, passed=PASSES) for q in w.state.queue))
@@ -193,7 +196,7 @@ def test_an_engine_that_leaks_is_stopped_instead(w: World) -> None:
 
 
 def adopt(w: World, **adopted: bool) -> World:
-    """The next agent, which knows what was recorded."""
+    """Start the next agent from the recorded state."""
     record = Instance.model_validate_json(w["i"].model_dump_json())
     new = World()
     new.now = w.now

@@ -1,4 +1,4 @@
-"""Sizes, devices and labels as people write them."""
+"""Sizes, devices and labels in settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suspender does beside the ways of suspending."""
+"""The suspender's work beside the suspend methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.nodeagent.suspend.suspender import Suspender
 
 
 class Busy(Cgroups):
-    """The kernel lets go of an empty group a little after its last process has ended."""
+    """An empty group is busy until shortly after its last process has ended."""
 
     refusals = 2
 

@@ -64,7 +64,10 @@ def just_ready(w: World) -> None:
 
 
 def test_4_it_is_not_assessed_yet(w: World) -> None:
-    """Asked to make room the moment it is ready: unknown is not impossible."""
+    """An instance asked to make room once it is ready waits for its assessment.
+
+    An unknown capability does not count as missing.
+    """
     just_ready(w)
     assert not w.hear(e.SuspendCommand(suspend(), 2))
     effects = w.hear(e.Assessed("i", POSSIBLE, 60))
@@ -98,7 +101,10 @@ def test_4_who_wants_it_back_meanwhile_has_the_last_word(w: World) -> None:
 
 @pytest.mark.parametrize("only_if_idle", [False, True])
 def test_4_one_that_is_coming_back_is_suspended_again_once_it_is(w: World, *, only_if_idle: bool) -> None:
-    """Ended instead, an engine that takes a minute to start would be lost for a fraction of a second."""
+    """An instance that is resuming is suspended again once it is ready.
+
+    Ending it would lose an engine that takes a minute to start, for a fraction of a second.
+    """
     w.suspended()
     w.hear(e.ResumeCommand(resume(), 3))
     assert not w.hear(e.SuspendCommand(suspend(only_if_idle=only_if_idle), 4))
@@ -251,12 +257,12 @@ def test_a_spilled_snapshot_resumes_and_can_be_spilled_again(w: World) -> None:
     two_snapshots(w, way="cuda")
     w.hear(e.ResumeCommand(resume("a"), 5))
     assert w["a"].state is RESUMING
-    w.hear(e.Spilled("a", freed_bytes=70))  # told too late
+    w.hear(e.Spilled("a", freed_bytes=70))  # reported too late
     assert w["a"].suspend_state.spilled == ""
 
 
 def two_snapshots(w: World, way: SuspendWay) -> None:
-    """Of 70 bytes each, on a node that keeps 120; `a` is the older."""
+    """Create two snapshots of 70 bytes on a node with a budget of 120; `a` is older."""
     w.state = replace(w.state, spills=True, ledger=Ledger({"cpu:0": 1000}))
     for name, pid in (("a", 7), ("b", 8)):
         w.ready(name, pid)

@@ -62,7 +62,7 @@ POSSIBLE = Outlook(way="cpu", left_bytes=10, snapshot_bytes=50, resume_s=0.1)
 
 
 class World:
-    """A node with devices of 100 bytes, its effects as they come."""
+    """A node with devices of 100 bytes, and its effects in order."""
 
     def __init__(self, *devices: str, policy: Policy | None = None, snapshots: int = 120) -> None:
         ledger = Ledger(dict.fromkeys(devices or ("cpu:0",), 100))
@@ -79,10 +79,10 @@ class World:
     def __getitem__(self, instance_id: str) -> Instance:
         return self.state.instances[instance_id]
 
-    # Stories that many tests begin with.
+    # Scenarios that many tests begin with.
 
     def ready(self, instance_id: str = "i", pid: int = 7, took: float = 5.0, **more: Any) -> Instance:
-        """An instance that took `took` seconds to start and can be suspended."""
+        """Create an instance that took `took` seconds to start and can be suspended."""
         self.hear(e.StartCommand(start(instance_id, **more), 1))
         self.hear(e.EngineForked(instance_id, pid, 1))
         self.hear(e.EngineReported(report(instance_id, "ready", pid)), after=took)

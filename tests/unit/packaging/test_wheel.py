@@ -1,4 +1,4 @@
-"""The wheel, built and installed outside the checkout, works as the checkout does."""
+"""The wheel works outside the checkout as the checkout does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("thaw", "services", "shared", "weights", "simulator")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of installed packages that holds the wheel and nothing else."""
+    """Create a directory of installed packages that holds only the wheel."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -42,7 +42,7 @@ def _run(command: list[str], cwd: Path, **environment: str) -> str:
 
 
 def _installed(site: Path, *arguments: str) -> str:
-    """Standard output of Python with the wheel's packages before the checkout's."""
+    """Return the output of Python with the wheel's packages before the checkout's."""
     return _run([sys.executable, *arguments], site.parent, PYTHONPATH=str(site), THAW_HOME=str(site.parent / "home"))
 
 
@@ -75,7 +75,10 @@ def test_it_has_its_entry_points_and_its_version(site: Path) -> None:
 
 
 def test_it_has_every_data_file(site: Path) -> None:
-    """Whatever is tracked in a package and is no Python source is needed at run time."""
+    """The wheel has every data file.
+
+    A tracked file of a package that is no Python source is needed at run time.
+    """
     for package in PACKAGES:
         assert (site / package / "py.typed").is_file()
         for path in (ROOT / package).rglob("*"):

@@ -1,4 +1,4 @@
-"""Estimates, verdicts, and how results are told."""
+"""Estimates, verdicts, and the format of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from bench.papers.traffic import SHAREGPT, azure_like, bursts, shares
 
 
 def test_an_estimate_is_the_mean_with_students_interval() -> None:
-    """1, 2, 3: standard deviation 1; t of 2 degrees of freedom is 4.303."""
+    """An estimate is the mean with Student's interval.
+
+    1, 2, 3: standard deviation 1; t of 2 degrees of freedom is 4.303.
+    """
     found = estimate([1.0, 2.0, 3.0, None])
     half = 4.303 / math.sqrt(3)
     assert (found.mean, found.seeds) == (2.0, 3)
@@ -30,7 +33,7 @@ def test_an_estimate_is_the_mean_with_students_interval() -> None:
         (Estimate(10, 9, 11, 5), 12.0, "yes"),  # within a quarter
         (Estimate(10, 4.5, 15, 5), 15.0, "yes"),  # within the interval
         (Estimate(10, 9, 11, 5), 15.0, "no"),
-        (Estimate(10, -50, 70, 5), 60.0, "unsure"),  # an interval that says nothing
+        (Estimate(10, -50, 70, 5), 60.0, "unsure"),  # an interval that carries no information
         (estimate([]), 1.0, "unsure"),
     ],
 )

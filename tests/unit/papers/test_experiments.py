@@ -1,4 +1,4 @@
-"""Every experiment runs from end to end, in the smallest form that still has requests in it."""
+"""Every experiment runs end to end, in the smallest form that still has requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_prints_what_the_paper_says_beside_ours(name: str, monkeypatch: pytes
 
 
 def few(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight functions under the labels of hundreds."""
+    """Return eight functions under the labels of hundreds."""
     from bench.papers import torpor
 
     whole = torpor.functions

@@ -1,5 +1,8 @@
-"""What each paper claims first, and what Thaw's profile claims beside it, in short runs of a few seeds. The same seeds give the same figures, so that
-these fail for a change of the code alone. Long runs of more seeds: docs/papers.md."""
+"""Each paper's first claim, and that of Thaw's profile, in short runs.
+
+The runs have few seeds. The same seeds give the same figures, so only a change of the code makes a test fail. docs/papers.md has long runs
+of more seeds.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def test_hydraserve_meets_more_objectives_than_both_baselines() -> None:
 
 @pytest.mark.parametrize("name", [s.name for s in thaw_beside.settings(SHORT) if s.name != "mixed"])
 def test_thaw_is_as_good_as_the_papers_policy_on_its_own_experiment(name: str) -> None:
-    """Within a twentieth, since so few requests of so few seeds are no more exact."""
+    """Thaw equals the paper's policy on the paper's own experiment.
+
+    The margin is 5 %: so few requests and seeds are no more exact.
+    """
     setting = next(s for s in thaw_beside.settings(SHORT) if s.name == name)
     ours, theirs = (
         [setting.measure(run(setting.case(p), seed)) for seed in range(SHORT.seeds)] for p in (thaw.PROFILE, setting.others[0])
@@ -75,7 +81,10 @@ def test_thaw_is_as_good_as_the_papers_policy_on_its_own_experiment(name: str) -
 
 
 def test_thaw_is_ahead_on_the_mix() -> None:
-    """Of the two papers' policies that do best there, over the whole of the mix; the others take far longer to simulate, since they queue."""
+    """Thaw beats the papers' policies on the mix of workloads.
+
+    Two policies are compared, the best ones there; the others queue, and take far longer to simulate.
+    """
     setting = thaw_beside.settings(replace(SHORT, scale=1.0))[-1]
     assert setting.name == "mixed"
     ours, *others = (

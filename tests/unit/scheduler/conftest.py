@@ -1,4 +1,4 @@
-"""A world for each test."""
+"""A scheduler's world for each test."""
 
 from __future__ import annotations
 

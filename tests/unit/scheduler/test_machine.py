@@ -31,7 +31,7 @@ node = st.sampled_from(NODES)
 
 
 class Cluster(RuleBasedStateMachine):
-    """Room for two models on one node and for one on the other; five models of 324 MiB each."""
+    """One node with room for two models, one for one; five models of 324 MiB each."""
 
     profile = "thaw"
 
@@ -50,7 +50,7 @@ class Cluster(RuleBasedStateMachine):
             agent.capabilities, agent.snapshot_budget = (Capability(name="suspend:cpu", available=True),), 10_000 * MIB
         for n in NAMES:
             replicas = {"min": 0, "max": 2 if n == "many" else 1}
-            # One whose engine reads its weights itself: its start may wait on its node for bytes of what leaves.
+            # Its engine reads its weights itself: its start may wait on its node for a victim's bytes.
             hosted: dict[str, Any] = {"engine": "vllm", "memory": 324 * MIB} if n == "c" else {}
             self.w.model(n, pin=n == "pinned", park=n in NAMES[:2], keep_alive=20, replicas=replicas, **hosted)
 
@@ -64,7 +64,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(model=name, others_serve=st.booleans())
     def bring_up(self, model: str, others_serve: bool) -> None:
-        """Demand that is met, served, and over."""
+        """Meet demand: a model starts, serves, and is idle."""
         for n in NAMES:
             self.serve(n, int(others_serve))
         self.demand(model, 1, 0, 0)
@@ -129,7 +129,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(n=node)
     def reboot(self, n: str) -> None:
-        """The whole node: its engines are gone too."""
+        """Reboot the whole node: its engines are gone too."""
         agent = self.w.agents[n]
         agent.instances.clear()
         agent.boot, agent.seq, agent.highest = f"{agent.boot}+", 0, 0
@@ -149,7 +149,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: not self.silent)
     @rule()
     def another_leader(self) -> None:
-        """Only what is durable survives; the new epoch is one higher."""
+        """Change the leader: only durable state survives, and the epoch is one higher."""
         old = self.w.state
         state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now, keep_alive_rule=old.keep_alive_rule)
         kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
@@ -203,7 +203,10 @@ class Cluster(RuleBasedStateMachine):
 
     @invariant()
     def never_more_than_asked_for(self) -> None:
-        """Only while requests move is there one more for each instance that they leave: the one that they go to."""
+        """No more instances run than were requested.
+
+        During migrations, each source may have one more, the destination.
+        """
         left = {move.source for move in self.w.state.migrations.values()}
         for model in self.w.state.models.values():
             live = self.w.state.live_instances(model)
@@ -211,7 +214,10 @@ class Cluster(RuleBasedStateMachine):
             assert len({i.instance_id for i in live}) == len(live)
 
     def teardown(self) -> None:
-        """From now on everything behaves, though what is ready serves without a pause until it is drained: then everybody is served."""
+        """From now on all nodes behave, and every request is served.
+
+        Ready instances serve without a pause until they are drained.
+        """
         w = self.w
         for n in NODES:
             w.change_node(n, "uncordon")

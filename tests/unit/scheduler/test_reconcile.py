@@ -42,7 +42,10 @@ def test_a_wake_given_up_cancels_its_start(w: World) -> None:
 
 
 def test_a_sleep_calls_off_the_wake_before_it(w: World) -> None:
-    """The last order holds: it is not started again for who wanted it before."""
+    """A sleep cancels the wake before it.
+
+    The last order holds: earlier demand does not start the model again.
+    """
     w.node()
     w.model("a")
     waiter = w.wake("a")

@@ -35,7 +35,10 @@ def test_replacing_is_as_in_dataclasses() -> None:
 
 
 def test_records_of_decisions_are_as_pydantic_would_have_made_them() -> None:
-    """Every field, in the model's order, of its type; and written as JSON alike."""
+    """Records of decisions equal those that pydantic creates.
+
+    They have every field, in the model's order, of its type, and the same JSON.
+    """
     w = World()
     for n in range(12):
         w.node(f"n{n}", 400 * MIB)

@@ -1,4 +1,4 @@
-"""Decisions under assumptions, without changing the cluster."""
+"""Decisions under assumptions do not change the cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE = 400 * MIB
 
 
 def full() -> World:
-    """One device, taken by a pinned model; two others wait."""
+    """Create one device, taken by a pinned model; two others wait."""
     w = World()
     w.node("n1", ONE)
     w.model("pinned", pin=True)

@@ -67,7 +67,7 @@ class Running:
 
     @property
     def reserved(self) -> int:
-        """What is booked for it."""
+        """Return the bytes booked for it."""
         if self.state.parked:
             return self.left
         if self.queued_until is not None:
@@ -77,7 +77,7 @@ class Running:
 
 @dataclass
 class Agent:
-    """A nodeagent that obeys; the test decides when starts and stops are complete."""
+    """An obedient nodeagent; the test completes its starts and stops."""
 
     node: str
     budget: int
@@ -91,7 +91,7 @@ class Agent:
     labels: dict[str, str] = field(default_factory=dict)
 
     def reserved(self, device_id: str) -> int:
-        """On that device: each instance's bytes lie evenly on its devices."""
+        """Return the bytes reserved on that device; instances spread evenly over devices."""
         on_it = (r for r in self.instances.values() if device_id in r.command.device_ids)
         return sum(r.reserved // len(r.command.device_ids) for r in on_it)
 
@@ -111,7 +111,7 @@ class Agent:
         return None
 
     def settle(self, now: float) -> None:
-        """Whoever waits is granted its bytes, or gives up."""
+        """Grant waiting instances their bytes, or let them give up."""
         for r in self.instances.values():
             if r.queued_until is None:
                 continue
@@ -214,7 +214,10 @@ def _status(r: Running, now: float) -> InstanceStatus:
 
 @dataclass
 class World:
-    """Time is `now`; `send` decides one event. Commands reach the agents at once unless `deaf`."""
+    """The scheduler's world at time `now`; `send` decides one event.
+
+    Commands reach the agents at once unless `deaf`.
+    """
 
     policy: Policy = field(default_factory=Policy)
     epoch: int = 1
@@ -268,10 +271,10 @@ class World:
         elif (error := agent.stop(effect)) is not None:
             self.send(StopRefused(self.now, effect.command.instance_id, error))
 
-    # What tests do.
+    # Actions of tests.
 
     def node(self, name: str = "n1", budget: int = 1000 * MIB, devices: tuple[str, ...] = ("cpu:0",)) -> Agent:
-        """`budget`: of each device."""
+        """Add a node; `budget` is that of each device."""
         self.agents[name] = Agent(name, budget, devices=devices)
         self.hear(name)
         return self.agents[name]
@@ -297,7 +300,7 @@ class World:
         return f"w{self._asked}"
 
     def admin(self, event: Any) -> Any:
-        """The answer to an operator's request, None if there is none yet."""
+        """Return the reply to an operator's request, None if there is none yet."""
         self.send(event)
         return self.answer(event.waiter)
 
@@ -330,7 +333,7 @@ class World:
         return [r for r in found if (r.state in states if states else r.state.holds_memory)]
 
     def get_ready(self, *models: str) -> None:
-        """Every start of these (or of all) succeeds now."""
+        """Let every start of these models (or of all) succeed now."""
         for agent in self.agents.values():
             for r in agent.instances.values():
                 if r.state in (InstanceState.LOADING, InstanceState.RESUMING) and (not models or r.command.card.name in models):
@@ -338,7 +341,7 @@ class World:
         self.hear()
 
     def up(self, model: str, served: int = 1) -> Running:
-        """Bring one instance of the model up, idle, with `served` requests behind it."""
+        """Start one idle instance of the model that has served `served` requests."""
         self.demand(model, 1)
         self.get_ready(model)
         self.demand(model, 0)
@@ -377,5 +380,8 @@ class World:
 
 
 def no_room(param: str | None = RESERVATION) -> ErrorBody:
-    """Without `RESERVATION`: its loader or its engine ran out, not the node."""
+    """Return the error of a start that lacked memory.
+
+    Without `RESERVATION` its loader or its engine lacked memory, not the node.
+    """
     return InsufficientMemory("no room", param=param, should_retry=True).body()

@@ -35,7 +35,7 @@ CLUSTER = ClusterFile(nodes=(NODES,), runtime=RUNTIME)
 
 
 def but(**other: object) -> ClusterFile:
-    """The cluster, with nodes that differ."""
+    """Return the cluster with changed nodes."""
     return CLUSTER.model_copy(update={"nodes": (NODES.model_copy(update=other),)})
 
 
@@ -52,7 +52,7 @@ def ask(at: float, model: str = "big-0", prompt: int = 1, output: int = 1) -> Re
 
 def test_a_cold_start_takes_as_long_as_its_slowest_link_and_a_warm_request_none() -> None:
     served = run([ask(0), ask(100)]).served
-    assert [round(s.queued, 6) for s in served] == [2.5, 0.0]  # 10 GB at 5 GB/s, then 0.5 s; the engine is there by then
+    assert [round(s.queued, 6) for s in served] == [2.5, 0.0]  # 10 GB at 5 GB/s, then 0.5 s; the engine has started by then
     assert served[0].ttft == pytest.approx(4.5)
 
 
@@ -76,7 +76,7 @@ def test_with_no_room_the_longest_idle_leaves() -> None:
     models = [f"big-{n}" for n in range(5)]  # four devices, one each
     outcome = run([ask(10.0 * n, m) for n, m in enumerate(models)])
     assert outcome.stops == 1
-    assert outcome.served[4].queued == pytest.approx(2.8, abs=0.3)  # leaving, then as any other
+    assert outcome.served[4].queued == pytest.approx(2.8, abs=0.3)  # stopping, then as any other
 
 
 def test_a_batching_engine_prefills_and_decodes() -> None:
@@ -85,7 +85,7 @@ def test_a_batching_engine_prefills_and_decodes() -> None:
     requests = [ask(0, "chat", 100, 11), ask(50, "chat", 100, 11), ask(50, "chat", 100, 11), ask(50, "chat", 100, 1)]
     served = sorted(run(requests, groups=[group]).served, key=lambda s: s.number)
     assert [round(s.ttft - s.queued, 6) for s in served] == [0.1, 0.1, 0.2, 0.1]  # prompts one after the other
-    # The first of the two has 0.1 s alone, 10 tokens, and is done: the other waits for nobody then.
+    # The first of the two has 0.1 s alone, 10 tokens, and ends: the other then runs alone.
     assert served[3].queued == pytest.approx(0.2, abs=0.06)
     assert [s.in_time for s in served] == [False, True, True, True]
 

@@ -66,7 +66,7 @@ def test_who_is_suspended_comes_back_from_its_snapshot() -> None:
     assert (outcome.suspensions, outcome.stops) == (2, 0)
     assert outcome.loads == {"ssd": 2, "snapshot": 1}
     assert served[0].queued == pytest.approx(4.5)
-    # 10 GB to host memory and the proof, then 10 GB back and what a restoration takes beside.
+    # 10 GB to host memory and the proof, then 10 GB back and the other costs of a restoration.
     assert served[2].queued == pytest.approx(0.5 + 0.3 + 0.5 + 0.2, abs=0.3)
     without = run(machines(1), pair, requests)
     assert (without.suspensions, without.stops) == (0, 2)
@@ -96,14 +96,14 @@ def test_what_is_brought_ahead_is_not_fetched_again_and_gives_way(ahead: str | N
 
 @pytest.mark.parametrize("profile", ["thaw", "serverlessllm"])
 def test_what_serves_moves_and_goes_on_with_its_tokens(profile: str) -> None:
-    # The large one is on node-0's disk alone, where the small one serves; either would have to fetch from afar on node-1.
+    # Only node-0's disk has the large one, and the small one serves there; on node-1 either needs a remote fetch.
     small = MODEL.model_copy(update={"name": "small", "weights_gb": 2.0, "resume_s": 0.1})
     other, large = small.model_copy(update={"name": "other"}), MODEL.model_copy(update={"name": "large", "weights_gb": 14.5})
     cluster = machines(2, can=frozenset({"migrate"}), links=LinkSpeeds(remote=0.1, ssd=5, device=20))
     outcome = run(cluster, [small, other, large], [ask(0, "small", 601), ask(20, "large")], profile)
     moved, came = sorted(outcome.served, key=lambda s: s.at)
     assert (outcome.migrations, outcome.preemptions, outcome.restarts) == (1, 0, 0)
-    assert came.queued == pytest.approx(20.5 + 0.7 + 0.3 + 4.5, abs=1.5)  # fetched, moved in rounds, left, then loaded
+    assert came.queued == pytest.approx(20.5 + 0.7 + 0.3 + 4.5, abs=1.5)  # fetched, migrated in rounds, stopped, then loaded
     assert 0.1 <= moved.pause <= 0.5
     assert moved.ended == pytest.approx(moved.queued + 0.1 + 60.0 + moved.pause, abs=0.2)
 
@@ -115,7 +115,7 @@ def test_requests_of_a_node_that_fails_go_on_elsewhere(failover: str) -> None:
     outcome = run(cluster, [MODEL], [ask(0, "m", 101)])
     (served,) = outcome.served
     assert (outcome.restarts, outcome.loads) == (1, {"ssd": 2})
-    # The gateway asks for it after ten seconds of silence, when the scheduler has long taken the node for lost. Then a start.
+    # The gateway asks after ten seconds of silence, when the scheduler has long marked the node lost. Then a start.
     ready = pytest.approx(20.3 + 4.5, abs=0.3)
     tokens = {"resume": 55, "restart": 0}[failover]
     prompt = (100 + tokens) / 1000

@@ -47,7 +47,7 @@ def test_runs_by_policy_and_seed(
     runs = document["runs"]
     assert [(r["policy"], r["seed"], r["lost"]) for r in runs] == [("thaw", 0, 0), ("thaw", 1, 0), ("lru", 0, 0), ("lru", 1, 0)]
     assert runs[0]["ttft"] != runs[1]["ttft"]
-    assert runs[0]["requests"] == runs[2]["requests"]  # policies meet the same requests
+    assert runs[0]["requests"] == runs[2]["requests"]  # all policies have the same requests
     assert set(runs[0]) >= FIGURES
     assert set(runs[0]["ttft"]) >= {"p50", "p95", "p99"}
     assert set(runs[0]["loads"]) == set(TIERS)
@@ -68,7 +68,7 @@ def test_plots_are_drawn(
 ) -> None:
     status, document = sent({**order, "seeds": 2, "plots": str(tmp_path / "plots")}, capsys, monkeypatch)
     assert status == 0
-    assert len(document["plots"]) == 6  # no answer had a second token
+    assert len(document["plots"]) == 6  # no response had a second token
     assert all(Path(p).read_bytes().startswith(b"\x89PNG") for p in document["plots"])
 
 

@@ -49,7 +49,7 @@ MODELS = [
 
 
 class Watched(World):
-    """Looks at a device whenever something there changes, and at the links at the end."""
+    """Checks a device at every change, and the links at the end."""
 
     def touch(self, device: SimDevice) -> None:
         super().touch(device)
@@ -58,7 +58,7 @@ class Watched(World):
         assert device.promised >= 0
         assert device.booked + device.kept_bytes <= device.budget
         booked = sum(p.nbytes for i in device.instances.values() for p in i.parts if p.device is device)
-        assert device.booked + device.promised <= booked + 10 * 10**9  # what is booked beside instances is KV cache
+        assert device.booked + device.promised <= booked + 10 * 10**9  # bytes booked beside instances are KV cache
 
 
 def run(cluster: ClusterFile, profile: str, seed: int, rps: float, cv: float) -> tuple[World, dict[str, Any]]:
@@ -154,6 +154,6 @@ def test_links_are_shared_fairly_and_the_background_takes_what_is_left() -> None
 
     begin("narrow", (wide, narrow), 40)  # 20 a second
     begin("wide", (wide,), 160)  # the other 80
-    begin("later", (wide,), 100, background=True)  # nothing, until both are through
+    begin("later", (wide,), 100, background=True)  # none, until both are through
     clock.run()
     assert ended == pytest.approx({"narrow": 2.0, "wide": 2.0, "later": 3.0})

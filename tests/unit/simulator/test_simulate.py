@@ -50,7 +50,7 @@ def but(**other: object) -> ClusterFile:
 
 def test_a_cold_start_takes_as_long_as_its_slowest_link_and_a_warm_request_none() -> None:
     served = run([ask(0), ask(100)]).served
-    assert [s.queued for s in served] == pytest.approx([2.5, 0.0])  # 10 GB at 5 GB/s, then 0.5 s; the engine is there by then
+    assert [s.queued for s in served] == pytest.approx([2.5, 0.0])  # 10 GB at 5 GB/s, then 0.5 s; the engine has started by then
     assert served[0].ttft == pytest.approx(4.5)
 
 
@@ -67,7 +67,7 @@ def test_what_left_comes_back_from_memory_and_what_no_disk_has_from_afar() -> No
 def test_with_no_room_the_longest_idle_leaves() -> None:
     outcome = run([ask(10.0 * n, f"big-{n}") for n in range(5)])  # four devices, one each
     assert outcome.stops == 1
-    assert outcome.served[4].queued == pytest.approx(2.75)  # leaving, then as any other
+    assert outcome.served[4].queued == pytest.approx(2.75)  # stopping, then as any other
 
 
 def test_a_batching_engine_prefills_and_decodes() -> None:
@@ -87,7 +87,7 @@ def test_prompts_that_wait_are_computed_in_one_pass() -> None:
     served = sorted(
         run([ask(at, "chat", 100, 2) for at in (0, 50, 50.05, 50.05, 50.1)], groups=[group]).served, key=lambda s: s.number
     )
-    # Who comes first is computed alone, in 50 ms and 100 for the prompt; who comes meanwhile waits for the next pass, over all three.
+    # The first request is computed alone, in 50 ms and 100 for the prompt; later ones wait for the next pass, over all three.
     assert [round(s.at + s.ttft, 6) for s in served[1:]] == [50.15, 50.5, 50.5, 50.5]
 
 

@@ -1,4 +1,4 @@
-"""Every option and every way of clearing, computed by hand."""
+"""Every option and every method of clearing a device, computed by hand."""
 
 from __future__ import annotations
 
@@ -116,21 +116,21 @@ def test_who_can_go_on_elsewhere_is_preempted_or_moves_and_its_pause_is_counted(
     outcome = simulate(machines, models, [ask(0, "free", 100, 201), ask(10, "bound", 1, 1)], shepherd.PROFILE)
     assert outcome.preemptions == 1
     first = next(s for s in outcome.served if s.model == "free")
-    # It began at 2 s; at 10 s it is interrupted, loads for 10 s on the slow node, and is where it was 8 s later.
+    # It began at 2 s. At 10 s it is preempted, loads for 10 s on the slow node, and has caught up 8 s later.
     assert first.pause == pytest.approx(10 + 8)
     assert first.ended == pytest.approx(20 + 0.1 + 20)
     moved = simulate(machines, models, [ask(0, "free", 100, 201), ask(10, "bound", 1, 1)], serverlessllm.PROFILE)
     assert (moved.migrations, moved.preemptions) == (1, 0)
     pause = next(s for s in moved.served if s.model == "free").pause
-    assert 0 < pause < 0.2  # what is left to compute in the last round
-    assert next(s for s in moved.served if s.model == "bound").queued > 10  # it waits until the other one has moved
+    assert 0 < pause < 0.2  # the tokens left to compute in the last round
+    assert next(s for s in moved.served if s.model == "bound").queued > 10  # it waits until the other one has migrated
 
 
 def test_who_is_suspended_comes_back_from_its_snapshot() -> None:
     models = [model("a", snapshot_gb=4), model("b", weights_gb=15)]
     runtime = Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1))
     outcome = simulate(cluster(runtime), models, [ask(0, "a"), ask(10, "b"), ask(20, "a")], swapservellm.PROFILE)
-    # Containers take 3 s, in which a's 4 GB make room for b. b's 15 GB at 20 GB/s make room for a, which comes back in 0.2 s.
+    # Containers take 3 s, in which a's 4 GB make room for b. b's 15 GB at 20 GB/s make room for a, which resumes in 0.2 s.
     assert [s.queued for s in outcome.served] == pytest.approx([3.5, 3.75, 0.75 + 0.2 + 0.1])
     assert outcome.suspensions == 2
     assert loads(outcome) == {"dram": 2, "snapshot": 1}
@@ -153,7 +153,7 @@ def test_a_pipeline_fetches_a_quarter_on_each_server_and_goes_on_as_one() -> Non
     (served,) = outcome.served
     assert served.queued == pytest.approx(2.5)  # 10 GB over four links of 1 GB/s
     assert loads(outcome) == {"pipeline": 1}
-    assert outcome.device_seconds == pytest.approx(4 * 10.0 + (served.ended - 10.0), rel=0.02)  # the rest is there after 7.5 s more
+    assert outcome.device_seconds == pytest.approx(4 * 10.0 + (served.ended - 10.0), rel=0.02)  # the rest arrives after 7.5 s more
 
 
 def test_a_pipeline_becomes_as_many_instances_as_are_wanted() -> None:
@@ -177,7 +177,7 @@ def test_requests_of_a_node_that_fails_go_on_or_begin_again(failover: str) -> No
     outcome = simulate(machines, [model("a", service=LONG)], [ask(0, "a", 100, 101)], PLAIN)
     (served,) = outcome.served
     assert outcome.restarts == 1
-    # It began at 0.5 s. At 6 s the other node loads for 0.5 s; the prompt takes 0.1 s again, and with it the tokens that were there.
+    # It began at 0.5 s. At 6 s the other node loads for 0.5 s; the prompt takes 0.1 s again, and with it the earlier tokens.
     tokens = int((6 - 0.6) / 0.1) + 1
     ends = {"resume": 6.5 + (100 + tokens) / 1000 + (101 - tokens) * 0.1, "restart": 6.5 + 0.1 + 10.0}
     assert served.ended == pytest.approx(ends[failover], abs=0.02)

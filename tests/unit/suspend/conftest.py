@@ -1,4 +1,4 @@
-"""Drivers here hold gigabytes that are numbers only: whatever the machine has, there is room for them."""
+"""Room for the fake drivers' gigabytes, on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CUDA driver made of dictionaries: states and bytes by pid, the order of calls, and faults as told."""
+"""A CUDA driver made of dictionaries: states and bytes by pid, calls, and faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ LEGAL = {
 
 
 class FakeDriver:
-    """`fails`: calls that fail, as (call, pid). Device bytes are there while a process is not checkpointed."""
+    """A fake driver.
+
+    `fails` holds calls that fail, as (call, pid). Device bytes exist while a process is not checkpointed.
+    """
 
     def __init__(self, held: dict[int, int]) -> None:
         self.held = held
@@ -54,7 +57,7 @@ class FakeDriver:
 
 
 class FakeGpu:
-    """`cuda:0` as NVML tells of it."""
+    """`cuda:0` as NVML reports it."""
 
     info = DeviceInfo("cuda:0", "cuda", "fake", 100, 100)
 

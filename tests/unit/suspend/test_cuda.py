@@ -1,4 +1,7 @@
-"""CUDA checkpoint with a driver made of dictionaries: the order of calls, what is undone, what is refused. The real one: tests/gpu."""
+"""CUDA checkpoint on a fake driver: call order, rollback, and refusals.
+
+tests/gpu has the real driver.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ NO_GROUPS = Cgroups("n", None, None, "none here")
 
 
 class Frozen(Cgroups):
-    """Writes down when it was frozen and thawed, among the driver's calls."""
+    """Records freezes and thaws among the driver's calls."""
 
     def __init__(self, driver: FakeDriver) -> None:
         super().__init__("n", None, None)
@@ -246,7 +249,10 @@ def test_the_binding_calls_the_driver_as_documented() -> None:
 
 
 def test_the_package_has_what_is_called_of_it() -> None:
-    """cuda-bindings itself, which can be read without a driver: 12.8.0, 13.0.3 and 13.5.0 have been."""
+    """The cuda-bindings package has the functions that Thaw calls.
+
+    It can be inspected without a driver: 12.8.0, 13.0.3 and 13.5.0 were.
+    """
     api = pytest.importorskip("cuda.bindings.driver")
     args = api.CUcheckpointLockArgs()
     args.timeoutMs = 500

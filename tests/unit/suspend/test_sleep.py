@@ -1,4 +1,7 @@
-"""Which level of its own sleep an engine is put to: with its weights kept where they have room, without them where they have not."""
+"""The level of an engine's own sleep.
+
+It keeps weights if they have room, and drops them otherwise.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ GIB = 1 << 30
 
 
 class Device(MemoryUsage):
-    """`cuda:0`, of which the engine has forty gibibytes while it is awake."""
+    """`cuda:0`, of which the awake engine has forty gibibytes."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -65,7 +68,10 @@ def test_reading_again_is_expected_to_take_longer(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_where_its_bytes_cannot_be_seen_an_engines_word_is_not_taken() -> None:
-    """In a pid namespace of its own NVML's pids are others: nothing used before and nothing after would prove nothing."""
+    """Without visible bytes the engine's own report does not count.
+
+    In a pid namespace of its own NVML's pids differ: no bytes before and none after prove nothing.
+    """
     device = Device()
     device.blind = True
     way = EngineSleep(device, device.sleep, 64 * GIB)

@@ -1,4 +1,7 @@
-"""The engine's own sleep before the driver's checkpoint: order, what is left to copy, and what happens when either fails."""
+"""The engine's own sleep before the driver's checkpoint.
+
+Order, bytes left to copy, and the failure of either.
+"""
 
 from __future__ import annotations
 

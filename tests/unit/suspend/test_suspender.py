@@ -1,4 +1,7 @@
-"""What the suspender looks at when an engine is back, with ways and devices made of numbers. Real processes: tests/integration/suspend."""
+"""The suspender's checks after a resume, with fake methods and devices.
+
+tests/integration/suspend has real processes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ NO_GROUPS = Cgroups("n", None, None, "none here")
 
 
 class Numbers(MemoryUsage):
-    """`there`: MiB that engines hold now."""
+    """Fake readings; `there` is the MiB that engines hold now."""
 
     def __init__(self, there: int) -> None:
         super().__init__({})
@@ -40,7 +43,7 @@ class Numbers(MemoryUsage):
 
 
 class SuspendMethod:
-    """Does nothing, and would do so."""
+    """A method that does nothing and reports that it can suspend."""
 
     def __init__(self, name: SuspendWay, resume_s: float = 0.1) -> None:
         self.name: SuspendWay = name
@@ -82,7 +85,10 @@ def suspended(way: SuspendWay, *, frees: int, left: int, snapshot: int) -> Insta
 
 @pytest.mark.parametrize(("there", "resumes"), [(300, True), (30, False)])
 async def test_on_cpu_what_lay_in_swap_all_along_has_to_be_there_too(there: int, resumes: bool) -> None:
-    """A second suspension frees the little that was touched since the first. Of a process that died meanwhile all is missing."""
+    """On cpu, bytes that stayed in swap must be back too.
+
+    A second suspension frees only what was touched since the first. A dead process lacks all of it.
+    """
     instance = suspended("cpu", frees=4, left=1, snapshot=320)
     if resumes:
         assert await make_suspender(there).resume(instance, "cpu") == there * MIB
@@ -92,7 +98,10 @@ async def test_on_cpu_what_lay_in_swap_all_along_has_to_be_there_too(there: int,
 
 
 async def test_elsewhere_what_was_freed_has_to_be_there_again() -> None:
-    """The snapshot's size says nothing of it: an engine that sleeps has kept none, and one that was written to swap less."""
+    """On other devices, all freed bytes must be back.
+
+    The snapshot's size does not matter: a sleeping engine keeps none, and one written to swap keeps less.
+    """
     instance = suspended("sleep", frees=900, left=100, snapshot=0)
     assert await make_suspender(1000, SuspendMethod("sleep")).resume(instance, "sleep") == 1000 * MIB
     with pytest.raises(RestoreFailed, match="500 of the 1000 MiB"):
@@ -110,12 +119,15 @@ async def test_a_device_that_cannot_be_read_proves_nothing() -> None:
 
 
 def alive() -> Instance:
-    """Of this test's own process, which nothing here does anything to."""
+    """Return an instance whose process is the test's own, which stays untouched."""
     return Instance(command=start(), token=1, progress_at=0.0, pid=os.getpid(), process_start=1)
 
 
 async def test_a_way_that_failed_with_a_model_is_left_for_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CUDA's checkpoint fails with whatever shares memory between processes, each time anew."""
+    """A method that failed with a model is replaced by the next best.
+
+    CUDA's checkpoint always fails with memory shared between processes.
+    """
     quick, slow = SuspendMethod("cuda", 0.1), SuspendMethod("sleep", 0.5)
     found = make_suspender(100, quick, slow)
     assert (await found.assess(alive()))[0].way == "cuda"
@@ -138,7 +150,10 @@ async def test_a_way_that_failed_is_tried_again_where_there_is_no_other() -> Non
 
 @pytest.mark.parametrize(("expected_s", "asked_ms"), [(0.1, 1_000), (50.0, 150_000)])
 async def test_it_has_as_long_to_answer_as_its_size_takes(expected_s: float, asked_ms: int) -> None:
-    """Of weights of a hundred gibibytes that are read again nobody should expect an answer within seconds."""
+    """A resumed engine has time to respond according to its size.
+
+    A hundred gibibytes of weights are not read again within seconds.
+    """
     asked: list[int] = []
 
     async def waking(subject: str, request: Any, reply: Any) -> Any:

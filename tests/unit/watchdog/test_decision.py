@@ -1,4 +1,4 @@
-"""Which silence counts as a hang, and which is the machine's or the watcher's fault."""
+"""Silences that count as a hang, and those of a slow machine or watcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ LIMITS = Limits(loop_s=10.0, outside_loop_s=60.0)
 
 
 def silent(seconds: Iterable[float], state: str = "S", waited: float = 0.0, beats: int = 5, in_loop: bool = True) -> list[Look]:
-    """Looks at `seconds` without a heartbeat between them; `waited`: part of the time that was spent waiting for a processor."""
+    """Return looks after each of `seconds` without a heartbeat.
+
+    Args:
+        waited: The part of that time spent waiting for a processor.
+    """
     return [Look(at, beats, in_loop, state, at * waited) for at in seconds]
 
 
@@ -46,7 +50,10 @@ def test_a_heartbeat_starts_the_count_anew() -> None:
 
 
 def test_a_watcher_that_did_not_run_blames_nobody() -> None:
-    """A laptop that slept an hour, or a stopped process tree, costs the longest step and no more."""
+    """A watcher that did not run reports no false hang.
+
+    An hour of a sleeping laptop, or a stopped process tree, counts as the longest step only.
+    """
     assert play(silent([0, 3600])).silent_s == LONGEST_STEP_S
     assert hung_at(silent([0, 1, 3601, 3602])) is None
 

@@ -1,4 +1,7 @@
-"""A service reports to its watcher when it serves; a heartbeat alone only says that its loop runs."""
+"""A service reports to its watcher once it serves.
+
+A heartbeat alone only shows that its loop runs.
+"""
 
 from __future__ import annotations
 

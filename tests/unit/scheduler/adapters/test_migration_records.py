@@ -40,7 +40,7 @@ def test_what_the_bucket_lets_go_for_its_age_is_let_go_here(monkeypatch: pytest.
     now += MIGRATION_KEPT_S / 2 + 1
     copy.put("new", record("new").model_dump_json().encode())
     assert {r.migration_id for r in copy.latest(None, 100)} == {"busy", "new"}
-    # Nobody works on one that has not changed for so long: whoever waits for it hears that it is over.
+    # A migration without changes for so long has no worker: its waiting clients get an end.
     told = [(e.record.migration_id, e.record.state) for e in heard if isinstance(e, MigrationUpdated)]
     assert told[-1] == ("stuck", "cancelled")
     assert ("old", "cancelled") not in told

@@ -142,7 +142,7 @@ def test_checkpoints_may_name_their_layers_with_more_or_less_before_them(name: s
     modules = Q.model_copy(update={"name": name})
     base = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=base_info("/m/a", modules), created=0)
     assert resolve_info(spec(), adapter_info(), base).context_length == 2048
-    old = base.model_copy(update={"info": model_info("/m/a")})  # registered before matrices were told: left to the engine
+    old = base.model_copy(update={"info": model_info("/m/a")})  # registered before matrices were reported: the engine decides
     assert resolve_info(spec(), adapter_info(Q.model_copy(update={"rows": 1})), old).context_length == 2048
 
 

@@ -1,4 +1,4 @@
-"""SLO counts in a running mesh, for policies that queue by them."""
+"""SLO counts in a running mesh, for policies that queue by SLO."""
 
 from __future__ import annotations
 

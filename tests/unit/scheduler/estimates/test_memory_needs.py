@@ -1,4 +1,4 @@
-"""Memory booked for a start after a measurement, and its share on each of several devices."""
+"""Booked memory of a start after a measurement, and its part on each device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.scheduler.world import Running, World
 
 
 def measured(w: World, model: str, nbytes: int) -> Running:
-    """One instance of the model, suspended, of which its node has measured that it needs so much; then it is gone."""
+    """Record `nbytes` as the measured need of a suspended instance, then remove it."""
     running = w.up(model)
     w.can_suspend(running)
     running.suspension = running.suspension.model_copy(update={"need_bytes": nbytes})
@@ -27,7 +27,7 @@ def measured(w: World, model: str, nbytes: int) -> Running:
 
 
 def hosted(w: World, **more: Any) -> int:
-    """A model of vLLM's; what it is configured to need."""
+    """Register a vLLM model; return the bytes it is configured to need."""
     w.model("a", engine="vllm", **more)
     return need_of(w.state.models["a"].card).total
 
@@ -71,7 +71,7 @@ def test_another_generation_and_the_builtin_engine_are_reckoned(w: World) -> Non
 
 
 def over_two(w: World, need: int) -> Running:
-    """A suspended instance that lies on two devices, evenly."""
+    """Create a suspended instance on two devices, half on each."""
     agent = w.node(budget=400 * MIB)
     agent.devices = ("cpu:0", "cpu:1")
     w.hear()
@@ -114,7 +114,10 @@ def test_it_waits_until_the_last_of_its_devices_has_room(w: World) -> None:
 
 
 def test_an_engine_that_has_served_was_measured_too(w: World) -> None:
-    """Where nothing can be suspended; before its first request it has not used all that it will."""
+    """An engine that has served counts as measured on a node without suspension.
+
+    Before its first request it has not used all the memory that it will.
+    """
     w.node(budget=8000 * MIB)
     configured = hosted(w)
     running = w.up("a", served=0)

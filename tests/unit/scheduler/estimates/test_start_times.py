@@ -56,7 +56,10 @@ def forecast(w: World, node: str, *, leaving: bool = False) -> tuple[dict[str, f
 
 
 def test_a_zygotes_own_start_is_paid_once(w: World) -> None:
-    """The first engine of a node waits for its zygote's imports; the next ones do not."""
+    """A zygote's start is paid once.
+
+    A node's first engine waits for the zygote's imports; the next ones do not.
+    """
     teach(w.state, plan(span(Phase.CONTAINER, 9000, launcher=NEW_ZYGOTE), span(Phase.INIT, 480)))
     assert "container" not in w.state.estimates[estimate_key("a", "n")].parameters
     teach(w.state, plan(span(Phase.CONTAINER, 30, launcher="zygote"), span(Phase.INIT, 480)))
@@ -76,7 +79,10 @@ def test_bytes_are_learned_as_a_bandwidth_of_the_tier_without_what_was_queued_be
 
 
 def test_each_gpu_of_a_node_has_a_bandwidth_of_its_own(w: World) -> None:
-    """One that was never used takes what the node's others do."""
+    """Each GPU of a node has its own bandwidth estimate.
+
+    An unused GPU takes the estimate of the node's others.
+    """
     w.node("gpus", 4000 * MIB, devices=("cuda:0", "cuda:1", "cuda:2"))
     for device, ms in (("cuda:0", 100.0), ("cuda:1", 1000.0)):
         teach(w.state, plan(span(Phase.LOAD, ms), node="gpus", device_ids=(device,)))
@@ -100,7 +106,10 @@ def test_how_long_victims_take_is_learned_of_a_node(w: World) -> None:
 
 
 def test_what_was_waited_before_the_decision_is_not_the_victims(w: World) -> None:
-    """A model that waited three seconds for another one's turn to end, and half a second for it to leave."""
+    """The wait before the decision does not count for the victim.
+
+    A model waited three seconds for another model's turn to end, and half a second for its teardown.
+    """
     spans = (span(Phase.RESERVE, 2800), span(Phase.RESERVE, 400, start_ms=2800), span(Phase.INIT, 300, start_ms=3200))
     waited = plan(*spans, clearing="evict", way="evict_then_load", took_ms=700.0).model_copy(update={"measured_ms": 3500.0})
     teach(w.state, waited)
@@ -108,7 +117,10 @@ def test_what_was_waited_before_the_decision_is_not_the_victims(w: World) -> Non
 
 
 def test_the_first_start_of_another_engine_counts_whole(w: World) -> None:
-    """vLLM takes half a minute where the built-in engine takes half a second: bounded by that prior it would seem to take two."""
+    """The first start of another engine counts in full.
+
+    vLLM takes half a minute, the builtin engine half a second: a bound by that prior would give two seconds.
+    """
     w.model("v", engine="vllm")
     spans = (span(Phase.CONTAINER, 480), span(Phase.INIT, 24_000, start_ms=480), span(Phase.PROFILE, 70, start_ms=24_480))
     teach(w.state, plan(*spans).model_copy(update={"model": "v"}))

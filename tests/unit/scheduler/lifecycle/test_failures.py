@@ -31,7 +31,10 @@ def test_a_failed_start_is_tried_once_more_elsewhere(w: World) -> None:
 
 
 def test_a_start_whose_engine_was_killed_is_tried_more_often(w: World) -> None:
-    """Chaos seed 2: an engine host that was killed twice while it started had its waiting requests fail."""
+    """A start whose engine was killed is retried more often.
+
+    Chaos seed 2: an engine host that was killed twice while it started had its waiting requests fail.
+    """
     w.node("n1")
     w.model("a")
     w.demand("a")
@@ -72,7 +75,7 @@ def test_an_invalid_model_is_told_at_once(w: World) -> None:
 def test_a_refused_reservation_is_placed_anew(w: World) -> None:
     w.node("n1")
     w.model("a")
-    agent = w.agents.pop("n1")  # it hears nothing
+    agent = w.agents.pop("n1")  # it receives nothing
     w.demand("a")
     w.agents["n1"] = agent
     w.send(StartRefused(w.now, w.starts("a")[0].command.instance_id, no_room()))

@@ -1,4 +1,4 @@
-"""Starts and resumptions that are sent before their victims have stopped and wait on the node."""
+"""Starts and resumptions that wait on the node for their victims to stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE = 400 * MIB
 
 
 def two(w: World, **second: Any) -> Running:
-    """A device that holds one, an idle instance of "a" on it, and "b", which has been asked for."""
+    """Create a device for one instance, an idle one of "a" on it, and demand for "b"."""
     w.node(budget=ONE)
     w.model("a")
     w.model("b", **second)
@@ -85,7 +85,10 @@ def test_the_next_in_line_does_not_count_on_the_same_bytes(w: World) -> None:
 
 
 def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> None:
-    """The node reports it in its status; the model is placed again, as after a refusal."""
+    """A start that waited in vain is no failure of the model.
+
+    The node reports it in its status; the scheduler places the model again, as after a refusal.
+    """
     two(w, **HOSTED)
     w.hear()
     w.now += 10.0
@@ -100,7 +103,10 @@ def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> Non
 
 
 def test_memory_that_its_loader_ran_out_of_is_a_failure_of_the_start(w: World) -> None:
-    """The start is retried once; then the waiting requests fail."""
+    """Insufficient loader memory is a failed start.
+
+    The start is retried once; then the waiting requests fail.
+    """
     two(w, **HOSTED)
     w.hear()
     w.finish_stops()
@@ -113,7 +119,7 @@ def test_memory_that_its_loader_ran_out_of_is_a_failure_of_the_start(w: World) -
 
 @pytest.fixture
 def resuming(w: World) -> Running:
-    """A suspended instance of "b" whose resumption has been sent while the one of "a" leaves."""
+    """Send the resumption of a suspended "b" while "a" stops."""
     w.node(budget=ONE)
     w.model("b")
     running = w.up("b")

@@ -18,7 +18,7 @@ NEED = 324 * MIB
 
 
 def asleep(w: World, model: str = "a", *, left: int = 0, resume_ms: float = 100.0, **options: Any) -> Running:
-    """One suspended instance of a model."""
+    """Create one suspended instance of a model."""
     w.model(model, **options)
     running = w.up(model)
     w.can_suspend(running, left=left, resume_ms=resume_ms)
@@ -56,7 +56,11 @@ def test_sleep_while_it_comes_back_is_no_stop(w: World) -> None:
 
 
 def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> None:
-    """Two models in turn on a device that holds one: the one just started makes room before its node knows whether it can be suspended."""
+    """A victim that its node has not assessed yet is suspended.
+
+    Two models take turns on a device that holds one: the instance just started makes room before its node knows whether it can be
+    suspended.
+    """
     w.node(budget=NEED + 100 * MIB)
     w.model("a")
     w.model("b")
@@ -69,7 +73,10 @@ def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> 
 
 
 def test_a_victim_that_starts_anew_sooner_than_it_comes_back_is_stopped(w: World) -> None:
-    """As a built-in engine whose weights stay in host memory, where swap is slow."""
+    """A victim that restarts faster than it resumes is stopped.
+
+    An example is a builtin engine whose weights stay in host memory, where swap is slow.
+    """
     w.node(budget=NEED + 100 * MIB)
     w.model("a")
     w.model("b")

@@ -30,7 +30,7 @@ def serving(world: World, model: str = "a", active: int = 2) -> Running:
 
 @pytest.fixture
 def world() -> World:
-    """Two nodes, and a model whose engines can go on with what others began."""
+    """Create two nodes, and a model whose engines can resume each other's responses."""
     world = World()
     world.node("n1", budget=5000 * MIB), world.node("n2", budget=5000 * MIB)
     world.model("a", engine="vllm")
@@ -66,7 +66,7 @@ def test_an_instance_is_started_where_requests_are_to_go_then_ordered_and_stoppe
     assert not orders(world), "its destination is not ready yet"
     (started,) = world.of("a", InstanceState.LOADING)
     assert node_of(world, started.command.instance_id) == to
-    for _ in range(40):  # longer than anybody would wait for a start that is not wanted
+    for _ in range(40):  # longer than an unwanted start lasts
         world.tick(0.25)
     assert world.of("a", InstanceState.LOADING)
     world.get_ready("a")
@@ -300,7 +300,10 @@ def test_an_order_that_no_migrator_takes_up_is_called_off(world: World) -> None:
 
 
 def crowded() -> World:
-    """A small model serves on the only device that the large one fits; the small one fits elsewhere too."""
+    """Create a small model on the only device that fits the large one.
+
+    The small one fits elsewhere too.
+    """
     world = World()
     world.node("big", budget=600 * MIB)
     world.model("small", 100 * MIB)
@@ -353,7 +356,7 @@ def wide_victim(*nodes: tuple[str, int, int], big: tuple[int, int] = (2, 600 * M
 
 
 def ways_of(world: World, device: str = "cuda:0") -> list[tuple[str, int]]:
-    """Where the victim's requests could go on, each with the bytes that are free there."""
+    """Return destinations for the victim's requests, each with its free bytes."""
     (wide,) = world.of("wide")
     draft = Transaction(world.state, world.now, world.policy)
     instance = world.state.instances[wide.command.instance_id]
@@ -362,7 +365,10 @@ def ways_of(world: World, device: str = "cuda:0") -> list[tuple[str, int]]:
 
 
 def test_one_device_that_holds_the_whole_is_no_way_out_of_several() -> None:
-    """Nothing is drained for a destination that cannot exist: the larger model waits, or preempts when its time has come."""
+    """A multi-device victim has no destination on a single device with enough room.
+
+    The scheduler drains no instance without a destination: the larger model waits, or preempts at its time.
+    """
     world = wide_victim(("single", 1, 2000 * MIB))
     assert ways_of(world) == []
     world.demand("large", 1)

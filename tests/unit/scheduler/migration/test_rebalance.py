@@ -1,4 +1,4 @@
-"""Proposals of the background rebalancing, and its convergence."""
+"""Proposals of background rebalancing, and its convergence."""
 
 from __future__ import annotations
 

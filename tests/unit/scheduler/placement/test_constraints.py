@@ -28,7 +28,7 @@ def world(nodes: dict[str, str] | None = None) -> World:
 
 
 def placed(w: World, name: str, **placement: Any) -> str:
-    """The node on which a model of these rules is started; empty: it waits."""
+    """Return the node where a model with these rules starts; empty if it waits."""
     w.model(name, placement=placement)
     w.demand(name)
     return next((s.node for s in w.starts(name)), "")

@@ -130,7 +130,10 @@ def test_7_who_waits_too_long_may_displace_one_that_serves(w: World) -> None:
 
 
 def test_7_the_shortest_queue_goes_first_whoever_holds_it(w: World) -> None:
-    """Engines run as many as they can at once; the others wait in gateways."""
+    """The victim with the shortest queue goes first, in engine and gateway together.
+
+    Engines run as many requests as they can at once; gateways queue the others.
+    """
     three(w)
     a, b = w.up("a"), w.up("b")
     a.active = b.active = 1

@@ -33,7 +33,7 @@ def many() -> World:
 
 
 def full() -> World:
-    """Every device is taken by a model of its own; `n07`'s is idle the longest."""
+    """Fill every device with its own model; that of `n07` has been idle the longest."""
     w = many()
     for n in range(MANY):
         w.model(f"m{n:02}", keep_alive=-1)

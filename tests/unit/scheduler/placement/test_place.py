@@ -49,7 +49,10 @@ def test_2_without_nodes_demand_waits_then_fails(w: World) -> None:
 
 
 def test_2_only_the_time_without_a_node_counts(w: World) -> None:
-    """Chaos seed 1: what had waited long for other reasons failed as soon as the nodes were not heard of for a moment."""
+    """Only time without a node counts toward the failure of a wait.
+
+    Chaos seed 1: requests that had waited long for other reasons failed when the nodes did not report for a moment.
+    """
     w.node("n1")
     w.model("a")
     w.tick(6.0, heard=False)
@@ -100,7 +103,10 @@ def test_4_one_load_for_many_waiters(w: World) -> None:
 
 @pytest.mark.parametrize("held", [True, False])
 def test_4_the_soonest_device_is_taken(w: World, held: bool) -> None:
-    """Where the weights are in memory already: held by an instance, or cached by the loader."""
+    """The soonest device is taken.
+
+    It has the weights in memory, held by an instance or cached by the loader.
+    """
     from services.scheduler.domain.events import LoaderStatusReceived
     from shared.contracts.loader import CachedModel, LoaderStatus, SegmentStatus
 

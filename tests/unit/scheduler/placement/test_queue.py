@@ -36,7 +36,10 @@ def demands(w: World, *models: str) -> None:
 
 
 def test_who_has_nowhere_else_goes_first() -> None:
-    """Both are soonest on the fast node; the one whose weights lie on both does not mind the other."""
+    """A model with one suitable node goes first.
+
+    Both models are fastest on the same node; the one whose weights are on both nodes can use the other.
+    """
     w = World()
     for name in ("fast", "slow"):
         w.node(name, ONE)
@@ -60,7 +63,10 @@ def test_everybody_is_answered() -> None:
 
 
 def waits_for(profile: str, asks: Callable[[int], Iterable[str]], places: int, others: tuple[str, ...]) -> tuple[float, Policy]:
-    """Seconds until a model of low priority is served where `others`, of a higher one, ask in each half second as `asks` says and never pause."""
+    """Return seconds until a model of low priority is served under constant demand.
+
+    `asks` gives the demand of `others`, of a higher priority, in each half second.
+    """
     policy = Policy(profile=PROFILES[profile], preempt_after_s=5.0, starve_after_s=20.0, drain_timeout_s=1.0)
     w = World(policy=policy)
     with_keep_alive(w.state, policy.profile.keep)
@@ -87,7 +93,10 @@ def waits_for(profile: str, asks: Callable[[int], Iterable[str]], places: int, o
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
 def test_nobody_starves_whatever_the_profile(profile: str) -> None:
-    """Others keep the only place busy: within the bound it is served."""
+    """No model starves under any profile.
+
+    Others keep the only device busy; the model is served within the bound.
+    """
     served, policy = waits_for(profile, lambda _: ("high1", "high2"), 1, ("high1", "high2"))
     assert served <= policy.starve_after_s + 5
 
@@ -95,7 +104,10 @@ def test_nobody_starves_whatever_the_profile(profile: str) -> None:
 @settings(max_examples=15)
 @given(st.integers(1, 3), st.lists(st.sets(st.sampled_from([f"high{n}" for n in range(5)])), min_size=1, max_size=8))
 def test_nobody_starves_whoever_else_asks(places: int, turns: list[set[str]]) -> None:
-    """Before it go only those that have waited as long, each for one turn: until it may be asked to leave, and is gone."""
+    """No model starves under any demand of others.
+
+    Only models that have waited as long go before it, each for one turn: until it may be preempted and is gone.
+    """
     others = tuple(sorted(set().union(*turns)))
     served, policy = waits_for("thaw", lambda step: sorted(turns[step % len(turns)]), places, others)
     turn = policy.min_active_s + policy.drain_timeout_s + 1.0

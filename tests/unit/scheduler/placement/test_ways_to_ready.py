@@ -1,4 +1,4 @@
-"""Every option that the mesh can carry out, as a live decision: choice, source and predicted cost."""
+"""Every option of the mesh as a live decision: choice, source and predicted cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that the mesh cannot carry out exist in the simulator only."""
+"""Options that the mesh does not support exist in the simulator only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ WAYS = {"hydraserve": "pipeline", "torpor": "peer", "tangram": "reuse"}
 
 
 def machines(profile: str, capabilities: frozenset[str] = EVERY_CAPABILITY) -> tuple[ClusterFile, list[ModelGroup], list[Request]]:
-    """Four nodes of a slow network for pipelines; else one whose devices copy to each other and keep what was on them."""
+    """Return a cluster for the profile, with models and requests.
+
+    For pipelines it has four nodes of a slow network, else one node whose devices copy to each other and keep evicted weights.
+    """
     pipelines = profile == "hydraserve"
     links = LinkSpeeds(remote=1, ssd=1, device=5, peer=None if pipelines else 50)
     group = NodeGroup(

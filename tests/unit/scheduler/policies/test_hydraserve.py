@@ -79,7 +79,10 @@ def test_a_tight_objective_takes_more_stages_and_one_that_cannot_be_met_takes_on
     st.booleans(),
 )
 def test_no_other_choice_of_servers_is_quicker_with_the_same_workers(servers: list[tuple[int, int, int]], overlapped: bool) -> None:
-    """With links of one kind the algorithm's servers are the best ones for each (s, w)."""
+    """No other choice of servers is faster with the same workers.
+
+    With links of one kind the algorithm's servers are the best ones for each (s, w).
+    """
     made = [server(n, free, b, 10.0) for n, (free, b, _) in enumerate(servers)]
     formula = ttft_overlapped if overlapped else ttft_in_turn
     for scheme in schemes(12 * GB, 17 * GB, made, TIMES, overlapped=overlapped):

@@ -27,7 +27,7 @@ def departures(draw: st.DrawFn) -> list[EvictionCandidate]:
 
 
 def brute_force(victims: list[EvictionCandidate], short: int) -> float | None:
-    """The least total time over every assignment."""
+    """Return the least total time over every assignment."""
     best = None
     ways = [[None, *v.moves, *([v.unload_s] if v.unload_s is not None else [])] for v in victims]
     for assignment in product(*ways):
@@ -101,7 +101,10 @@ def test_one_that_cannot_move_stays_and_the_single_destination_of_a_view_is_used
 
 
 def test_the_server_with_the_least_startup_time_is_chosen_even_if_somebody_has_to_move_first() -> None:
-    """§5.1: model B is in DRAM of server 2, whose device serves A, and on the SSD of server 1, whose device is free."""
+    """The scheduler picks the server with the least start-up time, migration included.
+
+    §5.1: model B is in DRAM of server 2, whose device serves A, and on the SSD of server 1, whose device is free.
+    """
     from_ssd = option("s1/0", seconds=5.0)
     migrate = option("s2/0", seconds=1.5 + 0.8, clearance=Clearance("migrate", ("A",), 10, 1.5, 1.5, {"A": "s1/0"}))
     assert serverlessllm.choose(ask(), [from_ssd, migrate], "") == migrate
@@ -119,7 +122,10 @@ def test_shepherd_interrupts_where_serverlessllm_migrates_and_nobody_who_has_now
 
 
 def test_many_victims_stay_within_the_table() -> None:
-    """Sixteen that serve, each with three ways out (4^16 assignments): bounded work, and a plan that works."""
+    """Many victims stay within the table.
+
+    Sixteen busy instances have three destinations each (4^16 assignments): bounded work, and a valid plan.
+    """
     moves = tuple(MigrationTarget(f"s{d}/0", 1.0 + d, 120) for d in range(3))
     victims = [EvictionCandidate(f"v{n}", 10 + n, float(n), moves) for n in range(16)]
     found = least_time(victims, 200)

@@ -14,7 +14,10 @@ from tests.unit.scheduler.policies.views import ask, device, option
 
 
 def test_requests_in_their_order_take_the_device_that_needs_least_loading_and_nobody_gets_it_twice() -> None:
-    """Both like g0 best; the first gets it, the second g1, the third finds none."""
+    """Requests in order take the device that loads least; each device is taken once.
+
+    Both prefer g0; the first gets it, the second g1, the third finds none.
+    """
     asks = [Ask("a", 1, 0.0), Ask("b", 1, 0.0), Ask("c", 1, 0.0)]
     options = {
         "a": [option("n/g0", 1.0), option("n/g1", 2.0)],
@@ -82,7 +85,7 @@ def pools(draw: st.DrawFn) -> tuple[list[Region], dict[str, int]]:
 
 
 def gaps(regions: list[Region], moving: set[str]) -> list[int]:
-    """Contiguous bytes between those that stay."""
+    """Return contiguous bytes between the regions that stay."""
     found = [0]
     for r in regions:
         if r.key and r.key not in moving:
@@ -93,7 +96,7 @@ def gaps(regions: list[Region], moving: set[str]) -> list[int]:
 
 
 def fits(sizes: list[int], holes: list[int]) -> bool:
-    """Whether contiguous pieces fit into holes, by trying every order."""
+    """Return whether contiguous pieces fit into holes, by trying every order."""
     for order in permutations(sizes):
         left = list(holes)
         if all(_first_fit(left, size) for size in order):
@@ -110,7 +113,7 @@ def _first_fit(left: list[int], size: int) -> bool:
 
 
 def least_moved(regions: list[Region], tensors: dict[str, int]) -> int | None:
-    """Over every set of regions that move, wherever to."""
+    """Return the least bytes moved, over every set of regions, to any place."""
     movable = {r.key: r.size for r in regions if r.movable}
     sets = [set(c) for k in range(len(movable) + 1) for c in combinations(sorted(movable), k)]
     costs = [sum(movable[k] for k in s) for s in sets if fits([*tensors.values(), *(movable[k] for k in s)], gaps(regions, s))]
@@ -133,7 +136,7 @@ def test_packing_is_valid_and_costs_between_the_least_possible_and_merging_all(p
 
 
 def _check_layout(regions: list[Region], tensors: dict[str, int], found: Packing) -> None:
-    """No two things lie on the same byte; what is fixed is where it was."""
+    """Check that no regions overlap, and that fixed ones stay."""
     offset, extents = 0, []
     for r in regions:
         if r.key:

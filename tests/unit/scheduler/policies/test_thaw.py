@@ -77,7 +77,10 @@ def test_as_many_as_what_waits_and_runs_needs() -> None:
 
 
 def test_what_is_later_for_its_absence_counts_not_what_loading_takes() -> None:
-    """A light model executes behind its bytes: it is as quick when it is gone (Torpor §4.3)."""
+    """The delay that an eviction causes counts, not the load time.
+
+    A light model's load overlaps its execution: it is as fast after an eviction (Torpor §4.3).
+    """
     light = Resident("light", "light", 10, "idle", miss_probability=0.9, reload_s=5.0, delay_s=0.0)
     found = clear(ASK, device(idle("heavy", 10, miss=0.1), light), 10, 0.0)
     assert found is not None

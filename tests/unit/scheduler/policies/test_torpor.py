@@ -48,7 +48,10 @@ def test_resident_on_busy_devices_only_it_is_copied_over_the_fastest_link() -> N
     ],
 )
 def test_from_host_the_neighbour_decides(neighbours: tuple[str, ...], chosen: int) -> None:
-    """The quiet neighbour first, then one that loads a light model, then any."""
+    """From host memory, a device is chosen by its neighbour.
+
+    A quiet neighbour is first, then one that loads a light model, then any.
+    """
     options = [option(f"n/g{n}", seconds=5.0 - n, neighbour_loads=k) for n, k in enumerate(neighbours)]
     assert torpor.choose(ask(), options, "") == options[chosen]
 
@@ -75,7 +78,10 @@ def test_second_replicas_go_first_then_light_models_then_the_heavy_one_used_long
 
 
 def test_rrc_is_what_is_still_to_be_served_in_time() -> None:
-    """p = 0.98, 100 requests, 95 in time: (98 - 95) / 0.02 = 150; and 150 more in time make exactly 98 %."""
+    """RRC is the number of requests still to be served in time.
+
+    p = 0.98, 100 requests, 95 in time: (98 - 95) / 0.02 = 150; and 150 more in time make exactly 98 %.
+    """
     usage = Usage("f", 100, 95)
     assert required_requests(usage) == pytest.approx(150)
     assert required_requests(Usage("f", 250, 245)) == pytest.approx(0)
@@ -83,7 +89,7 @@ def test_rrc_is_what_is_still_to_be_served_in_time() -> None:
 
 
 def book(*needed: float) -> dict[str, Usage]:
-    """Functions with these RRCs (p = 0.5, so that RRC is n - 2m)."""
+    """Return functions with these RRCs (p = 0.5, so that RRC is n - 2m)."""
     made = {}
     for n, rrc in enumerate(needed):
         total = 100
@@ -92,7 +98,10 @@ def book(*needed: float) -> dict[str, Usage]:
 
 
 def test_the_largest_k_within_alpha_of_all_that_is_needed_is_high_priority() -> None:
-    """Needed: 0, 10, 20, 30 of 60 together. Half is 30: the first three; a sixth is 10: two; nothing: those that comply."""
+    """The largest k whose sum is within alpha of the total has high priority.
+
+    RRCs are 0, 10, 20, 30, 60 in total. Half is 30: the first three; a sixth is 10: two; zero: those that comply.
+    """
     b = book(-4, 10, 20, 30)
     assert high_priority(b, 0.5) == {"f0", "f1", "f2"}
     assert high_priority(b, 1 / 6) == {"f0", "f1"}

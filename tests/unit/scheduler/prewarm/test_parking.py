@@ -1,4 +1,4 @@
-"""Parked models: when, where and in which order; requests have priority."""
+"""Parked models: time, place and order; requests have priority."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABLE = Capability(name="suspend:cpu", available=True)
 
 
 def able(w: World, budget: int = 1000 * MIB, name: str = "n1", **more: Any) -> Agent:
-    """A node that can suspend."""
+    """Create a node that can suspend."""
     agent = w.node(name, budget)
     agent.capabilities, agent.snapshot_budget = (ABLE,), 10_000 * MIB
     for key, value in more.items():
@@ -30,7 +30,7 @@ def able(w: World, budget: int = 1000 * MIB, name: str = "n1", **more: Any) -> A
 
 
 def warm(w: World, *models: str, reason: str = "") -> None:
-    """Starts for these succeed, and their node finds whether they can be suspended."""
+    """Let the starts of these models succeed; their node assesses suspension."""
     for agent in w.agents.values():
         for r in agent.instances.values():
             if r.state is LOADING and (not models or r.command.card.name in models):

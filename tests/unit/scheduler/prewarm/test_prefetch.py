@@ -1,4 +1,4 @@
-"""Prefetched weights: which models are likely, and when nothing is prefetched."""
+"""Prefetched weights: likely models, and obstacles to prefetching."""
 
 from __future__ import annotations
 

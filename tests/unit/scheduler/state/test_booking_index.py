@@ -1,4 +1,4 @@
-"""The orders of the booking index give what examining every device gives."""
+"""The orders of the booking index equal a scan over all devices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NODES, DEVICES = 7, 3
 
 
 def scanned(tx: Transaction, need: int, avoid: tuple[str, ...], forecast: Forecast) -> Iterator[list[Booking]]:
-    """What `shortlists` promises, by looking at every device."""
+    """Return the result that `shortlists` promises, by scanning every device."""
     devices = list(tx.state.bookings.values())
     usable = [b for b in devices if not b.closed_reason and not tx.is_cooling_down(b.key)]
 
@@ -89,7 +89,7 @@ def booking(random: Random, node: int, device: int) -> Booking:
 
 
 def draft_of(seed: int) -> Transaction:
-    """A cluster, and a decision that has changed some of it already."""
+    """Return a cluster, and a decision that has changed part of it."""
     random = Random(seed)
     state = ClusterState(epoch=1)
     for n in range(NODES):

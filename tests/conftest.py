@@ -30,12 +30,12 @@ _ALONE = dict.fromkeys(
     ),
     "swap",
 )
-"""Folders and files that one worker takes one after the other: they page out, and read what that freed."""
+"""Folders and files that one worker runs in sequence: they page out, and measure the freed memory."""
 
 
 _WHOLE_MESHES = ("e2e", "chaos", "integration/launcher")
 _MESH_TIMEOUT_S = 600
-"""Bound of one test with its fixtures, which start a mesh. The waits within it have bounds of their own, up to 180 s each."""
+"""Timeout in seconds of a test with its fixtures, which start a mesh. Waits within it have timeouts of up to 180 s each."""
 
 
 class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

@@ -16,7 +16,7 @@ from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Staged, Step
 
 TOKENS = 2_000
-"""Enough to be under way still when every process is stopped where the test wants it."""
+"""Tokens of a stream that is still running when every process is stopped at the wanted step."""
 BODIES: list[dict[str, Any]] = [
     body("one", max_tokens=TOKENS, ignore_eos=True),
     body("one", seed=3, max_tokens=TOKENS, ignore_eos=True),

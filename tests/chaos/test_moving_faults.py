@@ -21,7 +21,7 @@ from tests.support.moving_steps import Order, Staged, stopped
 
 NODES = ("node-0", "node-1", "node-2")
 TOKENS = 2_000
-"""Enough to be under way still when every process is stopped where the test wants it."""
+"""Tokens of a stream that is still running when every process is stopped at the wanted step."""
 LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
 GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)
 

@@ -26,7 +26,7 @@ from shared.contracts.models import ModelCard
 
 DIRECTORY = Path(__file__).parent / "messages"
 STORED: tuple[type[BaseModel], ...] = (ModelCard, ApiKey)
-"""Values that lie in JetStream as they are, and outlive an upgrade there."""
+"""Values stored in JetStream, which survive an upgrade there."""
 _BASES = (Message, Request)
 _PARTICULAR: dict[str, dict[str, Any]] = {
     "ModelSpec": {"engine": "vllm", "command": [], "health": "/health", "routes": ["/v1/rerank"]},
@@ -34,7 +34,7 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     "InferResponse": {"status": 200},
     "SocketAttach": {"weights_id": "w", "source": None},
 }
-"""Fields for which not any value of their type will do."""
+"""Fields that do not accept every value of their type."""
 
 
 def messages() -> dict[str, type[BaseModel]]:

@@ -37,9 +37,9 @@ STAND_INS = {
     "POSTGRES_IMAGE": "postgres:17-alpine",
     "PYTHON_IMAGE": "python:3.11-slim-bookworm",
 }
-"""Where no registry is reached, an engine may hold local images under these names; compose/ pins the patch version of the same."""
+"""Local images that an engine without a registry may have; compose/ pins the patch version of the same."""
 _SERVED = ("gateway", "scheduler", "migrator", "nodeagent")
-"""What `up` names; it brings what they depend on. Jaeger is nobody's dependency: the traces go to the test's receiver."""
+"""Services that `up` names; it also starts their dependencies. No service depends on Jaeger: the test's receiver gets the traces."""
 
 
 class CommandFailed(subprocess.SubprocessError):

@@ -56,7 +56,7 @@ def test_checks_by_python_have_time_to_start_it(document: dict[str, Any]) -> Non
 
 
 RIGHTS = {"postgres": {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}}
-"""Capabilities that a service has for its start; all others have none."""
+"""Capabilities of services at their start; all others have none."""
 NETWORKS = {
     "secrets": set(),
     "nats": {"core"},
@@ -151,7 +151,7 @@ def test_the_gateway_has_a_volume_of_its_own_for_its_state(document: dict[str, A
 
 
 HERE = {"node": "node-0", "node-gpu": "gpu-0"}
-"""Nodes by folder, as compose.yaml has them."""
+"""Nodes of compose.yaml, by folder."""
 
 
 def test_secrets_are_made_once_and_told_again(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ COMPOSE = ROOT / "compose"
 LOCKS = ("build", "mesh", "node")
 TARGET = {"python_version": "3.11", "python_full_version": "3.11.16", "platform_system": "Linux", "sys_platform": "linux"}
 NOT_SHARED = re.compile(r"^(nvidia-.*|cuda-.*|triton)$")
-"""Requirements of torch that only its CUDA builds have."""
+"""Requirements of torch's CUDA builds only."""
 
 _tool: dict[str, Any] = runpy.run_path(str(COMPOSE / "lock.py"))
 

@@ -25,7 +25,7 @@ from thaw.demo.models import make_demo_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 USER = 10001
-"""Of the images."""
+"""The images' user."""
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.support.launcher import Thaw, until
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Where does the ice go?"}]
 
 DRAM = 0
-"""A model that sleeps is read from its files again: these tests damage them."""
+"""A sleeping model is read from its files again: these tests damage the files."""
 
 
 def ask(client: openai.OpenAI, model: str, tokens: int = 12) -> str:

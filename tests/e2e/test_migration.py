@@ -19,7 +19,7 @@ from tests.support.otlp import OtlpReceiver
 from tests.support.servers import free_port
 
 MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "15"))
-"""`make test-long` asks for a thousand."""
+"""`make test-long` sets a thousand."""
 STREAMS = 6
 TOKENS = 900
 

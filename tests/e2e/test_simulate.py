@@ -18,7 +18,7 @@ from tests.support.launcher import Thaw, until
 from thaw.demo.models import make_demo_model
 
 POLICY = "lru"
-"""Who leaves depends on nothing that is measured: the replay must start the same models in the same order."""
+"""Victims do not depend on measurements: the replay must start the same models in the same order."""
 # Two of three models fit: each model that is not among the last two needs a start.
 ORDER = (0, 1, 0, 2, 2, 1, 0, 0, 1, 2, 1, 1, 0, 2, 0, 1)
 STARTS = 9

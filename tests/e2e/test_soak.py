@@ -19,9 +19,9 @@ _WARM_UP, _ROUNDS = 2 * len(_DECK), 4 * len(_DECK)
 _AT_REST_WITHIN_S = 60.0
 _ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
 _STORES = ("/dev/shm|files", "/dev/shm|bytes", "postgres|connections")
-"""Beside descriptors and threads. Postgres's own descriptors are left out: each backend keeps the files open that it has read."""
+"""Metrics beside descriptors and threads. Postgres's own descriptors are left out: each backend keeps its files open."""
 _SLACK = {"connections": 3.0, "fds": 3.0, "threads": 4.0, "files": 0.0, "bytes": 0.0}
-"""What a place may have more of: pools of threads and connections fill up with use. These rounds have more swaps, so one for each is found."""
+"""Allowed growth: pools of threads and connections fill up with use. The rounds have more swaps, so a leak of one a swap is found."""
 
 
 @pytest.fixture(scope="module")

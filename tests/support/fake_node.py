@@ -95,9 +95,9 @@ class FakeNode:
     refuse_starts: list[ErrorBody] = field(default_factory=list)
     hold_starts: asyncio.Event | None = None
     loads: bool = True
-    """Whether it is the node's loader too; else a real one is."""
+    """True if it is the node's loader too, instead of a real one."""
     suspends: bool = False
-    """Whether it can suspend; else it stops instead."""
+    """True if it can suspend; otherwise it stops instead."""
     instances: dict[str, FakeInstance] = field(default_factory=dict)
     commands: list[NodeCommand | LoaderCommand] = field(default_factory=list)
     highest_token: int = 0

@@ -120,7 +120,7 @@ class Fake:
         self.weights = b"" if self.like == "ollama" else b"w" * (options.ballast << 20)
         self.runner: subprocess.Popen[bytes] | None = None
         self.dropped = False
-        """The weights were given up, and not read again."""
+        """True if the weights were released and not read again."""
         self.key = os.environ.get(_KEYS.get(self.like, ""), "")
         self.name = getattr(options, "served_model_name", None) or getattr(options, "alias", None) or "m"
 

@@ -37,7 +37,7 @@ _PRIVATE = (
 )
 
 _AWAY = ("unreachable", "unavailable")
-"""Codes of errors that end once the scheduler has started again."""
+"""Codes of errors that last until the scheduler has restarted."""
 
 
 class Thaw:

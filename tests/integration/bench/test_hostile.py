@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 _PER_BYTE = 60
-"""Bytes of memory for each byte sent; the goal of the benchmark is 20, and prompts times n without a bound took thousands."""
+"""Bytes of memory for each byte sent. The benchmark's goal is 20; an unbounded prompts times n took thousands."""
 
 
 def test_no_hostile_body_breaks_the_gateway(tmp_path: Path) -> None:

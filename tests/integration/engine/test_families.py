@@ -83,7 +83,7 @@ CONFIGS: dict[str, Any] = {
 CONVERTED = {"qwen3-moe", "mixtral"}
 """transformers fuses their experts' weights, so these are copies."""
 BF16_NEAR_TIE = 0.05
-"""Most that the two best logits may differ, relative to the spread of all, where a bfloat16 batch first departs from a stream alone."""
+"""Maximum gap of the two best logits, relative to the spread of all, where a bfloat16 batch first departs from a single stream."""
 
 PROMPTS = [[7, 8, 9, 10, 11], list(range(20, 50)), [5], list(range(100, 117))]
 TOKENS = 40

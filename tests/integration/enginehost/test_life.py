@@ -199,7 +199,7 @@ async def test_it_is_asked_to_end_with_the_signal_of_its_model(hosts: Hosts) -> 
 
 
 KEEP = "lambda self:__import__('contextlib').nullcontext()"
-"""uvicorn would put its own handlers in place of the program's."""
+"""uvicorn would replace the program's signal handlers."""
 
 
 async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:

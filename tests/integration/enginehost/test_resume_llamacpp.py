@@ -19,7 +19,7 @@ from tests.support.hosted import MIB, Hosts, fake_program, hosted_card, resume_o
 
 PLAIN = "Where does the ice go? 1 < 2, STO and on. "
 TORN = "Where does \u6771\u4eac go? 1 < 2, STO. "
-"""A character of several tokens, of which only the last is told."""
+"""A character of several tokens, of which only the last is reported."""
 BEFORE = len("Where does ")
 
 

@@ -26,7 +26,7 @@ SUSPENDED, READY = InstanceState.SUSPENDED, InstanceState.READY
 VLLM_MIB = 4000
 SWAP_MIB = 2000
 SWAPS = int(os.environ.get("THAW_TEST_SWAPS", "12"))
-"""In a row, without growth. `make test-long` asks for 200."""
+"""Suspensions in a row, without growth. `make test-long` sets 200."""
 ROOM_FOR_A_CONNECTION = 2
 # vLLM takes half a minute to start, and minutes on a busy machine.
 pytestmark = pytest.mark.timeout(600)

@@ -114,7 +114,7 @@ async def _listed(served: Served, count: int) -> bool:
 
 async def until(true: Callable[[], Awaitable[bool]], within: float = 10.0) -> None:
     async with asyncio.timeout(within):
-        while not await true():  # noqa: ASYNC110 - what is waited for is behind HTTP: there is no event to await
+        while not await true():  # noqa: ASYNC110 - the condition is behind HTTP: there is no event to await
             await asyncio.sleep(0.02)
 
 

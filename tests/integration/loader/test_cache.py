@@ -244,7 +244,7 @@ def test_a_disk_that_fills_up_midway(
         room[0] -= 1
         if room[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, *args)  # type: ignore[arg-type]  # passed on as it came
+        write(self, *args)  # type: ignore[arg-type]  # forwarded unchanged
 
     monkeypatch.setattr(PartialModel, "write", full)
     tier = opened(server, cache)

@@ -114,7 +114,7 @@ async def test_a_peer_that_goes_midway_is_left_for_the_source(
     serving.close()
     tier.read(file, 500_000, memoryview(data)[500_000:])
     assert bytes(data) == (server.directory / "m" / SHARD).read_bytes()
-    assert tier._inner.link.startswith("remote:")  # type: ignore[attr-defined]  # what is beneath the cache
+    assert tier._inner.link.startswith("remote:")  # type: ignore[attr-defined]  # the tier beneath the cache
     tier.close()
 
 

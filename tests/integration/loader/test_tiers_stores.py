@@ -32,7 +32,7 @@ QUICK = Backoff(attempts=2, first_s=0.001)
 SHARD = "model-00001-of-00002.safetensors"
 AZURITE_ACCOUNT = "devstoreaccount1"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Public: every azurite has them."""
+"""Public credentials, the same for every azurite."""
 ANYBODY = {"Authorization": "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"}
 
 

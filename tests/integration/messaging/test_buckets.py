@@ -22,7 +22,7 @@ from tests.support.servers import NatsServer
 
 NAME = "watched"
 WATCHERS = 60
-"""Enough: one in ten was wrong."""
+"""Enough to fail: one watcher in ten was wrong."""
 
 
 class Told:
@@ -140,7 +140,7 @@ async def test_of_entries_that_have_expired_it_does_not_ask_again(mesh: Mesh, mo
     bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1, ttl=0.2)
     await bucket.put("a", b"1")
     async with asyncio.timeout(10):
-        while (await status(bucket)).values:  # noqa: ASYNC110 - what is waited for happens in the NATS server
+        while (await status(bucket)).values:  # noqa: ASYNC110 - the condition is in the NATS server
             await asyncio.sleep(0.02)
     monkeypatch.setattr(KeyValue, "status", counted)
     async with watched(mesh) as told:

@@ -188,7 +188,7 @@ class Site:
 
     async def until(self, condition: Callable[[], Awaitable[bool]], within: float = 20.0) -> None:
         async with asyncio.timeout(within):
-            while not await condition():  # noqa: ASYNC110 - what is waited for happens in other processes
+            while not await condition():  # noqa: ASYNC110 - the condition is in other processes
                 await asyncio.sleep(0.02)
 
     async def close(self) -> None:

@@ -159,7 +159,7 @@ class Node:
         return next(i for i in self.latest.instances if i.instance_id == instance_id)
 
     async def seen(self, wanted: Callable[[NodeStatus], bool]) -> None:
-        """Wait until any status so far, or to come, is as wanted."""
+        """Wait until any past or future status is as wanted."""
         async with asyncio.timeout(WITHIN_S), self._on_status_:
             await self._on_status_.wait_for(lambda: any(wanted(s) for s in self.statuses))
 

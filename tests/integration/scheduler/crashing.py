@@ -44,7 +44,7 @@ from tests.unit.scheduler.world import Agent
 
 READY, LOADING = InstanceState.READY, InstanceState.LOADING
 FIRST, THEN = ("a", "b"), ("c",)
-"""Two models fit; the third makes one of them leave."""
+"""Two models fit; the third evicts one of them."""
 
 
 class Crashed(Exception):
@@ -110,7 +110,7 @@ class Site:
     now: float = 1000.0
     registered: bool = False
     promised: set[str] = field(default_factory=set)
-    """Plans that were announced to gateways."""
+    """Plans announced to gateways."""
     refused: list[str] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
 

@@ -18,7 +18,7 @@ from shared.errors import StaleToken
 from tests.integration.scheduler.crashing import FIRST, THEN, Crashed, Site, counted, lead, new_site
 
 ROUNDS = 16
-"""Of half a second: an order that was lost on its way is noticed after three."""
+"""Rounds of half a second: a lost order is detected after three."""
 
 
 async def run_through(site: Site) -> None:

@@ -28,7 +28,7 @@ def card(name: str) -> ModelCard:
 
 
 COUNT = 2500
-"""Times 20 columns is more than PostgreSQL takes as parameters of one statement."""
+"""Rows of 20 columns: more than the parameters of one PostgreSQL statement."""
 
 
 async def test_any_number_of_rows_in_one_transaction(database_url: str) -> None:

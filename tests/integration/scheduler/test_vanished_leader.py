@@ -23,7 +23,7 @@ from tests.support.servers import PostgresServer
 log = logging.getLogger(__name__)
 WITHIN_S = 3.0
 SLACK = 3
-"""The bound asserted is this many times wider: the machine may be busy."""
+"""Factor of the asserted bound, for a busy machine."""
 
 HOLDER = """
 import asyncio, sys

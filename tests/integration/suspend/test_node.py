@@ -13,7 +13,7 @@ from tests.integration.nodeagent.harness import MIB, Node, begin_request
 
 READY, SUSPENDED, STOPPED = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.STOPPED
 BIG: dict[str, object] = {"ballast_mib": 200, "ready_after": 1.0}
-"""Slow enough to start that coming back is sooner."""
+"""An engine that starts slower than it resumes."""
 
 
 async def ready(node: Node, stub: dict[str, object], *, mib: int = 400) -> str:

@@ -1,6 +1,6 @@
 """Preparations for expected requests use only the memory and batch room left over.
 
-Current requests come first.
+Current requests have priority.
 """
 
 from __future__ import annotations

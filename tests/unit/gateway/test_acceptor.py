@@ -39,7 +39,7 @@ def clients(listener: socket.socket, number: int) -> list[socket.socket]:
 
 async def turns_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what is counted is turns of the loop
+        while not condition():  # noqa: ASYNC110 - the test counts turns of the loop
             await asyncio.sleep(0)
 
 

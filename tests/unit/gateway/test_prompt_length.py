@@ -49,7 +49,7 @@ CONVERSATIONS: list[dict[str, Any]] = [
 ]
 
 SOURCES = Sources(SsdCache(Path("/nonexistent"), 0), ())
-"""A loader's, that keeps nothing."""
+"""A loader's sources, without a cache."""
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ class FarMesh:
     """Two nodes' loaders; the second one has the files."""
 
     max_body = 16_384
-    """Small, so that there are several parts."""
+    """Small, so that files have several parts."""
 
     def __init__(self, files: Path) -> None:
         self.files = files

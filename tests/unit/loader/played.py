@@ -46,7 +46,7 @@ class Played:
 
 
 VACATE = (RemoveRecord("w1"), Vacate(1, (0,), 100, 0, "w1"))
-"""What gives w1's memory back."""
+"""Effects that release w1's memory."""
 
 
 def granted(p: Played, weights_id: str = "w1", run: int = 1, nbytes: int = 100, room: int = 1 << 40) -> None:

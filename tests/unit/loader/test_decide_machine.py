@@ -1,6 +1,6 @@
 """The loader's decisions under a state machine that plays the shell.
 
-Runs, memory and waiters come in any order.
+Runs, memory and waiters are in any order.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.migrator.domain.rounds import FREAK, MAX_ROUNDS, Speed, learned, next_step
 
 FAST = Speed(a=0.1, b=10.0)
-"""Ten times as fast as a source of a thousand tokens a second."""
+"""A destination ten times as fast as a source of a thousand tokens a second."""
 
 
 @pytest.mark.parametrize(

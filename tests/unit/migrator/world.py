@@ -106,7 +106,7 @@ class Migrator:
     unsaved: MigrationRecord | None = None
     ended: list[Ended] = field(default_factory=list)
     turn: int = 0
-    """Migrations taken up so far: what was asked for an earlier one is answered to nobody, as its tasks are over."""
+    """Number of migrations taken up so far. Replies to an earlier one's requests are dropped, as its tasks have ended."""
 
     def look(self) -> None:
         """Read the bucket, write changes, and take up migrations without an owner."""

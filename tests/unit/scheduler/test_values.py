@@ -31,7 +31,7 @@ def test_replacing_is_as_in_dataclasses() -> None:
     assert replace(i, sent_at=3.0, token=9) == dataclasses.replace(i, sent_at=3.0, token=9)
     assert i.sent_at is None
     with pytest.raises(AttributeError):
-        replace(i, no_such_field=1)  # type: ignore[call-arg]  # what is tested
+        replace(i, no_such_field=1)  # type: ignore[call-arg]  # the case under test
 
 
 def test_records_of_decisions_are_as_pydantic_would_have_made_them() -> None:

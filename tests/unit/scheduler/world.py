@@ -61,9 +61,9 @@ class Running:
     private: int = 0
     suspension: Suspension = Suspension()
     token: int = 0
-    """Of the last command, if that was a resumption."""
+    """The last command's token, if that was a resumption."""
     queued_until: float | None = None
-    """Its start, or its resumption, waits for bytes."""
+    """When its start or resumption gives up waiting for bytes; None if it does not wait."""
 
     @property
     def reserved(self) -> int:

@@ -37,7 +37,7 @@ LEGACY = {
     "complex64",
     "complex128",
 }
-"""Types for which torch's format before 1.6 has storages."""
+"""Dtypes with storages in torch's format before 1.6."""
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
 

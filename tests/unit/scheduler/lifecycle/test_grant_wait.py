@@ -16,7 +16,7 @@ from tests.unit.scheduler.world import Running, World, no_room
 READY, DRAINING, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.FAILED
 PREPARING, RESUMING, SUSPENDED = InstanceState.PREPARING, InstanceState.RESUMING, InstanceState.SUSPENDED
 HOSTED: dict[str, Any] = {"engine": "vllm", "memory": 324 * MIB}
-"""Its engine reads its weights itself: nothing of it takes memory before its node forks it."""
+"""The engine reads its weights itself: it takes no memory before its node forks it."""
 ONE = 400 * MIB
 
 

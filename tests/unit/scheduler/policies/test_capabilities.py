@@ -26,7 +26,7 @@ from simulator.workloads.synthetic import Synthetic, synthetic
 
 NOT_LIVE = frozenset({"pipeline", "peer_copy", "reuse"})
 WAYS = {"hydraserve": "pipeline", "torpor": "peer", "tangram": "reuse"}
-"""Of a policy that uses it: how its loads are counted."""
+"""The counter of loads, for policies that use the capability."""
 
 
 def machines(profile: str, capabilities: frozenset[str] = EVERY_CAPABILITY) -> tuple[ClusterFile, list[ModelGroup], list[Request]]:

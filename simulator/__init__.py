@@ -1,4 +1,4 @@
-"""Discrete-event simulation of the scheduler's decisions on devices, links and requests.
+"""Simulate the scheduler's decisions on devices, links and requests by events.
 
 Import from the modules.
 """

@@ -178,7 +178,7 @@ class ClusterFile(_Strict):
 
 
 class Fixed(_Strict):
-    """A service of the older papers: every request takes the same time, one at a time per instance."""
+    """Service of the older papers: equal times, one request at a time per instance."""
 
     kind: Literal["fixed"] = "fixed"
     seconds: float = Field(gt=0)

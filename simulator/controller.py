@@ -1,4 +1,4 @@
-"""The simulated controller: queues requests, asks the profile, and carries out its choices.
+"""Simulate a controller: queue requests, ask the profile, carry out its choices.
 
 Requests for running models go to the instance with the fewest requests. The profile makes all other
 decisions: the order of waiting models, victims, options, keep-alive, and replicas.
@@ -132,8 +132,9 @@ class Controller:
                 self.world.touch(part.device)
 
     def _grant(self, instance: Instance, run: Run) -> bool:
-        """Reserve memory for the request's KV cache where instances have none; evicts reusable
-        weights.
+        """Reserve memory for the request's KV cache where instances have none.
+
+        Reusable weights are evicted for it.
         """
         world, model = self.world, instance.model
         if not world.runtime.elastic_kv or not model.kv_per_token or run.kv_bytes:
@@ -258,7 +259,10 @@ class Controller:
                 return
 
     def _nowhere(self, model: SimModel) -> bool:
-        """True if nothing of the model is on any device, so that it may go wherever an equal one may."""
+        """True if no part of the model is on any device.
+
+        The model may then go to any device where an equal one may go.
+        """
         if any(k[1] == model.name for k in self.options.snapshots):
             return False
         return not model.instances and not any(model.name in d.kept for d in self.world.devices.values())
@@ -306,7 +310,7 @@ class Controller:
         self._serve(instance, run, since)
 
     def _start_at(self, source: Instance, device: SimDevice, ready: Callable[[Instance], None]) -> Start | None:
-        """Start an instance as the destination of another one's requests; None without room."""
+        """Start an instance as the destination of another's requests; None without room."""
         world, model = self.world, source.model
         if not device.node.alive or world.free(device) < model.need:
             return None

@@ -71,7 +71,10 @@ class Cache:
 
 
 class Kept:
-    """Weights that a stopped instance left on a device (Tangram's reuse store), whole or in part."""
+    """Weights that a stopped instance left on a device, whole or in part.
+
+    This is Tangram's reuse store.
+    """
 
     __slots__ = ("last_used", "model", "nbytes")
 

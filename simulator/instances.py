@@ -1,4 +1,7 @@
-"""Models, their requests, and the instances that run them: prefill, then decode in steps."""
+"""Simulate models, their requests, and the instances that run them.
+
+An instance prefills, then decodes in steps.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +211,11 @@ class Instance:
         ) * self.slowness() + self._hops()
 
     def admit(self, run: Run, since: float | None = None) -> None:
-        """Start or resume a request. `since`: it has been executing since then, during the load."""
+        """Start or resume a request.
+
+        Args:
+            since: Time since which it has been executing, during the load.
+        """
         now = self._clock.now
         idle = not self.runs
         self.runs[run] = None
@@ -340,7 +347,10 @@ class Instance:
         self.respeed()
 
     def become(self, parts: list[Part], pause: float) -> None:
-        """Turn a pipeline into one of its stages; decoding pauses while its KV cache is gathered."""
+        """Turn a pipeline into one of its stages.
+
+        Decoding pauses while its KV cache is gathered.
+        """
         now = self._clock.now
         for run in self.runs:
             for part in self.parts:
@@ -362,7 +372,7 @@ class Instance:
         return max(run.tokens, min(run.output - 1, int(run.output - (run.decode_end - self._virtual) + 1e-6)))
 
     def progress(self) -> tuple[float, int]:
-        """Return the seconds until its last request is done, and the tokens of the longest one."""
+        """Return the seconds until the last request ends, and the tokens of the longest."""
         if isinstance(self.service, Fixed):
             left = max(0.0, self._prompts_until - self._clock.now) if self.runs else 0.0
             return left, max((r.prompt for r in self.runs), default=0)
@@ -388,7 +398,10 @@ class Instance:
 
 
 def _share(part: Part, instance: Instance) -> float:
-    """Return the slowdown by busy instances on the device, by booked memory (HydraServe §4.1)."""
+    """Return the slowdown by busy instances on the device (HydraServe §4.1).
+
+    Their shares are by booked memory.
+    """
     instances = part.device.instances
     if len(instances) <= 1:
         return 1.0

@@ -1,4 +1,7 @@
-"""Shared links: max-min fair, or one load after the other; background loads get the rest."""
+"""Simulate shared links: max-min fair, or one load after the other.
+
+Background loads get the remaining bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +105,9 @@ class Network:
 
     @staticmethod
     def _fill(flows: list[Flow], free: dict[Link, float]) -> None:
-        """Progressive filling: the link with the least share fixes the rate of its flows, then the
-        next.
+        """Fill progressively: the link with the least share fixes its flows' rate.
+
+        Then the next link follows.
         """
         counts: dict[Link, int] = {}
         for flow in flows:
@@ -143,7 +147,10 @@ class Network:
 
 
 def _admitted(flow: Flow) -> bool:
-    """True if the flow is the first on its sequential links; background flows come last."""
+    """True if the flow is the first on its sequential links.
+
+    Background flows come last.
+    """
     for link in flow.path:
         if link.sequential:
             first = next((f for f in link.flows if not f.background), None) or next(iter(link.flows))

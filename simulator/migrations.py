@@ -1,4 +1,7 @@
-"""Migration of requests as tokens (ServerlessLLM §5.3): the destination recomputes in rounds."""
+"""Simulate migration of requests as tokens (ServerlessLLM §5.3).
+
+The destination recomputes in rounds.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,9 @@ class Migrations:
         return any(instance in (m.source, m.destination) for m in self._under_way.values())
 
     def begin(self, source: Instance, device: SimDevice) -> None:
-        """Load the model at the destination, then migrate; without room the source finishes its
-        requests.
+        """Load the model at the destination, then migrate.
+
+        Without room there the source finishes its requests.
         """
         there = next((i for i in device.instances.values() if i.model is source.model and i.open), None)
         if there is not None:

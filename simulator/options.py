@@ -1,4 +1,4 @@
-"""The options for making a model ready on the simulated machines, with predicted cost.
+"""List the options for making a simulated model ready, with predicted cost.
 
 Options that need a missing capability are not built.
 """
@@ -112,7 +112,10 @@ class Options:
         return Option((self._world.view(device),), "load", Cost(total), source=tier)
 
     def merge_seconds(self, device: SimDevice, model: SimModel) -> float:
-        """Return the seconds to move memory regions for new tensors (Tangram §3.2.2, stage 2)."""
+        """Return the seconds to move memory regions for new tensors.
+
+        This is stage 2 of Tangram §3.2.2.
+        """
         speed = self._world.runtime.merge_gb_per_second
         if speed is None:
             return 0.0

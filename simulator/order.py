@@ -1,4 +1,4 @@
-"""The document that `thaw simulate` writes to standard input, and the runs that it defines."""
+"""Define the input of a simulation: the document of `thaw simulate`, and its runs."""
 
 from __future__ import annotations
 

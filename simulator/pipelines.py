@@ -1,4 +1,4 @@
-"""Consolidation of pipelines (HydraServe §6): stages load the rest and continue alone."""
+"""Consolidate pipelines (HydraServe §6): stages load the rest and continue alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Pipelines:
         self._in_service = in_service
 
     def consolidate(self, instance: Instance) -> None:
-        """Consolidate: one stage stays, or with more wanted instances, several become whole ones."""
+        """Consolidate a pipeline: one stage stays.
+
+        With more wanted instances, several stages become whole ones.
+        """
         world, model = self._world, instance.model
         demand = world.demand_of(model)
         others = demand.live - len(instance.parts)
@@ -73,7 +76,7 @@ class Pipelines:
         node.network.start(path, nbytes, done, background=True)
 
     def _whole(self, instance: Instance, part: Part, left: dict[int, Part]) -> None:
-        """Split the pipeline: the first survivor takes the requests, the others become instances."""
+        """Split the pipeline into instances; the first survivor takes the requests."""
         world = self._world
         if instance.state not in ("ready", "leaving") or part not in instance.parts:
             return

@@ -1,4 +1,4 @@
-"""Plots of runs: distributions over all seeds, and means with 95 % intervals over seeds.
+"""Plot runs: distributions over all seeds, and means with 95 % intervals.
 
 matplotlib is an optional dependency.
 """
@@ -71,7 +71,10 @@ def _by_seed(runs: Sequence[Run], name: str, figure: Callable[[dict[str, Any]], 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95 % confidence interval (0 of a single value)."""
+    """Return the mean and half the width of its 95 % confidence interval.
+
+    The width is 0 for a single value.
+    """
     if len(values) < 2:
         return (values[0] if values else 0.0), 0.0
     t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 2.0

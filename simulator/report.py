@@ -116,7 +116,7 @@ class Outcome:
         return {m: met.get(m, 0) >= self.percentiles.get(m, 0.98) * n for m, n in sorted(total.items())}
 
     def load_variance(self) -> float | None:
-        """Return the mean over nodes of the variance of relative device load (Torpor §7.4)."""
+        """Return the nodes' mean variance of relative device load (Torpor §7.4)."""
         found = []
         for loads in self.device_loads.values():
             highest = max(loads, default=0.0)

@@ -1,6 +1,6 @@
-"""Shared fetches into a node's memory: one for all instances that need the same weights.
+"""Share a fetch into a node's memory between all instances of the same weights.
 
-As HydraServe §5.1, ServerlessLLM §4, and Thaw's loader.
+HydraServe §5.1, ServerlessLLM §4, and Thaw's loader do the same.
 """
 
 from __future__ import annotations

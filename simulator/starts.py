@@ -1,4 +1,7 @@
-"""Starts of instances: memory first, then loads beside the engine's start, then ready."""
+"""Simulate starts of instances.
+
+Memory is reserved first. Loads then run beside the engine's start, until the instance is ready.
+"""
 
 from __future__ import annotations
 
@@ -213,7 +216,10 @@ class Starts:
 
 
 class Load:
-    """The load of one part: to the node's memory and on to the device, as overlapped as possible."""
+    """Load of one part: to the node's memory and on to the device, overlapped.
+
+    The overlap is as large as possible.
+    """
 
     def __init__(
         self,
@@ -282,7 +288,7 @@ class Load:
 
 
 def cached(world: World, node: SimNode, model: SimModel, tier: Tier, whole: bool) -> None:
-    """Cache fetched weights in the node's memory and on its disk, as far as there is room."""
+    """Cache fetched weights in the node's memory and on its disk, if there is room."""
     if not whole:
         return
     if tier == "remote" and world.runtime.cache_ssd:

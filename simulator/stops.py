@@ -22,7 +22,10 @@ class Stops:
         """Instances that are suspended once their requests are finished."""
 
     def clear(self, device: SimDevice, clearance: Clearance) -> None:
-        """Carry out the clearance of a plan; reusable weights are dropped when the memory is taken."""
+        """Carry out the clearance of a plan.
+
+        Reusable weights are dropped when the memory is taken.
+        """
         for key in clearance.victims:
             instance = device.instances.get(key)
             if instance is None or instance.state != "ready":
@@ -73,7 +76,10 @@ class Stops:
         instance.keep_timer, instance.leaves_at = world.clock.after(seconds, over), world.clock.now + seconds
 
     def _comes_back_sooner(self, instance: Instance) -> bool:
-        """True if a snapshot restores faster than a new start, whose weights may stay on the device."""
+        """True if a snapshot restores faster than a new start.
+
+        The weights of a new start may still be on the device.
+        """
         world, model, path = self._world, instance.model, instance.parts[0].device.path
         stays = "reuse" in world.can and not world.runtime.exclusive
         load = 0.0 if stays else model.weights / min(link.bandwidth for link in path)

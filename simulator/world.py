@@ -1,4 +1,7 @@
-"""The simulated state, and the policy's views of it, which are cached until a device changes."""
+"""The simulated state, and the policy's views of it.
+
+Views are cached until a device changes.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,9 @@ class World:
         self._fill()
 
     def _fill(self) -> None:
-        """Fill disks with models, round robin over nodes, popular ones first; with `in_dram` memories
-        too.
+        """Fill disks with models, round robin over nodes, popular ones first.
+
+        With the runtime's `in_dram` the memories are filled, too.
         """
         passes = max(len(m.nodes) for m in self.models.values()) if self.runtime.ssd_copies == "full" else 1
         for round_ in range(passes):
@@ -187,7 +191,10 @@ class World:
         )
 
     def _moves(self, device: SimDevice, instance: Instance, resume: float) -> tuple[MigrationTarget, ...]:
-        """Return the devices with room for the instance's model, with the seconds to migrate there."""
+        """Return the devices with room for the instance's model.
+
+        Each has the seconds to migrate there.
+        """
         model = instance.model
         found = [
             MigrationTarget(i.parts[0].device.key, resume, model.need + max(0, self.free(i.parts[0].device)))
@@ -215,9 +222,10 @@ class World:
         return model.total / self.arrived if self.arrived else 1.0 / len(self.models)
 
     def _again(self, model: SimModel, leaves_at: float | None = None) -> float:
-        """Return the probability of a request within `HORIZON_S`, or before it would stop by itself.
+        """Return the probability of a request soon.
 
-        As in the live scheduler's prefetching.
+        Soon is within `HORIZON_S`, or before the instance would stop by itself. The live
+        scheduler's prefetching uses the same rule.
         """
         now = self.clock.now
         horizon = HORIZON_S if leaves_at is None else min(HORIZON_S, max(0.0, leaves_at - now))
@@ -234,7 +242,10 @@ class World:
         return nbytes / min(link.bandwidth for link in links)
 
     def _later_seconds(self, model: SimModel, reload: float) -> float | None:
-        """Return the delay of a request that executes during the load; None: all of the load."""
+        """Return the delay of a request that executes during the load.
+
+        None: the delay is the whole load.
+        """
         behind = self.runtime.exclusive and self.runtime.late_execution
         return max(0.0, reload - model.exec_seconds(0, model.mean_output)) if behind else None
 

@@ -1,4 +1,4 @@
-"""Nodeagents and engines in simulated time: what they do with the scheduler's commands."""
+"""Simulate nodeagents and engines, which carry out the scheduler's commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """Seconds of one start. `more`: from ready to the first request's arrival, besides messages."""
+    """Seconds of one start.
+
+    Attributes:
+        more: From ready to the first request's arrival, besides messages.
+    """
 
     engine: float
     init: float
@@ -50,7 +54,12 @@ Recorded = Mapping[str, Sequence[StartTimes]]
 
 
 class Agents:
-    """The nodeagents. `post`: sends an event to the scheduler. `recorded`: overrides `usual`."""
+    """The nodeagents.
+
+    Args:
+        post: Sends an event to the scheduler.
+        recorded: Overrides `usual`.
+    """
 
     def __init__(
         self,
@@ -120,7 +129,10 @@ class Agents:
         self._post(StartRefused(self._world.clock.now + self._delay, key, error.body()))
 
     def _load(self, node: MeshNode, instance: MeshInstance) -> None:
-        """Load the weights over all links beside the engine's start; then initialise and warm up."""
+        """Load the weights over all links beside the engine's start; then initialise it.
+
+        The engine warms up at the end.
+        """
         clock, now = self._world.clock, self._world.clock.now
         recorded = self._recorded.get(instance.model)
         times = recorded.popleft() if recorded else self._usual
@@ -282,7 +294,11 @@ class Agents:
         instance.snapshot = 0
 
     def fail(self, node: MeshNode) -> list[Run]:
-        """Fail a node: its memories are lost, its disk is not. Returns the requests it served."""
+        """Fail a node: its memories are lost, its disk is not.
+
+        Returns:
+            The requests that the node served.
+        """
         runs: list[Run] = []
         for instance in list(node.instances.values()):
             self.listener.unrouted(instance)

@@ -1,4 +1,4 @@
-"""One simulated gateway: queues requests by model, and reports demand as real gateways do.
+"""Simulate a gateway: queue requests by model, and report demand.
 
 A request goes to the ready instance with the fewest requests.
 """
@@ -151,7 +151,10 @@ class Gateway:
         self._loads_changed(instance)
 
     def _report_demand(self, queue: _Queue) -> None:
-        """Report demand: with the first waiting request, every second, and when none waits any more."""
+        """Report demand: with the first waiting request, every second, and at the end.
+
+        The end is when no request waits any more.
+        """
         now, waiting = self._world.clock.now, len(queue.waiting)
         queue.told_at = now if waiting else None
         oldest = (now - min(r.arrived for r in queue.waiting)) * 1e3 if waiting else 0.0

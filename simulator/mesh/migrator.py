@@ -1,4 +1,7 @@
-"""A simulated migrator: rounds at the destination, then the hand-off (docs/migration.md)."""
+"""Simulate a migrator: rounds at the destination, then the hand-off.
+
+docs/migration.md describes the real migrator.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ class _Migration:
         self._world.clock.after(seconds, self.round)
 
     def _hand_over(self, source: MeshInstance, destination: MeshInstance) -> None:
-        """Hand off; requests without a slot at the destination wait at the gateway with their tokens."""
+        """Hand off.
+
+        Requests without a slot at the destination wait at the gateway with their tokens.
+        """
         moved, homeless = [], []
         for run in list(source.engine.runs):
             source.engine.take(run)

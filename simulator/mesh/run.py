@@ -271,7 +271,10 @@ class Simulation:
         self._clock.after(self._decision + self._delay, job)
 
     def _before(self, effect: SendStart | SendResume) -> Spans:
-        """Return the phases until the start was sent (services/scheduler/adapters/outbox.py)."""
+        """Return the phases until the start was sent.
+
+        services/scheduler/adapters/outbox.py records the same phases.
+        """
         now, since = self._clock.now, effect.requested_at
         spans: Spans = ()
         if effect.planned_at - effect.requested_at > WAITED_S:

@@ -25,11 +25,10 @@ from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, 
 
 
 def any_device(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """ServerlessLLM §7.3's "de-facto serverless scheduler": any available GPU at random.
+    """Choose any available GPU at random.
 
-    Drawn from the devices, so that one with two options is not twice as likely; its fastest option
-    is
-    taken.
+    This is the "de-facto serverless scheduler" of ServerlessLLM §7.3. It draws from the devices, so
+    that a device with two options is not twice as likely, and takes the device's fastest option.
     """
     devices = sorted({o.key for o in options})
     if not devices:
@@ -44,7 +43,10 @@ def first_fit(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
 
 def bound(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Early binding (Torpor §2.2): one instance per model, on the device with the most free memory."""
+    """Bind early (Torpor §2.2): one instance per model.
+
+    It goes to the device with the most free memory.
+    """
     ready = [o for o in options if o.way == "ready"]
     if ready or ask.is_extra:
         return min(ready, key=lambda o: o.key, default=None)
@@ -52,7 +54,10 @@ def bound(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
 
 def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Choose the most free memory, else the device whose victims were used longest ago."""
+    """Choose the most free memory, else the device whose victims are the oldest.
+
+    Their age is the time since their last use.
+    """
 
     def place(o: Option) -> tuple[bool, bool, float, tuple[str, ...]]:
         leaving = [r.last_used for d in o.devices for r in d.residents if r.key in o.clearance.victims]

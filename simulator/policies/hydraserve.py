@@ -1,12 +1,10 @@
-"""HydraServe §4.1, Algorithm 1: stages s and full-memory workers w of a cold start, and servers.
+"""Choose stages, workers and servers of a cold start (HydraServe §4.1).
 
-A cold model's layers are split over s <= 4 servers, each of which fetches 1/s of them. A
-full-memory
-worker has memory for the whole model (it computes its stage in 1/s of the time), a low-memory
-worker
-for its stage only (its device may be shared: in the worst case each stage takes the whole time).
-Eq. 1,
-2 and 5 predict. Contention (Eq. 3, 4) is in `hydraserve_ledger`, the autoscaler in `autoscaling`.
+Algorithm 1 splits a cold model's layers over s <= 4 servers, each of which fetches 1/s of them. The
+first w workers are full-memory workers. A full-memory worker has memory for the whole model (it computes
+its stage in 1/s of the time), a low-memory worker for its stage only (its device may be shared: in
+the worst case each stage takes the whole time). Eq. 1, 2 and 5 predict. Contention (Eq. 3, 4) is in
+`hydraserve_ledger`, the autoscaler in `autoscaling`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,13 @@ STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A candidate device. `network`, `pcie`: bytes per second (b, p); `sharing`: workers on it."""
+    """A candidate device.
+
+    Attributes:
+        network: Bytes per second (b).
+        pcie: Bytes per second (p).
+        sharing: Workers on the device.
+    """
 
     key: str
     node: str
@@ -59,7 +63,10 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """(s, w, g): the first w of `servers` hold the whole model. `ttft` and `tpot` in seconds."""
+    """A scheme (s, w, g): the first w of `servers` hold the whole model.
+
+    `ttft` and `tpot` are in seconds.
+    """
 
     stages: int
     full: int
@@ -78,12 +85,18 @@ def slowdown(s: int, w: int) -> float:
 
 
 def ttft_in_turn(nbytes: int, s: int, w: int, servers: Sequence[Server], t: Times) -> float:
-    """Return Eq. 1: runtime, fetch and load on the slowest server, prefill, and a hop per stage."""
+    """Return Eq. 1: the time to first token without overlap, in seconds.
+
+    It adds runtime, fetch and load on the slowest server, prefill, and a hop per stage.
+    """
     return t.runtime + nbytes / s * max(x.ratio for x in servers) + t.prefill * slowdown(s, w) + t.hop * s
 
 
 def ttft_overlapped(nbytes: int, s: int, w: int, servers: Sequence[Server], t: Times) -> float:
-    """Return Eq. 5: container and context, then libraries beside copying, all beside fetching."""
+    """Return Eq. 5: the time to first token with overlap, in seconds.
+
+    Container and context precede libraries beside copying, all beside fetching.
+    """
     stage = nbytes / s
     ready = max(max(t.container + t.context + max(stage / x.pcie, t.library), stage / x.network) for x in servers)
     return ready + t.prefill * slowdown(s, w) + t.hop * s

@@ -21,7 +21,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """One server. `bandwidth`: B, bytes per second; `changed_at`: T', last change of the number."""
+    """Fetches of one server.
+
+    Attributes:
+        bandwidth: B, bytes per second.
+        changed_at: T', last change of the number.
+    """
 
     bandwidth: float
     changed_at: float = 0.0

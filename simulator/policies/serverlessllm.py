@@ -39,7 +39,10 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Choose the option with the least estimated start-up time (§6.3); None: the load is pending."""
+    """Choose the option with the least estimated start-up time (§6.3).
+
+    None: the load is pending.
+    """
     return soonest(ask, options, seed)
 
 

@@ -1,13 +1,10 @@
-"""Shepherd* as ServerlessLLM §7.3 builds it: its placement, with preemption, not migration.
+"""Place models as Shepherd* of ServerlessLLM §7.3: preemption, not migration.
 
 "In principle, Shepherd* and ServerlessLLM will choose the same GPU. However, Shepherd* will
-continue
-to rely on preemption." A victim is unloaded at once and restarts where there is room (§5.1), so
-that
-nothing delays the new model and the computed tokens are lost. The victims are those that
-ServerlessLLM
-would migrate; one without another place is not preempted, or two models could preempt each other
-forever.
+continue to rely on preemption." A victim is unloaded at once and restarts where there is room
+(§5.1), so that nothing delays the new model and the computed tokens are lost. The victims are those
+that ServerlessLLM would migrate; a victim without another place is not preempted, or two models
+could preempt each other forever.
 """
 
 from __future__ import annotations
@@ -20,7 +17,10 @@ from simulator.policies import serverlessllm
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Unload idle instances and preempt serving ones; the penalty is the time of migrating them."""
+    """Unload idle instances and preempt serving ones.
+
+    The penalty is the time of migrating them.
+    """
     found = serverlessllm.clear(ask, device, short, now)
     if found is None or found.how == "evict":
         return found

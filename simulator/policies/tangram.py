@@ -1,6 +1,6 @@
-"""Tangram §3.4 (Algorithm 2, affinity scheduling) and §3.2.2 stage 1 (minimal-cost eviction).
+"""Implement Tangram's affinity scheduling (§3.4) and minimal-cost eviction.
 
-Stage 2, packing, is in `tangram_packing`.
+The former is Algorithm 2, the latter stage 1 of §3.2.2. Stage 2, packing, is in `tangram_packing`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, 
 
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Choose as lines 3 to 10 of Algorithm 2: the least load time (S - S') / B, the first of equals."""
+    """Choose the least load time (S - S') / B, the first of equals (Algorithm 2).
+
+    These are lines 3 to 10.
+    """
     return min(options, key=lambda o: (o.cost.total_s, o.key), default=None)
 
 
 def schedule(asks: Sequence[Ask], options: Mapping[str, Sequence[Option]]) -> list[tuple[Ask, Option]]:
-    """Run Algorithm 2: requests in order, each with its best device, which is then unavailable.
+    """Run Algorithm 2: requests in order, each with its best device.
 
-    `options` by model; a request without a device is not in the result and stays queued.
+    That device is then unavailable. A request without a device is not in the result and stays
+    queued.
+
+    Args:
+        options: Options by model.
     """
     taken: set[str] = set()
     chosen = []
@@ -32,7 +39,10 @@ def schedule(asks: Sequence[Ask], options: Mapping[str, Sequence[Option]]) -> li
 
 
 def eviction_cost(r: Resident) -> float:
-    """Return Eq. 2, c = p · (s / b) · alpha: miss probability, reload seconds, and weight."""
+    """Return Eq. 2, c = p · (s / b) · alpha.
+
+    The factors are miss probability, reload seconds, and weight.
+    """
     return r.miss_probability * r.reload_s * r.sensitivity
 
 

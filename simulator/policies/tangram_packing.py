@@ -1,15 +1,19 @@
-"""Tangram §3.2.2 over the regions of one memory pool: eviction by cost, and Partitioned-Gain Packing (Algorithm 1) against fragmentation.
+"""Evict and pack the regions of one memory pool (Tangram §3.2.2).
 
-The pool is a chain of regions, free or allocated. Algorithm 1 begins with "merge all" (every allocated region of a subspace may have to move)
-and splits a subspace at an allocated region, which then stays (its size is the gain), if the new tensors can be divided over the two halves;
-where no split packs, the subspace is final. As printed it misbehaves; so here
+Eviction is by cost; Partitioned-Gain Packing (Algorithm 1) reduces fragmentation.
+
+The pool is a chain of regions, free or allocated. Algorithm 1 begins with "merge all" (every
+allocated region of a subspace may have to move) and splits a subspace at an allocated region, which
+then stays (its size is the gain), if the new tensors can be divided over the two halves; where no
+split packs, the subspace is final. As printed it misbehaves; so here
 
 - the capacity of a subspace is its *free* bytes (printed: free and allocated ones, so that tensors are packed into memory that is not there);
 - dividing fails when a tensor exceeds the *larger* remaining capacity (printed: the smaller, so that hardly anything is ever divided);
 - split points are tried by descending gain (as the text of §3.2.2 has it; printed: in the order of the list);
 - regions of active models and KV blocks neither move nor are evicted: the pool falls into islands between them, and no merging crosses one.
 
-Then only what a final subspace requires is moved: nothing where its tensors fit into free regions as they are.
+Then only what a final subspace requires is moved: nothing where its tensors fit into free regions
+as they are.
 """
 
 from __future__ import annotations
@@ -73,9 +77,9 @@ class _Space:
 
 
 def evict(regions: Sequence[Region], need: int) -> list[Region] | None:
-    """Stage 1: evict inactive tensors in ascending cost until `need` bytes are free; None: too few.
+    """Evict inactive tensors in ascending cost until `need` bytes are free (stage 1).
 
-    Adjacent free regions are merged.
+    None: too few bytes can be freed. Adjacent free regions are merged.
     """
     short = need - sum(r.size for r in regions if not r.key)
     leaving: set[str] = set()
@@ -99,7 +103,10 @@ def without(regions: Sequence[Region], leaving: set[str]) -> list[Region]:
 
 
 def pack(regions: Sequence[Region], tensors: Mapping[str, int]) -> Packing | None:
-    """Stage 2, Algorithm 1. None: the islands between fixed regions cannot hold the tensors."""
+    """Pack tensors into the pool (stage 2, Algorithm 1).
+
+    None: the islands between fixed regions cannot hold the tensors.
+    """
     return _packed(regions, tensors, _partition)
 
 
@@ -145,7 +152,10 @@ def _islands(regions: Sequence[Region]) -> list[_Space]:
 
 
 def _divide(tensors: Tensors, capacities: Sequence[int]) -> list[Tensors] | None:
-    """Divide tensors over bins: to the largest remaining capacity, else to the smallest that fits."""
+    """Divide tensors over bins.
+
+    A tensor goes to the largest remaining capacity, else to the smallest that fits.
+    """
     for prefer in (max, min):
         left = list(capacities)
         bins: list[list[tuple[str, int]]] = [[] for _ in capacities]
@@ -175,7 +185,10 @@ def _partition(space: _Space, tensors: Tensors) -> list[tuple[_Space, Tensors]]:
 
 
 def _split(space: _Space, tensors: Tensors) -> list[tuple[_Space, Tensors]] | None:
-    """Split at the largest allocated region at which TryPacking succeeds; None: at none."""
+    """Split at the largest allocated region at which TryPacking succeeds.
+
+    None: there is no such region.
+    """
     points = sorted((n for n, r in enumerate(space.regions) if r.key), key=lambda n: (-space.regions[n].size, n))
     for n in points:
         before, after = space.regions[:n], space.regions[n + 1 :]
@@ -187,7 +200,10 @@ def _split(space: _Space, tensors: Tensors) -> list[tuple[_Space, Tensors]] | No
 
 
 def _try_packing(tensors: Tensors, first: int, second: int) -> tuple[Tensors, Tensors] | None:
-    """Lines 17 to 27: in descending size, each to the half with the larger remaining capacity."""
+    """Run TryPacking (lines 17 to 27).
+
+    In descending size, each tensor goes to the half with the larger remaining capacity.
+    """
     one: list[tuple[str, int]] = []
     two: list[tuple[str, int]] = []
     for tensor in tensors:
@@ -203,7 +219,10 @@ def _try_packing(tensors: Tensors, first: int, second: int) -> tuple[Tensors, Te
 
 
 def _settle(space: _Space, tensors: Tensors, places: dict[str, int], moves: dict[str, int], needlessly: bool) -> None:
-    """Place a final subspace's tensors: in free regions, or behind regions moved to one end."""
+    """Place a final subspace's tensors.
+
+    They go to free regions, or behind regions moved to one end.
+    """
     if not needlessly and (found := _as_is(space, tensors)) is not None:
         places.update(found)
         return

@@ -1,4 +1,7 @@
-"""Torpor §5.3 (Algorithm 1, interference-aware request scheduling) and §5.4 (eviction). A device executes one request at a time (§4.5)."""
+"""Implement Torpor's interference-aware scheduling (§5.3) and eviction (§5.4).
+
+The former is Algorithm 1. A device executes one request at a time (§4.5).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Choose victims (§5.4): second replicas, then light models, then heavy ones, each by LRU.
+    """Choose victims (§5.4): second replicas, then light and heavy models, by LRU.
 
     The penalty is the slowdown by swapping them in again: a heavy model's `reload_s`, 0 for others.
     Nothing is written back, since host memory has a copy (§4.3).

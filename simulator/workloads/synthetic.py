@@ -81,15 +81,15 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Gamma-distributed interarrival times with a coefficient of variation `cv` (1: Poisson).
+    """Gamma-distributed interarrival times with a coefficient of variation `cv`.
+
+    With `cv` 1 they are a Poisson process.
 
     Attributes:
         popularity: "zipf": the n-th model has a share of 1/n^`zipf`; "azure": quantiles of
-            log-normal
-            rates.
+            log-normal rates.
         run: Mean number of consecutive requests for one model; None: models are drawn
-            independently; 0:
-            never the same twice.
+            independently; 0: never the same twice.
         each: Arrivals are a process of each model, as AlpaServe makes them from the Azure trace.
         models_shuffled: The seed draws which model is popular.
     """
@@ -139,7 +139,11 @@ def _each(what: Synthetic, models: Sequence[str], shares: Sequence[float], rando
 
 
 def _arrivals(what: Synthetic, rate: float, random: Random, settled: bool = False) -> Iterator[float]:
-    """Return times in [0, seconds). `settled`: a process in progress, else it starts with a gap."""
+    """Return times in [0, seconds).
+
+    Args:
+        settled: The process is in progress; else it starts with a gap.
+    """
     shape, mean = 1.0 / what.cv**2, 1.0 / rate
     at = -20.0 * mean * (1 + random.random()) if settled else 0.0
     while True:

@@ -19,7 +19,7 @@ KINDS = messages()
 
 
 def contains(now: Any, then: Any) -> bool:
-    """True if a parsed message has every recorded field with its value; it may have more."""
+    """True if a parsed message has every recorded field with its value."""
     if isinstance(then, dict) and isinstance(now, dict):
         return all(key in now and contains(now[key], value) for key, value in then.items())
     if isinstance(then, list) and isinstance(now, list):

@@ -1,4 +1,4 @@
-"""CUDA devices through NVML, on a machine that has one: `python -m pytest tests/gpu`."""
+"""CUDA devices through NVML, on a machine with one: `python -m pytest tests/gpu`."""
 
 from __future__ import annotations
 

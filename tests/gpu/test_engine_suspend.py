@@ -1,4 +1,6 @@
-"""Engines on a GPU under a nodeagent, suspended and resumed: bytes freed read from NVML, the same greedy tokens, milliseconds against bytes.
+"""Engines on a GPU under a nodeagent: suspended and resumed.
+
+NVML reports the freed bytes, the greedy tokens stay the same, and milliseconds are printed with bytes.
 
     THAW_TEST_VLLM_PYTHON=PYTHON python -m pytest tests/gpu/test_engine_suspend.py -s
 

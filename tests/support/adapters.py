@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's layout with random weights, and what a model merged with one computes."""
+"""LoRA adapters in PEFT's layout with random weights, and merged reference models."""
 
 from __future__ import annotations
 

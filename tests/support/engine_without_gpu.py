@@ -1,4 +1,7 @@
-"""`python -m tests.support.engine_without_gpu SPEC`: an engine for which a CUDA IPC handle names a file under /dev/shm."""
+"""An engine whose CUDA IPC handles name files under /dev/shm.
+
+Run `python -m tests.support.engine_without_gpu SPEC`.
+"""
 
 from __future__ import annotations
 

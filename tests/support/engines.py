@@ -1,4 +1,7 @@
-"""Real engine processes under test: a zygote, the engines it forks, and what streams back from them."""
+"""Real engine processes under test.
+
+A zygote, the engines it forks, and the messages they stream back.
+"""
 
 from __future__ import annotations
 

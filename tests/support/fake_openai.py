@@ -1,5 +1,6 @@
-"""A small OpenAI-compatible server that stands for engines which cannot be installed here: a real process that listens, streams, forks and
-misbehaves as requested. `--like NAME` has it take the options and serve the endpoints that the engine's documentation publishes, and no others.
+"""A small OpenAI-compatible server that stands for engines that are not installed.
+
+It is a real process that listens, streams, forks and misbehaves as requested. `--like NAME` has it take the options and serve the endpoints that the engine's documentation publishes, and no others.
 
     --ready-after S   says a word each 0.1 s until then, and listens after it
     --mute            listens and is healthy, and every generation fails

@@ -8,7 +8,10 @@ from typing import Any
 
 
 class RawClient:
-    """One POST to /v1/chat/completions on a socket of its own, sent when the constructor returns."""
+    """One POST to /v1/chat/completions on its own socket.
+
+    The request is sent when the constructor returns.
+    """
 
     def __init__(self, port: int, model: str, *, tokens: int = 900, receive_buffer: int | None = None, **more: Any) -> None:
         body = json.dumps(

@@ -49,7 +49,7 @@ def llama_server() -> str:
 
 
 def python_of(engine: str) -> str:
-    """Return the interpreter with `engine`; skip the test, with the reason, without one."""
+    """Return the interpreter with `engine`, or skip the test with the reason."""
     given = os.environ.get(f"THAW_TEST_{engine.upper()}_PYTHON")
     found = Path(given) if given else directory() / engine / "bin" / "python"
     if not (found if given else directory() / engine / WHOLE).exists():

@@ -1,4 +1,7 @@
-"""Real servers for tests, from their wheels: a nats-server and a PostgreSQL, each ready when its constructor returns."""
+"""Real servers from their wheels: nats-server and PostgreSQL.
+
+Each is ready when its constructor returns.
+"""
 
 from __future__ import annotations
 
@@ -237,7 +240,7 @@ class StandbyServer(PostgresServer):
 
 
 class NatsCluster:
-    """Three nats-servers with JetStream that replicate to each other; `url` names them all."""
+    """Three nats-servers with replicated JetStream; `url` names them all."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="thaw-nats-cluster-"))

@@ -1,4 +1,6 @@
-"""An engine without torch: a real process that speaks the engine's side of the contracts, and misbehaves as requested.
+"""An engine without torch, with configurable faults.
+
+It is a real process that implements the engine's side of the contracts.
 
 Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`). What it does is in `card.spec.engine_args["stub"]`:
 

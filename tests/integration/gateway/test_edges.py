@@ -126,7 +126,10 @@ async def test_a_body_as_large_as_a_message_may_be_does_not_cost_the_connection(
 
 
 async def test_request_ids_are_the_gateways_own(gateway: Served, node: FakeNode) -> None:
-    """A client's id is returned beside the gateway's; no client can take another request's id."""
+    """The gateway assigns request ids; no client can take another request's id.
+
+    A client's own id is returned beside it.
+    """
     for name, given, echoed in (
         ("x-client-request-id", "mine-1", "mine-1"),
         ("x-request-id", "mine-1", "mine-1"),

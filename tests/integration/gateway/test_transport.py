@@ -199,7 +199,7 @@ async def _waiting(served: Served, count: int) -> bool:
     return f'thaw_queue_length{{gen_ai_request_model="alpha"}} {count:.1f}' in text
 
 
-# What an engine cannot honour.
+# Requests that an engine cannot honour.
 
 UNSUPPORTED: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},

@@ -172,7 +172,7 @@ def test_external_servers_are_used_and_the_endpoint_may_speak_https(thaw: Thaw, 
 def test_postgres_runs_for_root(namespaces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PostgreSQL runs for root.
 
-    In a user namespace root keeps the data; if namespaces are refused, PostgreSQL runs as nobody.
+    In a user namespace root keeps the data; if namespaces are refused, PostgreSQL runs as `nobody`.
     """
     if namespaces and not unprivileged.namespaces_work():
         pytest.skip("user namespaces are refused here")

@@ -1,4 +1,7 @@
-"""A scheduler crash between any two steps: the next leader recovers, without double booking."""
+"""A scheduler crash between any two steps.
+
+The next leader recovers, without double booking.
+"""
 
 from __future__ import annotations
 

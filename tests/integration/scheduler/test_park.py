@@ -1,4 +1,7 @@
-"""Parked models on real NATS and Postgres, also after a restart of the scheduler or the node."""
+"""Parked models on real NATS and Postgres.
+
+They also survive a restart of the scheduler or the node.
+"""
 
 from __future__ import annotations
 

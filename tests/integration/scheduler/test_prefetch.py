@@ -1,4 +1,4 @@
-"""Prefetch with a scheduler and a loader process: it yields at once to a waiting request."""
+"""Prefetch with a scheduler and a loader process; waiting requests preempt it."""
 
 from __future__ import annotations
 

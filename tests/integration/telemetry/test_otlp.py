@@ -1,4 +1,7 @@
-"""Spans reach a real OTLP receiver over both protocols, with phases placed in time under their parent."""
+"""Spans reach a real OTLP receiver over both protocols.
+
+Phases have their times under their parent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of the README and of docs/performance.md are those that their benchmarks wrote."""
+"""The figures of README and docs/performance.md equal their benchmarks' output."""
 
 from __future__ import annotations
 

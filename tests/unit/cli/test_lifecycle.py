@@ -1,4 +1,4 @@
-"""The supervisor's decisions: start order, restarts with back-off, stop order, escalation."""
+"""The supervisor's decisions: start and stop order, back-off, escalation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""docs/check_words.py finds words outside the field's usage, and lets the number of findings only fall."""
+"""docs/check_words.py finds words outside the field's usage.
+
+It only lets the number of findings fall.
+"""
 
 from __future__ import annotations
 

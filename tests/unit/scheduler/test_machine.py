@@ -1,4 +1,7 @@
-"""Invariants over random events: no double booking, no unasked eviction, every request answered."""
+"""Invariants over random events.
+
+No double booking, no unrequested eviction, every request answered.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's domain without I/O: events in, effects recorded, simulated nodeagents."""
+"""The scheduler's domain without I/O, with recorded effects and fake nodeagents."""
 
 from __future__ import annotations
 
@@ -351,7 +351,11 @@ class World:
         return running
 
     def can_suspend(self, running: Running, *, left: int = 0, resume_ms: float = 100.0) -> None:
-        """Let the node report that the instance can be suspended, with `left` bytes still in use."""
+        """Let the node report that the instance can be suspended.
+
+        Args:
+            left: Bytes that it still uses while suspended.
+        """
         running.left = left
         running.suspension = Suspension(
             possible=True, way="cpu", left_bytes=left, need_bytes=running.command.reserve_bytes, resume_ms=resume_ms, freed_bytes=7

@@ -1,4 +1,7 @@
-"""The scheduler's decisions on simulated devices: results computed by hand, and invariants."""
+"""The scheduler's decisions on simulated devices.
+
+Results are computed by hand; invariants hold.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The scheduler on machines that suspend, migrate and fail: results by hand, and invariants."""
+"""The scheduler on machines that suspend, migrate and fail.
+
+Results are computed by hand; invariants hold.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants of any run of any profile: memory, requests, links, and determinism by seed."""
+"""Invariants of runs under every profile: memory, requests, links, determinism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn requests have the published statistics, and read requests match their file."""
+"""Generated requests have the published statistics; read requests match their file."""
 
 from __future__ import annotations
 

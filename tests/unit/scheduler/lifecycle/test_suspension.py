@@ -1,4 +1,7 @@
-"""Suspension instead of stopping, resumption instead of starting, by the nodes' measured costs."""
+"""Suspension instead of stopping, resumption instead of starting.
+
+The nodes' measured costs decide.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models over several devices of one node: all devices or none, and resumption in place."""
+"""Models over several devices of one node: all or none, and resumption in place."""
 
 from __future__ import annotations
 

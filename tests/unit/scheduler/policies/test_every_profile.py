@@ -1,4 +1,7 @@
-"""The invariants of test_machine.py under every profile; each decision is made twice."""
+"""The invariants of test_machine.py under every profile; decisions are repeatable.
+
+The tests make each decision twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""HydraServe: Eq. 1 to 5 by hand, Algorithm 1 against exhaustive search, and the autoscaler."""
+"""HydraServe's equations, Algorithm 1 and autoscaler.
+
+Eq. 1 to 5 are computed by hand, Algorithm 1 by exhaustive search.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def server(n: int, free: float = 22.0, network: float = 2.0, pcie: float = 10.0,
 
 
 def test_equation_1_by_hand() -> None:
-    """12 GB over 4 servers of 2 GB/s and 10 GB/s: 3 · (1/2 + 1/10) = 1.8 s; prefill 1.5 · (4 - 1 + 1/4) = 4.875 s; 4 hops."""
+    """Equation 1 equals the values computed by hand.
+
+    12 GB over 4 servers of 2 GB/s and 10 GB/s: 3 · (1/2 + 1/10) = 1.8 s; prefill 1.5 · (4 - 1 + 1/4) = 4.875 s; 4 hops.
+    """
     four = [server(n) for n in range(4)]
     assert ttft_in_turn(12 * GB, 4, 1, four, TIMES) == pytest.approx(8.0 + 1.8 + 4.875 + 0.008)
     assert ttft_in_turn(12 * GB, 1, 1, four[:1], TIMES) == pytest.approx(8.0 + 7.2 + 1.5 + 0.002)
@@ -36,7 +42,10 @@ def test_equation_2_by_hand() -> None:
 
 
 def test_equation_5_by_hand() -> None:
-    """Fetching 12 GB takes 6 s, less than container, context and libraries (8 s); at 1 GB/s it takes 12 s and hides them."""
+    """Equation 5 equals the values computed by hand.
+
+    Fetching 12 GB takes 6 s, less than container, context and libraries (8 s); at 1 GB/s it takes 12 s and hides them.
+    """
     assert ttft_overlapped(12 * GB, 1, 1, [server(0)], TIMES) == pytest.approx(8.0 + 1.5 + 0.002)
     assert ttft_overlapped(12 * GB, 1, 1, [server(0, network=1.0)], TIMES) == pytest.approx(12.0 + 1.5 + 0.002)
     assert ttft_overlapped(12 * GB, 2, 2, [server(0), server(1, pcie=1.0)], TIMES) == pytest.approx(4.0 + 6.0 + 1.5 + 0.004)
@@ -105,7 +114,10 @@ def test_options_are_chosen_as_schemes_are() -> None:
 
 
 def test_a_server_takes_another_fetch_only_if_all_keep_their_deadlines() -> None:
-    """2 GB/s. 8 GB until 5 s: alone it needs 4 s; with another from the start it would need 8 s."""
+    """A server takes another fetch only if all fetches keep their deadlines.
+
+    2 GB/s. 8 GB until 5 s: alone it needs 4 s; with another from the start it would need 8 s.
+    """
     ledger = begun(Ledger(2.0 * GB), "a", 8 * GB, 5.0, 0.0)
     assert share(ledger, 0.0) == 1.0 * GB
     assert not accepts(ledger, 0.0)

@@ -1,4 +1,4 @@
-"""ServerlessLLM's and Shepherd*'s victims, and the choice between loading and migrating."""
+"""Victims of ServerlessLLM and Shepherd*; the choice to load or to migrate."""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ def test_what_costs_least_to_miss_leaves_first_and_active_models_never() -> None
 
 
 def test_the_papers_example_ends_with_a_merge_cost_of_one() -> None:
-    """Fig. 6: allocated 1 and 3 of 12, so that merging all costs 4; split at the 3 (gain 3), the left half still has to move the 1."""
+    """The paper's example ends with a merge cost of one.
+
+    Fig. 6: allocated 1 and 3 of 12, so that merging all costs 4; split at the 3 (gain 3), the left half still has to move the 1.
+    """
     regions = [Region(2), Region(1, "x"), Region(2), Region(3, "y"), Region(4)]
     tensors = {"large": 4, "small": 4}
     assert merge_all(regions, tensors) == Packing({"large": 4, "small": 8}, {"x": 0, "y": 1}, 4, 4)

@@ -2,15 +2,15 @@
 
 It is a real process that implements the engine's side of the contracts.
 
-Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`). What it does is in `card.spec.engine_args["stub"]`:
+Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`). `card.spec.engine_args["stub"]` configures it:
 
     ready_after      seconds until ready (default 0); `never_ready`: stays loading
     progress_every   seconds between progress reports while loading
     fail             error body to report, then exit 1
-    exit             exit status to end with while loading; `signal`: signal to die of while loading
+    exit             exit status to end with while loading; `signal`: signal that ends it while loading
     ignore_term      True: SIGTERM is ignored
     ignore_drain     True: a drain is acknowledged and nothing follows
-    mute             True: neither reports nor answers, after having been ready
+    mute             True: neither reports nor answers once it was ready
     tokens, pace     chunks of an answer, and seconds between them
     weights          True: attaches and holds weights at the loader
     ballast_mib      memory of its own, touched; `leak_mib`: as much again at each wake

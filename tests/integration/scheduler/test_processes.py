@@ -1,4 +1,4 @@
-"""Scheduler processes: consecutive deaths of leaders, and the export of load traces."""
+"""Scheduler processes: consecutive deaths of leaders, export of load traces."""
 
 from __future__ import annotations
 

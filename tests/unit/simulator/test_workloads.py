@@ -1,4 +1,4 @@
-"""Generated requests have the published statistics; read requests match their file."""
+"""Generated requests have the published statistics; read ones match their file."""
 
 from __future__ import annotations
 

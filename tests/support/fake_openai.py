@@ -16,7 +16,7 @@ It is a real process that listens, streams, forks and misbehaves as requested.
     --no-reload       after a sleep of level 2 its weights are never read again, and its output is wrong
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status}; {"mute": true} holds from then on, {"eat": true}
-takes memory without end; {"says": text} makes one like vLLM generate that (fake_tokens.py). GET /stats returns counts of requests.
+takes memory without end; {"says": text} makes one like vLLM generate that (fake_tokens.py). GET /stats returns options, environment and calls.
 """
 
 from __future__ import annotations

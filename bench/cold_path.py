@@ -48,14 +48,14 @@ print(tokenizer.decode(output[0, -1:]), flush=True)
 
 @dataclass
 class Samples:
-    """Milliseconds by (model, condition), and phases of each condition's critical paths."""
+    """Milliseconds by (model, condition), and phases of the critical paths."""
 
     ttft: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     phases: dict[tuple[str, str], dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
 
 
 class BenchMesh:
-    """A mesh of its own in a temporary home, driven through the public command line and API."""
+    """A mesh in a temporary home, driven through the public command line and API."""
 
     def __init__(self, home: Path, models: dict[str, Path], *, zygote: bool) -> None:
         # An eviction is to be a stop here, whatever this machine could do instead.

@@ -66,7 +66,7 @@ def load_torch(path: Path) -> Tensors:
 
 
 def load_slices(path: Path) -> Tensors:
-    """What an engine does with a whole checkpoint: it takes its rank's slice of every tensor."""
+    """Take a rank's slice of every tensor, as an engine does with a whole checkpoint."""
     from safetensors import safe_open
 
     found: Tensors = {}
@@ -118,7 +118,10 @@ def _peak_bytes() -> int:
 
 
 def unalign(source: Path, target: Path) -> None:
-    """The same files with headers that are not padded, as old writers left them: the data begins at an odd byte."""
+    """Rewrite the files with headers that are not padded, as old writers left them.
+
+    The data begins at an odd byte.
+    """
     target.mkdir()
     shutil.copy(source / "model.safetensors.index.json", target)
     for file in source.glob("*.safetensors"):

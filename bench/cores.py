@@ -1,4 +1,4 @@
-"""Nodes of one machine on cores of their own: what they would not share if they were machines."""
+"""Pin nodes of one machine to separate cores, as if they were separate machines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import psutil
 
 
 def pin(processes: Iterable[psutil.Process], nodes: Mapping[str, Set[int]], rest: Set[int]) -> None:
-    """Have each node's processes (nodeagent, loader, engines) run on its cores, and all others and this one on `rest`. What they start later
-    inherits it."""
+    """Pin each node's processes to its cores, and all others to `rest`.
+
+    A node's processes are nodeagent, loader and engines. This process is pinned to `rest`, too.
+    Processes that start later inherit the cores.
+    """
     for process in processes:
         with contextlib.suppress(psutil.Error):
             _pin(process.pid, nodes.get(process.environ().get("THAW_NODE", ""), rest))

@@ -1,5 +1,9 @@
-"""What the loader's benchmarks share: a checkpoint in Llama's shapes, files in the page cache or out of it, a levelled disk, fio, and
-loads in processes of their own that begin on a word, so that whatever is measured next finds the disk as the one before it did."""
+"""Common parts of the loader's benchmarks.
+
+They are a checkpoint in Llama's shapes, files in the page cache or out of it, a levelled disk, fio,
+and loads in processes that wait for a line before they begin: each measurement finds the disk in
+the same state as the previous one.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +88,10 @@ def set_cache(files: list[Path], *, warm: bool) -> None:
 
 
 def level(files: list[Path]) -> None:
-    """Use up what the disk may lend for a while: shared and virtual disks give bursts, which would favour the case after a rest."""
+    """Use up the burst credit of the disk.
+
+    Shared and virtual disks give bursts, which would favour the case after a rest.
+    """
     with mmap.mmap(-1, 16 * MB) as room, memoryview(room) as into:
         for path in files:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -99,10 +106,11 @@ def level(files: list[Path]) -> None:
 
 
 def run_fio(files: list[Path], block: int, depth: int) -> tuple[float, float]:
-    """(bytes per second, CPU seconds for as much as `files` hold), of fio in its stride: what it takes to begin is left out.
+    """Run fio; return bytes per second, and CPU seconds for the size of `files`.
 
-    Its buffers are of huge pages where the kernel grants them (`madvise`), and touched before the clock runs. A virtual disk's request takes
-    some 250 runs of memory: with small pages fio's speed is that of the fragments that memory happened to be in, down to a third.
+    The start of the run is left out. Its buffers are of huge pages where the kernel grants them
+    (`madvise`), and touched before the clock runs. A virtual disk's request takes some 250 runs of
+    memory: with small pages fio's speed depends on the fragmentation of memory, down to a third.
     """
     command = ["fio", "--name=limit", f"--filename={':'.join(map(str, files))}", "--file_service_type=sequential"]
     command += ["--rw=read", "--readonly", "--direct=1", "--ioengine=libaio", f"--bs={block}m", f"--iodepth={depth}"]
@@ -115,7 +123,7 @@ def run_fio(files: list[Path], block: int, depth: int) -> tuple[float, float]:
 
 
 class Loading:
-    """A loader's process (bench/loader_case.py) that has imported and prepared what it needs, and waits for the word to begin."""
+    """A prepared process of a loader (bench/loader_case.py) that waits to begin."""
 
     def __init__(self, loader: str, files: list[Path], options: dict[str, int], python: str = sys.executable) -> None:
         self._name = loader
@@ -145,7 +153,7 @@ class Loading:
         return figures
 
     def _until(self, start: str) -> str:
-        """The figures, if they precede a line that begins with `start`, or are that; else nothing."""
+        """Return the figures printed before a line that begins with `start`, else ""."""
         assert self._process.stdout is not None
         for line in iter(self._process.stdout.readline, ""):
             if line.startswith("{"):

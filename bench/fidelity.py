@@ -185,7 +185,10 @@ def main() -> None:
 
 
 def replayed(directory: Path, others: Sequence[Path]) -> dict[str, Any]:
-    """By the run's own parameters; and, as a prediction, by the means of those of other runs."""
+    """Replay a run by its own parameters, and by the means of other runs' parameters.
+
+    The latter is a prediction.
+    """
     traces, loads = kept(directory)
     found = {"workload": json.loads((directory / "workload.json").read_text()), **compared(traces, loads, directory / "run.jsonl")}
     if others:

@@ -1,4 +1,7 @@
-"""What `bench.fidelity` recorded, replayed: parameters by phase out of the recorded run, the simulator beside it, and where the two differ."""
+"""Replay a run that `bench.fidelity` recorded, and compare it with the simulator.
+
+The recorded run gives the parameters by phase.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,23 @@ _Request = tuple[bool, float, dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds, means over the recorded run: means of phases add up to the mean of their sum, medians do not.
+    """Seconds, means over the recorded run.
 
-    `gateway`: from a request's arrival to the receipt of its demand. `message`: from a command's sending to its taking effect. `decision`: until
-    the command is sent. `container`, `init`: as recorded.
-    `warm_up`: as recorded. `more`: from then to the gateway's sending the request, and what a first prompt takes longer than others. `leave`: what
-    the scheduler waited for bytes of idle holders. `reply`: of a warm TTFT, what is neither waiting
-    in the engine nor computing. `prefill`: a pass over one prompt; `prefill_more`: each further one. `token`: each further token.
+    Means of phases add up to the mean of their sum; medians do not.
+
+    Attributes:
+        gateway: From a request's arrival to the receipt of its demand.
+        message: From a command's sending to its taking effect.
+        decision: Until the command is sent.
+        container: As recorded.
+        init: As recorded.
+        warm_up: As recorded.
+        more: From then to the gateway's sending the request, and the extra time of a first prompt.
+        leave: The scheduler's wait for bytes of idle holders.
+        reply: The part of a warm TTFT that is neither waiting in the engine nor computing.
+        prefill: A pass over one prompt.
+        prefill_more: Each further prompt of the pass.
+        token: Each further token.
     """
 
     gateway: float
@@ -104,8 +117,11 @@ def _waited(t: RequestTrace) -> float:
 
 
 def _passes(traces: Sequence[RequestTrace]) -> tuple[float, float]:
-    """Milliseconds of a pass over one prompt, and for each further one: a line through all passes. Warm requests of one instance that were
-    computed for exactly as long were computed together."""
+    """Return the milliseconds of a pass over one prompt, and of each further one.
+
+    They are a line through all passes. Warm requests of one instance with exactly the same time of
+    computing were computed together.
+    """
     counts = Counter((t.instance_id, _prefill(t)) for t in traces if not t.cold)
     took = [ms for _, ms in counts]
     more = 0.0
@@ -115,7 +131,10 @@ def _passes(traces: Sequence[RequestTrace]) -> tuple[float, float]:
 
 
 def _usual(values: Sequence[float]) -> float:
-    """The mean, without what is more than twice the median: that has waiting in it which the simulator has by itself."""
+    """Return the mean of values up to twice the median.
+
+    Larger values contain waiting, which the simulator adds by itself.
+    """
     return fmean(v for v in values if v <= 2 * median(values)) if values else 0.0
 
 
@@ -194,8 +213,15 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
 def compared(
     traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], export: Path, given: Measured | None = None, policy: str = "thaw"
 ) -> dict[str, Any]:
-    """Of the recorded run and its replay: mean TTFT, of cold and of warm requests, in all and by phase; how many were cold, and which
-    models were started in which order. `given`: parameters in place of the run's own; `policy`: the mesh's."""
+    """Compare the recorded run with its replay.
+
+    The result has the mean TTFT of cold and of warm requests, in all and by phase, the number of
+    cold requests, and the order in which models were started.
+
+    Args:
+        given: Parameters in place of the run's own.
+        policy: The mesh's policy.
+    """
     traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
     m = given or measured(traces, loads)
     cluster, models = machines(m)

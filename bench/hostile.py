@@ -52,7 +52,10 @@ class Case:
 
 
 def corpus(size: int) -> list[Case]:
-    """Bodies of about `size` bytes, each of which costs a careless server more than it costs its sender."""
+    """Return bodies of about `size` bytes that are expensive for a careless server.
+
+    Each costs such a server more than it costs its sender.
+    """
     start = b'{"model":"%b","max_tokens":1,"messages":[{"role":"user","content":"x"}]' % FREE.encode()
     prompt = b'{"model":"%b","max_tokens":1,"prompt":[' % FREE.encode()
     chance = random.Random(SEED)
@@ -86,7 +89,10 @@ def corpus(size: int) -> list[Case]:
 
 
 async def probe(path: Path) -> None:
-    """Write (monotonic time, ms late, ms of CPU) of each waking that was late or busy, until cancelled."""
+    """Write (monotonic time, ms late, ms of CPU) of each late or busy waking.
+
+    The probe runs until it is cancelled.
+    """
     with path.open("a", buffering=1) as out:
         while True:
             wall, cpu = time.monotonic(), time.thread_time()
@@ -135,7 +141,10 @@ class Gateway:
         raise RuntimeError("the kernel does not report VmHWM")
 
     def stalls(self, since: float) -> tuple[float, float]:
-        """The latest waking and the most CPU time between two, in ms, since a monotonic time."""
+        """Return the latest waking and the most CPU time between two, in ms.
+
+        Both are since a monotonic time.
+        """
         rows = [[float(n) for n in line.split()] for line in self._stalls.read_text().splitlines() if line.count(" ") == 2]
         found = [r for r in rows if r[0] >= since]
         return max((r[1] for r in found), default=0.0), max((r[2] for r in found), default=0.0)
@@ -175,7 +184,10 @@ def run_corpus(gateway: Gateway, size: int, figures: dict[str, float]) -> None:
 
 
 async def crowd(gateway: Gateway, idle: int, slow: int, figures: dict[str, float]) -> None:
-    """Idle connections from several addresses, clients that write a byte at a time, clients that do not read."""
+    """Open idle connections from several addresses, slow writers, and silent readers.
+
+    Slow writers write a byte at a time; silent readers do not read.
+    """
     before, since = gateway.reset_peak(), time.monotonic()
     writers: list[asyncio.StreamWriter] = []
     refused = 0

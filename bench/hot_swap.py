@@ -70,7 +70,7 @@ class Figures:
 
 
 class SwapMesh:
-    """A mesh of its own with one model per entry of `models`, all kept until they are stopped."""
+    """A mesh with one model per entry of `models`, all kept until they are stopped."""
 
     def __init__(self, home: Path, models: list[dict[str, Any]], device: str, budget: int, *, suspend: bool) -> None:
         self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_SUSPEND": "auto" if suspend else "off"}
@@ -104,10 +104,11 @@ class SwapMesh:
         return first, (time.perf_counter() - started) * 1e3, text
 
     def decoding(self, model: str) -> float:
-        """Tokens per second after the first, by how much longer a long answer takes than one of one token.
+        """Return tokens per second after the first, by the extra time of a long response.
 
-        The arrival times of its pieces say little: while an engine computes on every core its own server waits, and vLLM's then puts all that has
-        been generated meanwhile into one event.
+        The comparison is a response of one token. The arrival times of pieces say little: while an
+        engine computes on every core its own server waits, and vLLM's then puts all tokens
+        generated meanwhile into one event.
         """
         tokens = TOKENS.get(model, MANY_TOKENS)
         one = median([self.ask(model)[1] for _ in range(3)])
@@ -191,7 +192,10 @@ def models(engines: list[str], home: Path, gguf: Path | None, kind: str) -> dict
 
 
 def large(figures: Figures, home: Path, rounds: int) -> None:
-    """vLLM with a model of 250 million parameters in float32, of which it keeps more than one copy on cpu."""
+    """Measure vLLM with a model of 250 million parameters in float32.
+
+    vLLM keeps more than one copy of it on cpu.
+    """
     if not os.environ.get("THAW_VLLM_PYTHON"):
         print("vLLM with 3 GB is left out: THAW_VLLM_PYTHON is not given", file=sys.stderr)
         return

@@ -122,7 +122,10 @@ class Bench:
                     self._fio(case, name)
 
     def limit(self, pairs: int) -> None:
-        """fio's best setting and "thaw", one right after the other, either first by turns: each finds the disk as the other has left it."""
+        """Compare fio's best setting with "thaw", one right after the other.
+
+        Either is first by turns: each finds the disk as the other has left it.
+        """
         settings = [s for s in FIO_SETTINGS if self._samples.of(f"{fio_name(*s)}.gb_per_s")]
         best = max(settings or FIO_SETTINGS[-1:], key=lambda s: self._samples.median(f"{fio_name(*s)}.gb_per_s", 0.0))
         for number in range(pairs):
@@ -172,8 +175,13 @@ class Bench:
 
 
 def figures_of(samples: Samples, total: int) -> dict[str, float]:
-    """Medians, and ratios of medians of one state of the cache; "fio_over_" a peer bounds what any loader can be over it. `total`: bytes of
-    the checkpoint."""
+    """Return medians, and ratios of medians of one state of the cache.
+
+    "fio_over_" a peer bounds the speed of any loader relative to that peer.
+
+    Args:
+        total: Bytes of the checkpoint.
+    """
     found = {name: samples.median(name) for name in samples.names() if not name.startswith(("dram_tier", "remote"))}
     fios = [fio_name(*s) for s in FIO_SETTINGS if f"{fio_name(*s)}.gb_per_s" in found]
     if fios:

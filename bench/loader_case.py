@@ -1,9 +1,11 @@
-"""One load in a process of its own: `python -m bench.loader_case CASE`, CASE as JSON; prints one line of JSON.
+"""Run one load in a process: `python -m bench.loader_case CASE`, CASE as JSON.
 
-Each ends with tensors in memory of its own. Those that map the file (safetensors, torch.load with mmap) copy each tensor out of the mapping.
-When imports and preparations are done it says "ready", and waits for a line. Then the clock runs from before the first byte until a checksum over
-three pages of every tensor is known; CPU seconds count what a loader does behind its readers, too. Then every page is touched once, so that the
-peak resident memory counts them all. It ends with its standard input.
+The process prints one line of JSON. Each load ends with tensors in memory of its own. Loaders that
+map the file (safetensors, torch.load with mmap) copy each tensor out of the mapping. After imports
+and preparations the process prints "ready", and waits for a line. Then the clock runs from before
+the first byte until a checksum over three pages of every tensor is known; CPU seconds include the
+loader's background threads. Then every page is touched once, so that the peak resident memory
+counts them all. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -27,8 +29,14 @@ _PAGE = 4096
 
 
 def thaw_pool(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
-    """What the mesh does: chunks of a pool, filled by a link's threads, mapped by the engine as one range. `ready`: the chunks have memory
-    before the clock runs, as in a pool that has been used. `small_pages`: they lie wherever memory happened to be free."""
+    """Load as the mesh does.
+
+    A link's threads fill chunks of a pool, which the engine maps as one range.
+
+    Args:
+        options: With `ready` the chunks have memory before the clock runs, as in a pool that has
+            been used. With `small_pages` they are wherever memory happened to be free.
+    """
     from services.engine.model.segment import Segment
     from weights.formats.checkpoint import open_checkpoint
     from weights.formats.segment import lay_out
@@ -87,7 +95,10 @@ def thaw_tensors(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, C
 
 
 def whole_files(files: list[Path], _: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:
-    """Where the ablation starts: each tensor read by itself, buffered, by one thread, into memory of its own."""
+    """Load each tensor by itself, buffered, by one thread, into memory of its own.
+
+    The ablation begins with this case.
+    """
     import json as parser
 
     def load() -> Tensors:
@@ -193,8 +204,11 @@ def _resident_bytes() -> int:
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Over the first, the middle and the last page of every tensor, in whatever order; of tensors in multiples of eight bytes. The pages are
-    summed at once: each by itself cost some one percent of a load."""
+    """Sum the first, the middle and the last page of every tensor, in any order.
+
+    The tensors have multiples of eight bytes. The pages are summed at once, because summing each by
+    itself cost some one percent of a load.
+    """
     pages: list[torch.Tensor] = []
     for tensor in tensors:
         raw = tensor.reshape(-1).view(torch.uint8)

@@ -76,7 +76,7 @@ class HostMemory:
 
 
 class Bench:
-    """`devices` share `host`; each has its own arena for as long as one measurement takes."""
+    """Devices that share `host`; each has its own arena for one measurement."""
 
     def __init__(self, driver: CudaDriver, facts: Sequence[DeviceFacts], nbytes: int, group: int) -> None:
         self.driver, self.facts, self.nbytes = driver, facts, nbytes
@@ -92,7 +92,10 @@ class Bench:
         self.host.close()
 
     def plain(self, facts: DeviceFacts) -> float:
-        """Bytes per second of one cudaMemcpyAsync for each chunk (no copy may reach over two of them), all queued: what the bus gives."""
+        """Return bytes per second of one queued cudaMemcpyAsync for each chunk.
+
+        No copy may reach over two chunks. The result is the bandwidth of the bus.
+        """
         self.driver.use(facts.index)
         stream, target = self.driver.stream(urgent=True), self.driver.allocate(self.nbytes)
         try:
@@ -106,7 +109,7 @@ class Bench:
             self.driver.destroy_stream(stream)
 
     def one_by_one(self, facts: DeviceFacts, size: int) -> float:
-        """The same in copies of `size`, each waited for: a loader that copies tensor by tensor."""
+        """Measure synchronous copies of `size`: a loader that copies tensor by tensor."""
         self.driver.use(facts.index)
         stream, target = self.driver.stream(urgent=True), self.driver.allocate(self.nbytes)
         try:
@@ -120,7 +123,10 @@ class Bench:
             self.driver.destroy_stream(stream)
 
     def loaded(self, devices: Sequence[CudaDevice], size: int = CHUNK) -> float:
-        """Bytes per second, over all `devices`, of the whole host memory brought to each of them in ranges of `size`."""
+        """Return bytes per second, over all `devices`, of copying the whole host memory.
+
+        Each device gets it in ranges of `size`.
+        """
         arenas = [d.allocate(Place("bench", self.nbytes, "")) for d in devices]
         began = time.monotonic()
         for at in range(0, self.nbytes, size):
@@ -135,7 +141,10 @@ class Bench:
         return self.nbytes * len(devices) / seconds
 
     def from_disk(self, path: Path) -> float:
-        """Bytes per second from a cold file to the first device; chunks are copied while others are read."""
+        """Return bytes per second from a cold file to the first device.
+
+        Chunks are copied while others are read.
+        """
         set_cache([path], warm=False)
         arena = self.devices[0].allocate(Place("bench", self.nbytes, ""))
         todo, lock = iter(range(0, self.nbytes, CHUNK)), threading.Lock()

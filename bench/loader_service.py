@@ -1,6 +1,7 @@
-"""A loader process of its own, without a mesh, measured over its Unix socket: the DRAM tier, and models from an HTTP server.
+"""Measure a loader process without a mesh, over its Unix socket.
 
-nginx serves the checkpoint where it is installed; otherwise Python's own server does, which is then the limit.
+The cases are the DRAM tier, and models from an HTTP server. nginx serves the checkpoint where it is
+installed; otherwise Python's own server does, which is then the limit.
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def dram(files: list[Path], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds from asking for weights that are cached in memory to all of their tensors bound, and that they are the right ones."""
+    """Return the milliseconds from attaching cached weights to all tensors bound.
+
+    The function checks that they are the right tensors.
+    """
     total = sum(f.stat().st_size for f in files)
     with loader(files[0].parent.parent, THAW_DRAM_BYTES=str(2 * total)) as (path, _):
         weights = attach(path, source=str(files[0].parent), timeout=120)
@@ -145,8 +149,11 @@ def bind(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def remote(files: list[Path], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, by turns: a plain parallel download into memory that is there, the loader without and with its cache on the disk,
-    and a download to the disk that is loaded afterwards."""
+    """Return the seconds of each way, by turns.
+
+    The ways are a plain parallel download into existing memory, the loader without and with its
+    cache on the disk, and a download to the disk that is loaded afterwards.
+    """
     samples: dict[str, list[float]] = {}
 
     def add(name: str, value: float) -> None:
@@ -252,7 +259,10 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _await_ready(pid: int, ready: int) -> None:
-    """Until the loader's pool has its memory: all of it, or the load would take other memory that is not there yet."""
+    """Wait until all chunks of the loader's pool have memory.
+
+    Otherwise the load would have to allocate more.
+    """
     process, deadline = psutil.Process(pid), time.monotonic() + 120
     while process.memory_info().rss < ready and time.monotonic() < deadline:
         time.sleep(0.05)

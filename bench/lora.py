@@ -266,7 +266,10 @@ LOADERS: dict[str, tuple[tuple[str, int], ...]] = {"thaw_pool": (("ready", 1),),
 
 
 def _held(file: Path, rounds: int, checksums: set[float]) -> list[float]:
-    """What an instance waits for whose node holds the adapter already: the mapping, every tensor, and the checksum of the other cases."""
+    """Measure the wait of an instance whose node holds the LoRA adapter already.
+
+    It includes the mapping, every tensor, and the checksum of the other cases.
+    """
     from services.engine.model.segment import SHARED_MEMORY, Segment
     from weights.load import load_segment
 
@@ -284,7 +287,11 @@ def _held(file: Path, rounds: int, checksums: set[float]) -> list[float]:
 
 
 def load_figures(loaded: dict[str, list[float]]) -> dict[str, float]:
-    """Medians in ms; "times_safetensors." by its time over ours; "fio", where it is: the bound of that from the disk, and our share of it."""
+    """Return medians in ms, and ratios to safetensors and to fio.
+
+    "times_safetensors." is its time over ours; "fio", if present, is the limit of loads from the
+    disk, and our share of it.
+    """
     ms = {name: median(times) for name, times in loaded.items()}
     figures = {f"load_ms.{name}": value for name, value in ms.items()}
     figures["times_safetensors.cold"] = ms["safetensors"] / ms["thaw_pool"]

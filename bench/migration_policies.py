@@ -1,4 +1,7 @@
-"""Part 3 of the benchmark of moving: the scenario of ServerlessLLM's Fig. 3 under four policies."""
+"""Run part 3 of the migration benchmark.
+
+It is the scenario of ServerlessLLM's Fig. 3 under four policies.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ RUNS_S = 3.0
 
 
 class Scene(Bed):
-    """Two nodes whose device holds A or B; node-0's host memory keeps A alone, node-1's both; no copies on disk, none from a neighbour."""
+    """Two nodes whose device holds A or B.
+
+    node-0's host memory keeps A alone, node-1's both. There are no copies on disk and none from a
+    neighbour.
+    """
 
     def __init__(self) -> None:
         super().__init__(THAW_PEERS="false", THAW_CACHE_BYTES="0", THAW_PREFETCH="false")
@@ -83,8 +90,13 @@ def policies(rounds: int, figures: Values) -> None:
 
 
 def _run(scene: Scene, policy: str, figures: Values) -> None:
-    """B is asked for. availability: where a device is free. locality: where its weights are, and waits for A. preemption: there, and A, interrupted,
-    starts again on node-0. migration: wherever the scheduler likes, and A may be moved; it decides so by itself."""
+    """Request B while A runs, under a policy.
+
+    - availability: B goes to a free device.
+    - locality: B goes where its weights are, and waits for A.
+    - preemption: B goes there, and A is preempted and starts again on node-0.
+    - migration: The scheduler decides by itself, and may move A.
+    """
     running = scene.set_up()
     scene.confine("b", *{"availability": NODES[:1], "migration": ()}.get(policy, NODES[1:]))
     if policy != "migration":  # a pinned instance is left alone

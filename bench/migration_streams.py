@@ -1,4 +1,7 @@
-"""Parts 1 and 2 of the migration benchmark: the pause by context, and the cost of a move for other streams."""
+"""Run parts 1 and 2 of the migration benchmark.
+
+They measure the pause by context, and the cost of a move for other streams.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,10 @@ def _streams(mesh: Bed, count: int) -> list[Timed]:
 
 
 def _moves(mesh: Bed, case: str, here: list[Timed], there: list[Timed], rounds: int, figures: Values) -> None:
-    """One of the streams `here` moves to node-1, where those `there` run, and back; only the first is measured."""
+    """Move one of the streams `here` to node-1, where those `there` run, and back.
+
+    Only the first move is measured.
+    """
     moving, rest = here[0], here[1:]
     for _ in range(rounds):
         time.sleep(1.0)  # what the move back has left is over

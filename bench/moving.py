@@ -1,4 +1,4 @@
-"""What the benchmarks of moving share: streams with the arrival time of each token, and orders to move them."""
+"""Common parts of the migration benchmarks: timed streams, and migration orders."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ class Timed(Stream):
 
 
 class Bed(Roomy):
-    """Asked over HTTP: a verb of the command line takes this process a tenth of a second, on a core that is measured."""
+    """A mesh, called over HTTP.
+
+    A command of the command line takes this process a tenth of a second, on a core that is
+    measured.
+    """
 
     @cached_property
     def _client(self) -> httpx.Client:

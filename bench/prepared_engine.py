@@ -40,7 +40,10 @@ _CAPACITY = 4096
 
 
 async def schedule(count: int, interval_s: float) -> AsyncIterator[int]:
-    """The numbers from 0 to `count`, each when it is time; with no interval, other streams have their turn in between."""
+    """Yield the numbers from 0 to `count`, each at its time.
+
+    Without an interval, other streams have their turn between two numbers.
+    """
     clock = asyncio.get_running_loop().time
     started = clock()
     for i in range(count):

@@ -1,4 +1,4 @@
-"""What all benchmark scripts share: the machine's description, medians, and the JSON they write."""
+"""Common parts of all benchmarks: the machine's description, medians, and JSON."""
 
 from __future__ import annotations
 

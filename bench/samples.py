@@ -1,4 +1,7 @@
-"""Samples by name, written to a file at once, so that a long benchmark can be made in pieces and a broken one loses nothing."""
+"""Write named samples to a file at once.
+
+A long benchmark can be made in pieces, and a broken one loses nothing.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,10 @@ def card(number: int) -> ModelCard:
 
 
 class Cluster:
-    """`filled` of three places on each device are taken by idle instances; every model beyond those has none."""
+    """A cluster with idle instances.
+
+    `filled` of three places on each device have one; every model beyond those has none.
+    """
 
     def __init__(self, devices: int, filled: int, cold: int | None = None) -> None:
         """`cold`: how many models have no instance; by default as many as have one."""

@@ -87,7 +87,11 @@ async def obey(url: str) -> None:
 
 
 async def measure(nats: str, database: str, devices: int, decisions: int, at_once: int) -> tuple[float, list[float], float]:
-    """(kept decisions per second, seconds from each demand to its answer, seconds of this process's CPU for each decision)."""
+    """Return decisions per second, and the seconds and CPU seconds of each.
+
+    The rate counts persisted decisions. The seconds are from each demand to its reply; CPU seconds
+    are this process's for each decision.
+    """
     cluster = Cluster(devices, 2, cold=decisions)
     engine = connect(database)
     await migrate(engine)

@@ -44,7 +44,10 @@ class Case:
 
 
 def opt(gb: float, copies: int, tpot_ms: float) -> ModelGroup:
-    """One request at a time; recomputing takes a tenth of generating (ServerlessLLM section 5.2)."""
+    """Return models that serve one request at a time.
+
+    Recomputing takes a tenth of generating (ServerlessLLM section 5.2).
+    """
     service = Batching(prefill_tokens_per_second=10_000 / tpot_ms, tpot_ms=tpot_ms, concurrency=1)
     return ModelGroup(name=f"opt-{gb:g}", copies=copies, weights_gb=gb, kv_gb=4, service=service, slo_ttft=10, replicas_max=16)
 
@@ -147,7 +150,10 @@ def hydraserve() -> Case:
 
 
 def mixed() -> Case:
-    """Large and small, batching and not, hot and cold, on machines with every link and memory."""
+    """Return a mixed workload: large and small models, batching and not, hot and cold.
+
+    The machines have every link and memory.
+    """
     links = LinkSpeeds(remote=2, ssd=5, device=24, bus=36, peer=50, sequential=frozenset({"ssd"}))
     node = NodeGroup(count=4, devices=4, device_gb=48, dram_gb=160, ssd_gb=400, links=links)
     startup = Startup(container_s=1, context_s=0.3, libraries_s=1.5, init_s=0.3, leave_s=0.05)

@@ -1,4 +1,7 @@
-"""A web server that gives each connection only so many bytes a second: a source that is slow, and as slow tomorrow."""
+"""Serve files with a fixed number of bytes per second for each connection.
+
+The server is a slow source with a reproducible bandwidth.
+"""
 
 from __future__ import annotations
 

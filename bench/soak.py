@@ -210,7 +210,10 @@ class Row:
 
 
 def rows_of(samples: list[dict[str, Any]], limits: dict[str, float]) -> list[Row]:
-    """A row for every metric that was counted in at least nine tenths of the censuses after the warm-up."""
+    """Return a row for each metric of at least nine tenths of the censuses.
+
+    Censuses of the warm-up do not count.
+    """
     end = samples[-1]["at_s"]
     kept = [s for s in samples if s["at_s"] >= end * WARM_UP]
     rows = []
@@ -262,7 +265,11 @@ def limit_of(name: str, metric: str, limits: dict[str, float]) -> float:
 
 
 def bound_of(name: str, metric: str, trend: Trend, sample: dict[str, Any]) -> float | None:
-    """What the store itself never exceeds: a stream by its configuration (age by the slope), plans and logs by the product's own limits."""
+    """Return the limit of a store, which the store itself never exceeds.
+
+    A stream's limit is in its configuration (age by the slope); plans and logs have the product's
+    own limits.
+    """
     if name == "nats" and metric == "private_bytes":
         return float(NATS_MEMORY_BYTES)
     if name == "table public.plans" and metric == "rows":
@@ -285,7 +292,7 @@ def bound_of(name: str, metric: str, trend: Trend, sample: dict[str, Any]) -> fl
 
 @dataclass(frozen=True)
 class Tenth:
-    """Time to first token of one tenth of the run, and how busy the machine was meanwhile."""
+    """Time to first token of one tenth of the run, and the machine's load meanwhile."""
 
     name: str
     requests: int

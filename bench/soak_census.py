@@ -1,4 +1,7 @@
-"""Everything of a mesh that could grow, counted: its processes, shared memory, control groups, database, streams and files."""
+"""Count everything in a mesh that could grow.
+
+That is its processes, shared memory, control groups, database, streams and files.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,10 @@ class Counter:
         return dict(census)
 
     def _all(self, supervisor: int) -> Iterable[psutil.Process]:
-        """Descendants of the supervisor, zombies among them, and what else was started under its home."""
+        """Return the supervisor's descendants, and other processes under its home.
+
+        Zombies are included.
+        """
         try:
             root = psutil.Process(supervisor)
             found = {p.pid: p for p in (root, *root.children(recursive=True))}

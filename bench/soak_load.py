@@ -1,8 +1,9 @@
-"""A steady mixed load on a mesh: so many requests a second, whatever becomes of those before them.
+"""Send a steady mixed load to a mesh: a fixed number of requests per second.
 
-A deck of requests is dealt again and again, always in the same order: streamed, whole, keyed (sent twice), to an adapter, cancelled
-after a few tokens, malformed; to a model that is always on a device, and to those that compete for the rest. The one of these that was not asked
-for longest is cold wherever there is no room for all.
+The rate does not depend on earlier requests. A deck of requests is dealt again and again, always in
+the same order: streamed, whole, keyed (sent twice), to a LoRA adapter, cancelled after a few
+tokens, malformed. They are for a model that is always on a device, and for models that compete for
+the rest. The least recently requested of these is cold wherever there is no room for all.
 """
 
 from __future__ import annotations
@@ -184,6 +185,9 @@ class Load:
         self._compare(asked, body, text)
 
     def _compare(self, asked: Asked, body: dict[str, Any], text: str) -> None:
-        """The same prompt to the same model has the same answer; other than the first time counts as different, not as lost."""
+        """Compare a response with the first response of the model to the same prompt.
+
+        A different response counts as different, not as lost.
+        """
         first = self._answers.setdefault((body["model"], body["messages"][0]["content"]), text)
         self.counts["different"] += text != first

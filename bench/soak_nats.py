@@ -1,9 +1,12 @@
-"""Memory of nats-server while the mesh's two large streams fill up to their bounds and then turn over.
+"""Measure nats-server's memory while the mesh's two large streams fill up.
+
+The streams fill up to their limits and then turn over.
 
     python -m bench.soak_nats [--keyed-bytes 33MB] [--rounds N] [--keys N]
 
-A soak of hours sees these streams grow, and NATS with them; this shows in minutes where that ends. Each round publishes traces of 1,400 bytes and,
-for each of twice as many keys, 14 replies of 220 bytes, the sizes that `bench.soak` writes; reads some back; and prints the server's resident memory.
+A soak of hours sees these streams grow, and NATS with them; this shows in minutes where that ends.
+Each round publishes traces of 1,400 bytes and, for each of twice as many keys, 14 replies of 220
+bytes, the sizes that `bench.soak` writes; reads some back; and prints the server's resident memory.
 """
 
 from __future__ import annotations

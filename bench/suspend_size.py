@@ -1,7 +1,9 @@
-"""How long a suspension by page-out takes for how many bytes, beside what the disk writes at all: a part of `bench.hot_swap`.
+"""Measure suspension by page-out, by size, beside the disk's own bandwidth.
 
-A process of each size is suspended and resumed by the nodeagent's own adapter: all its pages written for the first time, then read again only,
-then all written again. Its bytes cannot be compressed, so that zram gains nothing. In between fio writes as much to the disk that swap lies on.
+This is a part of `bench.hot_swap`. The nodeagent's own adapter suspends and resumes a process of
+each size: all its pages written for the first time, then read again only, then all written again.
+Its bytes cannot be compressed, so that zram gains nothing. In between fio writes as many bytes to
+the disk that has the swap.
 """
 
 from __future__ import annotations
@@ -119,7 +121,10 @@ async def _there_and_back(way: PageOut, groups: Cgroups, size: float, add: Add) 
 
 
 def disk_writes(nbytes: int, jobs: int) -> float | None:
-    """Bytes per second that fio writes in order, past the page cache, beside the swap file; None without fio or the room."""
+    """Return bytes per second that fio writes in order beside the swap file.
+
+    It writes past the page cache. None without fio or the room.
+    """
     place = _beside_swap()
     if shutil.which("fio") is None or shutil.disk_usage(place).free < 2 * nbytes:
         print("what the disk writes is left out: there is no fio, or no room", file=sys.stderr)
@@ -134,7 +139,10 @@ def disk_writes(nbytes: int, jobs: int) -> float | None:
 
 
 def _beside_swap() -> str:
-    """The directory of the first swap file; that of temporary files where swap is no file."""
+    """Return the directory of the first swap file.
+
+    It is the directory of temporary files where swap is no file.
+    """
     for line in Path("/proc/swaps").read_text().splitlines()[1:]:
         name, kind, *_ = line.split()
         if kind == "file" and os.access(Path(name).parent, os.W_OK):
@@ -143,7 +151,10 @@ def _beside_swap() -> str:
 
 
 def beside_the_disk(of: Callable[[str], list[float]], median: Callable[[list[float]], float]) -> dict[str, float]:
-    """Per size: what a first suspension writes per second, over what the disk takes from its best number of writers."""
+    """Return the bandwidth of first suspensions relative to the disk's, by size.
+
+    The disk's bandwidth is that of its best number of writers.
+    """
     limits = [median(values) for jobs in JOBS if (values := of(f"disk_{jobs}_writers_mib_per_s"))]
     found = {}
     for size in SIZES:

@@ -1,7 +1,8 @@
-"""What `sync_interval: always` costs on this disk: `python -m bench.sync [DIRECTORY]`.
+"""Measure the cost of `sync_interval: always`: `python -m bench.sync [DIRECTORY]`.
 
-Acknowledged writes one after the other, and messages captured without acknowledgement, for a server that syncs every two minutes and one that
-syncs each write; and for a stream that opts out of that (docs/adr/0048).
+The writes are acknowledged ones, one after the other, and messages captured without
+acknowledgement. The servers are one that syncs every two minutes and one that syncs each write; a
+stream that opts out of that is measured, too (docs/adr/0048).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Slope of a series of samples: Theil and Sen's estimator with a confidence interval, which single outliers hardly move."""
+"""Estimate the slope of a series of samples with Theil and Sen's estimator.
+
+Single outliers hardly change it or its confidence interval.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ LEAST_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Trend:
-    """Change per unit of time, and the interval that holds it with the confidence asked for."""
+    """Change per unit of time, and its confidence interval."""
 
     slope: float
     low: float
@@ -28,10 +31,13 @@ class Trend:
 
 
 def theil_sen(times: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> Trend:
-    """Median of the slopes between all pairs of samples, with Sen's interval (Sen 1968), corrected for ties and for autocorrelation.
+    """Return the median slope between all pairs of samples, with Sen's interval.
 
-    Samples of a process resemble their neighbours, which makes Sen's interval too narrow: the variance is enlarged by
-    (1 + r) / (1 - r), where r is the lag-one autocorrelation of what remains when the trend is taken away.
+    The interval (Sen 1968) is corrected for ties and for autocorrelation.
+
+    Samples of a process resemble their neighbours, which makes Sen's interval too narrow: the
+    variance is enlarged by (1 + r) / (1 - r), where r is the lag-one autocorrelation of what
+    remains when the trend is taken away.
 
     Args:
         times: when the samples were taken, ascending, no two at once.

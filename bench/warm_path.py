@@ -57,14 +57,21 @@ def run_client(target: Target, **options: Any) -> dict[str, float]:
 
 
 def take_latencies(target: Target, streams: int, options: argparse.Namespace) -> dict[str, float]:
-    """Paced streams that begin spread over the length of one: every first token meets the others' tokens, not their beginnings."""
+    """Measure the latencies of paced streams.
+
+    Their starts are spread over the length of one stream: every first token meets the others'
+    tokens, not their beginnings.
+    """
     stagger = options.tokens * options.pace / 1e3 / streams
     requests = max(1, _ALONE_REQUESTS // streams)
     return run_client(target, model=PACED, streams=streams, tokens=options.tokens, requests=requests, stagger=stagger)
 
 
 def take_throughput(target: Target, streams: int, options: argparse.Namespace) -> dict[str, float]:
-    """Streams as fast as they go, all at once, each asking again when it has its answer."""
+    """Measure the throughput of unpaced streams.
+
+    All run at once, and each asks again when it has its response.
+    """
     return run_client(target, model=FREE, streams=streams, tokens=options.tokens, seconds=options.seconds)
 
 
@@ -84,7 +91,10 @@ def measure(options: argparse.Namespace) -> Samples:
 
 
 def figures_of(samples: Samples, streams: Sequence[int]) -> dict[str, float]:
-    """Medians over the rounds; what each proxy adds to the engine alone; Thaw against LiteLLM."""
+    """Return medians over the rounds.
+
+    They include what each proxy adds to the engine alone, and Thaw against LiteLLM.
+    """
     figures = {name: median(values) for name, values in samples.items()}
     for number in streams:
         for figure in _ADDED:

@@ -1,4 +1,7 @@
-"""The servers of the warm path's benchmark: NATS, the engine of prepared tokens, one gateway process, one LiteLLM proxy process."""
+"""Run the servers of the warm path's benchmark.
+
+They are NATS, the engine of prepared tokens, a gateway process, and a LiteLLM proxy process.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,10 @@ def _await_port(port: int) -> None:
 
 
 def _start_litellm(processes: Processes, python: Path, home: Path, engine_port: int) -> tuple[psutil.Process, int]:
-    """The proxy as its documentation has it for production: one worker, no callbacks, no debug output."""
+    """Start the proxy as its documentation recommends for production.
+
+    It has one worker, no callbacks, and no debug output.
+    """
     port = free_port()
     base = f"http://127.0.0.1:{engine_port}/v1"
     models = [
@@ -151,7 +157,10 @@ def _start_litellm(processes: Processes, python: Path, home: Path, engine_port: 
 
 
 def litellm_python() -> Path:
-    """The interpreter of a virtual environment with LiteLLM's proxy, made unless it is there."""
+    """Return the interpreter of a virtual environment with LiteLLM's proxy.
+
+    The environment is created if it is missing.
+    """
     place = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "thaw-bench" / "litellm"
     python = place / "bin" / "python"
     if not (place / "bin" / "litellm").exists():

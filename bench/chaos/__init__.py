@@ -1,1 +1,4 @@
-"""A campaign of random faults against a whole mesh under load, and what its clients saw of them."""
+"""Run a campaign of random faults against a mesh under load.
+
+The results show how clients see the faults.
+"""

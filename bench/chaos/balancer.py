@@ -1,6 +1,8 @@
-"""A TCP load balancer before several gateways: round robin by connection, a refused connection goes to the next gateway.
+"""Balance TCP connections over several gateways, round robin.
 
-It knows nothing of HTTP. A connection that breaks behind it breaks before it, so that the client's own retry is what goes to another gateway.
+A refused connection goes to the next gateway. The balancer knows nothing of HTTP. If a connection
+to a gateway breaks, the balancer breaks the client's connection, so that the client's own retry
+reaches another gateway.
 """
 
 from __future__ import annotations

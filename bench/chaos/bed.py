@@ -1,7 +1,8 @@
-"""The mesh of a campaign: two nodes under `thaw up`, a second gateway and a second scheduler beside them, a balancer before the gateways.
+"""Run the mesh of a campaign: two nodes, two gateways, two schedulers, a balancer.
 
-The second gateway and scheduler are what an operator adds on another host; a suspender here starts them again when they end, as systemd would. A
-supervisor that was killed is started again by `thaw up`, as an operator's unit would do.
+`thaw up` starts the nodes; the second gateway and scheduler are those that an operator adds on
+another host. A supervisor in this module restarts them when they end, as systemd would. `thaw up`
+restarts a supervisor that was killed, as an operator's unit would do.
 """
 
 from __future__ import annotations
@@ -162,7 +163,10 @@ class Bed(Thaw):
         return ModelSpec(name=name, source=str(make_demo_model(self.home / "models" / name, size, seed=seed)))
 
     def _hosted_model(self) -> tuple[str, dict[str, Any]]:
-        """llama.cpp where `make engines` has installed it, else a stand-in that answers as an OpenAI server."""
+        """Return llama.cpp where `make engines` has installed it, else a stand-in.
+
+        The stand-in answers as an OpenAI server.
+        """
         place = directory() / "llamacpp"
         if not (place / WHOLE).exists():
             command = [sys.executable, "-m", "tests.support.fake_openai", "--port", "{port}"]
@@ -228,7 +232,10 @@ class Bed(Thaw):
         return [p for p in engines if listens(p) == (kind == "zygote")]
 
     def name_of(self, kind: str, process: psutil.Process) -> str:
-        """`gateway.1` is the supervisor's, `gateway.2` the other; other kinds have their own name."""
+        """Return the name of a process.
+
+        `gateway.1` is the supervisor's, `gateway.2` the other; other kinds have their own name.
+        """
         if kind in self.keepers:
             kept = self.keepers[kind].process
             return f"{kind}.{2 if kept and kept.pid == process.pid else 1}"

@@ -102,7 +102,13 @@ class Campaign:
         self._waker: threading.Thread | None = None
 
     def run(self, plan: tuple[Fault, ...], until_s: float | None = None) -> Findings:
-        """Carry out the plan, `until_s` seconds at most, then wait until the mesh is idle and compare reservations with live instances."""
+        """Carry out the plan, then check that the mesh recovers.
+
+        The mesh must become idle, and reservations must match the live instances.
+
+        Args:
+            until_s: Longest time of the plan in seconds.
+        """
         self._learn()
         begun = time.monotonic()
         watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
@@ -168,7 +174,10 @@ class Campaign:
         )
 
     def _was_struck(self, gateway: str | None, since: float) -> bool:
-        """Whether this gateway (None: any) has been struck since then; a stopped one may be replaced until it would continue."""
+        """True if a fault has hit this gateway (None: any) since then.
+
+        A stopped gateway may be replaced until it would continue.
+        """
         with self._lock:
             struck = list(self._findings.struck)
         for s in struck:
@@ -180,7 +189,10 @@ class Campaign:
     # Faults.
 
     def _carry_out_all(self, plan: tuple[Fault, ...], begun: float, until_s: float | None) -> None:
-        """In order, but for faults whose victims are not there now: those are injected as soon as they are, or skipped in the end."""
+        """Carry out all faults in order.
+
+        Faults without a present victim are injected as soon as there is one, or skipped at the end.
+        """
         waiting: deque[Fault] = deque()
         for fault in plan:
             if until_s is not None and time.monotonic() - begun > until_s:
@@ -284,7 +296,11 @@ class Campaign:
                 time.sleep(1)
 
     def _await_recovery(self, struck: Struck, found: list[tuple[Strike, psutil.Process]], cold: str) -> None:
-        """Until requests sent after the fault, to a warm model and a cold one, are answered and killed services run again."""
+        """Wait until the mesh has recovered from a fault.
+
+        Requests sent after the fault, to a warm model and a cold one, are then answered, and killed
+        services run again.
+        """
         answered: list[float] = []
         probes = [threading.Thread(target=self._probe_until, args=(m, answered, struck.at), daemon=True) for m in ("one", cold)]
         for probe in probes:
@@ -330,7 +346,10 @@ class Campaign:
         return exchange.answer.error is None
 
     def _cold_model(self) -> str:
-        """A builtin model that is on no node, by the last view; any other than the warm one if there is none."""
+        """Return a builtin model that is on no node, by the last view.
+
+        Without one, any model other than the warm one is returned.
+        """
         live = {i["model"] for n in self._cluster["nodes"] for i in n["instances"]}
         names = [s.name for s in self._served if s.engine == "builtin" and s.name in ("two", "three", "five")]
         return self._random.choice([n for n in names if n not in live] or names)

@@ -1,4 +1,7 @@
-"""The faults of a campaign: a pure function of the seed and the number of processes to strike."""
+"""Draw the faults of a campaign.
+
+They are a pure function of the seed and the number of processes.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ def count(faults: tuple[Fault, ...]) -> Counter[str]:
 
 
 def _draw(random_: random.Random, deck: list[str], victims: dict[str, int], wanted: int) -> list[str]:
-    """Take `wanted` different kinds from the deck, which is shuffled again when it is empty."""
+    """Take `wanted` different kinds from the deck.
+
+    The deck is shuffled again when it is empty.
+    """
     drawn: list[str] = []
     while len(drawn) < wanted:
         at = next((i for i in reversed(range(len(deck))) if deck[i] not in drawn), None)

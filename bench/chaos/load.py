@@ -1,4 +1,7 @@
-"""The load: clients with the plain `openai` package and its own retries, each sending one request after another."""
+"""Generate the load: clients with the plain `openai` package and its own retries.
+
+Each client sends one request after another.
+"""
 
 from __future__ import annotations
 
@@ -217,7 +220,10 @@ class Client(threading.Thread):
 
 
 def retry_deferred(exchange: Exchange, asker: Asker, struck: Struck) -> Answer:
-    """Asks, and again where the connection broke together with its gateway: a stream at once, a whole answer after the package's retries."""
+    """Retry a request whose connection broke together with its gateway.
+
+    A stream is retried at once, a whole response after the package's retries.
+    """
     while True:
         begun = time.monotonic()
         answer = asker.ask(exchange.job)

@@ -1,4 +1,7 @@
-"""What a campaign prints: by victim and by kind of fault, in figures for docs/performance.d, and as a table for docs/reliability.md."""
+"""Print a campaign's results by victim and by kind of fault.
+
+The figures are for docs/performance.d, the table is for docs/reliability.md.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def rows(findings: Findings) -> list[Row]:
-    """A request counts to every fault whose time it overlaps, and so to several rows; in `all` once."""
+    """Return a row for each group of faults.
+
+    A request counts for every fault whose time it overlaps, and so for several rows; in `all` once.
+    """
     groups: dict[str, list[Struck]] = {}
     for victim in sorted({s.victim for x in findings.struck for s in x.fault.strikes}):
         groups[victim] = [x for x in findings.struck if victim in {s.victim for s in x.fault.strikes}]

@@ -138,5 +138,8 @@ def _compare(answer: Answer, reference: Reference) -> Fate:
 
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> int:
-    """The first index at which the two differ; the length of the shorter one if it is where the longer begins."""
+    """Return the first index at which the two differ.
+
+    It is the length of the shorter one if that is a prefix of the longer one.
+    """
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,1 +1,4 @@
-"""The papers' experiments in the simulator: one script for each figure, the paper's statements beside the results. `python -m bench.papers`."""
+"""Reproduce the papers' experiments in the simulator: `python -m bench.papers`.
+
+There is one script for each figure, with the paper's statements beside the results.
+"""

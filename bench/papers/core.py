@@ -1,4 +1,7 @@
-"""What all experiments share: runs over seeds, means with confidence intervals, statements of the paper, and how both are printed."""
+"""Common parts of all experiments.
+
+They are runs over seeds, means with confidence intervals, the paper's statements, and the output.
+"""
 
 from __future__ import annotations
 
@@ -122,8 +125,11 @@ class Case:
 
 
 class Remembering(World):
-    """A world of devices that hold hundreds of functions each (Torpor): what a policy sees of one that has not changed is not made again. How
-    popular a function is by now (`miss`), which no policy of such devices asks for, is that of its last change."""
+    """A world of devices that hold hundreds of functions each (Torpor).
+
+    The policy's view of an unchanged device is cached. A function's popularity (`miss`), which no
+    policy of such devices uses, is that of its last change.
+    """
 
     def __init__(self, cluster: ClusterFile, groups: Sequence[ModelGroup], profile: Profile, seed: int) -> None:
         super().__init__(cluster, groups, profile, seed)
@@ -158,8 +164,12 @@ def run(case: Case, seed: int) -> Outcome:
 
 @dataclass
 class Row:
-    """Figures of one case: `runs` by seed, in the same order for all cases, so that ratios can be taken seed by seed. `paper`: what the
-    paper (or its published artifact) gives for a figure."""
+    """Figures of one case.
+
+    Attributes:
+        runs: By seed, in the same order for all cases, so that ratios can be taken seed by seed.
+        paper: The paper's (or its published artifact's) value of a figure.
+    """
 
     label: dict[str, str]
     runs: list[Figures]
@@ -251,7 +261,10 @@ def _figures(rows: Sequence[Row]) -> list[str]:
 
 
 def printed(result: Result) -> str:
-    """Our figures with their intervals (and the paper's, where it gives any), then the paper's statements beside ours."""
+    """Format our figures with their intervals, then the paper's statements.
+
+    The paper's figures are included, where it has any.
+    """
     lines = [f"## {result.name}: {result.title}", ""]
     figures = _figures(result.rows)
     labels = list(dict.fromkeys(k for r in result.rows for k in r.label))
@@ -284,7 +297,10 @@ def write(results: Sequence[Result], directory: Path, settings: Mapping[str, Any
 
 
 def summary(directory: Path) -> str:
-    """One table of the statements in a directory's JSON files, with the seeds and the length of the runs."""
+    """Return one table of the statements in a directory's JSON files.
+
+    It has the seeds and the length of the runs.
+    """
     rows = [["experiment", "where", "the paper says", "paper", "ours, 95 % interval", "agrees"]]
     for path in sorted(directory.glob("*.json")):
         document = json.loads(path.read_text())

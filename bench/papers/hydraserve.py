@@ -35,7 +35,10 @@ SYSTEMS = (VLLM, SLLM, HYDRA, replace(HYDRA, name="hydraserve-cache"))
 
 
 def stages(count: int) -> Callable[[Ask, Sequence[Option], str], Option | None]:
-    """The pipeline of so many stages that answers first; models of up to 10 GB stay whole (artifact, algs.py: pipeline_parallel_static)."""
+    """Return the pipeline of so many stages that answers first.
+
+    Models of up to 10 GB stay whole (artifact, algs.py: pipeline_parallel_static).
+    """
 
     def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
         whole = ask.need_bytes <= 10 * c.GB_PER_GIB * 1e9 + c.KV_GB.value * 1e9

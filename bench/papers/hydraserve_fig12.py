@@ -1,4 +1,7 @@
-"""HydraServe Fig. 12: tokens over time with and without scaling a pipeline down to one worker."""
+"""HydraServe Fig. 12: tokens over time, with and without scaling down a pipeline.
+
+A pipeline scales down to one worker.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""HydraServe Fig. 13: tokens' time and memory over time, relative to serverless vLLM; and Fig. 11's applications, from the same runs."""
+"""HydraServe Fig. 13: tokens' time and memory, relative to serverless vLLM.
+
+The same runs give Fig. 11's applications.
+"""
 
 from __future__ import annotations
 

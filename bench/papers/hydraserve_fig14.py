@@ -1,5 +1,8 @@
-"""HydraServe Fig. 14: a burst of requests on 16 V100, by the number of workers that a cold start groups. By Eq. 5 and Eq. 2, not simulated: the
-simulator's autoscaler counts a group as one instance until it has split, so that a burst would start four times the workers."""
+"""HydraServe Fig. 14: a burst of requests on 16 V100, by workers per cold start.
+
+The figures are by Eq. 5 and Eq. 2, not simulated: the simulator's autoscaler counts a group as one
+instance until it has split, so that a burst would start four times the workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""HydraServe Fig. 7: time to the first token of one cold start, by model, device and system."""
+"""HydraServe Fig. 7: time to the first token of one cold start.
+
+The figures are by model, device and system.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,10 @@ def run(options: Options) -> Result:
 
 
 def gains(result: Result, system: str) -> None:
-    """Over all models but the one that the times beside the bytes come from; section 8.2's 2.1 and 1.7 are that one's."""
+    """Return the gains over all models but the one that the floors are taken from.
+
+    Section 8.2's 2.1 and 1.7 are of that model.
+    """
     ours, paper = [], []
     for kind, models in c.FIG7.items():
         for model, values in models.items():

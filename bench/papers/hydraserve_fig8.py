@@ -17,7 +17,11 @@ STEPS = ("vLLM", "+Prefetch", "+Stream", "+Overlap", "+Parallel")
 
 
 def case(kind: str, model: str, step: str, slower: float = 1.0) -> Case:
-    """ "+Stream" also has the "implementation optimizations" (section 8.2): from here on it waits for HydraServe's floor, not vLLM's."""
+    """Return the case of one step of the ablation.
+
+    "+Stream" also has the "implementation optimizations" (section 8.2): from here on it waits for
+    HydraServe's floor, not vLLM's.
+    """
     at = STEPS.index(step)
     vllm, _, ours = (floor * slower for floor in c.floors(kind))
     container, context, libraries = (ours * part for part in c.SPLIT)

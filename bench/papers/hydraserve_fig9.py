@@ -1,4 +1,7 @@
-"""HydraServe Fig. 9: TTFT attainment over the request rate and its variation; with Fig. 11, by application."""
+"""HydraServe Fig. 9: TTFT attainment over the request rate and its variation.
+
+With Fig. 11, the figures are by application.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The machines, models and requests of ServerlessLLM's cluster evaluation (section 7.3 and 7.4)."""
+"""Machines, models and requests of ServerlessLLM's cluster evaluation.
+
+The paper describes them in sections 7.3 and 7.4.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,13 @@ def cluster(
     cached: bool = True,
     ssd_gb: float = c.SSD_GB.value,
 ) -> ClusterFile:
-    """`together`: devices that serve one model as a unit, "parallel PCIe links when loading large models partitioned on multiple GPUs" (section 7.4).
-    Not `cached`: nothing stays in host memory, as in Ray Serve."""
+    """Return a cluster.
+
+    Args:
+        together: Devices that serve one model as a unit, "parallel PCIe links when loading large
+            models partitioned on multiple GPUs" (section 7.4).
+        cached: False: nothing stays in host memory, as in Ray Serve.
+    """
     links = LinkSpeeds(remote=network, ssd=ssd, device=pcie * together, sequential=frozenset({"remote", "ssd"}))
     node = NodeGroup(
         count=int(c.NODES.value),
@@ -91,8 +99,14 @@ def traffic(
 def ray_serve(
     cached: bool, network: float = c.NETWORK.value, devices: int = int(c.DEVICES.value), together: int = 1
 ) -> ClusterFile:
-    """Ray Serve loads safetensors, after the download, at the RAID's speed over the factor of section 7.2; `cached`: with a disk cache that begins
-    with one copy of each model in the cluster. Its downloads share the server's network (section 7.4 estimates each as if it had it alone)."""
+    """Return Ray Serve, which loads safetensors after the download.
+
+    It loads at the RAID's speed over the factor of section 7.2. Its downloads share the server's
+    network (section 7.4 estimates each as if it had it alone).
+
+    Args:
+        cached: With a disk cache that begins with one copy of each model in the cluster.
+    """
     machines = cluster(devices, together, network=network, cached=False, ssd_gb=c.SSD_GB.value if cached else 0.0, ssd=1000.0)
     node = machines.nodes[0]
     links = node.links.model_copy(update={"device": c.RAID.value / c.SAFETENSORS.value, "sequential": frozenset()})
@@ -130,8 +144,11 @@ def case(model: str, dataset: str, rps: float, profile: Profile, seconds: float,
 
 
 def measure(outcome: Outcome) -> Figures:
-    """Of the second half of the requests: start-up latency with the pause in it (section 7.1); one that timed out has waited for 300 s.
-    Loads, migrations and preemptions are of the whole run, for 1,000 requests."""
+    """Measure the second half of the requests: start-up latency including the pause.
+
+    The definition is section 7.1's; a request that timed out has waited for 300 s. Loads,
+    migrations and preemptions are of the whole run, for 1,000 requests.
+    """
     every = sorted([s.at for s in outcome.served] + [at for _, at, _ in outcome.given_up])
     middle = every[len(every) // WARM_UP] if every else 0.0
     lost = sum(at >= middle for _, at, _ in outcome.given_up)

@@ -1,4 +1,7 @@
-"""ServerlessLLM Fig. 8: start-up latency of three schedulers over the request rate, OPT-6.7B on GSM8K and ShareGPT."""
+"""ServerlessLLM Fig. 8: start-up latency of three schedulers by request rate.
+
+The model is OPT-6.7B, on GSM8K and ShareGPT.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,10 @@ def claims(result: Result) -> None:
 
 
 def sensitivity(result: Result, options: Options) -> None:
-    """The ratio of Fig. 8e with each constant that the paper omits at half and one and a half of its value."""
+    """Return the ratio of Fig. 8e with each omitted constant varied.
+
+    The constants that the paper omits are taken at half and one and a half of their values.
+    """
     seconds = options.seconds(c.DURATION_S.value)
     changes = {f"{name} x {f}": {name: x.value * f} for name, x in OMITTED.items() for f in (0.5, 1.5)}
     for what, change in {**changes, "bursts kept whole": {"denser": 1.3}}.items():

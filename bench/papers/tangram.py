@@ -1,4 +1,4 @@
-"""Tangram's machines, models and requests (section 5), and SLLM-CM, which it is compared with."""
+"""Tangram's machines, models and requests (section 5), and SLLM-CM, its baseline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from simulator.workloads.request import Request
 
 
 def release(keep_alive: float, load_s: float) -> float:
-    """An instance ends with its request (section 3.1: parameters are retained "after the model instance is released")."""
+    """Return a keep-alive of 0 s: an instance ends with its request.
+
+    Section 3.1: parameters are retained "after the model instance is released".
+    """
     return 0.0
 
 
@@ -30,7 +33,10 @@ RANDOM = varied(SLLM_CM, "sllm-cm", choose=baselines.any_device)
 def cluster(
     ours: bool, devices: int = 1, gb: float = c.DEVICE_GB.value, pcie: float = c.PCIE.value, merge: float = c.MERGE.value
 ) -> ClusterFile:
-    """One device for each worker; "all missing tensors are served from CPU memory" (section 5.1)."""
+    """Return a cluster with one device for each worker.
+
+    "All missing tensors are served from CPU memory" (section 5.1).
+    """
     links = LinkSpeeds(remote=1000.0, ssd=1000.0, device=pcie)
     nodes = NodeGroup(count=devices, devices=1, device_gb=gb, dram_gb=1000.0, links=links)
     query = c.QUERY_S.value if ours and devices > 1 else 0.0
@@ -47,7 +53,10 @@ def cluster(
 
 
 def groups(ours: bool, models: Sequence[c.Model], names: Sequence[str], batch: float, gb: float) -> tuple[ModelGroup, ...]:
-    """SLLM-CM reserves what is left of the device for the KV cache ("all remaining GPU memory is reserved", section 3.3)."""
+    """Return the models; SLLM-CM reserves the rest of the device for the KV cache.
+
+    "All remaining GPU memory is reserved" (section 3.3).
+    """
     return tuple(
         ModelGroup(
             name=name,
@@ -63,7 +72,11 @@ def groups(ours: bool, models: Sequence[c.Model], names: Sequence[str], batch: f
 
 
 def sequence(names: Sequence[str], level: str, count: int, gap: float, seed: int, apart: float = 0.0) -> list[Request]:
-    """Gamma gaps, `apart` seconds at least, and the same model again as likely as the level says; else another one, all alike."""
+    """Return requests with gamma gaps of at least `apart` seconds.
+
+    The next request is for the same model with the level's probability, else for any other model
+    with equal probabilities.
+    """
     random = Random(f"{level} {seed}")
     shape = 1 / c.CV[level] ** 2
     at, last, found = 0.0, "", []

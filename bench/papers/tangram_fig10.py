@@ -1,5 +1,8 @@
-"""Tangram Fig. 10: what eviction by cost and Partitioned-Gain Packing save, over the regions of one pool. The scheduler's own packing functions
-run on tensors of the models' sizes; nothing else is simulated."""
+"""Tangram Fig. 10: savings of eviction by cost and of Partitioned-Gain Packing.
+
+The scheduler's own packing functions run on tensors of the models' sizes, over the regions of one
+pool; nothing else is simulated.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def laid_out(regions: list[Region], packing: Packing, new: Mapping[str, int], co
 
 
 def play(strategy: Strategy, seed: int, count: int, level: str = "L3") -> dict[str, dict[str, float]]:
-    """Seconds by model: loading what is missing, merging; and the time that deciding took."""
+    """Return seconds by model: loading missing tensors, merging, and deciding."""
     _, by_cost, packed = strategy
     random = Random(f"evict {seed}")
     models = {m.name: m for m in c.MODELS}

@@ -1,4 +1,4 @@
-"""Tangram Fig. 12: loading over locality, batch size, and the size of the model pool."""
+"""Tangram Fig. 12: loading over locality, batch size, and size of the model pool."""
 
 from __future__ import annotations
 

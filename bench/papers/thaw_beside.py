@@ -1,5 +1,8 @@
-"""Thaw's own profile beside each paper's policy, on that paper's machines, models and requests: the 99th percentile of the time to the first token,
-the share within the objective, and what the paper measures. Last a mixed workload: large and small models, batching and not, hot and cold.
+"""Compare Thaw's own profile with each paper's policy, on that paper's workload.
+
+Machines, models and requests are the paper's. The figures are the 99th percentile of the time to
+the first token, the share within the objective, and the paper's own metrics. The last case is a
+mixed workload: large and small models, batching and not, hot and cold.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ class Setting:
 
 
 def tail(outcome: Outcome, since: float = 0.0) -> Figures:
-    """Of requests from `since` on; one that was given up is missed, and waited for longest."""
+    """Return tail latency and in-time share of requests from `since` on.
+
+    A request that was given up is not in time, and has the longest wait.
+    """
     waits = sorted(s.ttft for s in outcome.served if s.at >= since)
     lost = sum(at >= since for _, at, _ in outcome.given_up)
     met = sum(s.in_time for s in outcome.served if s.at >= since)
@@ -64,7 +70,10 @@ BOTH = (("p99_ttft_s", False), ("in_time", True))
 
 
 def settings(options: Options) -> list[Setting]:
-    """Thaw's keep-alive is the paper's: it is a setting of the model, not a choice of the policy."""
+    """Return the settings; Thaw's keep-alive is the paper's.
+
+    Keep-alive is a setting of the model, not a choice of the policy.
+    """
     seconds = options.seconds(sc.DURATION_S.value)
     sllm = serverlessllm.PROFILE
     return [
@@ -114,7 +123,10 @@ def on_mixed(profile: Profile, options: Options) -> Case:
 
 
 def ours_on_tangram(profile: Profile, options: Options) -> Case:
-    """Every policy on the machine that retains weights and allocates KV blocks on demand."""
+    """Return the case of a profile on the machine that retains weights.
+
+    The machine allocates KV blocks on demand.
+    """
     case = tangram_fig13.case(varied(t.TANGRAM, "tangram"), 0.4, 4, options.seconds(tangram_fig13.SECONDS))
     return replace(case, profile=replace(profile, keep=t.release), label=(*case.label[:-1], ("policy", profile.name)))
 

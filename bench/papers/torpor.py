@@ -1,4 +1,7 @@
-"""Torpor's nodes, functions and requests (section 7), and the variants of its policy that section 7.3 compares."""
+"""Torpor's nodes, functions and requests (section 7), and variants of its policy.
+
+Section 7.3 compares the variants.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ WARM_UP_S = 60.0
 
 
 def random_swap(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
-    """Torpor-Random: "randomly schedules a request to an idle GPU if the target model is not loaded, and then triggers model swapping"."""
+    """Schedule as Torpor-Random.
+
+    It "randomly schedules a request to an idle GPU if the target model is not loaded, and then
+    triggers model swapping".
+    """
     free = [o for o in options if not any(d.running for d in o.devices)]
     if here := [o for o in free if o.way == "ready"]:
         return sorted(here, key=lambda o: o.key)[int(drawn(seed, ask.model, "here") * len(here))]
@@ -42,7 +49,12 @@ NONSWAP = varied(baselines.NATIVE, "nonswap")
 def cluster(
     nodes: int, swapping: bool, pcie: float = c.PCIE.value, nvlink: float = c.NVLINK.value, cold_s: float = 0.0
 ) -> ClusterFile:
-    """`swapping`: devices execute one request at a time and begin behind the first bytes. Else instances share a device, and begin cold."""
+    """Return a cluster.
+
+    Args:
+        swapping: Devices execute one request at a time and begin behind the first bytes. Else
+            instances share a device, and begin cold.
+    """
     n = int(c.DEVICES.value)
     # Fig. 5 shows pairs behind one PCIe switch and links "with various bandwidths": two links within a pair, one across, is ours.
     peer = tuple(tuple(0.0 if a == b else nvlink * (2 if a // 2 == b // 2 else 1) for b in range(n)) for a in range(n))
@@ -87,7 +99,10 @@ def rates(count: int, seed: int) -> list[float]:
 
 
 def traffic(models: Sequence[ModelGroup], seconds: float, cv: float = 1.0) -> Callable[[int], Sequence[Request]]:
-    """Gamma arrivals (CV 1: Poisson) of each function after one request of each in the warm-up."""
+    """Return gamma arrivals of each function (CV 1: Poisson).
+
+    One request of each function precedes them in the warm-up.
+    """
 
     def make(seed: int) -> list[Request]:
         random = Random(f"torpor {seed} {cv}")
@@ -113,7 +128,11 @@ def case(
 
 
 def measure(outcome: Outcome) -> Figures:
-    """Of the requests after the warm-up: functions executed, functions that comply, latency over the deadline's percentile."""
+    """Measure the requests after the warm-up.
+
+    The figures are functions executed, functions that comply, and latency over the deadline's
+    percentile.
+    """
     total: dict[str, int] = {}
     met: dict[str, int] = {}
     latencies: dict[str, list[float]] = {"cv": [], "bert": []}

@@ -44,7 +44,10 @@ def run(options: Options) -> Result:
 
 
 def keep_alive(seconds: float) -> float:
-    """INFless-KA's lifespan from the function's past: the tail of the gaps between requests of a function of the mean rate."""
+    """Return INFless-KA's lifespan from the function's past.
+
+    It is the tail of the gaps between requests of a function of the mean rate.
+    """
     rate = (c.RATE_LOW.value + c.RATE_HIGH.value) / 2 / 60
     times = bursts(rate, 100 / rate, 1.0, Random("infless"))
     return infless_keep([], [b - a for a, b in pairwise(times)], seconds)

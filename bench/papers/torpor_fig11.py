@@ -1,4 +1,4 @@
-"""Torpor Fig. 11: what each of its policies adds, by the number of functions on one node."""
+"""Torpor Fig. 11: the gain of each of its policies, by functions on one node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Torpor Fig. 14: a cluster of six nodes, Torpor beside Native, NonSwap and SimpleSwap."""
+"""Torpor Fig. 14: a cluster of six nodes.
+
+Torpor is compared with Native, NonSwap and SimpleSwap.
+"""
 
 from __future__ import annotations
 

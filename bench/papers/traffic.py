@@ -23,7 +23,11 @@ DENSER = 64.0
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Mean tokens of prompts and answers, with one coefficient of variation; at most `most` each."""
+    """Mean tokens of prompts and responses, with one coefficient of variation.
+
+    Attributes:
+        most: Largest number of tokens of each.
+    """
 
     prompt: float
     output: float

@@ -1,4 +1,7 @@
-"""What each paper states about its machines, models and objectives, with where it says so; and what it leaves open, with where we took it from."""
+"""Define the papers' constants: machines, models and objectives.
+
+Each has its place in the paper. For values that a paper omits, the source is given.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""HydraServe (NSDI '26) and its published artifact (github.com/LLMServe/hydraserve at 6d81394), which holds the values behind Fig. 7, 9 and 11."""
+"""Define the constants of HydraServe (NSDI '26) and its published artifact.
+
+The artifact (github.com/LLMServe/hydraserve at 6d81394) has the values behind Fig. 7, 9 and 11.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +101,12 @@ def weights_gb(model: str) -> float:
 
 
 def floors(kind: str) -> tuple[float, float, float]:
-    """Seconds before and beside the bytes: of serverless vLLM (beside fetching and loading), of ServerlessLLM (beside loading), of HydraServe
-    (container, context and libraries: all that its smallest model waits for)."""
+    """Return the seconds before and beside the bytes, by system.
+
+    They are those of serverless vLLM (beside fetching and loading), of ServerlessLLM (beside
+    loading), and of HydraServe (container, context and libraries: the whole wait of its smallest
+    model).
+    """
     vllm, _, cached, single, _ = FIG7[kind][CALIBRATION]
     size = weights_gb(CALIBRATION)
     return vllm - size / NETWORK.value - size / LOAD.value, cached - size / LOAD.value, single

@@ -26,10 +26,13 @@ DURATION_S = Constant(600, "s", "not stated", stated=False)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Table 4 in milliseconds; `gb`: parameters of 4 bytes (torchvision's table of weights; BERT-large's 335 million).
+    """A model of Table 4, in milliseconds.
 
-    `heavy` is underlined in Table 4, which the text at hand does not show: those whose swapping over PCIe adds a quarter or more to the latency
-    with remoting are taken.
+    `heavy` is underlined in Table 4, which the text at hand does not show: it is set for models
+    whose swapping over PCIe adds a quarter or more to the latency with remoting.
+
+    Attributes:
+        gb: Parameters of 4 bytes (torchvision's table of weights; BERT-large's 335 million).
     """
 
     name: str

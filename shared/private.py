@@ -1,7 +1,8 @@
 """Private directories, and files that survive a power cut.
 
-A directory that another user can write or replace must hold neither a secret nor a socket: that user reads the one and answers on the
-other. `make_private` and `require_private` refuse such a directory instead of repairing it, since its content cannot be trusted either.
+A directory that another user can write or replace must hold neither a secret nor a socket: that
+user reads the one and answers on the other. `make_private` and `require_private` refuse such a
+directory instead of repairing it, since its content cannot be trusted either.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def require_private(directory: Path, mode: int = 0o700) -> None:
 
     Args:
         directory: It must not be a symbolic link itself.
-        mode: The most permissions it may have. 0o755 lets others read; more is then accepted below a directory that others cannot enter.
+        mode: The most permissions it may have. 0o755 lets others read; more is then accepted below
+            a directory that others cannot enter.
     """
     status = directory.lstat()
     if stat.S_ISLNK(status.st_mode):

@@ -2,8 +2,8 @@
 
 Each service adds its own in `services/<name>/settings.py`; all are read from `THAW_*` variables.
 
-A file `thaw_<setting>` in the directory that THAW_SECRETS_DIR names serves as well (Docker and Kubernetes secrets); the environment wins.
-`docs/configuration.md` is generated from these classes.
+A file `thaw_<setting>` in the directory that THAW_SECRETS_DIR names serves as well (Docker and
+Kubernetes secrets); the environment wins. `docs/configuration.md` is generated from these classes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """vLLM's weights from Thaw's loader: `--load-format thaw` for an unmodified vLLM.
 
-Installed beside vLLM (`pip install --no-deps thaw-mesh`), or put on its PYTHONPATH by Thaw's vLLM driver, this registers itself through vLLM's
-plug-in entry point. With a node's loader, tensors are views of its shared memory, each yielded when the watermark passes it; without
-one, the model's directory is read as `thaw load` does. vLLM copies each into its own parameters, as from any other source.
+Installed beside vLLM (`pip install --no-deps thaw-mesh`), or put on its PYTHONPATH by Thaw's vLLM
+driver, this registers itself through vLLM's plug-in entry point. With a node's loader, tensors are
+views of its shared memory, each yielded when the watermark passes it; without one, the model's
+directory is read as `thaw load` does. vLLM copies each into its own parameters, as from any other
+source.
 
-`--model-loader-extra-config '{"socket": "/…/loader.sock", "source": "hf://org/name"}'` names the loader and the model's source as registered;
-the source is what vLLM calls the model by default: its directory, or its name on the hub.
+`--model-loader-extra-config '{"socket": "/…/loader.sock", "source": "hf://org/name"}'` names the
+loader and the model's source as registered; the source is what vLLM calls the model by default: its
+directory, or its name on the hub.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ def weights(source: str, socket: str | None) -> Iterator[Iterator[tuple[str, tor
 
     Raises `ThawError`.
 
-    A tensor is a view of memory that other processes may have as well: it is valid until the next one is asked for.
+    A tensor is a view of memory that other processes may have as well: it is valid until the next
+    one is asked for.
     """
     if socket is None:
         from weights.streaming import TensorStream

@@ -1,7 +1,8 @@
 """The loader process: one NATS connection, one loop, its threads.
 
-Start: take the node's lock, recover the pool, then subscribe: no command arrives before the state is known.
-Shutdown: unsubscribe, refuse waiting requests, cancel loads, publish the last status, disconnect.
+Start: take the node's lock, recover the pool, then subscribe: no command arrives before the state
+is known. Shutdown: unsubscribe, refuse waiting requests, cancel loads, publish the last status,
+disconnect.
 """
 
 from __future__ import annotations

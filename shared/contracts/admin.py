@@ -192,7 +192,11 @@ class ParkView(Frozen):
 
 
 class ModelView(Frozen):
-    """`error`: why the last attempt to make it ready failed, until one succeeds."""
+    """A model, its queue, and its last plan.
+
+    Attributes:
+        error: Why the last attempt to make the model ready failed, until an attempt succeeds.
+    """
 
     card: ModelCard
     waiting: int = 0

@@ -23,7 +23,8 @@ class Message(Frozen):
 
     `kind` distinguishes messages of one subject; `v` is the contract's version.
 
-    A new field needs a default (the previous minor version does not send it); a changed meaning needs a new major.
+    A new field needs a default (the previous minor version does not send it); a changed meaning
+    needs a new major.
     """
 
     v: str = CONTRACT_VERSION

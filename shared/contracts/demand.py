@@ -1,7 +1,8 @@
 """Gateways report waiting requests to the scheduler, and receive its failures.
 
-Demand is a level, not an edge: a gateway repeats it every second while anything waits, and once with `waiting=0` when nothing does any
-more. A new leader therefore knows all demand within a second.
+Demand is a level, not an edge: a gateway repeats it every second while anything waits, and once
+with `waiting=0` when nothing does any more. A new leader therefore knows all demand within a
+second.
 """
 
 from __future__ import annotations

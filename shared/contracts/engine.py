@@ -1,9 +1,11 @@
 """Between a nodeagent and the engine processes it started.
 
-A nodeagent starts an engine by `EngineStart`, one JSON line on the zygote's Unix socket (or in a file for `python -m services.engine`).
-The zygote answers each with `EngineForked` and reports an exit to every connected nodeagent with `EngineExited`, also one line each.
-From then on they speak NATS: the engine publishes `EngineReport` on its node's `engines` subject on every change and at least every
-second, and answers on its control subject. An engine whose nodeagent is gone continues to serve.
+A nodeagent starts an engine by `EngineStart`, one JSON line on the zygote's Unix socket (or in a
+file for `python -m services.engine`). The zygote answers each with `EngineForked` and reports an
+exit to every connected nodeagent with `EngineExited`, also one line each. From then on they speak
+NATS: the engine publishes `EngineReport` on its node's `engines` subject on every change and at
+least every second, and answers on its control subject. An engine whose nodeagent is gone continues
+to serve.
 """
 
 from __future__ import annotations
@@ -160,9 +162,9 @@ class EngineAsleep(Message):
 class WakeEngine(Request):
     """Undo `SleepEngine`, prove by tokens that the engine is unchanged, and serve.
 
-    The request is harmless without a `SleepEngine` before. The reply is `EngineProbed`. If the engine
-    does not wake or generates other tokens, the request fails with `engine_failed` and the engine
-    stays asleep.
+    The request is harmless without a `SleepEngine` before. The reply is `EngineProbed`. If the
+    engine does not wake or generates other tokens, the request fails with `engine_failed` and the
+    engine stays asleep.
     """
 
     deadline_ms: Deadline = 120_000
@@ -180,7 +182,11 @@ class ProbeEngine(Request):
 
 
 class EngineProbed(Message):
-    """`same`: the answer was the same as when the engine became ready."""
+    """Result of a probe of an engine.
+
+    Attributes:
+        same: The answer was the same as when the engine became ready.
+    """
 
     kind: Literal["probed"] = "probed"
     same: bool

@@ -1,19 +1,23 @@
 """Requests to an engine and what streams back.
 
-The gateway publishes `InferRequest` on the instance's `infer` subject with `reply = subjects.reply(gateway, request_id)`. Everything
-returns there, numbered from 0 without gaps by `seq`, in one of two forms, whichever the engine has:
+The gateway publishes `InferRequest` on the instance's `infer` subject with `reply =
+subjects.reply(gateway, request_id)`. Everything returns there, numbered from 0 without gaps by
+`seq`, in one of two forms, whichever the engine has:
 
-Tokens (`chat`, `completion`, `embedding`): one `InferStarted`, any number of `InferChunk` or `EmbeddingsPart`, then `InferFinished` or
-`EmbeddingsFinished`.
-HTTP (any endpoint; the only form of `other`): one `InferResponse`, any number of `InferData`, then `InferEnd`. The client gets status, content
-type and bytes as they are, an error status too. `InferStarted` may precede it. `InferRaw` is the short form of all three.
+Tokens (`chat`, `completion`, `embedding`): one `InferStarted`, any number of `InferChunk` or
+`EmbeddingsPart`, then `InferFinished` or `EmbeddingsFinished`.
 
-`InferYielded` ends either form when the engine was asked to stop there (`YieldInfer`): the part of the answer sent so far is what another
-engine resumes (`InferRequest.resume`).
+HTTP (any endpoint; the only form of `other`): one `InferResponse`, any number of `InferData`, then
+`InferEnd`. The client gets status, content type and bytes as they are, an error status too.
+`InferStarted` may precede it. `InferRaw` is the short form of all three.
 
-`InferFailed` ends either form, at any point, when the engine broke. A refusal to take the request at all (`instance_draining`) is an
-`InferFailed` with number 0. Without a subscriber, NATS itself answers on the reply subject with a 503 header. `CancelInfer` goes to the
-engine's control subject; a cancelled request ends without a last message.
+`InferYielded` ends either form when the engine was asked to stop there (`YieldInfer`): the part of
+the answer sent so far is what another engine resumes (`InferRequest.resume`).
+
+`InferFailed` ends either form, at any point, when the engine broke. A refusal to take the request
+at all (`instance_draining`) is an `InferFailed` with number 0. Without a subscriber, NATS itself
+answers on the reply subject with a 503 header. `CancelInfer` goes to the engine's control subject;
+a cancelled request ends without a last message.
 """
 
 from __future__ import annotations

@@ -37,9 +37,11 @@ class NewKey(Frozen):
 
 
 class KeyList(Frozen):
-    """`configured`: inference keys of the gateway's settings instead.
+    """The list of API keys.
 
-    `required`: inference needs a key, even if there are none.
+    Attributes:
+        configured: Inference keys of the gateway's settings instead.
+        required: Inference needs a key, even if there are none.
     """
 
     keys: tuple[ApiKey, ...] = ()

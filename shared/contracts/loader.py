@@ -1,8 +1,8 @@
 """Between schedulers, nodeagents, engines and the loader of a node.
 
-Weights lie in one shared-memory segment per model revision and node, held by every instance that asked for them; after the last
-release they stay in memory for the next one as long as the DRAM budget has room, or are evicted. The layout of a segment is
-shared/contracts/segment.py's.
+Weights lie in one shared-memory segment per model revision and node, held by every instance that
+asked for them; after the last release they stay in memory for the next one as long as the DRAM
+budget has room, or are evicted. The layout of a segment is shared/contracts/segment.py's.
 """
 
 from __future__ import annotations

@@ -209,7 +209,8 @@ class MigrationRecord(Message):
 
     Written with compare-and-set only.
 
-    `owner` works on it; its lease is over when the record has not changed for `LEASE_S` by the watcher's own clock (clocks are not compared).
+    `owner` works on it; its lease is over when the record has not changed for `LEASE_S` by the
+    watcher's own clock (clocks are not compared).
     """
 
     kind: Literal["migration"] = "migration"

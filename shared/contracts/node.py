@@ -1,7 +1,8 @@
 """A node: commands to its nodeagent and the status it broadcasts.
 
-`NodeStatus` is the one source of truth about live instances. It is whole (never a difference), broadcast on every change and every
-second, and received by the scheduler and by every gateway: the route table is a cache of it. `StatusWanted` makes every nodeagent send one now.
+`NodeStatus` is the one source of truth about live instances. It is whole (never a difference),
+broadcast on every change and every second, and received by the scheduler and by every gateway: the
+route table is a cache of it. `StatusWanted` makes every nodeagent send one now.
 """
 
 from __future__ import annotations

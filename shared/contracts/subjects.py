@@ -1,7 +1,7 @@
 """Every NATS subject, stream and bucket of Thaw.
 
-Two meshes on one NATS server use two NATS accounts, so subjects carry no mesh name. The version in the prefix is the contract's
-major version.
+Two meshes on one NATS server use two NATS accounts, so subjects carry no mesh name. The version in
+the prefix is the contract's major version.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def loader_files(node: str) -> str:
 def instance_id(number: int, node: str) -> str:
     """Return the id of a new instance.
 
-    The node's name is its last subject token, so that NATS can keep a node off the engines of others (thaw/permissions.conf). Ids of
-    instances that a scheduler before this version started are one token.
+    The node's name is its last subject token, so that NATS can keep a node off the engines of
+    others (thaw/permissions.conf). Ids of instances that a scheduler before this version started
+    are one token.
     """
     return f"i-{number:x}.{node}"
 

@@ -10,7 +10,8 @@ Shutdown order:
 4. Stop the engine.
 5. Report `stopped`.
 
-If the start or the engine fails, the process reports `failed` with the error and exits with status 1.
+If the start or the engine fails, the process reports `failed` with the error and exits with status
+1.
 """
 
 from __future__ import annotations

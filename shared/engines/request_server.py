@@ -166,7 +166,8 @@ class RequestServer(ABC, Generic[S]):
     async def publish_forever(self) -> None:
         """Send queued messages in order.
 
-        While NATS is unreachable the client buffers them. Messages beyond its buffer are lost, and the receiver sees the gap in `seq`.
+        While NATS is unreachable the client buffers them. Messages beyond its buffer are lost, and
+        the receiver sees the gap in `seq`.
         """
         while True:
             subject, body = await self._outbox.get()

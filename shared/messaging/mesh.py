@@ -1,7 +1,8 @@
 """One process's connection to the mesh: typed requests, typed replies, events.
 
-FastStream carries commands and events. The token path (gateway ↔ engine) uses the raw client in `Mesh.nc`: it is three times as fast, and
-its protocol (shared/contracts/inference.py) is not request/reply.
+FastStream carries commands and events. The token path (gateway ↔ engine) uses the raw client in
+`Mesh.nc`: it is three times as fast, and its protocol (shared/contracts/inference.py) is not
+request/reply.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class Mesh:
     async def request(self, subject: str, message: Request, reply: type[R]) -> R:
         """Send `message` and return its typed reply.
 
-        Raises `Unreachable` without a subscriber, `DeadlineExceeded` after `message.deadline_ms`, and any `ThawError` that the other side
-        answered with.
+        Raises `Unreachable` without a subscriber, `DeadlineExceeded` after `message.deadline_ms`,
+        and any `ThawError` that the other side answered with.
         """
         try:
             answer = await self.nc.request(
@@ -177,8 +178,9 @@ class Mesh:
 
         A malformed or failing one is logged and dropped.
 
-        So is one whose sender published it in another node's name: NATS keeps a node to the subjects of its own, and a subject with a
-        wildcard for the node is held against the event's `node`.
+        So is one whose sender published it in another node's name: NATS keeps a node to the
+        subjects of its own, and a subject with a wildcard for the node is held against the event's
+        `node`.
         """
 
         async def hear(message: NatsMessage) -> None:
@@ -241,8 +243,8 @@ def survive_cancelled_flushes(client: Client) -> None:
 def yield_between_reads(client: Client) -> None:
     """Let other tasks run after each large read from NATS.
 
-    nats-py reads on without yielding while its stream has bytes: a burst of short messages, 256 KiB of them or more, stalled a gateway for
-    0.15 s.
+    nats-py reads on without yielding while its stream has bytes: a burst of short messages, 256 KiB
+    of them or more, stalled a gateway for 0.15 s.
     """
     parse = client._ps.parse
 

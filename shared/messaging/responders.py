@@ -27,7 +27,8 @@ class Responder(Protocol):
 class Draining:
     """A FastStream subscriber whose stop leaves no request unanswered.
 
-    It unsubscribes first, then handles what has arrived. FastStream's own `stop` drops requests that arrive while it waits for handlers.
+    It unsubscribes first, then handles what has arrived. FastStream's own `stop` drops requests
+    that arrive while it waits for handlers.
     """
 
     def __init__(self, client: Callable[[], Client], flush: Callable[[], Awaitable[None]], subscriber: Any) -> None:

@@ -1,7 +1,8 @@
 """Trace and span ids from the system's random numbers.
 
-OpenTelemetry's own generator draws from the global `random`, whose state a library that seeds it (Hypothesis, torch's users) makes the
-same in every process, and which such a library does not expect to change under its hands.
+OpenTelemetry's own generator draws from the global `random`, whose state a library that seeds it
+(Hypothesis, torch's users) makes the same in every process, and which such a library does not
+expect to change under its hands.
 """
 
 from __future__ import annotations

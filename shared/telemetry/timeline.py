@@ -26,8 +26,9 @@ class Measured:
 class Timeline:
     """Phases on this process's monotonic clock.
 
-    A message carries spans relative to its own sending (`spans()`: start_ms ≤ 0); its receiver places them at `now + start_ms` on its own
-    clock (`absorb()`). The only error is the message's flight, and no two hosts' clocks are ever compared.
+    A message carries spans relative to its own sending (`spans()`: start_ms ≤ 0); its receiver
+    places them at `now + start_ms` on its own clock (`absorb()`). The only error is the message's
+    flight, and no two hosts' clocks are ever compared.
     """
 
     def __init__(self, process: str, clock: Clock = time.monotonic) -> None:

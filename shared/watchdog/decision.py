@@ -34,8 +34,8 @@ class Look:
     `beats`: heartbeats received so far; `in_loop`: the last message was a heartbeat, not the end of
     the loop.
 
-    `state`: letter of /proc/PID/stat; `cpu_wait_s`: seconds that the main thread was runnable without a processor, in total;
-    None: the kernel was not asked.
+    `state`: letter of /proc/PID/stat; `cpu_wait_s`: seconds that the main thread was runnable
+    without a processor, in total; None: the kernel was not asked.
     """
 
     at: float

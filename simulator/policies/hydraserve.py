@@ -1,10 +1,10 @@
 """Choose stages, workers and servers of a cold start (HydraServe §4.1).
 
 Algorithm 1 splits a cold model's layers over s <= 4 servers, each of which fetches 1/s of them. The
-first w workers are full-memory workers. A full-memory worker has memory for the whole model (it computes
-its stage in 1/s of the time), a low-memory worker for its stage only (its device may be shared: in
-the worst case each stage takes the whole time). Eq. 1, 2 and 5 predict. Contention (Eq. 3, 4) is in
-`hydraserve_ledger`, the autoscaler in `autoscaling`.
+first w workers are full-memory workers. A full-memory worker has memory for the whole model (it
+computes its stage in 1/s of the time), a low-memory worker for its stage only (its device may be
+shared: in the worst case each stage takes the whole time). Eq. 1, 2 and 5 predict. Contention (Eq.
+3, 4) is in `hydraserve_ledger`, the autoscaler in `autoscaling`.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class Gateway:
         url: http:// or https://, host and port.
         admin_key: Key of the admin API.
         api_key: Key for inference.
-        own: Whether the gateway is of this machine's mesh. Its certificate, if it has one, is then not checked: it names the outside.
+        own: Whether the gateway is of this machine's mesh. Its certificate, if it has one, is then
+            not checked: it names the outside.
     """
 
     def __init__(self, url: str, admin_key: str | None = None, api_key: str | None = None, *, own: bool = False) -> None:
@@ -103,7 +104,8 @@ class Gateway:
     def request(self, method: str, path: str, content: str | None = None, *, timeout: float | None = None, **params: str) -> Any:
         """Return the JSON of one call.
 
-        While no scheduler leads (one was killed, the next takes over within 3 s) the call has reached none, so it is repeated.
+        While no scheduler leads (one was killed, the next takes over within 3 s) the call has
+        reached none, so it is repeated.
 
         Args:
             method: HTTP method.

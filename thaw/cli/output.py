@@ -1,7 +1,8 @@
 """What every verb shares: `--json`, errors with their remedy, exit statuses.
 
-A verb prints to `screen(json)`, which is mute with `--json`, and returns its document, which is printed only with `--json`. Status 0: done;
-1: failed (`CommandError`, or a document whose "ok" is False); 2: bad usage.
+A verb prints to `screen(json)`, which is mute with `--json`, and returns its document, which is
+printed only with `--json`. Status 0: done; 1: failed (`CommandError`, or a document whose "ok" is
+False); 2: bad usage.
 """
 
 from __future__ import annotations

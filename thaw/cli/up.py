@@ -191,7 +191,8 @@ def _described(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:
 def _launch(home: Home, plan: MeshPlan, out: Console, *, survives: bool) -> Identity:
     """Start and wait until the mesh is ready.
 
-    Whatever goes wrong before that, nothing is left running; but a mesh that survived its supervisor and is taken over continues to serve.
+    Whatever goes wrong before that, nothing is left running; but a mesh that survived its
+    supervisor and is taken over continues to serve.
     """
     supervisor: Identity | None = None
     shown: dict[str, str] = {}

@@ -48,9 +48,11 @@ class Strict(BaseModel):
 
 
 class NodeConfig(Strict):
-    """`devices`: bytes, or a share such as "90%", by device id ("cpu:0", "cuda:0").
+    """Configuration of a node.
 
-    `dram`: bytes of host memory for weights that no instance holds.
+    Attributes:
+        devices: Bytes, or a share such as "90%", by device id ("cpu:0", "cuda:0").
+        dram: Bytes of host memory for weights that no instance holds.
     """
 
     devices: dict[str, int | str] = Field(default_factory=dict)

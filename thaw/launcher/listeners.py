@@ -1,7 +1,8 @@
 """Listening sockets that outlive the process which serves them.
 
-A client whose gateway was killed reconnects within a second or two; a gateway takes as long to start. The kernel keeps the client's
-connection for the next process that accepts, as long as a process holds the socket open: the supervisor does.
+A client whose gateway was killed reconnects within a second or two; a gateway takes as long to
+start. The kernel keeps the client's connection for the next process that accepts, as long as a
+process holds the socket open: the supervisor does.
 """
 
 from __future__ import annotations

@@ -33,9 +33,10 @@ class Program:
     """One process to run.
 
     Attributes:
-        port: Where it listens on loopback once it is ready. None: it reports that itself (`shared.runtime.report_ready`).
-        listens: Host and port of a socket that is kept here and handed to it, so that those who connect while it is started again wait
-            for it instead of being refused.
+        port: Where it listens on loopback once it is ready. None: it reports that itself
+            (`shared.runtime.report_ready`).
+        listens: Host and port of a socket that is kept here and handed to it, so that those who
+            connect while it is started again wait for it instead of being refused.
     """
 
     name: str

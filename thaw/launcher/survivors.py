@@ -16,9 +16,10 @@ from thaw.launcher.status import MeshStatus
 def find_survivors(home: Home, programs: Iterable[Program], status: MeshStatus | None) -> dict[str, Identity]:
     """Return the living process of each program that has one.
 
-    A supervisor that is killed between the start of a process and the writing of its status leaves a process that the status does not name.
-    Such a process is found by its environment, which names its program, and by its arguments: two gateways or nodeagents of one mesh
-    corrupt each other's responses.
+    A supervisor that is killed between the start of a process and the writing of its status leaves
+    a process that the status does not name. Such a process is found by its environment, which names
+    its program, and by its arguments: two gateways or nodeagents of one mesh corrupt each other's
+    responses.
 
     Args:
         status: The last status of the previous supervisor.

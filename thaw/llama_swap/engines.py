@@ -42,7 +42,8 @@ class Server:
     Attributes:
         engine: Thaw's engine for it.
         options: Keys of a model in thaw.yaml, `engine_args` among them.
-        program: Name and value of the node's setting for the program, as ("THAW_LLAMACPP_SERVER", "/usr/bin/llama-server").
+        program: Name and value of the node's setting for the program, as ("THAW_LLAMACPP_SERVER",
+            "/usr/bin/llama-server").
         losses: Options without a counterpart, with the reason.
         missing: Required keys that the command does not state, with what to write.
     """

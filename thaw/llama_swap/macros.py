@@ -43,7 +43,8 @@ class Macros:
             keep_environment: Turn `${env.NAME}` into Thaw's `${NAME}` instead of its value.
 
         Raises:
-            MacroError: A macro or a variable is not defined, or macros refer to each other in a circle.
+            MacroError: A macro or a variable is not defined, or macros refer to each other in a
+                circle.
         """
         if isinstance(value, dict):
             return {key: self.expand(item, keep_environment=keep_environment) for key, item in value.items()}

@@ -70,7 +70,8 @@ def translate(text: str, file: str, environment: Mapping[str, str], memory: str 
         memory: Size for models whose memory Thaw cannot compute; None leaves it to a person.
 
     Raises:
-        ConfigError: The file is not one that llama-swap would load; every fault is named with its line.
+        ConfigError: The file is not one that llama-swap would load; every fault is named with its
+            line.
     """
     tree = read_tree(text)
     draft = _Translation(tree, environment, memory).run() if not tree.faults else Draft()

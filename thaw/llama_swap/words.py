@@ -15,7 +15,8 @@ class Option:
     """One option of a command line.
 
     Attributes:
-        name: Long name with `_` instead of `-`; a short option that has no known long name keeps its dash.
+        name: Long name with `_` instead of `-`; a short option that has no known long name keeps
+            its dash.
         values: Words that follow it.
     """
 

@@ -49,7 +49,11 @@ class EntryRecord(Frozen):
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """`models`: (revision, source, bytes) of complete models."""
+    """Contents of the cache.
+
+    Attributes:
+        models: (revision, source, bytes) of complete models.
+    """
 
     nbytes: int
     budget: int

@@ -107,9 +107,11 @@ class CudaArena:
 
 
 class CudaDevice:
-    """`group_bytes`: the elbow of the device's curve (`probe.group_bytes`).
+    """A CUDA device.
 
-    `pins` may be shared by the devices of a process.
+    Attributes:
+        group_bytes: The elbow of the device's curve (`probe.group_bytes`).
+        pins: May be shared by the devices of a process.
     """
 
     def __init__(

@@ -112,7 +112,8 @@ class CopyQueue:
     The caller numbers the arenas and reuses no number.
 
     Attributes:
-        order: "arrival" copies one arena after the other, "fair" the one with the fewest bytes copied; requests before background in both.
+        order: "arrival" copies one arena after the other, "fair" the one with the fewest bytes
+            copied; requests before background in both.
         window: Most groups in progress: enough that the bus never idles between two of them.
     """
 

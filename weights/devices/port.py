@@ -95,8 +95,8 @@ class Arena(Protocol):
 
         Returns its bytes; 0 on a second call.
 
-        An engine that maps it must have exited before (the loader's holders ensure that): freeing memory that another process has opened is
-        undefined on CUDA.
+        An engine that maps it must have exited before (the loader's holders ensure that): freeing
+        memory that another process has opened is undefined on CUDA.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 Every read is bounded, since the file is not trusted.
 
-Layout: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3, little-endian. Weights are not read.
+Layout: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3, little-endian. Weights are not
+read.
 """
 
 from __future__ import annotations

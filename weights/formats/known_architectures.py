@@ -142,8 +142,8 @@ _CAUSAL_CLASSES_LOWER = frozenset(name.lower() for name in CAUSAL_CLASSES)
 def check_known(spec: ModelSpec, info: ModelInfo) -> None:
     """Refuse a model that the builtin engine could not build at its first request.
 
-    Class names are compared without case: older files say LLaMAForCausalLM. A model whose own code is trusted is not checked, nor is
-    one of another engine.
+    Class names are compared without case: older files say LLaMAForCausalLM. A model whose own code
+    is trusted is not checked, nor is one of another engine.
 
     Raises:
         UnsupportedArchitecture: transformers knows neither the model type nor the class.

@@ -34,8 +34,9 @@ def expanded(path: Path | str) -> Path:
 def check_inside(directory: Path, path: Path) -> None:
     """Raises `CheckpointInvalid` if `path` leads out of `directory`.
 
-    A model from elsewhere (an archive, a shared disk) could otherwise have any file of this host read and served. The directory itself may
-    be a link. In the hub's cache the links of a snapshot lead to the blobs of the same repository; those are followed.
+    A model from elsewhere (an archive, a shared disk) could otherwise have any file of this host
+    read and served. The directory itself may be a link. In the hub's cache the links of a snapshot
+    lead to the blobs of the same repository; those are followed.
     """
     root, target = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
     if target.is_relative_to(root):

@@ -1,8 +1,9 @@
 """The header of a safetensors file, taken for hostile until proved otherwise.
 
-Format (github.com/huggingface/safetensors): 8 bytes little-endian length N, N bytes of JSON naming each tensor's dtype, shape and place,
-then the tensors' bytes without holes. Everything that does not hold exactly is a `CheckpointInvalid` naming the file: a lying header
-would have the engine read other tensors' bytes, or beyond the segment.
+Format (github.com/huggingface/safetensors): 8 bytes little-endian length N, N bytes of JSON naming
+each tensor's dtype, shape and place, then the tensors' bytes without holes. Everything that does
+not hold exactly is a `CheckpointInvalid` naming the file: a lying header would have the engine read
+other tensors' bytes, or beyond the segment.
 """
 
 from __future__ import annotations

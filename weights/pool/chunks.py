@@ -106,7 +106,8 @@ def take(table: Chunks, owner: int, nbytes: int) -> Chunks | None:
 
     None if the pool has too few.
 
-    A spare chunk with more memory than its part needs is not taken: the status would report less than is in use.
+    A spare chunk with more memory than its part needs is not taken: the status would report less
+    than is in use.
     """
     assert owner not in table.owned
     spare, taken = sorted(table.spare), table.taken()

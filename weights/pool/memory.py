@@ -127,8 +127,9 @@ class PoolMemory:
 
         Finding them may take three times as long: call it in the background.
 
-        A direct read needs a descriptor for each run of memory, and a disk's request has few of them; and there are fewer pages to look up, map
-        and unmap. Where it is refused the pages are small.
+        A direct read needs a descriptor for each run of memory, and a disk's request has few of
+        them; and there are fewer pages to look up, map and unmap. Where it is refused the pages are
+        small.
         """
         address = self._address + chunk * CHUNK_BYTES
         for at in range(address, address + CHUNK_BYTES, _HUGE):

@@ -16,7 +16,8 @@ def is_remote(source: str) -> bool:
 def open_source(source: str) -> Tier:
     """The place that `source` names. May ask it (the hub: which commit).
 
-    Raises `InvalidModel` if it names none, `CheckpointInvalid` if nothing is there, `Unavailable` if it cannot be reached.
+    Raises `InvalidModel` if it names none, `CheckpointInvalid` if nothing is there, `Unavailable`
+    if it cannot be reached.
     """
     if is_hub(source):
         return open_hub(source)

@@ -61,7 +61,8 @@ class Sources:
     def inspect(self, source: str, *, trust_remote_code: bool) -> ModelInfo:
         """What a model is, by its small files and its weights' headers.
 
-        Raises `InvalidModel` and its kin, or `Unavailable` if the source cannot be reached and the cache does not have it.
+        Raises `InvalidModel` and its kin, or `Unavailable` if the source cannot be reached and the
+        cache does not have it.
         """
         tier = self._reachable(source)
         try:

@@ -1,7 +1,8 @@
 """`http(s)://host/path/`: a model's files below one URL of any web server.
 
-Nothing in HTTP lists files. A file SHA256SUMS beside them (`sha256sum * > SHA256SUMS`) names all, with checksums; without one the names
-that a model in Hugging Face layout can have are asked for one by one. Credentials are those of the URL, or of ~/.netrc (NETRC).
+Nothing in HTTP lists files. A file SHA256SUMS beside them (`sha256sum * > SHA256SUMS`) names all,
+with checksums; without one the names that a model in Hugging Face layout can have are asked for one
+by one. Credentials are those of the URL, or of ~/.netrc (NETRC).
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ class Tier(Protocol):
 
     Methods block and may be called from several threads.
 
-    Errors are `ThawError`s that name the file and the remedy: `CheckpointInvalid` (gone, changed, cut short for good, wrong checksum),
-    `Unavailable` (unreachable after the retries), `InvalidModel` (a source that cannot be meant). `Cancelled` soon after `cancelled`.
+    Errors are `ThawError`s that name the file and the remedy: `CheckpointInvalid` (gone, changed,
+    cut short for good, wrong checksum), `Unavailable` (unreachable after the retries),
+    `InvalidModel` (a source that cannot be meant). `Cancelled` soon after `cancelled`.
     """
 
     @property
@@ -82,8 +83,9 @@ class Tier(Protocol):
 
         Retries and resumes by itself.
 
-        A tier with a cache still reads `into` after the call: the memory must hold these bytes until `close`. Raises
-        `CheckpointInvalid` if the file is not the `version` that was listed any more.
+        A tier with a cache still reads `into` after the call: the memory must hold these bytes
+        until `close`. Raises `CheckpointInvalid` if the file is not the `version` that was listed
+        any more.
         """
         ...
 

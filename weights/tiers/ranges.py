@@ -38,8 +38,9 @@ class RemoteFile:
 
     `where` names it in messages.
 
-    `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the first answer says. `headers`: of the
-    first answer. `key`: for the store that the file is in. `whole_only`: the server has shown that it knows no ranges.
+    `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the
+    first answer says. `headers`: of the first answer. `key`: for the store that the file is in.
+    `whole_only`: the server has shown that it knows no ranges.
     """
 
     url: Callable[[], str]

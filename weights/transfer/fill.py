@@ -48,7 +48,8 @@ class Filling:
         """Prepare a load.
 
         Args:
-            on_arrived: Called with offset and length of each loaded range of the segment, each byte once. Padding belongs to the range before it.
+            on_arrived: Called with offset and length of each loaded range of the segment, each byte
+                once. Padding belongs to the range before it.
         """
         self._layout, self._region, self._pieces = layout, region, pieces
         self._on_loaded, self._on_arrived = on_loaded, on_arrived

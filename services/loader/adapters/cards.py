@@ -11,7 +11,8 @@ from weights.sources.sources import Sources
 def minimal_card(sources: Sources, source: str) -> ModelCard:
     """Make a card from the headers of `source`. Blocks.
 
-    The architecture is not checked. A remote source stays open for the load that follows (`Sources.listed`); the caller drops it in the end.
+    The architecture is not checked. A remote source stays open for the load that follows
+    (`Sources.listed`); the caller drops it in the end.
 
     Raises:
         InvalidModel: The source is no checkpoint; also its subclasses.

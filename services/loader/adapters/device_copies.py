@@ -131,7 +131,8 @@ class Copies:
         """Remove the run.
 
         Returns:
-            A function that releases the run's arenas and returns their bytes. It may block for a moment. Call it before the run's chunks
+            A function that releases the run's arenas and returns their bytes. It may block for a
+            moment. Call it before the run's chunks
             are reused.
         """
         with self._lock:

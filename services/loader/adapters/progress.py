@@ -28,7 +28,8 @@ class _RunProgress:
 class Progress:
     """Rate limiter of progress events. `emit` is called from the loading threads.
 
-    A thread of its own sends values that arrived within the interval, so that readers get the last bytes of a load that stalls.
+    A thread of its own sends values that arrived within the interval, so that readers get the last
+    bytes of a load that stalls.
     """
 
     def __init__(self, emit: Callable[[Event], None], clock: Callable[[], float] = time.monotonic) -> None:

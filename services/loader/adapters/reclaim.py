@@ -27,7 +27,8 @@ _STUCK_RESCAN_S = 1.0
 class Reclaimer:
     """Threads that reclaim and populate chunks.
 
-    `emit` is called from them: `Vacated` as soon as no process maps the chunks, `Reclaimed` within a bounded time.
+    `emit` is called from them: `Vacated` as soon as no process maps the chunks, `Reclaimed` within
+    a bounded time.
     """
 
     def __init__(self, pool: PoolMemory, emit: Callable[[Event], None], wait: float = _WAIT_S) -> None:

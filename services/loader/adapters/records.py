@@ -98,7 +98,8 @@ class Records:
         The memory of all other chunks is freed, and the earlier loader's other files are removed.
 
         Returns:
-            The records of complete weights, and the chunks without an owner that some process still maps.
+            The records of complete weights, and the chunks without an owner that some process still
+            maps.
         """
         found: list[WeightsRecord] = []
         owned: set[int] = set()

@@ -38,7 +38,8 @@ class Holder:
 
     Attributes:
         since: Monotonic seconds of the last prepare or attach.
-        missing: Monotonic seconds since when no status of the nodeagent lists it; None while it is listed.
+        missing: Monotonic seconds since when no status of the nodeagent lists it; None while it is
+            listed.
         local: A connection, which the nodeagent does not know.
         background: No request waits for it.
     """

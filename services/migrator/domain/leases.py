@@ -1,8 +1,9 @@
 """Which migration to claim: one whose lease has expired.
 
-A lease has expired when its record has not changed for `LEASE_S` by this process's own clock; clocks of two machines are never compared.
-After a failed claim the record is skipped for a while, twice as long each time, until it changes: the bucket expires an old record without an
-event for its watchers.
+A lease has expired when its record has not changed for `LEASE_S` by this process's own clock;
+clocks of two machines are never compared. After a failed claim the record is skipped for a while,
+twice as long each time, until it changes: the bucket expires an old record without an event for its
+watchers.
 """
 
 from __future__ import annotations

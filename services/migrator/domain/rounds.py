@@ -2,8 +2,9 @@
 
 Times in milliseconds.
 
-A round recomputes `gap` tokens in a·gap + b, while the source generates the next gap at rate r: r·(a·gap + b). Gaps shrink towards
-r·b / (1 - r·a) if r·a < 1; they do not shrink if the destination is no faster than the source.
+A round recomputes `gap` tokens in a·gap + b, while the source generates the next gap at rate r:
+r·(a·gap + b). Gaps shrink towards r·b / (1 - r·a) if r·a < 1; they do not shrink if the destination
+is no faster than the source.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Speed:
 def learned(speed: Speed, tokens: int, took_ms: float) -> Speed:
     """Return `speed` after `tokens` were recomputed in `took_ms`.
 
-    One outlier moves it by a bounded step. A late one among the first, such as an engine's very first round, is corrected by a quick one:
-    rounds are late for many reasons, and early for none.
+    One outlier moves it by a bounded step. A late one among the first, such as an engine's very
+    first round, is corrected by a quick one: rounds are late for many reasons, and early for none.
     """
     if tokens <= 0:
         return speed

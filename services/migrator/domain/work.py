@@ -13,9 +13,11 @@ from shared.contracts.migration import MigrationRecord, MovedRequest, RunningReq
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`at_once`: requests of an instance moved concurrently.
+    """Options of a migration.
 
-    `pause_ms`: a pause that clients do not notice.
+    Attributes:
+        at_once: Requests of an instance moved concurrently.
+        pause_ms: A pause that clients do not notice.
     """
 
     at_once: int = 4

@@ -18,7 +18,8 @@ CLUSTER = {
     "cluster.yaml": "{nodes: [{devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}}]}"
 }
 MODELS = {"models.yaml": "models: [{name: a, weights_gb: 10, service: {kind: fixed, seconds: 1}, slo_ttft: 5}]"}
-FILES = CLUSTER | MODELS
+LLAMA_SWAP = {"llama-swap.yaml": "models:\n  one:\n    cmd: llama-server --model /m/one.gguf --port ${PORT}\n"}
+FILES = CLUSTER | MODELS | LLAMA_SWAP
 
 Case = tuple[tuple[str, ...], set[str]]
 CASES: dict[str, Case] = {
@@ -59,6 +60,10 @@ CASES: dict[str, Case] = {
     "simulate": (
         ("--cluster", "{home}/cluster.yaml", "--models", "{home}/models.yaml", "--duration", "10"),
         {"runs", "plots"},
+    ),
+    "import llama-swap": (
+        ("{home}/llama-swap.yaml",),
+        {"output", "yaml", "models", "without_counterpart", "required", "faults"},
     ),
     "docs settings": ((), {"markdown"}),
     "down": ((), {"was_running", "left_behind"}),

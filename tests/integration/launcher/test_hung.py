@@ -58,6 +58,7 @@ def test_a_stopped_process_is_restarted_and_engines_go_on(mesh: Thaw, name: str)
     assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
     assert ask(mesh) == answer
     until(lambda: [i["pids"] for i in mesh.instances("one")] == [engine], what="the live engine is kept")
+    until(lambda: mesh.status(name)["status"] == "ready", what="the new process reports that it is ready")
     after = mesh.status(name)
     assert after["hangs"] == hangs + 1
     assert "the process is stopped" in after["last_hang"]

@@ -146,9 +146,5 @@ def _on_tick(transition: Transition) -> None:
             stopping.on_drain_timeout(transition, instance)
         elif instance.kill_at is not None and instance.kill_at <= transition.now:
             termination.kill(transition, instance)
-        elif (
-            instance.process is not Process.QUEUED
-            and instance.state.starting
-            and transition.now - instance.progress_at >= instance.command.card.spec.init_timeout
-        ):
+        elif instance.awaits_progress and transition.now - instance.progress_at >= instance.command.card.spec.init_timeout:
             starting.on_no_progress(transition, instance)

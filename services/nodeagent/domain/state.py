@@ -149,6 +149,11 @@ class Instance(Frozen):
         return self.command.instance_id
 
     @property
+    def awaits_progress(self) -> bool:
+        """True while the start must make progress; not once the process is being ended."""
+        return self.state.starting and self.process is not Process.QUEUED and self.kill_at is None
+
+    @property
     def freed_bytes(self) -> int | None:
         """Bytes that the end of this instance freed, once verified."""
         if self.weights_freed is None or self.memory_freed is None:
@@ -226,7 +231,7 @@ def deadlines(state: NodeState) -> list[float]:
     found = [r.until for r in state.queue]
     for i in state.instances.values():
         found += [t for t in (i.adopt_until, i.drain_until, i.kill_at, i.release_at) if t is not None]
-        if i.state.starting and i.process is not Process.QUEUED:
+        if i.awaits_progress:
             found.append(i.progress_at + i.command.card.spec.init_timeout)
         if i.ended_at is not None:
             found.append(i.ended_at + state.policy.keep_ended_s)

@@ -51,7 +51,7 @@ from services.nodeagent.domain.events import (
     Tick,
     WeightsReleased,
 )
-from services.nodeagent.domain.state import NodeState, Process
+from services.nodeagent.domain.state import NodeState
 from services.nodeagent.domain.transition import Transition
 
 

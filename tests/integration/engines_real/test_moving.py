@@ -83,7 +83,7 @@ def test_many_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
     undisturbed = {prompt: begun(mesh, asked, prompt).result() for prompt in PROMPTS}
     assert {len(s.tokens) for s in undisturbed.values()} == {TOKENS}
     engines = {node: mesh.on("one", node) for node in NODES}
-    done = streams = ties = 0
+    done = streams = ties = given_up = 0
     pauses: list[float] = []
     while done < MOVES:
         prompt = PROMPTS[streams % len(PROMPTS)]
@@ -91,6 +91,10 @@ def test_many_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
         while stream.thread.is_alive() and done < MOVES:
             record, to = moved(mesh, stream, NODES[to]), 1 - to
             if record is None:
+                continue
+            if record["state"] == "given_up":  # the source decoded faster than the destination computed; the stream stays
+                given_up += 1
+                assert given_up <= MOVES, json.dumps(record)
                 continue
             assert record["state"] == "done", json.dumps(record)
             assert sum(r["tokens"] for r in record["rounds"]) > 0, ("vLLM's prefix cache was not prepared", record)

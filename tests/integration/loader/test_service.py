@@ -246,7 +246,7 @@ async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(cl
     await client.release("i1")
     new = {name: np.asarray(values + 1) for name, values in old.items()}
     write_checkpoint(tmp_path / "m", new)
-    with pytest.raises(CheckpointInvalid, match=r"have changed since they were first loaded; Register it again"):
+    with pytest.raises(CheckpointInvalid, match=r"have changed since they were first loaded; register it again"):
         await client.attach("i2", card)
     await client.release("i2")
     assert_same(await client.attach("i3", await client.card(tmp_path / "m")), new)

@@ -84,6 +84,8 @@ def test_a_load_without_waiters_is_cancelled(mesh: Victim, client: openai.OpenAI
         until(lambda: mesh.starting("one") is None, what="the start is called off")
     until(lambda: mesh.shared_bytes() == 0 or mesh.live() != [], what="its segment is gone")
     assert mesh.instances("one") == []
+    # Plans are written behind the decision.
+    until(lambda: mesh.json("explain", "one")["outcome"] != "pending", what="the plan's outcome is written")
     assert mesh.json("explain", "one")["outcome"] == "cancelled"
     assert ask(client)
 

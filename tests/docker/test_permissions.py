@@ -140,7 +140,8 @@ async def _until_enters(server: Guarded, user: str, wanted: bool) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _enters(url: str) -> bool:
+async def _enters(url: str) -> bool | None:
+    """Return whether the server lets a user in; None if it closed the connection, as it may while it reloads."""
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     try:
@@ -150,6 +151,8 @@ async def _enters(url: str) -> bool:
         answer = await asyncio.wait_for(reader.readline(), 5)
     finally:
         writer.close()
+    if not answer:
+        return None
     assert answer.startswith((b"PONG", b"-ERR 'Authorization Violation'")), answer
     return answer.startswith(b"PONG")
 

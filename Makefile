@@ -4,10 +4,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
 # An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=
-# Test processes at a time. Much of the suite waits for processes to start, so two are worth it on two cores.
-WORKERS ?= 2
+# Test processes at a time. Most tests wait for processes and time-outs, so four are worth it on two cores.
+WORKERS ?= 4
+# Of tests that start whole meshes, each of which computes.
+MESH_WORKERS ?= 2
 # How long `make soak` takes.
 HOURS ?= 2
+MESHES := tests/chaos tests/e2e
 REAL := tests/integration/engines_real
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -15,7 +18,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-long lint bench chaos soak gpu clean install engines lock
+.PHONY: help up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines lock
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -28,8 +31,11 @@ down: ## Stop the mesh
 
 # Real engines by themselves: each computes with all cores, and starves what runs beside it.
 test: $(STAMP) ## Run the whole test suite
-	@$(BIN)/pytest -n $(WORKERS) --dist loadscope --ignore $(REAL) && rest=0 || rest=$$?; \
-	$(BIN)/pytest $(REAL) && exit $$rest
+	@status=0; \
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope $(addprefix --ignore ,$(MESHES) $(REAL)) || status=$$?; \
+	$(BIN)/pytest -n $(MESH_WORKERS) --dist loadscope $(MESHES) || status=$$?; \
+	$(BIN)/pytest $(REAL) || status=$$?; \
+	exit $$status
 
 test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 swaps, 20 leaders killed (hours)
 	@THAW_TEST_MIGRATIONS=1000 $(BIN)/pytest tests/e2e/test_migration.py
@@ -38,11 +44,19 @@ test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 sw
 	@THAW_TEST_RANDOM=1 $(BIN)/pytest tests/unit/migrator/test_interleavings.py
 
 lint: $(STAMP) ## Check style, words, types and imports
+	@$(MAKE) --no-print-directory -j 2 --output-sync lint-types lint-rest
+
+lint-types: $(STAMP)
+	@$(BIN)/mypy thaw services shared weights simulator bench tests docs
+
+lint-rest: $(STAMP)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/python docs/check_words.py
-	@$(BIN)/mypy thaw services shared weights simulator bench tests docs
 	@$(BIN)/lint-imports
+
+docs: $(STAMP) ## Build the documentation as a site in build/docs; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open build/docs/index.html"
 
 bench: $(STAMP) ## Print the figures of docs/performance.md that need no other engine (an hour on two cores)
 	@for b in cold_path warm_path scheduler scheduler_path loader migration convert; do $(BIN)/python -m bench.$$b || exit 1; done
@@ -56,7 +70,7 @@ gpu: $(STAMP) ## Test and measure what only an NVIDIA GPU can show: loading, sus
 	@$(BIN)/python -m bench.hot_swap --device cuda:0
 
 soak: $(STAMP) ## Find what grows in a mesh that serves for two hours (HOURS=N for longer)
-	@$(BIN)/python -m bench.soak --hours $(HOURS)
+	@$(BIN)/python -m bench.soak --hours $(HOURS) --compare 10
 
 install: $(STAMP) ## Make .venv
 
@@ -75,6 +89,6 @@ engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into
 lock: $(STAMP) ## Lock what the images install, after a change of pyproject.toml or constraints.txt (asks the package index)
 	@$(BIN)/python compose/lock.py
 
-clean: ## Remove .venv and caches (the mesh's state under ~/.thaw stays)
-	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## Remove .venv, build and caches (the mesh's state under ~/.thaw stays)
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

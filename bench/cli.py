@@ -1,7 +1,7 @@
 """How long the command line takes to answer: `python -m bench.cli [--runs N] [--json FILE]`.
 
-CPU and wall time of whole processes, `thaw --help` and `thaw ps` against a mesh without models. CPU time is what imports cost; wall time
-adds the mesh's answer and whatever else the machine does.
+CPU and wall time of whole processes, `thaw --help` and `thaw ps` against a mesh without models. CPU
+time is what imports cost; wall time adds the mesh's answer and whatever else the machine does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Cold TTFT of the demo models, by phase, against a fresh `transformers` process that does the same.
+"""Cold TTFT of the demo models, by phase, against a fresh `transformers` process that does the
+same.
 
     python -m bench.cold_path [--rounds N] [--models 5m,60m,250m] [--json PATH]
 
-Each round takes, for each model and in this order: the peer with a warm and with a dropped file cache, then a mesh with a zygote and one
-without, each after an eviction with a warm and with a dropped file cache. The very first start of each model in each mesh is reported
-on its own. TTFT is what a client measures: request sent → first text received. Dropping the cache needs root; without it those
-figures are left out.
+Each round takes, for each model and in this order: the peer with a warm and with a dropped file
+cache, then a mesh with a zygote and one without, each after an eviction with a warm and with a
+dropped file cache. The very first start of each model in each mesh is reported on its own. TTFT is
+what a client measures: request sent → first text received. Dropping the cache needs root; without
+it those figures are left out.
 """
 
 from __future__ import annotations

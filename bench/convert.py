@@ -1,10 +1,12 @@
-"""When converting pays: one checkpoint in several layouts, loaded from each, and what each conversion costs.
+"""When converting pays: one checkpoint in several layouts, loaded from each, and what each
+conversion costs.
 
     python -m bench.convert [--bytes 1GB] [--rounds N] [--directory DIR] [--json PATH]
 
-The checkpoint is random bfloat16 in Llama's shapes (bench/loader.py's). Each round takes every load once, in a new random order, each in
-a fresh process, with the files out of the page cache (posix_fadvise); the clock runs from before the first byte until a checksum over three
-pages of every tensor is known. GB are 10^9 bytes of tensors. Everything written is removed.
+The checkpoint is random bfloat16 in Llama's shapes (bench/loader.py's). Each round takes every load
+once, in a new random order, each in a fresh process, with the files out of the page cache
+(posix_fadvise); the clock runs from before the first byte until a checksum over three pages of
+every tensor is known. GB are 10^9 bytes of tensors. Everything written is removed.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ WHOLE = ("norm.weight", "layernorm.weight", "embed_tokens.weight")
 RANKS = 2
 
 
-# -- one load, in a process of its own -------------------------------------------------------------------------------------------
+# -- one load, in a process of its own -------------------------------------------------------------
 
 
 def load_thaw(path: Path) -> Tensors:
@@ -114,7 +116,7 @@ def _peak_bytes() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-# -- the run ---------------------------------------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 
 def unalign(source: Path, target: Path) -> None:

@@ -1,11 +1,16 @@
-"""How close the simulator is to the mesh: a run of the real one is recorded and replayed with parameters that were measured in it.
+"""How close the simulator is to the mesh: a run of the real one is recorded and replayed with
+parameters that were measured in it.
 
-    python -m bench.fidelity [--seconds 240] [--rps 0.3] [--cv 2] [--seed 1] [--keep DIRECTORY] [--json PATH]
-    python -m bench.fidelity --replay DIRECTORY…   what was kept is replayed once more, of several also each by the parameters of the others
+    python -m bench.fidelity [--seconds 240] [--rps 0.3] [--cv 2] [--seed 1] [--keep DIRECTORY]
+        [--json PATH]
+    python -m bench.fidelity --replay DIRECTORY…
+        replays the traces of `--keep`; those of several, also with each other's parameters
 
-A mesh of one node whose device holds two of three models serves a drawn workload; `thaw trace --export` records it. `simulate --mesh` replays it:
-production `decide`, the mesh's own messages. What a message, a decision, each phase of a start, a prompt, a token and leaving take are means of
-the run. Printed are both TTFT, in all, of cold and of warm requests, and of cold ones by phase of the critical path.
+A mesh of one node whose device holds two of three models serves a drawn workload;
+`thaw trace --export` records it. `simulate --mesh` replays it: production `decide`, the mesh's own
+messages. What a message, a decision, each phase of a start, a prompt, a token and leaving take are
+means of the run. Printed are both TTFT, in all, of cold and of warm requests, and of cold ones by
+phase of the critical path.
 """
 
 from __future__ import annotations
@@ -134,7 +139,8 @@ def run(options: argparse.Namespace, directory: Path) -> None:
         home.mkdir()
         mesh = Mesh(home, options.suspend)
         try:
-            # The first start of all has the zygote's own in it: another model's, of which nothing is left when the recording begins.
+            # The first start of all has the zygote's own in it: another model's, of which nothing
+            # is left when the recording begins.
             asyncio.run(drive(mesh.url, [Request(0.0, FIRST, 20, 2)]))
             mesh.thaw("sleep", FIRST)
             mesh.thaw("models", "rm", FIRST)

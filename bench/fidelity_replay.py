@@ -67,7 +67,9 @@ class Measured:
     prefill_more: float
     token: float
     restore: float = 0.0
-    """Milliseconds from the command to the gateway's request to the suspended instance; 0: none was suspended."""
+    """Milliseconds from the command to the gateway's request to the suspended instance; 0: none was
+    suspended.
+    """
 
 
 def _span(spans: Iterable[PhaseSpan], phase: Phase, process: str = "") -> list[PhaseSpan]:

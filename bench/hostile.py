@@ -1,10 +1,13 @@
-"""What hostile clients cost a gateway: the worst stall of its event loop, its memory for each byte sent, and another client's latency.
+"""What hostile clients cost a gateway: the worst stall of its event loop, its memory for each byte
+sent, and another client's latency.
 
     python -m bench.hostile [--short] [--seconds S] [--json PATH]
 
-One gateway process in front of an engine of prepared tokens (bench/prepared_engine.py). A probe in the gateway's loop wakes every 5 ms and
-notes how late it was, and how much CPU time the loop's thread used meanwhile: the latter is the stall on a machine that others use too.
-Memory is the growth of the process's peak (VmHWM, reset before each case) for each byte of the body. `--short`: fewer connections, seconds.
+One gateway process in front of an engine of prepared tokens (bench/prepared_engine.py). A probe in
+the gateway's loop wakes every 5 ms and notes how late it was, and how much CPU time the loop's
+thread used meanwhile: the latter is the stall on a machine that others use too. Memory is the
+growth of the process's peak (VmHWM, reset before each case) for each byte of the body. `--short`:
+fewer connections, seconds.
 """
 
 from __future__ import annotations
@@ -244,7 +247,12 @@ def latencies(url: str, seconds: float) -> list[float]:
 
 
 def flood(url: str) -> None:
-    """Client A: the corpus, over and over, until killed."""
+    """Client A: the corpus, over and over, until killed.
+
+    An attacker has a machine of its own. The lowest priority keeps this process from the cores that
+    the gateway and client B need.
+    """
+    os.nice(19)
     cases = corpus(1_000_000)
     with httpx.Client(base_url=url, timeout=120) as http:
         while True:

@@ -1,16 +1,21 @@
-"""Suspended engines against cold ones: time to the first token of vLLM, llama.cpp and the built-in engine, in the same run.
+"""Suspended engines against cold ones: time to the first token of vLLM, llama.cpp and the built-in
+engine, in the same run.
 
-    python -m bench.hot_swap [--device cuda:0] [--rounds N] [--colds N] [--engines builtin,vllm,llamacpp] [--gguf FILE]
+    python -m bench.hot_swap [--device cuda:0] [--rounds N] [--colds N]
+        [--engines builtin,vllm,llamacpp] [--gguf FILE]
                              [--parts swap,cold,turns,size,large] [--json PATH]
 
-`swap`: for each engine, on one mesh: its first request from cold; then, per round, suspended (how long, how much freed) and asked again; decoding
-speed before and after. `cold`: on a second mesh, where suspending is off: cold starts after an eviction. `turns`: on a third, whose device holds
-one instance only: two models asked in turn. TTFT is what a client measures: request sent → first text received. On cpu also `size`: page-out of
-0.5 to 3 GiB beside what the disk writes (suspend_size.py), and `large`: as `swap`, vLLM with some 3 GB. With `--json` the figures of parts that
-are not asked for stay.
-vLLM and llama.cpp run from the environments that THAW_VLLM_PYTHON and THAW_LLAMACPP_PYTHON name; without one of them the engine is left out.
-Needs swap and the right to use it, or on a GPU CUDA's checkpoint (`thaw doctor`). There what is restored per second is set against copies from
-page-locked memory, measured in the same run. Without the GPU that is asked for: one line, status 2.
+`swap`: for each engine, on one mesh: its first request from cold; then, per round, suspended (how
+long, how much freed) and asked again; decoding speed before and after. `cold`: on a second mesh,
+where suspending is off: cold starts after an eviction. `turns`: on a third, whose device holds one
+instance only: two models asked in turn. TTFT is what a client measures: request sent → first text
+received. On cpu also `size`: page-out of 0.5 to 3 GiB beside what the disk writes
+(suspend_size.py), and `large`: as `swap`, vLLM with some 3 GB. With `--json` the figures of parts
+that are not asked for stay. vLLM and llama.cpp run from the environments that THAW_VLLM_PYTHON and
+THAW_LLAMACPP_PYTHON name; without one of them the engine is left out. Needs swap and the right to
+use it, or on a GPU CUDA's checkpoint (`thaw doctor`). There what is restored per second is set
+against copies from page-locked memory, measured in the same run. Without the GPU that is asked for:
+one line, status 2.
 """
 
 from __future__ import annotations

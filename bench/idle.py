@@ -1,6 +1,7 @@
 """What a mesh without requests costs: `python -m bench.idle [--seconds N] [--json FILE]`.
 
-Starts a mesh without models, lets it settle, and reads the CPU time of each of its processes from /proc: percent of one core, children included.
+Starts a mesh without models, lets it settle, and reads the CPU time of each of its processes from
+/proc: percent of one core, children included.
 """
 
 from __future__ import annotations

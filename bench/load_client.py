@@ -1,10 +1,13 @@
-"""Concurrent streams of chat completions over raw sockets, timed; one JSON object on standard output.
+"""Concurrent streams of chat completions over raw sockets, timed; one JSON object on standard
+output.
 
-    python -m bench.load_client --port PORT --model NAME --streams N --tokens N [--requests N | --seconds S] [--stagger S]
+    python -m bench.load_client --port PORT --model NAME --streams N --tokens N
+        [--requests N | --seconds S] [--stagger S]
 
-Each stream keeps one connection, opens it with a short request that does not count, and then asks again and again. Time to first token is
-from the writing of the request to the arrival of the first non-empty text; a gap is the time between the arrivals of two texts (those
-that arrive together have none between them).
+Each stream keeps one connection, opens it with a short request that does not count, and then asks
+again and again. Time to first token is from the writing of the request to the arrival of the first
+non-empty text; a gap is the time between the arrivals of two texts (those that arrive together have
+none between them).
 """
 
 from __future__ import annotations

@@ -1,22 +1,28 @@
 """The loader against fio and its peers, on one sharded bfloat16 checkpoint in Llama's shapes.
 
-    python -m bench.loader [--bytes 3.5GB] [--rounds N] [--pairs N] [--part PART …] [--directory DIR] [--peers-python PYTHON]
+    python -m bench.loader [--bytes 3.5GB] [--rounds N] [--pairs N] [--part PART …]
+        [--directory DIR] [--peers-python PYTHON]
                            [--samples PATH] [--json PATH]
 
-`cases`: each round takes every case once, in a new random order, each in a fresh process (bench/loader_case.py says what is timed): with the
-files out of the page cache (posix_fadvise) or, for the cases called so, in it. Before each cold load, when its process has imported and prepared
-what it needs, all files are read once past the cache: a disk that lends bursts then has none left for the next one. `limit`: fio with
-O_DIRECT, at the setting with the best median so far, and "thaw" one right after the other, either first by turns, so that they see the same
-disk; the ratio is the geometric mean of both orders' medians. fio's buffers are of huge pages (bench/disk.py), as the pool is that was made ready,
-but for "small pages". `service`: bench/loader_service.py measures a loader process: the DRAM tier, and
-the same checkpoint from an HTTP server. GB are 10^9 bytes.
-fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment that has them and torch) can import them.
+`cases`: each round takes every case once, in a new random order, each in a fresh process
+(bench/loader_case.py says what is timed): with the files out of the page cache (posix_fadvise) or,
+for the cases called so, in it. Before each cold load, when its process has imported and prepared
+what it needs, all files are read once past the cache: a disk that lends bursts then has none left
+for the next one. `limit`: fio with O_DIRECT, at the setting with the best median so far, and "thaw"
+one right after the other, either first by turns, so that they see the same disk; the ratio is the
+geometric mean of both orders' medians. fio's buffers are of huge pages (bench/disk.py), as the pool
+is that was made ready, but for "small pages". `service`: bench/loader_service.py measures a loader
+process: the DRAM tier, and the same checkpoint from an HTTP server. GB are 10^9 bytes.
+fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment that has them
+and torch) can import them.
 
-With --samples every sample is written to a file at once, and those of earlier runs count too: a long run can be made in pieces.
+With --samples every sample is written to a file at once, and those of earlier runs count too: a
+long run can be made in pieces.
 
-"thaw" reads into a pool whose chunks have memory already, as in a loader that has served before or has THAW_DRAM_READY_BYTES set; "thaw, fresh
-memory" takes it from the kernel meanwhile, as the peers do. "step" 1 to 5 are the ablation, each with all those before it. All that is
-written but for the samples is removed.
+"thaw" reads into a pool whose chunks have memory already, as in a loader that has served before or
+has THAW_DRAM_READY_BYTES set; "thaw, fresh memory" takes it from the kernel meanwhile, as the peers
+do. "step" 1 to 5 are the ablation, each with all those before it. All that is written but for the
+samples is removed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
 """The loader's way into GPU memory against what the hardware gives: a pinned cudaMemcpy, and fio.
 
-    python -m bench.loader_gpu [--bytes 4GB] [--rounds N] [--devices 0,1] [--directory DIR] [--no-disk] [--json PATH]
+    python -m bench.loader_gpu [--bytes 4GB] [--rounds N] [--devices 0,1] [--directory DIR]
+        [--no-disk] [--json PATH]
 
-- curve:     copies of 64 KiB to 64 MiB from page-locked memory, back to back, and the elbow that copies are grouped at;
-- DRAM:      `--bytes` in chunks of 16 MiB through the loader's device, against one cudaMemcpyAsync for each chunk, all queued at once.
-             Both from memory that is page-locked already, as the pool's is; the speed of page-locking is printed beside it;
+- curve:     copies of 64 KiB to 64 MiB from page-locked memory, back to back, and the elbow that
+             copies are grouped at;
+- DRAM:      `--bytes` in chunks of 16 MiB through the loader's device, against one cudaMemcpyAsync
+             for each chunk, all queued at once. Both from memory that is page-locked already, as
+             the pool's is; the speed of page-locking is printed beside it;
 - small:     the same bytes given in ranges of 256 KiB, grouped, and copied one by one;
 - devices:   the same to every device at the same time;
-- SSD:       a cold file of `--bytes` by direct reads of 16 MiB from four threads, each chunk on its way to the device as soon as it is
-             there, against fio's best setting for the same file.
+- SSD:       a cold file of `--bytes` by direct reads of 16 MiB from four threads, each chunk on its
+             way to the device as soon as it is there, against fio's best setting for the same file.
 
-Best of the rounds, interleaved; GB are 10^9 bytes. Every load is checked against its source. Without a GPU: one line, status 2.
+Best of the rounds, interleaved; GB are 10^9 bytes. Every load is checked against its source.
+Without a GPU: one line, status 2.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""LoRA adapters: what a batch of several costs beside the base alone, and how fast a large one is loaded.
+"""LoRA adapters: what a batch of several costs beside the base alone, and how fast a large one is
+loaded.
 
-    python -m bench.lora [--size 60m] [--rows 8] [--rounds N] [--bytes 1GB] [--part PART …] [--directory DIR] [--json PATH]
+    python -m bench.lora [--size 60m] [--rows 8] [--rounds N] [--bytes 1GB] [--part PART …]
+        [--directory DIR] [--json PATH]
 
-Batch: decode steps of ROWS sequences on a demo model, through the engine's own runner. The peer, where it can be imported, is PEFT on the same
-weights: its mixed batches (`adapter_names`), and one pass for each adapter after `set_adapter`. Each round takes every case once, in an
-new random order; a round's figure is the fastest of its steps, in CPU time of the one computing thread: what other work disturbs least.
-LoraCache are float32, as PEFT saves them, of rank 16 on all linear layers of the blocks.
+Batch: decode steps of ROWS sequences on a demo model, through the engine's own runner. The peer,
+where it can be imported, is PEFT on the same weights: its mixed batches (`adapter_names`), and one
+pass for each adapter after `set_adapter`. Each round takes every case once, in an new random order;
+a round's figure is the fastest of its steps, in CPU time of the one computing thread: what other
+work disturbs least. LoraCache are float32, as PEFT saves them, of rank 16 on all linear layers of
+the blocks.
 
-Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors (bench/loader_case.py), from the disk and from the page cache, and
-from the node's memory, where another instance holds it (mapped and seen as tensors). From the disk fio, at the best of its settings, is the
-limit: what it is over safetensors bounds what any loader can be. `--part load` leaves the batches out, `--part batch` the loads. GB are 10^9
-bytes. Everything written is removed.
+Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors
+(bench/loader_case.py), from the disk and from the page cache, and from the node's memory, where
+another instance holds it (mapped and seen as tensors). From the disk fio, at the best of its
+settings, is the limit: what it is over safetensors bounds what any loader can be. `--part load`
+leaves the batches out, `--part batch` the loads. GB are 10^9 bytes. Everything written is removed.
 """
 
 from __future__ import annotations

@@ -1,20 +1,29 @@
 """Moving running streams: the pauses of their clients, and the cost for other streams.
 
-    python -m bench.migration [--contexts 64,256,1024,4096] [--rounds N] [--parts pause,throughput,policies] [--json PATH [--add]]
+    python -m bench.migration [--contexts 64,256,1024,4096] [--rounds N]
+        [--parts pause,throughput,policies] [--json PATH [--add]]
 
-On meshes of two nodes with the built-in engine on one machine. Each node's processes have a core of their own and engines one thread.
+On meshes of two nodes with the built-in engine on one machine. Each node's processes have a core of
+their own and engines one thread.
 
-pause       one greedy stream with so many tokens of prompt (5M model). The pause is its longest gap between two tokens less the median gap, as its
-            client measures them; the total is from the order to its end. Three ways: rounds of tokens (`thaw migrate`); one go (the source stops,
-            the destination recomputes everything); and a restart from the prompt (the stream is cancelled and asked again: the pause ends when the
-            new one is as far as the old one was). NATS, scheduler, gateway, migrator and clients run on both cores.
-throughput  eight streams of one instance on node-0 (60M model). Tokens per second, as clients hear them, of seven of them: in the two seconds before
-            the eighth moves to node-1, and in the window of the migration: from its being taken up to its end, no more. Then the same with four
-            streams running at the destination. All that is neither of node-0 nor of node-1, and all clients, run on node-1's core.
-policies    the scenario of ServerlessLLM's Fig. 3: model A (60M) runs on node-1, which has B's weights (250M) in host memory; node-0 is free, has A's
-            in host memory and B's only at a slow source. Now B is asked for. availability: B loads on node-0. locality: B waits on node-1 until A is
-            done. preemption: A is interrupted and starts again on node-0. migration: the scheduler decides, and moves A's stream. Printed for both
-            requests is the latency (from being asked for to the last token), of B the time to the first token, of A the longest pause.
+pause       one greedy stream with so many tokens of prompt (5M model). The pause is its longest gap
+            between two tokens less the median gap, as its client measures them; the total is from
+            the order to its end. Three ways: rounds of tokens (`thaw migrate`); one go (the source
+            stops, the destination recomputes everything); and a restart from the prompt (the stream
+            is cancelled and asked again: the pause ends when the new one is as far as the old one
+            was). NATS, scheduler, gateway, migrator and clients run on both cores.
+throughput  eight streams of one instance on node-0 (60M model). Tokens per second, as clients hear
+            them, of seven of them: in the two seconds before the eighth moves to node-1, and in the
+            window of the migration: from its being taken up to its end, no more. Then the same with
+            four streams running at the destination. All that is neither of node-0 nor of node-1,
+            and all clients, run on node-1's core.
+policies    the scenario of ServerlessLLM's Fig. 3: model A (60M) runs on node-1, which has B's
+            weights (250M) in host memory; node-0 is free, has A's in host memory and B's only at a
+            slow source. Now B is asked for. availability: B loads on node-0. locality: B waits on
+            node-1 until A is done. preemption: A is interrupted and starts again on node-0.
+            migration: the scheduler decides, and moves A's stream. Printed for both requests is the
+            latency (from being asked for to the last token), of B the time to the first token, of A
+            the longest pause.
 """
 
 from __future__ import annotations

@@ -22,11 +22,16 @@ POLICIES = ("availability", "locality", "preemption", "migration")
 SIZES = {"a": "60m", "b": "250m"}
 SERVING = {"max_model_len": 2048, "max_concurrency": 4}
 CONNECTION_BYTES_S = 20 * 1024 * 1024
-"""The web server's limit for each of the loader's eight connections: B loads on node-0 at 160 MiB/s, as from a SATA disk."""
+"""The web server's limit for each of the loader's eight connections: B loads on node-0 at
+160 MiB/s, as from a SATA disk.
+"""
 A_PROMPT, A_TOKENS = 256, 1000
 B_PROMPT, B_TOKENS = 64, 192
 RUNS_S = 3.0
-"""A has run so long when B is asked for. (An instance younger than two seconds that has not completed a request yet is not moved.)"""
+"""A has run so long when B is asked for.
+
+(An instance younger than two seconds that has not completed a request yet is not moved.)
+"""
 
 
 class Scene(Bed):

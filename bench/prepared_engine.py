@@ -2,9 +2,11 @@
 
     python -m bench.prepared_engine --nats URL --port PORT [--pace MS]
 
-One process, one loop and one source of tokens behind two doors: the mesh's inference contract over NATS (with the catalogue entries and
-the status that a gateway routes by) and OpenAI's chat completions as server-sent events over HTTP. Both send one token per message. It
-serves two models: `free` writes as fast as it can, each stream one token in turn; `paced` one token every MS milliseconds.
+One process, one loop and one source of tokens behind two doors: the mesh's inference contract over
+NATS (with the catalogue entries and the status that a gateway routes by) and OpenAI's chat
+completions as server-sent events over HTTP. Both send one token per message. It serves two models:
+`free` writes as fast as it can, each stream one token in turn; `paced` one token every MS
+milliseconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""HTTP clients reading 16 MiB ranges of one file into memory that is there, four at once, from nginx on the same machine.
+"""HTTP clients reading 16 MiB ranges of one file into memory that is there, four at once, from
+nginx on the same machine.
 
     python -m bench.range_clients [--bytes 2GB] [--rounds N] [--directory DIR] [--json PATH]
 
-All by turns, in each round. `curl` (four processes, to /dev/null) is the plain parallel download to compare with. CPU seconds are the client's.
+All by turns, in each round. `curl` (four processes, to /dev/null) is the plain parallel download to
+compare with. CPU seconds are the client's.
 """
 
 from __future__ import annotations

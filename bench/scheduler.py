@@ -2,16 +2,19 @@
 
     python -m bench.scheduler [--devices 16,1000,8000] [--seconds S] [--json PATH]
 
-`devices` devices of 24 GiB, eight to a node, whose loaders differ (forty bandwidths), and as many models (at most 1,000) of 8 GiB. Garbage
-collection as in the service.
+`devices` devices of 24 GiB, eight to a node, whose loaders differ (forty bandwidths), and as many
+models (at most 1,000) of 8 GiB. Garbage collection as in the service.
 
-- demand:  demand for a model that has no instance, on a cluster that is two thirds full: placed, started.
-- evict:   the same on a full cluster where every instance is idle: victims chosen, asked to leave, their bytes claimed.
+- demand:  demand for a model that has no instance, on a cluster that is two thirds full: placed,
+           started.
+- evict:   the same on a full cluster where every instance is idle: victims chosen, asked to leave,
+           their bytes claimed.
 - status:  a node's status in which nothing has changed but the time.
 - tick:    the timer's look at everything.
 
-Each decision is timed with the applying of its changes, in CPU time, so that other work on the machine does not count. What a decision
-began is undone outside the clock, so that every one meets the same cluster.
+Each decision is timed with the applying of its changes, in CPU time, so that other work on the
+machine does not count. What a decision began is undone outside the clock, so that every one meets
+the same cluster.
 """
 
 from __future__ import annotations

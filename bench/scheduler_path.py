@@ -2,10 +2,12 @@
 
     python -m bench.scheduler_path [--devices N] [--decisions N] [--at-once 1,16,256] [--json PATH]
 
-The scheduler's own loop, repository and outbox, with real servers from their wheels (PostgreSQL waits for its disk at every commit); nodes
-are one process that says yes to every command. Demand arrives for models that have no instance, `--at-once` of them at a time: the next one
-when one has been answered, which is after its plan is committed. A decision counts when its node has the command to start the instance. `CPU ms` is
-this process's time for each, which other work on the machine does not change.
+The scheduler's own loop, repository and outbox, with real servers from their wheels (PostgreSQL
+waits for its disk at every commit); nodes are one process that says yes to every command. Demand
+arrives for models that have no instance, `--at-once` of them at a time: the next one when one has
+been answered, which is after its plan is committed. A decision counts when its node has the command
+to start the instance. `CPU ms` is this process's time for each, which other work on the machine
+does not change.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
-"""How soon a scheduler leads a large mesh: its state read back from PostgreSQL, the catalogue in NATS compared, the first decision made.
+"""How soon a scheduler leads a large mesh: its state read back from PostgreSQL, the catalogue in
+NATS compared, the first decision made.
 
     python -m bench.scheduler_recovery [--nodes 1000] [--models 10000] [--rounds 3] [--json PATH]
 
-Nodes have eight devices, each with two instances (idle); besides, a thousand plans, the parameters learned of each instance's model on its node,
-and what each node holds. Real servers from their wheels. Seconds on the wall, and of this process's CPU, which other work on the machine does not
+Nodes have eight devices, each with two instances (idle); besides, a thousand plans, the parameters
+learned of each instance's model on its node, and what each node holds. Real servers from their
+wheels. Seconds on the wall, and of this process's CPU, which other work on the machine does not
 change; the medians of `--rounds` terms.
 
 - load:      the rows are read, checked and indexed.
-- catalogue: the bucket of models is compared with the database (nothing is to be written). The scheduler leads meanwhile.
-- first:     a request for a cold model, placed; the nodes reported meanwhile, which is in none of the figures but "in all".
+- catalogue: the bucket of models is compared with the database (nothing is to be written). The
+  scheduler leads meanwhile.
+- first:     a request for a cold model, placed; the nodes reported meanwhile, which is in none of
+             the figures but "in all".
 """
 
 from __future__ import annotations

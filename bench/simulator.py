@@ -1,9 +1,11 @@
-"""The simulator itself: requests per minute, and `thaw` against each paper's policy on a small version of that paper's set-up.
+"""The simulator itself: requests per minute, and `thaw` against each paper's policy on a small
+version of that paper's set-up.
 
     python -m bench.simulator [--seeds 10] [--requests 20000] [--only speed|policies] [--json PATH]
 
-Speed: a cluster of 16 devices, 32 models in batching engines, bursty arrivals; processor time beside wall time, since a shared machine stretches the
-latter. Policies: means over seeds with 95 % intervals. Whole experiments of the papers are in bench/papers; these are small on purpose.
+Speed: a cluster of 16 devices, 32 models in batching engines, bursty arrivals; processor time
+beside wall time, since a shared machine stretches the latter. Policies: means over seeds with 95 %
+intervals. Whole experiments of the papers are in bench/papers; these are small on purpose.
 """
 
 from __future__ import annotations

@@ -1,18 +1,25 @@
-"""What grows in a mesh that serves for hours: a slope per hour of everything that could, and what that makes in a month.
+"""What grows in a mesh that serves for hours: a slope per hour of everything that could, and what
+that makes in a month.
 
-    python -m bench.soak [--hours N] [--rate N] [--suspend auto|off] [--directory DIR] [--json PATH]
+    python -m bench.soak [--hours N] [--rate N] [--compare MINUTES] [--suspend auto|off]
+        [--directory DIR] [--json PATH]
     python -m bench.soak --report DIR [--json PATH]
 
-`thaw up` starts two nodes under a state directory of its own. One small model is pinned; three more compete for memory that holds two of them, so
-that swaps never stop: where the machine can suspend them their engines are suspended and resumed, with `--suspend off` they are stopped and started.
-The load is steady (bench/soak_load.py): RATE requests a second, streamed, whole, keyed, for an adapter, cancelled and malformed.
-Every 30 s, or a two-hundredth of the time if that is less, everything is counted (bench/soak_census.py); samples and requests are appended to
-files in DIR (a temporary directory by default), and `--report` prints what they say by then, during the run too.
+`thaw up` starts two nodes under a state directory of its own. One small model is pinned; three more
+compete for memory that holds two of them, so that swaps never stop: where the machine can suspend
+them their engines are suspended and resumed, with `--suspend off` they are stopped and started. The
+load is steady (bench/soak_load.py): RATE requests a second, streamed, whole, keyed, for an adapter,
+cancelled and malformed. Every 30 s, or a two-hundredth of the time if that is less, everything is
+counted (bench/soak_census.py); samples and requests are appended to files in DIR (a temporary
+directory by default), and `--report` prints what they say by then, during the run too. With
+`--compare` a new mesh is started at the end, and both get the same requests in turn
+(bench/soak_age.py): whether age alone has changed the time to first token.
 
-The first twelfth is left out as warm-up. The slope is Theil and Sen's with its 95 % interval (bench/trend.py); that of the second half alone stands
-beside it, and does not judge. A verdict is
+The first twelfth is left out as warm-up. The slope is Theil and Sen's with its 95 % interval
+(bench/trend.py); that of the second half alone stands beside it, and does not judge. A verdict is
   level  the interval includes zero, or lies below it;
-  fits   it grows, and a month of that (no further than the store's own bound, if it has one) fits the machine;
+  fits   it grows, and a month of that (no further than the store's own bound, if it has one) fits
+         the machine;
   FILLS  a month of that is more than the machine has.
 """
 
@@ -28,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +44,9 @@ from rich.table import Table
 
 from bench.load_client import percentile
 from bench.report import write
+from bench.soak_age import Ratio, compare, ratios
 from bench.soak_census import Counter, stamped
-from bench.soak_load import DECK, MALFORMED, Asked, Load
+from bench.soak_load import DECK, MALFORMED, Load, SentRequest
 from bench.trend import LEAST_SAMPLES, Trend, theil_sen
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import TRACE_MAX_COUNT
@@ -61,7 +69,7 @@ _LEAST_INTERVAL_S = 2.0
 _TRACED_WITHIN_S = 5.0
 _ALL = "mesh"
 """The sum of all processes: bounded by the sum of what each becomes."""
-_SAMPLES, _REQUESTS = "samples.jsonl", "requests.jsonl"
+_SAMPLES, _REQUESTS, _RATIOS = "samples.jsonl", "requests.jsonl", "age.jsonl"
 
 
 def start_mesh(suspend: str, **environment: str) -> Thaw:
@@ -96,7 +104,7 @@ def start_mesh(suspend: str, **environment: str) -> Thaw:
     return mesh
 
 
-def load_of(mesh: Thaw, rate: float, on_end: Callable[[Asked], None], deck: tuple[str, ...] = DECK) -> Load:
+def load_of(mesh: Thaw, rate: float, on_end: Callable[[SentRequest], None], deck: tuple[str, ...] = DECK) -> Load:
     return Load(mesh.url, steady=STEADY, adapter=f"{STEADY}:{ADAPTER}", competing=COMPETING, rate=rate, on_end=on_end, deck=deck)
 
 
@@ -125,7 +133,7 @@ class Run:
         self._counter = Counter(mesh, (STEADY,))
         self._traces = Traces(mesh)
         self._directory = directory
-        self._waiting: list[Asked] = []
+        self._waiting: list[SentRequest] = []
         self._cold: dict[str, bool] = {}
         self._load = load_of(mesh, rate, self._waiting.append)
         self._began = time.monotonic()
@@ -162,15 +170,29 @@ class Run:
         _append(self._directory / _SAMPLES, [stamped(census, self._began) | {"bounds": self._counter.bounds}])
         self._cold |= await asyncio.to_thread(self._traces.read)
         now = time.monotonic() - self._began
-        done: list[Asked] = []
-        waiting: list[Asked] = []
-        for asked in self._waiting:
+        done: list[SentRequest] = []
+        waiting: list[SentRequest] = []
+        for sent in self._waiting:
             # A trace is written off its request's path: it may appear at the next census.
-            asked.cold = self._cold.pop(asked.request_id, None)
-            is_late = now - asked.at_s - asked.duration_ms / 1e3 > _TRACED_WITHIN_S
-            (done if asked.cold is not None or is_late or final else waiting).append(asked)
+            sent.cold = self._cold.pop(sent.request_id, None)
+            is_late = now - sent.at_s - sent.duration_ms / 1e3 > _TRACED_WITHIN_S
+            (done if sent.cold is not None or is_late or final else waiting).append(sent)
         self._waiting[:] = waiting
         _append(self._directory / _REQUESTS, [a.document() for a in done])
+
+
+async def compare_with_new(mesh: Thaw, suspend: str, seconds: float) -> list[Ratio]:
+    """Start a new mesh beside one that has served, and compare them; the new mesh is ended."""
+    fresh = await asyncio.to_thread(start_mesh, suspend)
+    try:
+        loads = [load_of(m, 1.0, lambda _: None) for m in (mesh, fresh)]
+        try:
+            return ratios(await compare(loads[0], loads[1], seconds))
+        finally:
+            for load in loads:
+                await load.close()
+    finally:
+        await asyncio.to_thread(fresh.close)
 
 
 def _append(path: Path, documents: list[dict[str, Any]]) -> None:
@@ -194,7 +216,7 @@ class Row:
     limit: float
     bound: float | None
     late: Trend | None = None
-    """Of the second half alone: what fills a cache, or a store up to its bound, grows less there."""
+    """Of the second half alone: a cache, or a store near its bound, grows less there."""
 
     @property
     def month(self) -> float:
@@ -341,6 +363,7 @@ def show(directory: Path, out: Console) -> dict[str, float]:
             figures[f"{key} per hour, second half"] = row.late.slope
     out.print(table)
     _show_requests(samples, requests, figures, out)
+    _show_ratios([Ratio(**line) for line in _lines(directory / _RATIOS)], figures, out)
     worst = [f"{r.name} {r.metric}" for r in rows if r.verdict == "FILLS"]
     figures["metrics that fill the machine in a month"] = len(worst)
     out.print(f"metrics that would fill the machine in a month: {', '.join(worst) or 'none'}")
@@ -375,6 +398,16 @@ def _show_requests(samples: list[dict[str, Any]], requests: list[dict[str, Any]]
         out.print(f"  lost at {request['at_s']:.0f} s: {request['kind']} to {request['model']}: {request['lost']}", markup=False)
 
 
+def _show_ratios(found: list[Ratio], figures: dict[str, float], out: Console) -> None:
+    for ratio in found:
+        key = f"time to first token, old mesh over new one, {ratio.name}"
+        figures |= {key: ratio.value, f"{key} low": ratio.low, f"{key} high": ratio.high}
+        out.print(
+            f"{key}: {ratio.value:.2f} (95 % {ratio.low:.2f} to {ratio.high:.2f}; {ratio.old_ms:.1f} and {ratio.new_ms:.1f} ms; "
+            f"{ratio.requests} pairs)"
+        )
+
+
 def _size(value: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= size:
@@ -390,6 +423,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.soak")
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
+    parser.add_argument(
+        "--compare", type=float, default=0.0, metavar="MINUTES", help="at the end, compare with a new mesh for so long"
+    )
     parser.add_argument("--suspend", choices=("auto", "off"), default="auto", help="off: every swap stops an engine and starts one")
     parser.add_argument("--directory", type=Path, help="where samples are kept")
     parser.add_argument("--report", type=Path, metavar="DIR", help="print what a run's samples say; start nothing")
@@ -402,6 +438,9 @@ def main() -> None:
         mesh = start_mesh(arguments.suspend)
         try:
             asyncio.run(Run(mesh, directory, arguments.rate).run(arguments.hours * 3600))
+            if arguments.compare:
+                found = asyncio.run(compare_with_new(mesh, arguments.suspend, arguments.compare * 60))
+                _append(directory / _RATIOS, [asdict(r) for r in found])
         finally:
             mesh.close()
     write(arguments.json, show(directory, Console(width=180)))

@@ -46,7 +46,9 @@ class Counter:
         self._home = Home(mesh.home)
         self._nats: Client | None = None
         self.bounds: dict[str, float] = {}
-        """The limits of each stream's own configuration: `stream NAME|max_messages`, `max_bytes`, `max_age_s`."""
+        """The limits of each stream's own configuration: `stream NAME|max_messages`, `max_bytes`,
+        `max_age_s`.
+        """
 
     async def count(self) -> Census:
         """One census. A part that cannot be had (a server is away) is left out of it."""

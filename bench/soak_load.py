@@ -26,7 +26,9 @@ DECK = (
     SWAP, STREAMED, WHOLE, AGAIN, STREAMED, CANCELLED, KEYED, STREAMED, ADAPTER, MALFORMED,
     SWAP, STREAMED, WHOLE, AGAIN, STREAMED, KEYED, STREAMED, CANCELLED, ADAPTER, STREAMED,
 )  # fmt: skip
-"""`swap`: streamed, to the competing model that was not asked for longest; `again`: streamed, to that one once more."""
+"""`swap`: streamed, to the competing model that was not asked for longest; `again`: streamed, to
+that one once more.
+"""
 _PROMPTS = ("Say something about winter.", "Where does the ice go when it thaws?", "Count to ten.")
 _TOKENS = 12
 _CANCELLED_AFTER = 3
@@ -34,7 +36,7 @@ _TIMEOUT_S = 120.0
 
 
 @dataclass
-class Asked:
+class SentRequest:
     """One request and what became of it.
 
     `at_s`: since the load began. `lost` says what was wrong with the answer, if anything.
@@ -65,7 +67,7 @@ class Load:
         adapter: str,
         competing: tuple[str, ...],
         rate: float,
-        on_end: Callable[[Asked], None],
+        on_end: Callable[[SentRequest], None],
         deck: tuple[str, ...] = DECK,
     ) -> None:
         self._deck = deck
@@ -89,26 +91,31 @@ class Load:
                 group.create_task(self._ask(next(self._count)), name="request")
                 next_at += 1 / self._rate
 
+    async def send_next(self) -> SentRequest:
+        """Send the next request of the deck and wait for its response."""
+        return await self._ask(next(self._count))
+
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _ask(self, number: int) -> None:
+    async def _ask(self, number: int) -> SentRequest:
         kind = self._deck[number % len(self._deck)]
-        asked = Asked(time.monotonic() - self._began, kind, self._model(kind))
+        sent = SentRequest(time.monotonic() - self._began, kind, self._model(kind))
         prompt = _PROMPTS[number // len(self._deck) % len(_PROMPTS)]
         body = {
-            "model": asked.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": _TOKENS, "temperature": 0,
+            "model": sent.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": _TOKENS, "temperature": 0,
         }  # fmt: skip
         started = time.perf_counter()
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                await self._perform(asked, body, number, started)
+                await self._perform(sent, body, number, started)
         except (httpx.HTTPError, TimeoutError, ValueError, KeyError) as e:
-            asked.lost = f"{type(e).__name__}: {e}"[:200]
-        asked.duration_ms = (time.perf_counter() - started) * 1e3
+            sent.lost = f"{type(e).__name__}: {e}"[:200]
+        sent.duration_ms = (time.perf_counter() - started) * 1e3
         self.counts[kind] += 1
-        self.counts["lost"] += asked.lost is not None
-        self._on_end(asked)
+        self.counts["lost"] += sent.lost is not None
+        self._on_end(sent)
+        return sent
 
     def _model(self, kind: str) -> str:
         if kind == ADAPTER:
@@ -117,51 +124,51 @@ class Load:
             self._competing.append(self._competing.pop(0))
         return self._competing[-1] if kind in (SWAP, AGAIN) else self._steady
 
-    async def _perform(self, asked: Asked, body: dict[str, Any], number: int, started: float) -> None:
-        if asked.kind == MALFORMED:
-            await self._misuse(asked, body, number // len(self._deck))
-        elif asked.kind in (WHOLE, KEYED):
-            await self._whole(asked, body, f"soak-{self._began}-{number}" if asked.kind == KEYED else None)
+    async def _perform(self, sent: SentRequest, body: dict[str, Any], number: int, started: float) -> None:
+        if sent.kind == MALFORMED:
+            await self._misuse(sent, body, number // len(self._deck))
+        elif sent.kind in (WHOLE, KEYED):
+            await self._whole(sent, body, f"soak-{self._began}-{number}" if sent.kind == KEYED else None)
         else:
-            await self._streamed(asked, body, started, stop_after=_CANCELLED_AFTER if asked.kind == CANCELLED else None)
+            await self._streamed(sent, body, started, stop_after=_CANCELLED_AFTER if sent.kind == CANCELLED else None)
 
-    async def _misuse(self, asked: Asked, body: dict[str, Any], turn: int) -> None:
+    async def _misuse(self, sent: SentRequest, body: dict[str, Any], turn: int) -> None:
         """Three kinds of bad request, each with the status that it must get."""
         content, expected = (
             (json.dumps(body | {"model": "nobody"}), 404),
             (json.dumps(body | {"max_tokens": -1}), 400),
             ('{"model": "', 400),
         )[turn % 3]
-        response = await self._post(asked, content)
+        response = await self._post(sent, content)
         if response.status_code != expected or "error" not in response.json():
-            asked.lost = f"{response.status_code} instead of {expected}: {response.text[:100]}"
+            sent.lost = f"{response.status_code} instead of {expected}: {response.text[:100]}"
 
-    async def _whole(self, asked: Asked, body: dict[str, Any], key: str | None) -> None:
+    async def _whole(self, sent: SentRequest, body: dict[str, Any], key: str | None) -> None:
         headers = {} if key is None else {"idempotency-key": key}
         answers = []
         for _ in range(1 if key is None else 2):
-            response = await self._post(asked, json.dumps(body), headers)
+            response = await self._post(sent, json.dumps(body), headers)
             if not response.is_success:
-                asked.lost = f"{response.status_code}: {response.text[:150]}"
+                sent.lost = f"{response.status_code}: {response.text[:150]}"
                 return
             answers.append(response.json())
-        self._compare(asked, body, answers[0]["choices"][0]["message"]["content"])
+        self._compare(sent, body, answers[0]["choices"][0]["message"]["content"])
         if answers[0]["id"] != answers[-1]["id"]:
-            asked.lost = "generated twice under one key"
+            sent.lost = "generated twice under one key"
 
-    async def _post(self, asked: Asked, content: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    async def _post(self, sent: SentRequest, content: str, headers: dict[str, str] | None = None) -> httpx.Response:
         response = await self._http.post(
             "/v1/chat/completions", content=content, headers={"content-type": "application/json", **(headers or {})}
         )
-        asked.status, asked.request_id = response.status_code, response.headers.get("x-request-id", "")
+        sent.status, sent.request_id = response.status_code, response.headers.get("x-request-id", "")
         return response
 
-    async def _streamed(self, asked: Asked, body: dict[str, Any], started: float, stop_after: int | None) -> None:
+    async def _streamed(self, sent: SentRequest, body: dict[str, Any], started: float, stop_after: int | None) -> None:
         text, events, ended = "", 0, False
         async with self._http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
-            asked.status, asked.request_id = response.status_code, response.headers.get("x-request-id", "")
+            sent.status, sent.request_id = response.status_code, response.headers.get("x-request-id", "")
             if not response.is_success:
-                asked.lost = f"{response.status_code}: {(await response.aread())[:150]!r}"
+                sent.lost = f"{response.status_code}: {(await response.aread())[:150]!r}"
                 return
             async for line in response.aiter_lines():
                 if not line.startswith("data: "):
@@ -171,20 +178,20 @@ class Load:
                     break
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
-                    asked.lost = str(chunk["error"])[:200]
+                    sent.lost = str(chunk["error"])[:200]
                     return
                 piece = "".join(c["delta"].get("content") or "" for c in chunk["choices"])
-                if piece and asked.ttft_ms is None:
-                    asked.ttft_ms = (time.perf_counter() - started) * 1e3
+                if piece and sent.ttft_ms is None:
+                    sent.ttft_ms = (time.perf_counter() - started) * 1e3
                 text += piece
                 events += bool(piece)
                 if stop_after is not None and events >= stop_after:
                     return
         if not ended:
-            asked.lost = "the stream ended without [DONE]"
-        self._compare(asked, body, text)
+            sent.lost = "the stream ended without [DONE]"
+        self._compare(sent, body, text)
 
-    def _compare(self, asked: Asked, body: dict[str, Any], text: str) -> None:
+    def _compare(self, sent: SentRequest, body: dict[str, Any], text: str) -> None:
         """Compare a response with the first response of the model to the same prompt.
 
         A different response counts as different, not as lost.

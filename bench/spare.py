@@ -1,7 +1,9 @@
-"""Cold starts of real vLLM with an interpreter in waiting and without, by turns on one mesh: `python -m bench.spare [--rounds N] [--json PATH]`.
+"""Cold starts of real vLLM with an interpreter in waiting and without, by turns on one mesh:
+`python -m bench.spare [--rounds N] [--json PATH]`.
 
-Both are the same model; one of them has an environment of its own, which an interpreter in waiting is not taken for. Before each start one waits with
-its imports done. TTFT is what a client measures: request sent → first text received. vLLM runs from the environment that THAW_VLLM_PYTHON names.
+Both are the same model; one of them has an environment of its own, which an interpreter in waiting
+is not taken for. Before each start one waits with its imports done. TTFT is what a client measures:
+request sent → first text received. vLLM runs from the environment that THAW_VLLM_PYTHON names.
 """
 
 from __future__ import annotations

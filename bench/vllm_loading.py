@@ -1,7 +1,9 @@
-"""How long real vLLM takes to load its weights, by its own loader and by Thaw's plug-in: `python -m bench.vllm_loading --python PYTHON`.
+"""How long real vLLM takes to load its weights, by its own loader and by Thaw's plug-in:
+`python -m bench.vllm_loading --python PYTHON`.
 
-PYTHON is the interpreter of an environment with vLLM (THAW_VLLM_PYTHON by default). Each load is a fresh vLLM, offline and eager; rounds
-are interleaved; the time is vLLM's own ("Loading weights took"), and one answer of each is compared token by token.
+PYTHON is the interpreter of an environment with vLLM (THAW_VLLM_PYTHON by default). Each load is a
+fresh vLLM, offline and eager; rounds are interleaved; the time is vLLM's own ("Loading weights
+took"), and one answer of each is compared token by token.
 
 auto      vLLM's own loader of safetensors
 files     --load-format thaw without a loader: the plug-in reads the files

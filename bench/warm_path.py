@@ -1,13 +1,17 @@
-"""What the mesh adds to a warm engine: time to first token, time between tokens, and how many tokens a second one gateway carries.
+"""What the mesh adds to a warm engine: time to first token, time between tokens, and how many
+tokens a second one gateway carries.
 
-    python -m bench.warm_path [--rounds N] [--streams 1,16,64] [--tokens N] [--pace MS] [--seconds S]
+    python -m bench.warm_path [--rounds N] [--streams 1,16,64] [--tokens N] [--pace MS]
+        [--seconds S]
                               [--litellm PYTHON | --no-litellm] [--json PATH]
 
-Three targets for the same client (bench/load_client.py) and the same engine of prepared tokens (bench/prepared_engine.py), interleaved:
-the engine itself over HTTP; one Thaw gateway process, which reaches it over NATS; one LiteLLM proxy process, which reaches it over HTTP.
-Latencies are of paced streams, which leave the processors idle in between; tokens a second are of streams as fast as they go. The CPU
-time of every process is printed per token, since all of them share one machine. LiteLLM lives in a virtual environment of its own; without
---litellm one is made in the user's cache.
+Three targets for the same client (bench/load_client.py) and the same engine of prepared tokens
+(bench/prepared_engine.py), interleaved: the engine itself over HTTP; one Thaw gateway process,
+which reaches it over NATS; one LiteLLM proxy process, which reaches it over HTTP. Latencies are of
+paced streams, which leave the processors idle in between; tokens a second are of streams as fast as
+they go. The CPU time of every process is printed per token, since all of them share one machine.
+LiteLLM lives in a virtual environment of its own; without --litellm one is made in the user's
+cache.
 """
 
 from __future__ import annotations

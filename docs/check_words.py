@@ -1,8 +1,13 @@
-"""Check that names and prose use the field's terms: `python docs/check_words.py` (part of `make lint`).
+"""Check that names and prose use the field's terms: `python docs/check_words.py` (part of
+`make lint`).
 
-Reads the tracked *.py and *.md files. In Python it checks docstrings, comments, string constants of more than one word, and the names
-that a file defines; uses of a name are not counted again. docs/words.toml lists the words, the exceptions with their reasons, and the
-number of findings that each folder may still have. That number can only fall: `--lower` writes the present counts where they are smaller.
+Reads the tracked *.py and *.md files. In Python it checks docstrings, comments, string constants of
+more than one word, and the names that a file defines; uses of a name are not counted again.
+docs/words.toml lists the words, the exceptions with their reasons, and the number of findings that
+each folder may still have. That number can only fall: `--lower` writes the present counts where
+they are smaller.
+
+It also checks the form of error messages: see `message_faults`.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _CODE = re.compile(r"`[^`]*`")
+_PRODUCT = ("compose/", "services/", "shared/", "simulator/", "thaw/", "weights/")
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,74 @@ def check_markdown(path: str, source: str, pattern: re.Pattern[str]) -> list[Fin
     return found
 
 
+_LOWER_CASE_WORD = re.compile(r"[a-z]+(?:'s)?[ ,:;]")
+_LOWER_CASE_NAMES = ("thaw", "torch", "transformers")
+_OPENAI_MESSAGES = ("Missing required parameter: ", "Invalid value for ", "This model's maximum context length is ")
+"""Beginnings of messages that have OpenAI's text, period included, because clients match it."""
+
+
+def error_classes(source: str) -> frozenset[str]:
+    """Return the names of the classes that a module, shared/errors.py, defines."""
+    return frozenset(node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+
+
+def _message_texts(node: ast.expr) -> Iterator[str]:
+    """Yield the literal texts that an argument can have, with `{}` for each value."""
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.JoinedStr(values=values):
+            yield "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in values)
+        case ast.IfExp(body=body, orelse=orelse):
+            yield from _message_texts(body)
+            yield from _message_texts(orelse)
+        case _:
+            pass
+
+
+def message_faults(path: str, source: str, errors: frozenset[str]) -> list[str]:
+    """Find error messages of another form than the project's.
+
+    A message is in sentence case, says what happened to what, then what to do, and asks without
+    "please". Errors on the wire have no final period, because clients embed the message in a
+    sentence of theirs; the two sentences of a `CommandError` are printed as they are, and end with
+    one.
+
+    Args:
+        path: The file, for the findings.
+        source: The text of the file.
+        errors: Names of the classes of errors that cross the wire.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, *more]) if name in errors:
+                texts = [(text, False) for text in _message_texts(first)]
+            case ast.Call(func=ast.Name(id="CommandError"), args=[first, *more]):
+                texts = [(text, True) for argument in (first, *more) for text in _message_texts(argument)]
+            case _:
+                continue
+        for text, is_printed in texts:
+            word = _LOWER_CASE_WORD.match(text)
+            if word is not None and word.group()[:-1] not in _LOWER_CASE_NAMES:
+                found.append(f"{path}:{node.lineno}: begin the message with a capital letter: {text[:100]}")
+            if re.search(r"\bplease\b", text, re.IGNORECASE):
+                found.append(f'{path}:{node.lineno}: leave "please" out of the message: {text[:100]}')
+            if re.search(r"\w\W*\.$", text) and not is_printed and not text.startswith(_OPENAI_MESSAGES):
+                found.append(f"{path}:{node.lineno}: end the message without a period: {text[:100]}")
+            if is_printed and text and not text.endswith((".", "?", "}", "`")):
+                found.append(f"{path}:{node.lineno}: end the sentence with a period: {text[:100]}")
+    return found
+
+
+def _check_messages(tracked: Sequence[str]) -> list[str]:
+    """Check the error messages of the product; tests and benchmarks raise errors of their own."""
+    tree = _ROOT / "shared/errors.py"
+    errors = error_classes(tree.read_text()) if tree.is_file() else frozenset()
+    paths = [p for p in tracked if p.endswith(".py") and p.startswith(_PRODUCT) and (_ROOT / p).is_file()]
+    return [fault for path in paths for fault in message_faults(path, (_ROOT / path).read_text(), errors)]
+
+
 def check(path: str, source: str, pattern: re.Pattern[str]) -> list[Finding]:
     """Find the words in a file, and in its name."""
     checker = check_python if path.endswith(".py") else check_markdown
@@ -160,7 +234,9 @@ def check(path: str, source: str, pattern: re.Pattern[str]) -> list[Finding]:
 
 
 def folder(path: str) -> str:
-    """Name the folder whose ceiling counts `path`: a service, a kind of tests, or a top-level folder."""
+    """Name the folder whose ceiling counts `path`: a service, a kind of tests, or a top-level
+    folder.
+    """
     parts = path.split("/")
     if len(parts) == 1:
         return "."
@@ -197,7 +273,9 @@ def verdict(findings: Sequence[Finding], rules: Rules) -> tuple[Counter[str], li
 
 
 def lowered(text: str, counts: Mapping[str, int]) -> str:
-    """Rewrite the `[ceilings]` of docs/words.toml: no number rises, and folders without findings go."""
+    """Rewrite the `[ceilings]` of docs/words.toml: no number rises, and folders without findings
+    go.
+    """
 
     def line(match: re.Match[str]) -> str:
         number = min(int(match[2]), counts.get(match[1], 0))
@@ -227,6 +305,7 @@ def main() -> int:
         sys.stdout.writelines(f"{f.path}:{f.line}: {f.word}: {f.text[:140]}\n" for f in remaining)
         return 0
     counts, failures, slack = verdict(findings, rules)
+    failures += _check_messages(tracked)
     if options.lower:
         words.write_text(lowered(words.read_text(), counts))
     sys.stdout.writelines(f"{line}\n" for line in [*failures, *([] if options.lower else slack)])

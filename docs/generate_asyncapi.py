@@ -1,4 +1,6 @@
-"""Write the AsyncAPI 3.0 document of the mesh: `python docs/generate_asyncapi.py > docs/asyncapi.json`."""
+"""Write the AsyncAPI 3.0 document of the mesh:
+`python docs/generate_asyncapi.py > docs/asyncapi.json`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Write the reference of every setting: `python docs/generate_reference.py > docs/configuration.md` (or `thaw docs settings`).
+"""Write the reference of every setting: `python docs/generate_reference.py > docs/configuration.md`
+(or `thaw docs settings`).
 
 Lives here because it may import everything; the command line may not import services.
 """
@@ -108,6 +109,10 @@ def _type(annotation: Any) -> str:
             return ", ".join(str(e.value) for e in annotation)
         names = {str: "text", SecretStr: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
         return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    if get_origin(annotation) is tuple:
+        return f"list of {_type(arguments[0])}"
+    if get_origin(annotation) is dict:
+        return "mapping"
     if all(isinstance(a, str) for a in arguments):
         return ", ".join(arguments)
     return " or ".join(dict.fromkeys(_type(a) for a in arguments))

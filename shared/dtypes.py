@@ -46,7 +46,10 @@ TORCH_NAMES = {
     "BITS4X2": "bits4x2",
     "BITS16": "bits16",
 }
-"""Types as attributes of the torch module. F4 is packed in pairs there: its last dimension is half as long. F6 has none."""
+"""Types as attributes of the torch module.
+
+F4 is packed in pairs there: its last dimension is half as long. F6 has none.
+"""
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,30 +16,31 @@
     ├── Conflict                409 conflict
     │   ├── StaleToken              stale_token               a newer command was executed before
     │   ├── InstanceDraining        instance_draining         the instance accepts no new requests
-    │   ├── InstanceBusy            instance_busy             to be stopped only if idle, and it serves
-    │   └── MigrationFailed         migration_failed          some requests stayed or were re-run elsewhere
+    │   ├── InstanceBusy            instance_busy             it serves: not to be stopped now
+    │   └── MigrationFailed         migration_failed          requests stayed, or were re-run
     ├── PayloadTooLarge         413 payload_too_large
-    ├── InvalidModel            422 invalid_model             a registration or checkpoint that cannot work
+    ├── InvalidModel            422 invalid_model             an unusable registration or checkpoint
     │   ├── CheckpointInvalid       checkpoint_invalid
     │   └── UnsupportedArchitecture unsupported_architecture
     ├── QueueFull               429 queue_full
     ├── TooManyConnections      429 too_many_connections
     ├── EngineFailed            500 engine_failed
     │   ├── EngineKilled            engine_killed             by another process, not out of memory
-    │   └── DeviceFailed            device_failed             the driver failed a call or gives no answer
+    │   └── DeviceFailed            device_failed             the driver failed a call, or hangs
     ├── DeviceMissing           500 device_missing
     ├── CannotSuspend           500 cannot_suspend            the engine still runs
     ├── RestoreFailed           500 restore_failed            a suspended engine did not resume
     ├── Unavailable             503 unavailable
     │   ├── Unreachable             unreachable               no process subscribes to the subject
-    │   ├── InsufficientMemory      insufficient_memory       never fits, or not now (see `should_retry`)
+    │   ├── InsufficientMemory      insufficient_memory       never fits, or not now
     │   ├── StoreFull               store_full                a NATS bucket is at its limit
     │   └── ShuttingDown            shutting_down
     └── DeadlineExceeded        504 deadline_exceeded
         └── QueueTimeout            queue_timeout
 
-A `ThawError` crosses the wire as `ErrorBody` (shared/contracts/base.py) and is raised again, with the same class, on the other side.
-`should_retry` is what the OpenAI clients read from `x-should-retry`; None leaves their own rule in force.
+A `ThawError` crosses the wire as `ErrorBody` (shared/contracts/base.py) and is raised again, with
+the same class, on the other side. `should_retry` is what the OpenAI clients read from
+`x-should-retry`; None leaves their own rule in force.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ from typing import ClassVar, Self
 from shared.contracts.base import ErrorBody
 
 _MAX_CHARS, _TAIL_CHARS = 8000, 2000
-"""Bounds of a message, and of its tail, which has the remedy. A hostile file can make names of any length, and NATS refuses large messages."""
+"""Bounds of a message, and of its tail, which has the remedy. A hostile file can make names of any
+length, and NATS refuses large messages.
+"""
 
 
 def _shortened(message: str) -> str:
@@ -176,7 +179,7 @@ class Conflict(ThawError):
 
 
 class StaleToken(Conflict):
-    """The command carries a fencing token older than one already seen; a newer leader has taken over."""
+    """The command's fencing token is older than one already seen; a newer leader has taken over."""
 
     code = "stale_token"
 
@@ -228,7 +231,9 @@ class QueueFull(ThawError):
 
     code, status, type = "queue_full", 429, "rate_limit_error"
     position: int | None = None
-    """The place in the queue that the request would have had, counted from 1. Not on the wire: only a gateway raises it."""
+    """The place in the queue that the request would have had, counted from 1. Not on the wire: only
+    a gateway raises it.
+    """
 
 
 class TooManyConnections(ThawError):
@@ -244,13 +249,13 @@ class EngineFailed(ThawError):
 
 
 class EngineKilled(EngineFailed):
-    """Another process killed the engine, or it exited unobserved, and not out of memory: the model is not at fault."""
+    """Another process killed the engine, or it exited unobserved: its model is not at fault."""
 
     code = "engine_killed"
 
 
 class DeviceFailed(EngineFailed):
-    """The driver of a device failed a call or gives no answer. See `nvidia-smi` and the kernel's log (`dmesg`)."""
+    """The driver of a device failed a call, or hangs. See `nvidia-smi` and the kernel's `dmesg`."""
 
     code = "device_failed"
 
@@ -292,7 +297,7 @@ class InsufficientMemory(Unavailable):
 
 
 class StoreFull(Unavailable):
-    """The store has no room for another entry; docs/operations.md has its limit and how to free space."""
+    """The store is full; docs/operations.md has its limit and how to free space."""
 
     code, retry = "store_full", False
 

@@ -2,9 +2,11 @@
 
 The exit status is 0 for a healthy service, else 1 with the reason.
 
-scheduler             some scheduler leads and answers over NATS: a standby is healthy as long as its mesh has a leader
+scheduler             some scheduler leads and answers over NATS: a standby is healthy as long as
+                      its mesh has a leader
 nodeagent, loader     this node's status is broadcast over NATS every second
-migrator              NATS is reachable with the migrator's settings, and the bucket of migrations is readable
+migrator              NATS is reachable with the migrator's settings, and the bucket of migrations
+                      is readable
 gateway               /ready: connected to NATS, the catalogue read, not stopping
 
 The check runs beside the service, with the same settings.
@@ -56,7 +58,8 @@ async def _over_nats(service: str) -> None:
 def _over_http() -> None:
     port = os.environ.get("THAW_GATEWAY_PORT", "8080")
     scheme = "https" if os.environ.get("THAW_TLS_CERTIFICATE") else "http"
-    # The certificate is for a name of the outside; what answers here is the container's own gateway.
+    # The certificate is for a name of the outside; what answers here is the container's own
+    # gateway.
     unchecked = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), unchecked)
     opener.open(f"{scheme}://127.0.0.1:{port}/ready", timeout=_WITHIN_S).close()

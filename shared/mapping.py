@@ -52,7 +52,8 @@ def map_descriptor(fd: int, extents: Sequence[Extent] = (), nbytes: int | None =
     if nbytes is not None and nbytes > total:
         raise ValueError(f"the extents hold {total} bytes, fewer than {nbytes}")
     wanted = total if nbytes is None else nbytes
-    # One range is reserved, so that its parts lie side by side whatever else this process maps meanwhile; its own pages are never touched.
+    # One range is reserved, so that its parts lie side by side whatever else this process maps
+    # meanwhile; its own pages are never touched.
     area = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     anchor = ctypes.c_char.from_buffer(area)
     address, at = ctypes.addressof(anchor), 0

@@ -12,7 +12,9 @@ from shared.contracts.models import ModelCard
 MIB = 1024 * 1024
 MIN_KV_BYTES = 32 * MIB
 FULL_CONTEXTS = 2
-"""KV for this many sequences of full length by default (fewer if `max_concurrency` is less); shorter ones share it."""
+"""KV for this many sequences of full length by default (fewer if `max_concurrency` is less);
+shorter ones share it.
+"""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

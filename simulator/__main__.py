@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.errors import InvalidRequest, ThawError
+from simulator import recording
 from simulator.order import Order, document, outcomes
 
 
@@ -32,9 +33,11 @@ def ordered(text: str) -> dict[str, Any]:
         from simulator import plots
 
         plots.available()
+    recorded = recording.write(order.recording, replay=order.trace is not None) if order.recording is not None else None
     runs = outcomes(order, progress)
     made = [str(p) for p in plots.draw(runs, order.plots)] if order.plots is not None else []
-    return {**document(runs), "plots": made}
+    found = {**document(runs), "plots": made}
+    return found if recorded is None else {**found, "recorded": recorded.figures()}
 
 
 def main() -> int:

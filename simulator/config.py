@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from services.scheduler.domain.policies.port import Capability
 from shared.errors import InvalidRequest
+from simulator.file_faults import faults
 
 GB = 10**9
 EVERY_CAPABILITY: frozenset[Capability] = frozenset(("sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate"))
@@ -71,11 +72,9 @@ class NodeGroup(_Strict):
 class Startup(_Strict):
     """Durations of a start besides loading.
 
-    With `prefetch` weights are fetched while the engine starts; with `stream` they go on to the
-    device as
-    they arrive; with `overlap` libraries load while weights are copied. All three: HydraServe's Eq.
-    5;
-    none: its Eq. 1.
+    With `prefetch` weights are fetched while the engine starts; with `stream` they continue to the
+    device as they arrive; with `overlap` libraries load while weights are copied. All three:
+    HydraServe's Eq. 5; none: its Eq. 1.
     """
 
     container_s: float = Field(default=0.0, ge=0)
@@ -260,5 +259,4 @@ def read(path: Path, kind: type[File]) -> File:
     except (OSError, yaml.YAMLError) as e:
         raise InvalidRequest(f"{path} cannot be read: {e}") from e
     except ValidationError as e:
-        first = e.errors()[0]
-        raise InvalidRequest(f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from e
+        raise InvalidRequest(f"{path}: {faults(kind, e)}") from e

@@ -356,4 +356,4 @@ class Controller:
 
 
 def _available(device: SimDevice) -> bool:
-    return device.node.alive and not device.busy and not any(i.state == "starting" for i in device.instances.values())
+    return device.node.alive and not device.busy and not device.starting

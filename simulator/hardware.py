@@ -34,16 +34,16 @@ class Cache:
         if nbytes > self.capacity:
             return False
         if self.used + nbytes > self.capacity:
-            leaving, freed = [], 0
+            evicted, freed = [], 0
             for other, size in self.held.items():
                 if self.used - freed + nbytes <= self.capacity:
                     break
                 if other not in self._pins:
-                    leaving.append(other)
+                    evicted.append(other)
                     freed += size
             if self.used - freed + nbytes > self.capacity:
                 return False
-            for other in leaving:
+            for other in evicted:
                 self.remove(other)
         self.held[name] = nbytes
         self.used += nbytes
@@ -105,6 +105,7 @@ class Device(Generic[InstanceT]):
         "neighbours",
         "node",
         "promised",
+        "starting",
         "version",
         "view",
         "view_of",
@@ -121,6 +122,8 @@ class Device(Generic[InstanceT]):
         self.neighbours: tuple[Device[InstanceT], ...] = ()
         self.loading: dict[str, bool] = {}
         """Instances that load over the bus, and whether they are heavy."""
+        self.starting: set[str] = set()
+        """Keys of the instances that are not ready yet."""
         self.busy, self.busy_since, self.busy_s = 0, 0.0, 0.0
         self.version = 1
         self.view_of: tuple[int, float, int] = (0, 0.0, 0)
@@ -146,12 +149,12 @@ class Device(Generic[InstanceT]):
         kept = self.kept.get(model)
         if kept is None:
             return 0
-        gone = kept.nbytes if nbytes is None else min(nbytes, kept.nbytes)
-        kept.nbytes -= gone
-        self.kept_bytes -= gone
+        dropped = kept.nbytes if nbytes is None else min(nbytes, kept.nbytes)
+        kept.nbytes -= dropped
+        self.kept_bytes -= dropped
         if kept.nbytes <= 0:
             del self.kept[model]
-        return gone
+        return dropped
 
     def begin(self, now: float) -> None:
         """Count a request that begins to execute."""

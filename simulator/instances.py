@@ -97,8 +97,7 @@ class Run:
     """One request.
 
     `tokens`: generated so far; `paused_at`: start of an interruption; `prepared`: tokens whose KV
-    cache is
-    already at the destination.
+    cache is already at the destination.
     """
 
     __slots__ = (

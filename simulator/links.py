@@ -149,7 +149,7 @@ class Network:
 def _admitted(flow: Flow) -> bool:
     """True if the flow is the first on its sequential links.
 
-    Background flows come last.
+    Background flows are last.
     """
     for link in flow.path:
         if link.sequential:

@@ -51,7 +51,7 @@ class Options:
     # Devices that run one request at a time (Torpor).
 
     def _exclusive(self, ask: Ask, model: SimModel, device: SimDevice) -> Iterator[Option]:
-        if device.busy or any(i.state == "starting" for i in device.instances.values()):
+        if device.busy or device.starting:
             return
         world = self._world
         here = next((i for i in device.instances.values() if i.model is model), None)
@@ -63,11 +63,11 @@ class Options:
         if clearance is None:
             return
         if "peer_copy" in world.can:
+            ready_on = [p.device for i in model.instances.values() if i.state == "ready" for p in i.parts]
             holders = [
                 (link.bandwidth, d.key, link)
                 for d in device.node.devices
-                if d is not device and any(i.model is model and i.state == "ready" for i in d.instances.values())
-                if (link := device.node.peer(d, device)) is not None
+                if d is not device and d in ready_on and (link := device.node.peer(d, device)) is not None
             ]
             if holders:
                 _, key, link = max(holders, key=lambda h: (h[0], h[1]))
@@ -133,10 +133,10 @@ class Options:
         if short > self._at_most(device):
             return None
         view = world.view(device)
-        leaving = sum(r.nbytes for r in view.residents if r.state == "leaving")
-        if short <= leaving:
-            return Clearance("leaving", freed_bytes=leaving)
-        found = world.profile.clear(ask, view, short - leaving, world.clock.now)
+        leaving_bytes = sum(r.nbytes for r in view.residents if r.state == "leaving")
+        if short <= leaving_bytes:
+            return Clearance("leaving", freed_bytes=leaving_bytes)
+        found = world.profile.clear(ask, view, short - leaving_bytes, world.clock.now)
         if found is None or (needed := _NEEDS.get(found.how)) is None or needed in world.can:
             return found
         return replace(found, how="evict") if found.how == "suspend" and self._all_idle(device, found) else None

@@ -30,6 +30,9 @@ class Order(BaseModel):
     policies: tuple[str, ...] = Field(default=("thaw",), min_length=1)
     seeds: int = Field(default=1, ge=1)
     mesh: bool = False
+    recording: Path | None = Field(
+        default=None, description="Directory of simulator.recording, which writes the files there first."
+    )
     trace: Path | None = None
     speed: float = 1.0
     rps: float = 1.0

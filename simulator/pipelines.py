@@ -57,10 +57,10 @@ class Pipelines:
         for n, part in enumerate(instance.parts):
             short = model.need - part.nbytes - world.free(part.device)
             view = world.view(part.device)
-            leaving = sum(r.nbytes for r in view.residents if r.state == "leaving")
-            if short <= leaving:
+            leaving_bytes = sum(r.nbytes for r in view.residents if r.state == "leaving")
+            if short <= leaving_bytes:
                 return
-            clearance = world.profile.clear(Ask(model.name, model.need, 0.0), view, short - leaving, world.clock.now)
+            clearance = world.profile.clear(Ask(model.name, model.need, 0.0), view, short - leaving_bytes, world.clock.now)
             if clearance is not None and clearance.how == "evict":
                 found.append((clearance.penalty_s, n, clearance))
         if found:
@@ -88,20 +88,20 @@ class Pipelines:
         instance.done = []
         gathered = self._gather_seconds(instance)
         stays, others = survivors[0], survivors[1:]
-        leaving = [p for p in instance.parts if p not in survivors]
+        released = [p for p in instance.parts if p not in survivors]
         now = world.clock.now
         held = (now - instance.began) / 1e9
         world.outcome.device_memory_gb_seconds += held * sum(p.nbytes for p in instance.parts if p is not stays)
         world.outcome.device_seconds += (now - instance.began) * (len(instance.parts) - 1)
         instance.become([stays], gathered)
-        for p in (*leaving, *others):
+        for p in (*released, *others):
             p.device.instances.pop(instance.key, None)
             p.device.booked -= p.nbytes
             world.touch(p.device)
         replicas = [self._replica(instance, p) for p in others]
         for new in replicas:  # after all of them count, so that no further instance is started
             self._in_service(new)
-        for p in leaving:
+        for p in released:
             self._starts.room(p.device)
         for p in survivors:
             world.touch(p.device)

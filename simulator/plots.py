@@ -27,7 +27,7 @@ def available() -> None:
         InvalidRequest: It is missing; the text has the command that installs it.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidRequest("plots need matplotlib, which is not installed: pip install 'thaw-mesh[plots]'")
+        raise InvalidRequest("Plots need matplotlib, which is not installed: pip install 'thaw-mesh[plots]'")
 
 
 def draw(runs: Sequence[Run], directory: Path) -> list[Path]:

@@ -14,8 +14,7 @@ class Served:
     """One served request, in seconds.
 
     `queued`: until an engine took it; `tpot`: for each further token; `pause`: interrupted by
-    preemption
-    or migration; `ended`: time of its last token.
+    preemption or migration; `ended`: time of its last token.
     """
 
     model: str

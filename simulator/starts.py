@@ -67,6 +67,7 @@ class Starts:
             start.promised[part.device.key] = part.nbytes - own
             part.device.promised += part.nbytes - own
             part.device.instances[key] = instance
+            part.device.starting.add(key)
             self.waiting.setdefault(part.device.key, []).append(start)
             world.touch(part.device)
         model.instances[key] = instance
@@ -184,6 +185,7 @@ class Starts:
         world.outcome.startup.append(instance.load_s)
         for part in instance.parts:
             part.device.loading.pop(instance.key, None)
+            part.device.starting.discard(instance.key)
             world.touch(part.device)
         start.ready(instance)
 
@@ -206,6 +208,7 @@ class Starts:
             device = part.device
             device.instances.pop(instance.key, None)
             device.loading.pop(instance.key, None)
+            device.starting.discard(instance.key)
             self._options.fetch_ended(device.node.name, instance.key)
             if start.begun:
                 device.booked -= part.nbytes

@@ -68,14 +68,14 @@ class Stops:
         def over() -> None:
             instance.keep_timer = None
             if instance.state == "ready" and not instance.runs and not instance.moving:
-                if "suspend" in world.can and self._comes_back_sooner(instance):
+                if "suspend" in world.can and self._resumes_faster(instance):
                     self.suspend(instance)
                 else:
                     self.leave(instance)
 
         instance.keep_timer, instance.leaves_at = world.clock.after(seconds, over), world.clock.now + seconds
 
-    def _comes_back_sooner(self, instance: Instance) -> bool:
+    def _resumes_faster(self, instance: Instance) -> bool:
         """True if a snapshot restores faster than a new start.
 
         The weights of a new start may still be on the device.

@@ -102,7 +102,7 @@ class World:
         coming = sum(r.nbytes for r in residents if r.state == "leaving")
         residents += [self._kept(device, k) for k in device.kept]
         loads = [heavy for d in device.neighbours for heavy in d.loading.values()]
-        starting = self.runtime.exclusive and any(i.state == "starting" for i in device.instances.values())
+        starting = self.runtime.exclusive and bool(device.starting)
         return DeviceView(
             device.key,
             device.node.name,

@@ -30,19 +30,22 @@ _ALONE = dict.fromkeys(
     ),
     "swap",
 )
-"""Folders and files that one worker runs in sequence: they page out, and measure the freed memory."""
+"""Folders and files that one worker runs in sequence: they page out and measure freed memory."""
 
 
 _WHOLE_MESHES = ("e2e", "chaos", "integration/launcher")
 _MESH_TIMEOUT_S = 600
-"""Timeout in seconds of a test with its fixtures, which start a mesh. Waits within it have timeouts of up to 180 s each."""
+"""Timeout in seconds of a test with its fixtures, which start a mesh.
+
+Waits within it have timeouts of up to 180 s each.
+"""
 
 
 class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Scheduling that keeps each folder on one worker.
 
-    The tests of a folder share servers, and some share a cgroup, the swap or the Docker Engine. pytest-xdist's own groups have no effect
-    with this pytest version.
+    The tests of a folder share servers, and some share a cgroup, the swap or the Docker Engine.
+    pytest-xdist's own groups have no effect with this pytest version.
     """
 
     def _split_scope(self, nodeid: str) -> str:

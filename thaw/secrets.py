@@ -3,11 +3,14 @@
 The credentials are random, for a mesh in containers.
 
     nats/passwords.conf            passwords of all NATS users; kept from run to run
-    nats/authorization.conf        users and permissions, included by compose/nats.conf; written by every run
-    nats/nodes/NAME/               credentials of a node on another host (--remote-nodes), for the operator to copy
+    nats/authorization.conf        users and permissions, included by compose/nats.conf; written by
+                                   every run
+    nats/nodes/NAME/               credentials of a node on another host (--remote-nodes), for the
+                                   operator to copy
     postgres/password              password of the database's owner
     gateway/, scheduler/, migrator/, FOLDER/
-                                   a THAW_SECRETS_DIR for each service and each node, with just what it needs
+                                   a THAW_SECRETS_DIR for each service and each node, with just what
+                                   it needs
 
 Existing passwords are kept, so a second start uses the credentials of the first. Each directory can
 be a volume of its own: files that are derived from a password are written again if they are missing
@@ -124,7 +127,8 @@ def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text)
-    # The servers' images read these as users of their own; each volume is mounted into the one service that it is for.
+    # The servers' images read these as users of their own; each volume is mounted into the one
+    # service that it is for.
     temporary.chmod(0o644)
     temporary.replace(path)
 

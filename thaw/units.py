@@ -48,6 +48,19 @@ def format_size(value: float) -> str:
     return f"{value:.1f} TiB"
 
 
+def written_duration(seconds: float) -> str:
+    """Seconds as in a thaw.yaml, without loss: "500ms", "30s", "5m", "1h30m", "-1"."""
+    if seconds <= 0 or (seconds < 1 and round(seconds * 1e3, 6) % 1):
+        return f"{seconds:g}"
+    if seconds < 1:
+        return f"{seconds * 1e3:g}ms"
+    if seconds % 1:
+        return f"{seconds!r}s"
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return "".join(f"{number}{unit}" for number, unit in ((hours, "h"), (minutes, "m"), (rest, "s")) if number)
+
+
 def format_duration(seconds: float) -> str:
     """Seconds for people: "850 ms", "12.3 s", "5 min", "2.0 h"."""
     if seconds < 1:

@@ -27,7 +27,8 @@ def bind(name: str, dtype: str, shape: tuple[int, ...], data: memoryview, offset
     Raises:
         CheckpointInvalid: torch has no type for it.
     """
-    # The loader's processes never hold tensors: importing torch with this module would cost each of them a second and 200 MB.
+    # The loader's processes never hold tensors: importing torch with this module would cost each of
+    # them a second and 200 MB.
     import torch
 
     kept = packed_shape(dtype, shape)

@@ -4,7 +4,8 @@ Foreign engines' plug-ins are such readers.
 
     with attach(loader_socket(node_state), source="/models/llama") as weights:
         for tensor, data in weights.tensors():
-            ...  # `data` is a complete view of shared memory: copy it, or keep the weights open while it is in use
+            ...  # `data` is a complete view of shared memory: copy it, or keep the weights open
+                 while it is in use
 
 Needs only the standard library and pydantic; imports nothing of the loader.
 """
@@ -61,7 +62,7 @@ def attach(
         connection.send(ask.model_dump_json().encode() + b"\n")
         attached = connection.receive()
         if not isinstance(attached, SocketAttached):
-            raise CheckpointInvalid(f"the loader answered {attached.kind!r} to an attach")
+            raise CheckpointInvalid(f"The loader answered {attached.kind!r} to an attach")
         return Weights(connection, attached)
     except BaseException:
         connection.close()
@@ -85,9 +86,9 @@ class Weights:
             end = self.header.index_offset + self.header.index_bytes
             self.index = SegmentIndex.model_validate_json(self.buffer[self.header.index_offset : end])
         except (OSError, ValueError, ValidationError) as e:
-            raise CheckpointInvalid(f"the segment of {attached.weights_id} cannot be read: {e}") from e
+            raise CheckpointInvalid(f"The segment of {attached.weights_id} cannot be read: {e}") from e
         if (self.header.magic, self.header.version) != (MAGIC, LAYOUT_VERSION):
-            raise CheckpointInvalid(f"the segment has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
+            raise CheckpointInvalid(f"The segment has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
 
     @property
     def complete(self) -> bool:
@@ -143,24 +144,24 @@ class _Connection:
                 self._socket.connect(address)
         except OSError as e:
             self._socket.close()
-            raise Unreachable(f"no loader listens at {path}: {e}; start this node's loader") from e
+            raise Unreachable(f"No loader listens at {path}: {e}; start this node's loader") from e
         self._lines = self._socket.makefile("rb")
 
     def send(self, line: bytes) -> None:
         try:
             self._socket.sendall(line)
         except OSError as e:
-            raise Unreachable(f"the loader at {self._path} went away: {e}") from e
+            raise Unreachable(f"The loader at {self._path} went away: {e}") from e
 
     def receive(self) -> SocketReply:
         try:
             line = self._lines.readline(MAX_LINE_BYTES)
         except TimeoutError as e:
-            raise Unreachable(f"the loader at {self._path} was silent for {self._socket.gettimeout()} s") from e
+            raise Unreachable(f"The loader at {self._path} was silent for {self._socket.gettimeout()} s") from e
         except OSError as e:
-            raise Unreachable(f"the loader at {self._path} went away: {e}") from e
+            raise Unreachable(f"The loader at {self._path} went away: {e}") from e
         if not line.endswith(b"\n"):
-            raise Unreachable(f"the loader at {self._path} closed the connection; ask again when it is back")
+            raise Unreachable(f"The loader at {self._path} closed the connection; ask again when it is back")
         message = SOCKET_REPLY.validate_json(line)
         if isinstance(message, SocketError):
             raise from_body(message.error)

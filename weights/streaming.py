@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     import torch
 
 WINDOW_CHUNKS = 4
-"""Chunks that may have memory, from the one that is being taken on. The fewer, the sooner each is used again, from the CPU's cache."""
+"""Chunks that may have memory, from the one that is being taken on.
+
+The fewer, the sooner each is used again, from the CPU's cache.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ class TensorStream:
         self._loaded = 0
         self._left = threading.Event()
         self._gone: deque[range] = deque()
-        """Chunks of tensors without references. Any thread that drops one only appends: it may hold any lock."""
+        """Chunks of tensors without references.
+
+        Any thread that drops one only appends: it may hold any lock.
+        """
         self._executor = ThreadPoolExecutor(1, "tensor-stream", initializer=_unbind)
         self._load = self._executor.submit(self._read)
         self._load.add_done_callback(lambda _: self._notify())
@@ -104,7 +110,7 @@ class TensorStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- the reading threads -------------------------------------------------------------------------------------------------------
+    # -- the reading threads -----------------------------------------------------------------------
 
     def _read(self) -> ReadStats:
         with opened(self._path, self._rank, self._ranks) as (checkpoint, tier):
@@ -133,7 +139,7 @@ class TensorStream:
         with self._changed:
             self._changed.notify()
 
-    # -- who takes -----------------------------------------------------------------------------------------------------------------
+    # -- who takes ---------------------------------------------------------------------------------
 
     def _wait(self, is_loaded: Callable[[], bool]) -> _Begun:
         """Wait until `is_loaded` returns True, or raise the load's error."""
@@ -147,7 +153,8 @@ class TensorStream:
     def _tensor(self, entry: TensorEntry, start: int, ring: Ring) -> torch.Tensor:
         data = ring.view(start, entry.nbytes)
         if entry.nbytes:
-            # The tensor's storage refers to this very view, and every view of the tensor to its storage.
+            # The tensor's storage refers to this very view, and every view of the tensor to its
+            # storage.
             weakref.finalize(data, self._gone.append, _chunks(start, entry.nbytes)).atexit = False
         return bind(entry.name, entry.dtype, entry.shape, data, start)
 

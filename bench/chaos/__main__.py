@@ -2,11 +2,13 @@
 
     python -m bench.chaos --kills 500 --seed 1 [--clients 6] [--seconds S] [--json PATH] [--keep]
 
-`--kills` counts processes struck: killed (SIGKILL), stopped for 15 s (SIGSTOP), or killed two at once. Two gateways behind a balancer (TCP,
-round robin, in this process), two schedulers, two nodes; llama.cpp where `make engines` has installed it. The plan of faults and each client's
-requests are functions of the seed; their timing is not. Ends with status 1 if a request was lost, broken, truncated, wrong or generated twice, if
-memory was booked twice, or if anything is left behind. Columns: bench/chaos/verdict.py; recovery is until a warm and a cold model have answered
-requests sent at the fault, and killed services run again.
+`--kills` counts processes struck: killed (SIGKILL), stopped for 15 s (SIGSTOP), or killed two at
+once. Two gateways behind a balancer (TCP, round robin, in this process), two schedulers, two nodes;
+llama.cpp where `make engines` has installed it. The plan of faults and each client's requests are
+functions of the seed; their timing is not. Ends with status 1 if a request was lost, broken,
+truncated, wrong or generated twice, if memory was booked twice, or if anything is left behind.
+Columns: bench/chaos/verdict.py; recovery is until a warm and a cold model have answered requests
+sent at the fault, and killed services run again.
 """
 
 from __future__ import annotations

@@ -261,8 +261,8 @@ class Bed(Thaw):
     def overbooked(self, cluster: dict[str, Any]) -> list[str]:
         """Devices whose budget was granted twice.
 
-        What an engine has grown to beyond its need is booked to it too, and may exceed the budget for a while; it was not granted, and does not
-        count here.
+        What an engine has grown to beyond its need is booked to it too, and may exceed the budget
+        for a while; it was not granted, and does not count here.
         """
         faults = []
         for node in cluster["nodes"]:
@@ -299,10 +299,10 @@ class Bed(Thaw):
         engines = {p.pid for kind in ("engine", "engine host") for p in self.victims(kind)}
         if extra := engines - pids:
             faults.append(f"processes {sorted(extra)} belong to no live instance")
-        # A host's children: the engine, and the relay to its port where it cannot listen on a Unix socket.
         hosted = {child.pid for host in self.victims("engine host") for child in _children(host)}
-        if missing := pids - engines - hosted:
-            faults.append(f"processes {sorted(missing)} of live instances are no engines")
+        # A relay to the port of an engine that cannot listen on a Unix socket outlives its parent.
+        if missing := {pid for pid in pids - engines - hosted if _RELAY not in _description(pid)}:
+            faults.append(f"no engines, but processes of live instances: {[_description(pid) for pid in sorted(missing)]}")
         present, mapped = sum(p.stat().st_blocks * 512 for p in self.segments()), mapped_bytes(engines)
         if mapped != present:
             faults.append(f"{present} bytes of shared memory, {mapped} mapped by live instances")
@@ -316,11 +316,22 @@ class Bed(Thaw):
         return faults
 
 
+_RELAY = "services/enginehost/runtimes/relay.py"
+
+
 def _children(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _description(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{pid}, child of {process.ppid()}, {process.status()}: {_command(process)}"
+    except psutil.NoSuchProcess:
+        return f"{pid}, which has ended"
 
 
 def _command(process: psutil.Process) -> str:

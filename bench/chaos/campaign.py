@@ -1,7 +1,8 @@
 """Carries out a plan of faults against a mesh under load, and keeps what was seen.
 
-For each fault: the processes are struck at the same instant; probes are sent at once; the next fault follows when the probes are answered and
-killed services run again, not before `PAUSE_S` and not after `PACE_S`: a fault that takes longer, as every stop may, overlaps with the next ones.
+For each fault: the processes are struck at the same instant; probes are sent at once; the next
+fault follows when the probes are answered and killed services run again, not before `PAUSE_S` and
+not after `PACE_S`: a fault that takes longer, as every stop may, overlaps with the next ones.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ class Findings:
     exchanges: list[Exchange] = field(default_factory=list)
     fates: list[Fate] = field(default_factory=list)
     overbooked: list[str] = field(default_factory=list)
-    set_ledger: list[str] = field(default_factory=list)
+    booking_faults: list[str] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)
 
     def failures(self) -> list[str]:
         """What a campaign must not see, in words."""
         found = [f"{f}: {e.job} {e.answer} {e.broken or ''}" for e, f in zip(self.exchanges, self.fates, strict=True) if f in BAD]
         found += [f"not recovered within {_RECOVERED_WITHIN_S:.0f} s: {s.fault}" for s in self.struck if s.recovered is None]
-        found += [f"booked twice: {o}" for o in self.overbooked] + [f"set_ledger: {b}" for b in self.set_ledger]
+        found += [f"booked twice: {o}" for o in self.overbooked] + [f"booking: {b}" for b in self.booking_faults]
         return found + [f"left behind: {kind} {name}" for kind, names in self.left.items() for name in names]
 
 
@@ -123,7 +124,7 @@ class Campaign:
             self._end()
             self._stopped.set()
             watcher.join(60)
-        self._findings.set_ledger = self._bed.settle(_SETTLE_S)
+        self._findings.booking_faults = self._bed.settle(_SETTLE_S)
         return self._findings
 
     def close_bed(self) -> None:

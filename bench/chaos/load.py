@@ -22,7 +22,9 @@ Struck = Callable[[str | None, float], bool]
 """Whether a gateway (by name; None: any) has been struck since a time."""
 _THINK_S = (0.05, 0.6)
 _KEYED, _STREAMED, _SAMPLED, _TWINS = 0.35, 0.6, 0.3, 0.4
-"""LoraSpans: requests with a key; streamed ones; of those with a key, sampled ones, and those sent twice at the same time."""
+"""LoraSpans: requests with a key; streamed ones; of those with a key, sampled ones, and those sent
+twice at the same time.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ def jobs(served: tuple[Served, ...], seed: int, client: int) -> Iterator[Job]:
         number += 1
         model = random_.choices(served, [s.weight for s in served])[0]
         keyed, stream = random_.random() < _KEYED, random_.random() < _STREAMED
-        # A stream of such an engine ends with an error event when its engine dies (docs/engines.md).
+        # A stream of such an engine ends with an error event when its engine dies
+        # (docs/engines.md).
         stream = stream and model.resumes
         sampled = keyed and random_.random() < _SAMPLED
         yield Job(

@@ -88,7 +88,7 @@ def summary(findings: Findings) -> str:
         [
             f"{findings.duration_s:.0f} s; hosted engine: {findings.hosted}; requests by kind: {dict(sorted(kinds.items()))}",
             f"strikes skipped for want of a victim: {len(findings.skipped)}",
-            f"looks that saw memory booked twice: {len(findings.overbooked)}; faults in the set_ledger at the end: {len(findings.set_ledger)}",
+            f"looks that saw memory booked twice: {len(findings.overbooked)}; booking faults at the end: {len(findings.booking_faults)}",
             f"left behind: {left}",
         ]
     )
@@ -99,7 +99,7 @@ def figures(findings: Findings) -> dict[str, float]:
     found |= {f"left.{kind}": float(len(names)) for kind, names in findings.left.items()}
     return found | {
         "booked_twice": float(len(findings.overbooked)),
-        "books_at_the_end": float(len(findings.set_ledger)),
+        "books_at_the_end": float(len(findings.booking_faults)),
         "skipped": float(len(findings.skipped)),
         "seconds": findings.duration_s,
     }

@@ -1,9 +1,11 @@
 """What became of one request, judged against the undisturbed answer. Pure.
 
-`lost`: the client ended with an error, its own retries included. `cut`: a connection broke together with its own gateway, the only way in which a
-stream may end early, and the client then asked again. `broken`: a connection broke though its gateway was not struck. `truncated`: a stream ended in
-order, without a finish. `wrong`: the answer differs from the undisturbed one. `near tie`: it differs first where the two best tokens are as good as
-equal. `twice`: two answers to one Idempotency-Key differ in their id or text.
+`lost`: the client ended with an error, its own retries included. `cut`: a connection broke together
+with its own gateway, the only way in which a stream may end early, and the client then asked again.
+`broken`: a connection broke though its gateway was not struck. `truncated`: a stream ended in
+order, without a finish. `wrong`: the answer differs from the undisturbed one. `near tie`: it
+differs first where the two best tokens are as good as equal. `twice`: two answers to one
+Idempotency-Key differ in their id or text.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import Literal
 Fate = Literal["ok", "lost", "broken", "truncated", "wrong", "near tie", "twice"]
 BAD: tuple[Fate, ...] = ("lost", "broken", "truncated", "wrong", "twice")
 NEAR_TIE = 0.05
-"""Gap of the two best tokens' logits, in standard deviations of all logits, that counts as equal in bfloat16 (as in the engine's tests)."""
+"""Gap of the two best tokens' logits, in standard deviations of all logits, that counts as equal in
+bfloat16 (as in the engine's tests).
+"""
 LOGIT_DEVIATION = 3.0
 """Of the demo models' logits (thaw.demo.models)."""
 
@@ -74,8 +78,8 @@ class Exchange:
     Times in seconds of the monotonic clock.
 
     `cuts`: how often its connection broke with its own gateway, beyond the client's own retries.
-    `repeats`: answers to the same key, asked for afterwards or beside it.
-    `server_errors`: responses with a status of 500 or more, those included that the client's own retry made good.
+    `repeats`: answers to the same key, asked for afterwards or beside it. `server_errors`:
+    responses with a status of 500 or more, those included that the client's own retry made good.
     """
 
     job: Job
@@ -132,7 +136,8 @@ def _compare(answer: Answer, reference: Reference) -> Fate:
         return "wrong"
     at = first_difference(answer.text, expected.text)
     token = next((i for i, end in enumerate(reference.ends) if end > at), None)
-    # A token's text may begin before the letter that differs: a near-tie of that token, or of the one before it.
+    # A token's text may begin before the letter that differs: a near-tie of that token, or of the
+    # one before it.
     nearby = reference.gaps[max(0, token - 1) : token + 1] if token is not None else ()
     return "near tie" if nearby and min(nearby) / LOGIT_DEVIATION <= NEAR_TIE else "wrong"
 

@@ -1,9 +1,10 @@
-"""Run the papers' experiments in the simulator, and print each paper's figures and statements beside ours.
+"""Run the papers' experiments in the simulator, and print each paper's figures and statements
+beside ours.
 
-python -m bench.papers                            all of them, 10 seeds (hours: the ones of Torpor are large)
+python -m bench.papers                      all of them, 10 seeds (hours: Torpor's are large)
 python -m bench.papers serverlessllm-fig8 --seeds 5
-python -m bench.papers --quick --json out         three seeds of shorter runs; one JSON file for each experiment
-python -m bench.papers --constants                what the papers state, and what they omit
+python -m bench.papers --quick --json out   three seeds of shorter runs; a JSON file per experiment
+python -m bench.papers --constants          what the papers state, and what they omit
 """
 
 from __future__ import annotations

@@ -23,9 +23,17 @@ from simulator.workloads.request import Request
 from simulator.world import World
 
 CLOSE = 0.25
-"""A figure of ours agrees with the paper's if it is within this share of it, or if the confidence interval holds the paper's."""
+"""A number agrees if ours differs from the paper's by at most this share of the paper's."""
+POINTS = 0.1
+"""A share agrees only if it differs by at most this much, too: a quarter of 0.95 says little."""
+MARGIN = 0.05
+"""An order holds if ours is at least this share beyond the bound; a smaller difference is a tie."""
+SAME = 0.01
+"""Thaw's own comparisons: a smaller difference is "equal"."""
+ALIKE = (0.9, 1.1)
+"""The interval of a ratio where a paper says "similar" and gives no number."""
 WIDE = 0.5
-"""An interval wider than this share of its mean to either side says nothing: "unsure"."""
+"""A half-interval wider than this share of the effect says nothing: "unsure"."""
 STUDENT = (
     12.706,
     4.303,
@@ -184,33 +192,86 @@ class Row:
         return estimate(a[figure] / b[figure] if a.get(figure) is not None and b.get(figure) else None for a, b in pairs)
 
 
+Verdict = Literal["yes", "no", "unsure", "equal"]
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the paper says in words or tables.
+    """What the paper says in words or tables, beside our figure.
 
-    With a number: `ours` is compared with it; without: `holds` says whether the order is the same.
+    A claim has one of: a number (`paper`), an interval (`low` and `high`), a bound that the paper
+    states (`at_least`, `at_most`), or an order (`above` or `below` a bound, mostly a ratio of 1).
+
+    Attributes:
+        neutral: Of a number that is a ratio: the value of "no effect". The effect is judged, too.
+        points: Of a number that is a share: the largest difference, in its unit.
+        own: Thaw's own comparison, which no paper makes; a difference within the margin is "equal".
     """
 
     where: str
     text: str
     ours: Estimate
     paper: float | None = None
-    holds: bool | None = None
-    bound: float | None = None
-    """Of an order: what the figure must be on one side of; an interval over several seeds that holds it is "unsure"."""
+    neutral: float = 0.0
+    points: float | None = None
+    low: float | None = None
+    high: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    own: bool = False
 
     @property
-    def verdict(self) -> Literal["yes", "no", "unsure"]:
-        if self.holds is not None:
-            crossed = self.bound is not None and self.ours.seeds > 1 and self.ours.low < self.bound < self.ours.high
-            return "unsure" if crossed else "yes" if self.holds else "no"
-        if self.paper is None or math.isnan(self.ours.mean):
+    def stated(self) -> str:
+        """Return the paper's side as the table prints it."""
+        if self.paper is not None:
+            return _short(self.paper)
+        if self.low is not None and self.high is not None:
+            return f"{_short(self.low)} to {_short(self.high)}"
+        signs = ((">=", self.at_least), ("<=", self.at_most), (">", self.above), ("<", self.below))
+        return next(f"{sign} {_short(bound)}" for sign, bound in signs if bound is not None)
+
+    @property
+    def verdict(self) -> Verdict:
+        if math.isnan(self.ours.mean):
             return "unsure"
-        if abs(self.ours.mean - self.paper) <= CLOSE * abs(self.paper):
+        if self.paper is not None:
+            return self._number(self.paper)
+        if self.low is not None and self.high is not None:
+            return self._within(self.low, self.high)
+        if self.above is not None:
+            return self._order(self.above, 1)
+        if self.below is not None:
+            return self._order(self.below, -1)
+        return self._within(
+            -math.inf if self.at_least is None else self.at_least, math.inf if self.at_most is None else self.at_most
+        )
+
+    def _number(self, paper: float) -> Verdict:
+        ours, effect, stated = self.ours, self.ours.mean - self.neutral, paper - self.neutral
+        gap = abs(ours.mean - paper)
+        close = gap <= CLOSE * min(abs(paper), abs(stated)) and (self.points is None or gap <= self.points)
+        holds = ours.seeds > 1 and ours.low <= paper <= ours.high
+        wide = ours.high - ours.mean > WIDE * abs(effect)
+        if close and not wide:
             return "yes"
-        if not self.ours.low <= self.paper <= self.ours.high:
-            return "no"
-        return "unsure" if self.ours.high - self.ours.mean > WIDE * abs(self.ours.mean) else "yes"
+        return "unsure" if close or holds else "no"
+
+    def _within(self, low: float, high: float) -> Verdict:
+        ours = self.ours
+        if low <= ours.mean <= high:
+            return "yes" if ours.low >= low and ours.high <= high else "unsure"
+        return "no" if ours.high < low or ours.low > high else "unsure"
+
+    def _order(self, bound: float, sign: int) -> Verdict:
+        ours = self.ours
+        if self.own and max(abs(ours.low - bound), abs(ours.high - bound)) < SAME * abs(bound):
+            return "equal"
+        if ours.seeds > 1 and ours.low < bound < ours.high:
+            return "unsure"
+        margin = 0.0 if self.own else MARGIN * abs(bound)
+        return "yes" if sign * (ours.mean - bound) > margin else "no"
 
 
 @dataclass
@@ -231,18 +292,47 @@ class Result:
     def number(self, where: str, text: str, ours: Estimate, paper: float) -> None:
         self.claims.append(Claim(where, text, ours, paper))
 
-    def order(self, where: str, text: str, ours: Estimate, holds: bool, bound: float | None = None) -> None:
-        self.claims.append(Claim(where, text, ours, holds=holds, bound=bound))
+    def ratio(self, where: str, text: str, ours: Estimate, paper: float) -> None:
+        """Add a ratio, which is also judged by its difference from 1."""
+        self.claims.append(Claim(where, text, ours, paper, neutral=1.0))
+
+    def share(self, where: str, text: str, ours: Estimate, paper: float, whole: float = 1.0) -> None:
+        """Add a share of `whole`, which is also judged by its difference in points."""
+        self.claims.append(Claim(where, text, ours, paper, points=POINTS * whole))
+
+    def within(self, where: str, text: str, ours: Estimate, low: float, high: float) -> None:
+        self.claims.append(Claim(where, text, ours, low=low, high=high))
+
+    def alike(self, where: str, text: str, ours: Estimate) -> None:
+        """Add a ratio of figures that the paper calls similar."""
+        self.within(where, text, ours, *ALIKE)
+
+    def at_least(self, where: str, text: str, ours: Estimate, bound: float) -> None:
+        self.claims.append(Claim(where, text, ours, at_least=bound))
+
+    def at_most(self, where: str, text: str, ours: Estimate, bound: float) -> None:
+        self.claims.append(Claim(where, text, ours, at_most=bound))
+
+    def above(self, where: str, text: str, ours: Estimate, bound: float = 1.0, own: bool = False) -> None:
+        self.claims.append(Claim(where, text, ours, above=bound, own=own))
+
+    def below(self, where: str, text: str, ours: Estimate, bound: float = 1.0, own: bool = False) -> None:
+        self.claims.append(Claim(where, text, ours, below=bound, own=own))
 
     def document(self) -> dict[str, Any]:
         return {
             "experiment": self.name,
             "title": self.title,
             "rows": [
-                {"label": r.label, "figures": {f: asdict(r[f]) for f in _figures([r])}, "paper": r.paper or "plot only"}
+                {
+                    "label": r.label,
+                    "figures": {f: _numbers(r[f]) for f in _figures([r])},
+                    "runs": {f: [_rounded(run_.get(f)) for run_ in r.runs] for f in _figures([r])},
+                    "paper": r.paper or "plot only",
+                }
                 for r in self.rows
             ],
-            "claims": [{**asdict(c), "agrees": c.verdict} for c in self.claims],
+            "claims": [{**_stated(c), "agrees": c.verdict} for c in self.claims],
             "notes": self.notes,
         }
 
@@ -277,9 +367,7 @@ def printed(result: Result) -> str:
         lines.append("The paper's values of this figure: plot only.")
     if result.claims:
         claims = [["where", "the paper says", "paper", "ours", "agrees"]]
-        for c in result.claims:
-            stated = _short(c.paper) if c.paper is not None else "order"
-            claims.append([c.where, c.text, stated, str(c.ours), c.verdict])
+        claims += [[c.where, c.text, c.stated, str(c.ours), c.verdict] for c in result.claims]
         lines += ["", *_table(claims)]
     return "\n".join([*lines, *([""] if result.notes else []), *(f"- {n}" for n in result.notes), ""])
 
@@ -296,18 +384,50 @@ def write(results: Sequence[Result], directory: Path, settings: Mapping[str, Any
         (directory / f"{result.name}.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
 
 
+def claims_of(document: Mapping[str, Any]) -> list[Claim]:
+    """Return the claims of a written file."""
+    found = []
+    for written in document["claims"]:
+        ours = written["ours"]
+        mean, low, high = (math.nan if ours[k] is None else float(ours[k]) for k in ("mean", "low", "high"))
+        parts = {k: v for k, v in written.items() if k not in ("ours", "agrees")}
+        found.append(Claim(ours=Estimate(mean, low, high, ours["seeds"]), **parts))
+    return found
+
+
 def summary(directory: Path) -> str:
     """Return one table of the statements in a directory's JSON files.
 
-    It has the seeds and the length of the runs.
+    It has the seeds and the length of the runs. Verdicts are computed from the figures, and counted
+    above the table.
     """
+    counts = {"yes": 0, "no": 0, "unsure": 0}
     rows = [["experiment", "where", "the paper says", "paper", "ours, 95 % interval", "agrees"]]
     for path in sorted(directory.glob("*.json")):
         document = json.loads(path.read_text())
-        seeds = max((c["ours"]["seeds"] for c in document["claims"]), default=0)
+        claims = claims_of(document)
+        seeds = max((c.ours.seeds for c in claims), default=0)
         runs = f"{document['experiment']} ({seeds} x {document['settings'].get('scale', 1.0):g})"
-        for claim in document["claims"]:
-            stated = "order" if claim["paper"] is None else _short(claim["paper"])
-            rows.append([runs, claim["where"], claim["text"], stated, str(Estimate(**claim["ours"])), claim["agrees"]])
+        for claim in claims:
+            rows.append([runs, claim.where, claim.text, claim.stated, str(claim.ours), claim.verdict])
             runs = ""
-    return "\n".join(_table(rows))
+            if not claim.own:
+                counts[claim.verdict] += 1
+    total = f"{sum(counts.values())} statements of the papers"
+    agreeing = f"{counts['yes']} agree, {counts['no']} do not, and {counts['unsure']} are unsure"
+    return "\n".join([f"Of {total} {agreeing}.", "", *_table(rows)])
+
+
+def _stated(claim: Claim) -> dict[str, Any]:
+    plain = asdict(claim)
+    kept = {k: v for k, v in plain.items() if v is not None and (k, v) not in (("neutral", 0.0), ("own", False))}
+    return {**kept, "ours": _numbers(claim.ours)}
+
+
+def _numbers(figure: Estimate) -> dict[str, float | None]:
+    return {k: _rounded(v) for k, v in asdict(figure).items()}
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return six digits; None for what a run has no value of."""
+    return None if value is None or math.isnan(value) else value if isinstance(value, int) else float(f"{value:.6g}")

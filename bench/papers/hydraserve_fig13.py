@@ -19,13 +19,13 @@ def run(options: Options) -> Result:
     seconds = options.seconds(c.DURATION_S.value)
     result.measured((h.end_to_end(p, 8, 0.6, seconds) for p in h.SYSTEMS), options, h.measure)
     ours, vllm = result.row(policy="hydraserve"), result.row(policy="serverless-vllm")
-    result.number("8.3, Fig. 13a", "TPOT over serverless vLLM's", ours.over(vllm, "mean_tpot_ms"), 1.06)
-    result.number("8.3, Fig. 13b", "cost (memory x time): serverless vLLM's over ours", vllm.over(ours, "cost_gb_s"), 1.12)
+    result.ratio("8.3, Fig. 13a", "TPOT over serverless vLLM's", ours.over(vllm, "mean_tpot_ms"), 1.06)
+    result.ratio("8.3, Fig. 13b", "cost (memory x time): serverless vLLM's over ours", vllm.over(ours, "cost_gb_s"), 1.12)
     for name, shares in FIG11.items():
         row = result.row(policy=name)
         for application, share in zip(("chatbot", "code", "summarization"), shares, strict=True):
             row.paper[application] = share
-            result.number("artifact, Fig. 11", f"{application}: {name}", row[application], share)
+            result.share("artifact, Fig. 11", f"{application}: {name}, percent", row[application], share, 100)
     if options.sensitivity:
         literal = Result("", "")
         literal.measured((h.end_to_end(p, 8, 0.6, seconds, table3=True) for p in h.SYSTEMS), options.few, h.measure)

@@ -49,7 +49,7 @@ def run(options: Options) -> Result:
     for kind, model in pairs:
         for before, after in pairwise(STEPS):
             ratio = result.row(device=kind, step=after).over(result.row(device=kind, step=before), "ttft_s")
-            result.order("8.2, Fig. 8", f"{model}, {after}: shorter than without (ratio)", ratio, ratio.mean < 1.0, bound=1.0)
+            result.below("8.2, Fig. 8", f"{model}, {after}: shorter than without (ratio)", ratio)
     result.notes.append(
         "Overlap gains nothing here because fetching takes longer than container, context, libraries and loading in turn: 6.74 s and 6.71 s "
         "for Llama2-7B on A10, 13.0 s and 11.8 s for Llama2-13B on V100."

@@ -12,7 +12,9 @@ from bench.papers.core import Options, Result, Row
 NAME = "serverlessllm-fig8"
 OMITTED = {"ssd": c.SSD, "pcie": c.PCIE, "pool": c.POOL_GB, "zipf": c.ZIPF}
 RATES = (0.2, 0.8, 1.4)
-"""Section 7.3 states 1.4 and "medium", which with 513 requests in 660 s is 0.8; the lowest is the least of section 7.4."""
+"""Section 7.3 states 1.4 and "medium", which with 513 requests in 660 s is 0.8; the lowest is the
+least of section 7.4.
+"""
 
 
 def run(options: Options) -> Result:
@@ -35,16 +37,18 @@ def claims(result: Result) -> None:
         return result.row(dataset=dataset, rps=rps, policy=policy)
 
     low = at("GSM8K", "0.2", "serverless-random")
-    result.number("7.3, Fig. 8a/d", "random: 40 % of loads come from the SSD", low["ssd_share"], 0.40)
+    result.share("7.3, Fig. 8a/d", "random: 40 % of loads come from the SSD", low["ssd_share"], 0.40)
     for dataset in ("GSM8K", "ShareGPT"):
         ratio = at(dataset, "0.2", "shepherd").over(at(dataset, "0.2", "serverlessllm"), "p99_s")
-        result.number("7.3, Fig. 8a/d", f"{dataset}, low: Shepherd* and ServerlessLLM are similar (P99 ratio)", ratio, 1.0)
+        result.alike("7.3, Fig. 8a/d", f"{dataset}, low: Shepherd* and ServerlessLLM are similar (P99 ratio)", ratio)
     medium = at("GSM8K", "0.8", "serverlessllm")
     ratio = at("GSM8K", "0.8", "serverless-random").over(medium, "p99_s")
-    result.number("7.3, Fig. 8b", "GSM8K, medium: random's P99 is 1.86 times as long", ratio, 1.86)
-    result.number("7.3, Fig. 8b", "GSM8K, medium: Shepherd* is similar", at("GSM8K", "0.8", "shepherd").over(medium, "p99_s"), 1.0)
+    result.ratio("7.3, Fig. 8b", "GSM8K, medium: random's P99 is 1.86 times as long", ratio, 1.86)
+    result.alike(
+        "7.3, Fig. 8b", "GSM8K, medium: Shepherd* is similar (ratio)", at("GSM8K", "0.8", "shepherd").over(medium, "p99_s")
+    )
     medium = at("ShareGPT", "0.8", "serverlessllm")
-    result.number(
+    result.ratio(
         "7.3, Fig. 8e",
         "ShareGPT, medium: Shepherd*'s P99 is 2 times as long",
         at("ShareGPT", "0.8", "shepherd").over(medium, "p99_s"),
@@ -53,10 +57,10 @@ def claims(result: Result) -> None:
     result.number("7.3, Fig. 8e", "migrations of 1,000 requests (114 of 513)", medium["migrations"], 222)
     result.number("7.3, Fig. 8e", "preemptions of 1,000 requests (40 of 513)", at("ShareGPT", "0.8", "shepherd")["preemptions"], 78)
     high = at("GSM8K", "1.4", "serverlessllm")
-    result.number(
+    result.ratio(
         "7.3, Fig. 8c", "GSM8K, 1.4: Shepherd*'s P99 over ServerlessLLM's", at("GSM8K", "1.4", "shepherd").over(high, "p99_s"), 1.27
     )
-    result.number(
+    result.ratio(
         "7.3, Fig. 8c",
         "GSM8K, 1.4: random's P99 over ServerlessLLM's",
         at("GSM8K", "1.4", "serverless-random").over(high, "p99_s"),
@@ -64,12 +68,12 @@ def claims(result: Result) -> None:
     )
     result.number("7.3, Fig. 8c", "migrations of 1,000 requests (53 of 925)", high["migrations"], 57)
     result.number("7.3, Fig. 8c", "preemptions of 1,000 requests (9 of 925)", at("GSM8K", "1.4", "shepherd")["preemptions"], 10)
-    result.number(
+    result.ratio(
         "7.3, Fig. 8c", "Shepherd* reads the SSD twice as often", at("GSM8K", "1.4", "shepherd").over(high, "ssd_loads"), 2.0
     )
     worst = at("ShareGPT", "1.4", "shepherd")
     for policy, stated in (("serverless-random", 1.43), ("serverlessllm", 1.5)):
-        result.number(
+        result.ratio(
             "7.3, Fig. 8f",
             f"ShareGPT, 1.4: Shepherd*'s P95 over {policy}'s",
             worst.over(at("ShareGPT", "1.4", policy), "p95_s"),

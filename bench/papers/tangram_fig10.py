@@ -12,14 +12,16 @@ from time import perf_counter
 
 from bench.papers import tangram as t
 from bench.papers.constants import tangram as c
-from bench.papers.core import Options, Result, Row
+from bench.papers.core import Options, Result, Row, estimate
 from simulator.policies.tangram_packing import Packing, Region, evict, merge_all, pack, without
 
 NAME = "tangram-fig10"
 LAYERS = {"gpt20B": 44, "opt13B": 40, "yi9B": 48, "llama8B": 32, "opt6.7B": 32, "llama3B": 28, "qwen3B": 36, "opt1.3B": 24}
 """From the models' published configurations."""
 PARTS = (0.25, 0.08, 0.335, 0.335)
-"""Of a layer: attention's input and output, the two halves of the feed-forward part; 5 % of the model is the embedding."""
+"""Of a layer: attention's input and output, the two halves of the feed-forward part; 5 % of the
+model is the embedding.
+"""
 PER_GB = 1000
 """Sizes are in thousandths of a GB."""
 Strategy = tuple[str, bool, Callable[[list[Region], Mapping[str, int]], Packing | None]]
@@ -91,11 +93,11 @@ def drop_any(regions: list[Region], need: int, random: Random) -> list[Region] |
     random.shuffle(drawn)
     short = need - sum(r.size for r in regions if not r.key)
     sizes = {r.key: r.size for r in regions}
-    leaving: set[str] = set()
+    evicted: set[str] = set()
     while short > 0 and drawn:
-        leaving.add(drawn.pop())
-        short = need - sum(r.size for r in regions if not r.key) - sum(sizes[k] for k in leaving)
-    return without(regions, leaving) if short <= 0 else None
+        evicted.add(drawn.pop())
+        short = need - sum(r.size for r in regions if not r.key) - sum(sizes[k] for k in evicted)
+    return without(regions, evicted) if short <= 0 else None
 
 
 def run(options: Options) -> Result:
@@ -111,9 +113,10 @@ def run(options: Options) -> Result:
                 rows.append({k: sum(p[k] for p in picked) / requests for k in ("load_s", "merge_s", "compute_ms")})
             result.rows.append(Row({"strategy": name, "model": model}, rows))
     packing, merging, drawn = (result.row(strategy=s, model="all") for s in ("MCE+PGP", "MCE+GM", "Rand+GM"))
-    result.number("5.4.1, Fig. 10", "packing takes 93 % off merging (what is left of it)", packing.over(merging, "merge_s"), 0.07)
+    off = estimate(1 - a["merge_s"] / b["merge_s"] for a, b in zip(packing.runs, merging.runs, strict=True))
+    result.share("5.4.1, Fig. 10", "share of merging that packing saves", off, 0.93)
     less = merging.over(drawn, "load_s")
-    result.order("5.4.1, Fig. 10", "eviction by cost loads less than eviction by chance (ratio)", less, less.mean < 1, bound=1.0)
+    result.below("5.4.1, Fig. 10", "eviction by cost loads less than eviction by chance (ratio)", less)
     whole = sum(m.gb for m in c.MODELS) / len(c.MODELS) / c.PCIE.value
     result.notes.append(f"Without reuse a request loads {whole:.2f} s on average over the eight models.")
     result.notes.append("compute_ms is of Python on whatever machine this ran on; the paper's is below 1 ms in C++.")

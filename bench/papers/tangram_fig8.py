@@ -20,10 +20,10 @@ def run(options: Options) -> Result:
     names = t.named(c.MODELS)
     faster = {n: base.over(ours, f"load {n}").mean for n in names}
     shorter = {n: 1 - ours.over(base, f"ttft {n}").mean for n in names}
-    result.number("5.2, Fig. 8", "loading is faster, the least of the models", estimate([min(faster.values())]), 1.8)
-    result.number("5.2, Fig. 8", "loading is faster, the most of the models", estimate([max(faster.values())]), 6.2)
-    result.number("5.2, Fig. 8", "TTFT is shorter, the least of the models (share)", estimate([min(shorter.values())]), 0.14)
-    result.number("5.2, Fig. 8", "TTFT is shorter, the most of the models (share)", estimate([max(shorter.values())]), 0.60)
+    result.ratio("5.2, Fig. 8", "loading is faster, the least of the models", estimate([min(faster.values())]), 1.8)
+    result.ratio("5.2, Fig. 8", "loading is faster, the most of the models", estimate([max(faster.values())]), 6.2)
+    result.share("5.2, Fig. 8", "TTFT is shorter, the least of the models (share)", estimate([min(shorter.values())]), 0.14)
+    result.share("5.2, Fig. 8", "TTFT is shorter, the most of the models (share)", estimate([max(shorter.values())]), 0.60)
     share = base["load gpt20B-0"].mean / base["ttft gpt20B-0"].mean
     result.notes.append(
         f"Load is {share:.0%} of SLLM-CM's TTFT for GPT-20B; the paper's 72 % is where the rest of the TTFT is taken from."

@@ -158,6 +158,5 @@ def compare(result: Result, setting: Setting, rows: Sequence[Row]) -> None:
     for theirs in others:
         for figure, more in setting.better:
             ratio = ours.over(theirs, figure)
-            as_good = ratio.mean >= 1 if more else ratio.mean <= 1
-            text = f"{setting.name}: {figure}, thaw's over {theirs.label['policy']}'s"
-            result.order("ours", text, ratio, as_good, bound=1.0)
+            add = result.above if more else result.below
+            add("ours", f"{setting.name}: {figure}, thaw's over {theirs.label['policy']}'s", ratio, own=True)

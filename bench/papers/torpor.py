@@ -19,7 +19,9 @@ from simulator.report import Outcome, percentile
 from simulator.workloads.request import Request
 
 WARM_UP_S = 60.0
-"""Every function is asked for once in the first minute, "warmed up before running the test workloads"; these requests are not counted."""
+"""Every function is asked for once in the first minute, "warmed up before running the test
+workloads"; these requests are not counted.
+"""
 
 
 def random_swap(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
@@ -56,7 +58,8 @@ def cluster(
             instances share a device, and begin cold.
     """
     n = int(c.DEVICES.value)
-    # Fig. 5 shows pairs behind one PCIe switch and links "with various bandwidths": two links within a pair, one across, is ours.
+    # Fig. 5 shows pairs behind one PCIe switch and links "with various bandwidths": two links
+    # within a pair, one across, is ours.
     peer = tuple(tuple(0.0 if a == b else nvlink * (2 if a // 2 == b // 2 else 1) for b in range(n)) for a in range(n))
     links = LinkSpeeds(remote=1000, ssd=1000, device=pcie, bus=c.BUS.value * pcie / c.PCIE.value, bus_devices=2, peer=peer)
     group = NodeGroup(count=nodes, devices=n, device_gb=c.DEVICE_GB.value, dram_gb=c.HOST_GB.value, links=links)
@@ -67,7 +70,12 @@ def cluster(
 
 
 def functions(
-    count: int, deadline: float, deadline_bert: float, native: bool = False, keep: Sequence[float] = ()
+    count: int,
+    deadline: float,
+    deadline_bert: float,
+    native: bool = False,
+    keep: Sequence[float] = (),
+    kinds: Sequence[c.Model] = c.MODELS,
 ) -> tuple[ModelGroup, ...]:
     """Models "distributed across inference functions in a round-robin manner".
 
@@ -75,7 +83,7 @@ def functions(
     """
     made = []
     for n in range(count):
-        m = c.MODELS[n % len(c.MODELS)]
+        m = kinds[n % len(kinds)]
         footprint = c.FOOTPRINT_BERT_GB.value if m.bert else c.FOOTPRINT_GB.value
         made.append(
             ModelGroup(
@@ -115,13 +123,20 @@ def traffic(models: Sequence[ModelGroup], seconds: float, cv: float = 1.0) -> Ca
 
 
 def case(
-    count: int, profile: Profile, seconds: float, deadline: float = 0.08, bert: float = 0.2, nodes: int = 1, **more: float
+    count: int,
+    profile: Profile,
+    seconds: float,
+    deadline: float = 0.08,
+    bert: float = 0.2,
+    nodes: int = 1,
+    kinds: Sequence[c.Model] = c.MODELS,
+    **more: float,
 ) -> Case:
     """`profile` on a machine that swaps; `native` on one that does not."""
     native = profile.name in ("native", "infless-ka")
     cv = more.pop("cv", 1.0)
     keep = [more.pop("keep_s")] * count if "keep_s" in more else ()
-    models = functions(count, deadline, bert, native, keep)
+    models = functions(count, deadline, bert, native, keep, kinds)
     machines = cluster(nodes, not native, cold_s=c.COLD_S.value if native else 0.0, **more)
     shown = label(functions=str(count), deadline_ms=str(round(deadline * 1e3)), policy=profile.name)
     return Case(shown, machines, models, traffic(models, seconds, cv), profile)

@@ -18,17 +18,25 @@ FUNCTIONS = 160
 
 def run(options: Options) -> Result:
     result = Result(NAME, "160 functions on four V100")
-    seconds = options.seconds(c.DURATION_S.value / 2)
+    seconds = options.seconds(c.DURATION_S.value)
     result.measured([t.case(FUNCTIONS, p, seconds) for p in (t.VARIANTS[0], baselines.NATIVE)], options, t.measure)
     result.measured([t.case(FUNCTIONS, baselines.INFLESS_KA, seconds, keep_s=keep_alive(seconds))], options, t.measure)
     ours, native, infless = (result.row(policy=p) for p in ("torpor", "native", "infless-ka"))
     for row, executed, compliant in ((ours, 160, 160), (native, c.NATIVE_OF_160, None), (infless, 112, 7)):
         name = row.label["policy"]
         row.paper["executed"] = executed
-        result.number("7.3, Fig. 10", f"functions that {name} executes, of 160", row["executed"], executed)
+        text = f"functions that {name} executes, of {FUNCTIONS}"
+        if executed == FUNCTIONS:
+            result.at_least("7.3, Fig. 10", text, row["executed"], executed)
+        else:
+            result.number("7.3, Fig. 10", text, row["executed"], executed)
         if compliant is not None:
             row.paper["compliant"] = compliant
-            result.number("7.3, Fig. 10", f"functions of {name} that comply, of 160", row["compliant"], compliant)
+            text = f"functions of {name} that comply, of {FUNCTIONS}"
+            if compliant == FUNCTIONS:
+                result.at_least("7.3, Fig. 10", text, row["compliant"], compliant)
+            else:
+                result.number("7.3, Fig. 10", text, row["compliant"], compliant)
     result.notes.append("Native's memory for each function is Table 1's (1.6 and 2.4 GB), not fitted to its 72 functions.")
     result.notes.append("Requests generated: Poisson, 5 to 30 a minute, uniform over the functions.")
     if options.sensitivity:

@@ -2,10 +2,12 @@
 
 All are generated: the Azure traces and the data sets are not part of this repository.
 
-Arrivals of each model are a Gamma renewal process with a coefficient of variation, as AlpaServe makes them from the Azure trace (ServerlessLLM
-section 7.1 and HydraServe section 8.3 follow it). HydraServe's published generator (github.com/LLMServe/hydraserve, scripts/kubernetes/vllm: trace/
-generate_trace.py, src/result_analyzer.py) then compresses 14 days (1.98 million requests) to an hour and draws requests from them at random, down
-to the wanted rate: bursts are thinned. So here: `DENSER` times as many arrivals as wanted, and a draw. Lengths are log-normal with published means.
+Arrivals of each model are a Gamma renewal process with a coefficient of variation, as AlpaServe
+makes them from the Azure trace (ServerlessLLM section 7.1 and HydraServe section 8.3 follow it).
+HydraServe's published generator (github.com/LLMServe/hydraserve, scripts/kubernetes/vllm: trace/
+generate_trace.py, src/result_analyzer.py) then compresses 14 days (1.98 million requests) to an
+hour and draws requests from them at random, down to the wanted rate: bursts are thinned. So here:
+`DENSER` times as many arrivals as wanted, and a draw. Lengths are log-normal with published means.
 """
 
 from __future__ import annotations

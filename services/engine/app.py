@@ -44,7 +44,10 @@ from shared.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)
 _BOUND = 0.1
-"""Progress once the model is bound. The remainder, up to the warm-up, is the share of loaded bytes."""
+"""Progress once the model is bound.
+
+The remainder, up to the warm-up, is the share of loaded bytes.
+"""
 
 
 class Engine(InstanceProcess):
@@ -80,7 +83,7 @@ class Engine(InstanceProcess):
         return await super().run()
 
     def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
-        return {self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again.")}
+        return {self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")}
 
     async def _load(self) -> loading.ReadyModel:
         loop = asyncio.get_running_loop()
@@ -126,7 +129,7 @@ class Engine(InstanceProcess):
             await asyncio.get_running_loop().run_in_executor(self._compute, self._batcher.run)
         except Exception:  # a process boundary: clients receive the error, and the scheduler starts another engine
             log.exception("the computing thread failed")
-        return EngineFailed("The engine's computing thread failed. Its log has the cause (`thaw logs`).")
+        return EngineFailed("The engine's computing thread failed. Its log has the cause (`thaw logs`)")
 
     async def _handle_command(self, command: EngineControl) -> Message:
         match command:

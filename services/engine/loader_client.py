@@ -17,7 +17,9 @@ from shared.telemetry.tracing import carried
 
 log = logging.getLogger(__name__)
 _RETRY_MS = 2_000
-"""Requests are repeated: a request or its answer is lost without notice if the loader or NATS is killed."""
+"""Requests are repeated: a request or its answer is lost without notice if the loader or NATS is
+killed.
+"""
 _LOADER_AWAY_S = 1.0
 """The loader publishes a status every second; without one the client retries after this long."""
 

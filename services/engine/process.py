@@ -18,8 +18,8 @@ def prepare_environment() -> None:
 
     - Hugging Face libraries work offline.
     - Tokenizers and OpenBLAS start no threads of their own.
-    - Idle OpenMP threads sleep. By default they spin, which on a busy machine made a decode step 20 times slower (60M parameters, two cores,
-      load 8: 31 ms asleep, 597 ms spinning).
+    - Idle OpenMP threads sleep. By default they spin, which on a busy machine made a decode step 20
+      times slower (60M parameters, two cores, load 8: 31 ms asleep, 597 ms spinning).
     - CUDA numbers GPUs as NVML does, by PCI bus; its default is fastest first.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -11,7 +11,8 @@ LOCK = threading.RLock()
 def exclusive(trust_remote_code: bool) -> AbstractContextManager[object]:
     """Return a context manager to hold while transformers reads a model.
 
-    With `trust_remote_code`, transformers calls `importlib.invalidate_caches`. On Python 3.11 two concurrent calls raise KeyError, because
-    both delete the same entry of `sys.path_importer_cache`.
+    With `trust_remote_code`, transformers calls `importlib.invalidate_caches`. On Python 3.11 two
+    concurrent calls raise KeyError, because both delete the same entry of
+    `sys.path_importer_cache`.
     """
     return LOCK if trust_remote_code else nullcontext()

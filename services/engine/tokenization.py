@@ -102,7 +102,7 @@ class Tokenization:
             InvalidRequest: The model has no template, or the template refuses the messages.
         """
         if not self.tokenizer.chat_template:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+            raise InvalidRequest("This model has no chat template; use /v1/completions", param="messages")
         if refused := _RESERVED & template_arguments.keys():
             raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(sorted(refused))}", param="chat_template_kwargs")
         try:
@@ -114,5 +114,5 @@ class Tokenization:
                 **template_arguments,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as e:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {e}", param="messages") from e
+            raise InvalidRequest(f"The model's chat template refuses these messages: {e}", param="messages") from e
         return self.encode(str(text), special_tokens=False)

@@ -2,9 +2,10 @@
 
 Run `python -m services.engine.zygote SOCKET_PATH`.
 
-It has no thread, no event loop and no CUDA context, and runs no parallel operation, because none of these survives a fork. Nodeagents connect to its
-Unix socket and send one `EngineStart` a line. The zygote answers with `EngineForked` or `ZygoteFailure`, and sends `EngineExited` to every
-connection. It outlives its nodeagents, and its engines outlive it. SIGTERM ends only the zygote.
+It has no thread, no event loop and no CUDA context, and runs no parallel operation, because none of
+these survives a fork. Nodeagents connect to its Unix socket and send one `EngineStart` a line. The
+zygote answers with `EngineForked` or `ZygoteFailure`, and sends `EngineExited` to every connection.
+It outlives its nodeagents, and its engines outlive it. SIGTERM ends only the zygote.
 """
 
 from __future__ import annotations
@@ -122,10 +123,11 @@ class Zygote:
         try:
             start = EngineStart.model_validate_json(line)
         except ValidationError as e:
-            self._send(peer, ZygoteFailure(instance_id="", error=InvalidRequest(f"not an EngineStart: {e}").body()))
+            self._send(peer, ZygoteFailure(instance_id="", error=InvalidRequest(f"Not an EngineStart: {e}").body()))
             return
         received = time.monotonic()
-        # Until the child installs its own handlers, a signal would run the zygote's handler there and be lost.
+        # Until the child installs its own handlers, a signal would run the zygote's handler there
+        # and be lost.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             log = os.open(start.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -191,7 +193,8 @@ def listen(path: Path) -> tuple[socket.socket, int] | None:
     A stale socket file is replaced.
 
     Returns:
-        The listening socket and the lock that guards it, or None if another zygote serves the socket.
+        The listening socket and the lock that guards it, or None if another zygote serves the
+        socket.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

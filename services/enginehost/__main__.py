@@ -1,8 +1,10 @@
 """Entry points of an engine host.
 
-- `python -m services.enginehost SPEC.json` hosts one engine; the file holds an `EngineStart` as JSON.
-- `python -m services.enginehost --spare ENGINE` is a spare host: it starts an interpreter of the engine and imports its modules. Then it hosts
-  the `EngineStart` that it reads from standard input as one line of JSON.
+- `python -m services.enginehost SPEC.json` hosts one engine; the file holds an `EngineStart` as
+  JSON.
+- `python -m services.enginehost --spare ENGINE` is a spare host: it starts an interpreter of the
+  engine and imports its modules. Then it hosts the `EngineStart` that it reads from standard input
+  as one line of JSON.
 - `python -m services.enginehost --reap INSTANCE` removes containers that a killed host left behind.
 """
 

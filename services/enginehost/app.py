@@ -1,8 +1,8 @@
 """Wiring of one host: start the engine, serve, sleep, wake and stop.
 
-A start runs a process or container, waits for its health endpoint, runs the driver's preparation, and generates a token. If another
-process took the port meanwhile, the host tries another port. When the engine ends by itself, the host reports `failed` with the
-end of its log.
+A start runs a process or container, waits for its health endpoint, runs the driver's preparation,
+and generates a token. If another process took the port meanwhile, the host tries another port. When
+the engine ends by itself, the host reports `failed` with the end of its log.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Host(InstanceProcess):
 
     async def _sleep(self, level: int) -> Message:
         if self._reporter.state not in ("ready", "asleep"):
-            raise EngineFailed(f"The engine is {self._reporter.state} and cannot sleep now. Try again once it is ready.")
+            raise EngineFailed(f"The engine is {self._reporter.state} and cannot sleep now. Try again once it is ready")
         began = time.monotonic()
         if self._sleep_level is None:
             self._serving.close()
@@ -193,7 +193,8 @@ async def run_host(
         settings: Settings of the host.
         stop: Set by a stop signal.
         start: What to serve.
-        started_at_s: When this process, or a spare's order, started, in seconds of the monotonic clock.
+        started_at_s: When this process, or a spare's order, started, in seconds of the monotonic
+            clock.
         spare: A spare interpreter of the engine.
     """
     timeline = Timeline("enginehost")

@@ -46,7 +46,10 @@ _ACTIVITY_INTERVAL_S = 1.0
 _EXIT_VISIBLE_WITHIN_S = 1.0
 _PIDS_INTERVAL_S = 2.0
 _UP = 0.9
-"""Progress when the engine is healthy. Progress below it is an estimate from the number of observed signs of activity."""
+"""Progress when the engine is healthy.
+
+Progress below it is an estimate from the number of observed signs of activity.
+"""
 _HALFWAY_SIGNS = 30.0
 _PROBE_WITHIN_S = 60.0
 
@@ -118,7 +121,7 @@ class Engine:
             except PortTaken as e:
                 log.warning("the engine's port is taken; trying another", extra={"error": str(e), "attempt": attempt})
                 await self.stop()
-        raise EngineFailed(f"The engine's port was taken {_PORT_ATTEMPTS} times in a row. Start the instance again.")
+        raise EngineFailed(f"The engine's port was taken {_PORT_ATTEMPTS} times in a row. Start the instance again")
 
     async def _launch(self) -> None:
         start, spec = self._start, self._start.card.spec
@@ -215,7 +218,8 @@ class Engine:
     async def _is_healthy(self, ended: asyncio.Future[EngineExit]) -> bool:
         """True if the health endpoint answers.
 
-        Another process on the port may accept connections and never answer, so the engine's exit ends the wait.
+        Another process on the port may accept connections and never answer, so the engine's exit
+        ends the wait.
         """
         asking = asyncio.ensure_future(self.driver.healthy(self.client))
         try:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from services.gateway.adapters.catalog_watcher import CatalogWatcher
 from services.gateway.adapters.garbage_collector import collect_when_idle, start_collecting_rarely
 from services.gateway.authorization import is_exposed
+from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.handlers.find_request import subscribe_find_request
 from services.gateway.handlers.move_request import MoveRequestHandler
 from services.gateway.http.endpoints.admin import Admin
@@ -32,6 +33,7 @@ from services.gateway.http.middleware.error_boundary import ErrorBoundary
 from services.gateway.http.middleware.request_guard import RequestGuard
 from services.gateway.http.middleware.request_id import RequestIds
 from services.gateway.http.parsing.parser_process import ParserProcess
+from services.gateway.http.parsing.request_parser import BodyLimits
 from services.gateway.http.server import HttpServer
 from services.gateway.loop import Gateway
 from services.gateway.settings import GatewaySettings
@@ -106,6 +108,19 @@ def _listen(settings: GatewaySettings) -> socket.socket:
     return listener
 
 
+def _body_limits(settings: GatewaySettings) -> BodyLimits:
+    counts = RequestLimits(
+        prompts=settings.max_prompts,
+        choices=settings.max_choices,
+        messages=settings.max_messages,
+        content_parts=settings.max_content_parts,
+        tools=settings.max_tools,
+        stops=settings.max_stops,
+        biases=settings.max_logit_biases,
+    )
+    return BodyLimits(settings.max_body_values, counts)
+
+
 def _connection_limits(settings: GatewaySettings) -> ConnectionLimits:
     """Build the limits; raise the limit of open files as far as needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -162,7 +177,7 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
 
 async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> int:
     settings = gateway.settings
-    parsers = ParserProcess(settings.max_body_values)
+    parsers = ParserProcess(_body_limits(settings))
     server = HttpServer(
         uvicorn.Config(
             http_app(gateway, parsers, is_loopback=not is_exposed(settings, listener)),

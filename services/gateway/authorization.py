@@ -117,7 +117,7 @@ class Authorizer:
                 raise AuthenticationFailed("The admin API needs an admin key. Send Authorization: Bearer <THAW_ADMIN_KEY>")
         elif self.is_exposed:
             raise PermissionDenied(
-                "The admin API is disabled: the gateway is reachable beyond loopback and has no admin key. Start it with THAW_ADMIN_KEY."
+                "The admin API is disabled: the gateway is reachable beyond loopback and has no admin key. Start it with THAW_ADMIN_KEY"
             )
 
     @staticmethod

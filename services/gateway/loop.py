@@ -21,7 +21,6 @@ from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.lora_prefetch import LoraPrefetch, PrefetchTarget
-from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage, Ticket
 from services.gateway.idempotency.idempotent_request import IdempotentRequest
@@ -41,19 +40,6 @@ TICK_S = 0.1
 IDLE_TICK_S = 1.0
 _STARTING_RETRY_MS = 1_000
 _ADMIN_WAIT_S = 2.0
-
-
-def request_limits(settings: GatewaySettings) -> RequestLimits:
-    """Read the limits on counts from the settings."""
-    return RequestLimits(
-        prompts=settings.max_prompts,
-        choices=settings.max_choices,
-        messages=settings.max_messages,
-        content_parts=settings.max_content_parts,
-        tools=settings.max_tools,
-        stops=settings.max_stops,
-        biases=settings.max_logit_biases,
-    )
 
 
 def byte_limits(settings: GatewaySettings) -> ByteLimits:
@@ -91,7 +77,6 @@ class Gateway:
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         key_store = KeyStore(mesh, KeyMarker(settings.state / "gateway"))
         self.authorizer = Authorizer(settings, key_store, is_exposed=is_exposed)
-        self.request_limits = request_limits(settings)
         self.admission = Admission(byte_limits(settings))
         self.prompt_lengths = PromptLengthChecker(TokenizerFiles(mesh, self.dispatcher.routes.nodes))
         self.tasks: list[asyncio.Task[None]] = []
@@ -190,6 +175,7 @@ class Gateway:
 
     def probe(self, ticket: Ticket) -> None:
         self._probe.start(ticket)
+        self._catch_up(self._requests[ticket.id])
 
     def requeued(self, ticket: Ticket) -> None:
         request = self._requests[ticket.id]
@@ -200,6 +186,16 @@ class Gateway:
         self._demand.publish(demand)
 
     # Events from the mesh.
+
+    def _on_reconnected(self) -> None:
+        """NATS may have stored messages while this gateway was not connected."""
+        for request in list(self._requests.values()):
+            self._catch_up(request)
+
+    @staticmethod
+    def _catch_up(request: ActiveRequest) -> None:
+        if request.idempotency is not None:
+            request.idempotency.catch_up()
 
     async def on_status(self, status: NodeStatus) -> None:
         self.dispatcher.on_status(status, time.monotonic())
@@ -246,17 +242,20 @@ class Gateway:
         self.has_joined = True
 
     async def _tick(self) -> None:
-        """Check deadlines until cancelled; rarely while no request is in flight, so that an idle gateway costs little."""
-        while True:
-            if self._requests or not self._state_read.is_set():
-                await asyncio.sleep(TICK_S)
-            else:
-                self._opened.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._opened.wait(), IDLE_TICK_S)
-            self.dispatcher.on_tick(time.monotonic())
-            if self._has_state_for("/v1/"):
-                self._state_read.set()
+        """Check deadlines until cancelled; rarely while no request is in flight, so that an idle
+        gateway costs little.
+        """
+        with self.mesh.on_reconnect(self._on_reconnected):
+            while True:
+                if self._requests or not self._state_read.is_set():
+                    await asyncio.sleep(TICK_S)
+                else:
+                    self._opened.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._opened.wait(), IDLE_TICK_S)
+                self.dispatcher.on_tick(time.monotonic())
+                if self._has_state_for("/v1/"):
+                    self._state_read.set()
 
     def not_ready_reasons(self) -> list[str]:
         """List why requests are refused now; empty if they are accepted."""

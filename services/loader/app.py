@@ -74,8 +74,8 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     removes it.
     """
     gpus = _gpus(settings)
-    hooks = {"on_populated": gpus.pin, "on_punch": gpus.unpin} if gpus is not None else {}
-    pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, **hooks)
+    on_populated, on_punch = (gpus.pin, gpus.unpin) if gpus is not None else (None, None)
+    pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, on_populated=on_populated, on_punch=on_punch)
     await asyncio.to_thread(sweep)
     sharing = Sharing(settings)
     held = True

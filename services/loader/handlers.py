@@ -86,7 +86,7 @@ class Loader:
         """Set on every change of the state."""
         return self._loop.changed
 
-    # -- in ----------------------------------------------------------------------------------------------------------------------
+    # -- in ----------------------------------------------------------------------------------------
 
     async def handle(self, command: LoaderCommand) -> Message:
         """Return the reply to one command. Raises the `ThawError` that refuses it."""
@@ -95,7 +95,7 @@ class Loader:
                 return await self._inspect(command)
             case PrefetchWeights():
                 if command.token >> 32 < self._loop.state.epoch:
-                    raise StaleToken(f"a prefetch is from leader epoch {command.token >> 32}; {self._loop.state.epoch} was seen")
+                    raise StaleToken(f"A prefetch is from leader epoch {command.token >> 32}; {self._loop.state.epoch} was seen")
                 self._prefetching.begin(command)
                 return Done()
             case CancelPrefetch(weights_id=weights_id):
@@ -196,7 +196,7 @@ class Loader:
         """
         return await asyncio.get_running_loop().run_in_executor(self._inspections, read_part, self._sources, request)
 
-    # -- readers without NATS ----------------------------------------------------------------------------------------------------
+    # -- readers without NATS ----------------------------------------------------------------------
 
     async def hold(self, holder: str, card: ModelCard, *, background: bool) -> WeightsAttached:
         """Attach a connection to weights; returns when their index is written."""
@@ -257,7 +257,7 @@ class Loader:
         """
         return wanted if wanted is not None and self._shares and self._loop.runs.copies is not None else None
 
-    # -- out ---------------------------------------------------------------------------------------------------------------------
+    # -- out ---------------------------------------------------------------------------------------
 
     def status(self, shared: Shared) -> LoaderStatus:
         """Return the loader's status. `shared`: files on this host's disk."""

@@ -16,9 +16,9 @@ from nats.errors import Error as NatsError
 
 from services.migrator.adapters.records import Copy, Held, Records
 from services.migrator.adapters.telemetry import Metrics, MigrationSpan
+from services.migrator.domain.decide import begin, deadline, decide, handed_over
 from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
 from services.migrator.domain.leases import Leases, claimable, next_look
-from services.migrator.domain.machine import begin, deadline, decide, handed_over
 from services.migrator.domain.rounds import Speed
 from services.migrator.domain.work import Options, Work
 from shared.contracts.base import Message

@@ -1,10 +1,11 @@
 """Wiring of a nodeagent, and its order of start and shutdown.
 
-Start: read records, open devices, connect to the mesh, adopt running engines, publish their status, accept commands.
+Start: read records, open devices, connect to the mesh, adopt running engines, publish their status,
+accept commands.
 
-Shutdown on SIGTERM: announce it, drain engines (or end them at the deadline), release weights, verify that memory is free, refuse
-commands, stop the zygote, remove records. If NATS is lost for good the agent exits at once and leaves the engines running; the next agent
-adopts them.
+Shutdown on SIGTERM: announce it, drain engines (or end them at the deadline), release weights,
+verify that memory is free, refuse commands, stop the zygote, remove records. If NATS is lost for
+good the agent exits at once and leaves the engines running; the next agent adopts them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from services.nodeagent.adapters.meter import Meter
+from services.nodeagent.adapters.publisher import Publisher
+from services.nodeagent.adapters.records import Record, Records
+from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.devices.inventory import open_devices
 from services.nodeagent.devices.port import Device
 from services.nodeagent.devices.weights import weights_on_gpu
@@ -32,13 +37,9 @@ from services.nodeagent.engines.process import find_log_writer
 from services.nodeagent.engines.spares import Spares
 from services.nodeagent.engines.zygote import MAX_SOCKET_PATH, ZygoteLauncher
 from services.nodeagent.loop import Loop
-from services.nodeagent.meter import Meter
-from services.nodeagent.publisher import Publisher
-from services.nodeagent.records import Record, Records
 from services.nodeagent.settings import NodeagentSettings
 from services.nodeagent.settings_syntax import labels
 from services.nodeagent.suspend.factory import open_suspender, snapshot_budget
-from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport

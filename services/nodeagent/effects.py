@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 
 from nats.errors import Error as NatsError
 
+from services.nodeagent.adapters.meter import Meter
+from services.nodeagent.adapters.publisher import Publisher
+from services.nodeagent.adapters.records import Records
+from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
 from services.nodeagent.engines.exits import explain_exit, prune_logs
 from services.nodeagent.engines.launcher import Launcher
 from services.nodeagent.engines.process import Processes
 from services.nodeagent.loop import Loop
-from services.nodeagent.meter import Meter
-from services.nodeagent.publisher import Publisher
-from services.nodeagent.records import Records
 from services.nodeagent.suspend.suspender import Suspender
-from services.nodeagent.timelines import Timelines
 from shared.contracts import subjects
 from shared.contracts.base import Done, ErrorBody, Message, Request
 from shared.contracts.engine import DrainEngine, EngineReport, EngineStart, PingEngine

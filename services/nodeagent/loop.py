@@ -17,7 +17,8 @@ _SHORTEST_S = 0.005
 class Loop:
     """Runs the loop.
 
-    `perform` performs one effect at a time, in order, without blocking; slow effects post their outcome as an event.
+    `perform` performs one effect at a time, in order, without blocking; slow effects post their
+    outcome as an event.
     """
 
     def __init__(self, state: NodeState, perform: Callable[[Effect], None]) -> None:

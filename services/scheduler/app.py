@@ -1,9 +1,8 @@
 """Wires the scheduler: standby, one term of leadership, standby again.
 
 A term: migrate the schema, take the lock, read the state, listen, ask every node for its status,
-and
-decide, until the lock, the database or the mesh is lost, a newer epoch appears, or the process is
-asked to stop. Then stop listening and drop the state.
+and decide, until the lock, the database or the mesh is lost, a newer epoch appears, or the process
+is asked to stop. Then stop listening and drop the state.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from shared.tasks import end, first
 from shared.telemetry.logs import LogRateLimit
 
 log = logging.getLogger(__name__)
-TICK_S = 0.25
 PRUNE_PERIOD_S = 600.0
 HEAP_PERIOD_S = 60.0
 LOADER_STATUS_PERIOD_S = 10.0
@@ -146,7 +144,7 @@ async def _background_tasks(loop: SchedulerLoop, repository: Repository, epoch: 
 
     async def tick() -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await loop.next_tick()
             loop.post(Tick(clock.now()))
 
     async def prune() -> None:

@@ -49,7 +49,7 @@ class Explainer:
         if asked.request_id is not None:
             return await self._of_request(asked, asked.request_id)
         if asked.model is None:
-            raise InvalidRequest("the request names nothing to explain. Give a model, a plan_id or a request_id")
+            raise InvalidRequest("The request names nothing to explain. Give a model, a plan_id or a request_id")
         return await self._of_model(asked, asked.model)
 
     async def _about(self, asked: ExplainPlan, name: str) -> PlanExplained:
@@ -65,12 +65,12 @@ class Explainer:
     async def _of_plan(self, asked: ExplainPlan, plan_id: str) -> PlanExplained:
         plan = await self._find(plan_id)
         if plan is None:
-            raise NotFound(f"no plan {plan_id!r}; plans are kept for seven days", param="plan_id")
+            raise NotFound(f"No plan {plan_id!r}; plans are kept for seven days", param="plan_id")
         return self._explained(asked, plan)
 
     async def _of_request(self, asked: ExplainPlan, request_id: str) -> PlanExplained:
         if (found := await self._of_known_request(asked, request_id)) is None:
-            raise NotFound(f"no gateway has a request {request_id!r}, and no trace of the last seven days", param="request_id")
+            raise NotFound(f"No gateway has a request {request_id!r}, and no trace of the last seven days", param="request_id")
         return found
 
     async def _of_known_request(self, asked: ExplainPlan, request_id: str) -> PlanExplained | None:
@@ -97,7 +97,7 @@ class Explainer:
         if plan is None and trace.instance_id is not None:
             plan = await self._repository.plan_of_instance(trace.instance_id)
         if plan is None:
-            raise NotFound(f"request {trace.request_id} waited for no plan that is still kept", param="request_id")
+            raise NotFound(f"Request {trace.request_id} waited for no plan that is still kept", param="request_id")
         return self._explained(asked, plan).model_copy(update={"request": trace})
 
     async def _of_model(self, asked: ExplainPlan, name: str) -> PlanExplained:
@@ -105,7 +105,7 @@ class Explainer:
         key = model.key if model else name
         plan = self._state.last_plan_of(key) or await self._repository.last_plan(key)
         if plan is None and (model is None or not asked.what_if):
-            raise NotFound(f"nothing has been decided for {name!r} yet; `thaw wake {name}` asks for a decision")
+            raise NotFound(f"Nothing has been decided for {name!r} yet; `thaw wake {name}` asks for a decision")
         return self._explained(asked, plan or PlanRecord(plan_id="", model=key, created=0.0, trigger="", way="wait"))
 
     def _explained(self, asked: ExplainPlan, plan: PlanRecord) -> PlanExplained:
@@ -131,4 +131,4 @@ class Explainer:
         except (NotFoundError, ValidationError):
             return None
         except (NatsError, TimeoutError) as e:
-            raise Unavailable(f"failed to read the traces: {type(e).__name__}", should_retry=True) from e
+            raise Unavailable(f"Failed to read the traces: {type(e).__name__}", should_retry=True) from e

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository
-from services.scheduler.domain.admin.commands import check_names, needs_inspection
+from services.scheduler.domain.admin.commands import check_names, check_sources, needs_inspection
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.events import (
     AddModelsRequested,
@@ -92,7 +92,7 @@ class Handlers:
     async def stop(self) -> None:
         """Stop listening; pending requests get a retryable error."""
         self._over = True
-        error = Unavailable("this scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
+        error = Unavailable("This scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -110,7 +110,7 @@ class Handlers:
     async def _ask(self, event: Callable[[str], Event]) -> Message:
         """Post an event that names a waiter, and return its answer."""
         if self._over:
-            raise Unavailable("this scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
+            raise Unavailable("This scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
         waiter = f"w{next(self._numbers)}"
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[waiter] = future
@@ -156,7 +156,7 @@ class Handlers:
 
     async def _migrate(self, request: Migrate) -> Message:
         if (request.request_id is None) == (request.instance_id is None):
-            raise InvalidRequest("the request names no source. Give a request_id or an instance_id")
+            raise InvalidRequest("The request names no source. Give a request_id or an instance_id")
         source, name = request.instance_id, request.request_id
         if name is not None:
             found = await self._migrations.found(name)
@@ -168,7 +168,7 @@ class Handlers:
             ]
             source = found.instance_id if found is not None else await self._migrations.find(name, serving)
         if source is None:
-            raise NotFound(f"no engine serves request {request.request_id!r} now; it may be over", param="request_id")
+            raise NotFound(f"No engine serves request {request.request_id!r} now; it may be over", param="request_id")
         at, instance_id = clock.now(), source
         to = (request.node or "", request.device or "")
         return await self._ask(lambda w: MigrationRequested(at, w, instance_id, name, *to, request.wait))
@@ -180,6 +180,7 @@ class Handlers:
         unreachable.
         """
         check_names(self._loop.state, request.specs, request.prune)
+        check_sources(self._loop.state, request.specs, request.replace)
         infos = {}
         needed = needs_inspection(self._loop.state, request.specs)
         for spec in request.specs if request.reread else needed:
@@ -190,7 +191,7 @@ class Handlers:
                     raise
                 log.warning("failed to read a model's files again", extra={"model": spec.name, "error": e.message})
         at = clock.now()
-        return await self._ask(lambda w: AddModelsRequested(at, w, request.specs, infos, request.prune))
+        return await self._ask(lambda w: AddModelsRequested(at, w, request.specs, infos, request.prune, request.replace))
 
     async def _inspect(self, spec: ModelSpec, deadline_ms: int) -> ModelInfo:
         missing: Exception | None = None
@@ -200,7 +201,7 @@ class Handlers:
                 return (await self._mesh.request(subjects.loader_command(node), command, Inspected)).info
             except (Unreachable, DeadlineExceeded) as e:
                 missing = e
-        raise Unavailable(f"no loader could read {spec.public_source} for {spec.name}", should_retry=True) from missing
+        raise Unavailable(f"No loader could read {spec.public_source} for {spec.name}", should_retry=True) from missing
 
     async def _loaders(self) -> list[str]:
         """Return the nodes with a live loader, after waiting a short time for the first."""
@@ -213,7 +214,7 @@ class Handlers:
                 return alive
             if now >= deadline:
                 raise Unavailable(
-                    "no node is alive to read the model's files; start one with `thaw up`, or python -m services.loader",
+                    "No node is alive to read the model's files; start one with `thaw up`, or python -m services.loader",
                     should_retry=True,
                 )
             self._loop.loader_status_received.clear()

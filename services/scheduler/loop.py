@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from services.scheduler.adapters import clock
 from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, durable
+from services.scheduler.domain.busy import is_busy, is_node_lost_soon
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import Effect, LoadStarted, ReplyTo, StepDown
 from services.scheduler.domain.events import DemandBatch, DemandReceived, Event, LoaderStatusReceived, NodeStatusReceived
@@ -22,6 +24,9 @@ from shared.errors import ThawError
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
+TICK_S = 0.25
+IDLE_TICK_S = 1.0
+"""Period of ticks while time alone changes nothing."""
 DECISIONS_PER_TURN = 16
 """Decisions made before other tasks of the process run."""
 MAX_UNCOMMITTED = 512
@@ -62,10 +67,8 @@ class SchedulerLoop:
     """Decides events one after the other, and commits decisions in groups.
 
     Decisions made during a transaction are committed together in the next one. Effects are carried
-    out
-    after their commit, in order, so that nothing leaves the scheduler that a crash could undo: a
-    term
-    that ends before its commit loses its state with it.
+    out after their commit, in order, so that nothing leaves the scheduler that a crash could undo:
+    a term that ends before its commit loses its state with it.
     """
 
     def __init__(self, state: ClusterState, repository: Repository, loads: LoadTraces, policy: Policy) -> None:
@@ -79,6 +82,7 @@ class SchedulerLoop:
         self._some = asyncio.Event()
         self._few = asyncio.Event()
         self._few.set()
+        self._busy = asyncio.Event()
 
     def post(self, event: Event) -> None:
         self._events.put_nowait(event)
@@ -86,6 +90,19 @@ class SchedulerLoop:
     async def idle(self) -> None:
         """Return when no event waits to be decided or committed."""
         await self._events.join()
+
+    async def next_tick(self) -> None:
+        """Wait until the next Tick: `TICK_S`, or up to `IDLE_TICK_S` while the state is idle."""
+        now = clock.now()
+        if not (self._is_busy(now) or is_node_lost_soon(self.state, now, self._policy, IDLE_TICK_S)):
+            self._busy.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_TICK_S - TICK_S):
+                    await self._busy.wait()
+        await asyncio.sleep(TICK_S)
+
+    def _is_busy(self, now: float) -> bool:
+        return is_busy(self.state, now, self._policy, IDLE_TICK_S)
 
     async def run(self, outbox: Outbox) -> None:
         """Run until cancelled.
@@ -115,6 +132,8 @@ class SchedulerLoop:
                 stretch.append(self._events.get_nowait())
             for event in merge_demand(stretch):
                 self._decide(event)
+            if not self._busy.is_set() and self._is_busy(clock.now()):
+                self._busy.set()
             if len(self._decided.events) >= MAX_UNCOMMITTED:
                 self._few.clear()
             await asyncio.sleep(0)  # a transaction may have finished

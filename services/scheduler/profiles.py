@@ -18,8 +18,8 @@ def profile_named(name: str) -> Profile:
         return thaw.PROFILE
     registered = registered_policies().get(name)
     if registered is None:
-        raise InvalidRequest(f"there is no scheduling policy {name!r}; there are {', '.join(policy_names())}")
+        raise InvalidRequest(f"There is no scheduling policy {name!r}; there are {', '.join(policy_names())}")
     profile = registered.load()
     if not isinstance(profile, Profile):
-        raise InvalidRequest(f"scheduling policy {name!r} ({registered.value}) is not a Profile; correct its entry point")
+        raise InvalidRequest(f"Scheduling policy {name!r} ({registered.value}) is not a Profile; correct its entry point")
     return profile

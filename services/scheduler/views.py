@@ -6,7 +6,7 @@ from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.parking import park_view
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance, Node
-from shared.contracts.admin import ClusterView, ModelView, NodeView
+from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceStatus
 from shared.contracts.phases import Phase
 
@@ -44,6 +44,21 @@ def _node(state: ClusterState, node: Node, now: float, policy: Policy) -> NodeVi
         labels=node.labels,
         devices=status.devices if status else unheard,
         instances=(*(status.instances if status and alive else ()), *claims),
+        snapshot_budget_bytes=status.snapshot_budget_bytes if status else 0,
+        loader=_loader(state, node.name),
+    )
+
+
+def _loader(state: ClusterState, node: str) -> LoaderView | None:
+    presence = state.loaders.get(node)
+    if presence is None:
+        return None
+    status = presence.status
+    return LoaderView(
+        dram_budget_bytes=status.dram_budget_bytes,
+        ssd_budget_bytes=status.ssd_budget_bytes,
+        bytes_per_second=status.bytes_per_second,
+        links=status.links,
     )
 
 

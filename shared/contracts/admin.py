@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import Deadline, Frozen, Message, Request
+from shared.contracts.loader import LinkStatus
 from shared.contracts.migration import MigrationRecord, RequestFound
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceStatus
@@ -29,6 +30,9 @@ class AddModels(Request):
     specs: tuple[ModelSpec, ...]
     prune: bool = False
     reread: bool = False
+    replace: bool = Field(
+        default=False, description="Allow another source for a model that is registered; without it the request is a conflict."
+    )
 
 
 class ModelsAdded(Message):
@@ -162,6 +166,15 @@ class ViewCluster(Request):
     kind: Literal["view"] = "view"
 
 
+class LoaderView(Frozen):
+    """What a node's loader may keep, and how fast it reads."""
+
+    dram_budget_bytes: int = 0
+    ssd_budget_bytes: int = 0
+    bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
+    links: tuple[LinkStatus, ...] = ()
+
+
 class NodeView(Frozen):
     node: str
     alive: bool
@@ -171,6 +184,8 @@ class NodeView(Frozen):
     labels: dict[str, str] = Field(default_factory=dict)
     devices: tuple[DeviceStatus, ...] = ()
     instances: tuple[InstanceStatus, ...] = ()
+    snapshot_budget_bytes: int = Field(default=0, description="Of host memory and swap, for suspended instances.")
+    loader: LoaderView | None = Field(default=None, description="None: its loader has not reported.")
 
 
 class ParkView(Frozen):

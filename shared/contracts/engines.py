@@ -11,7 +11,9 @@ from shared.contracts.base import Frozen
 
 Engine = Literal["builtin", "vllm", "llamacpp", "sglang", "ollama", "tensorrt-llm", "openai"]
 EVERYTHING = "*"
-"""In `Capabilities.honours`: every field goes to the engine, which refuses what it cannot do itself."""
+"""In `Capabilities.honours`: every field goes to the engine, which refuses what it cannot do
+itself.
+"""
 
 
 class Capabilities(Frozen):
@@ -21,11 +23,17 @@ class Capabilities(Frozen):
     """
 
     token_resume: bool = False
-    """Takes a prompt as token ids and reports the ids it generated, so that another instance can resume where it stopped."""
+    """Takes a prompt as token ids and reports the ids it generated, so that another instance can
+    resume where it stopped.
+    """
     may_resume: bool = False
-    """One of its servers does, which only the host knows: its requests are moved when an operator asks for it, and not by the scheduler's choice."""
+    """One of its servers does, which only the host knows: its requests are moved when an operator
+    asks for it, and not by the scheduler's choice.
+    """
     sleep_levels: tuple[int, ...] = ()
-    """Levels of `SleepEngine` beyond 0: 1 keeps the weights in host memory, 2 drops them and reads them again."""
+    """Levels of `SleepEngine` beyond 0: 1 keeps the weights in host memory, 2 drops them and reads
+    them again.
+    """
     snapshot: bool = True
     """Its processes may be frozen and paged out, or checkpointed, without its knowledge."""
     lora: bool = False
@@ -36,7 +44,9 @@ class Capabilities(Frozen):
     routes: tuple[str, ...] = ()
     """Paths that it serves besides chat and text completions and embeddings."""
     runtime_bytes: int = 512 << 20
-    """Private memory of its processes on `cpu` beyond weights and KV cache, for a first reservation; then what was measured counts."""
+    """Private memory of its processes on `cpu` beyond weights and KV cache, for a first
+    reservation; then what was measured counts.
+    """
     run_by_us: bool = False
     """Whether Thaw's own tests run the real engine; else only a fake of its published API."""
 
@@ -88,4 +98,6 @@ CAPABILITIES: dict[Engine, Capabilities] = {
     "tensorrt-llm": Capabilities(honours=_ALL, routes=("/v1/responses",), runtime_bytes=4096 * _MIB),
     "openai": Capabilities(honours=_ALL),
 }
-"""`sleep_levels` of vLLM and SGLang hold on cuda only; the host answers which the running engine has (`HostedEngine.sleep_levels`)."""
+"""`sleep_levels` of vLLM and SGLang hold on cuda only; the host answers which the running engine
+has (`HostedEngine.sleep_levels`).
+"""

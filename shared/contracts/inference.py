@@ -31,11 +31,14 @@ from shared.contracts.models import ModelCard
 from shared.contracts.phases import PhaseSpan
 
 Endpoint = Literal["chat", "completion", "embedding", "other"]
-"""`other`: a route of `ModelCard.routes`, which only the engine understands; asked by `InferRequest.route`."""
+"""`other`: a route of `ModelCard.routes`, which only the engine understands; asked by
+`InferRequest.route`.
+"""
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 DATA_BYTES = 256 * 1024
-"""Most bytes in one `InferData` (before base64): far under any server's message limit, large enough that the count of messages is none of
-a long answer's cost."""
+"""Most bytes in one `InferData` (before base64): far under any server's message limit, large enough
+that the count of messages is none of a long answer's cost.
+"""
 
 
 RESUME = "resume"

@@ -3,8 +3,10 @@
 Both sides send JSON lines over the Unix stream socket `<node state>/loader/loader.sock`.
 
     reader → loader    one `SocketAttach`
-    loader → reader    `SocketAttached` when the segment's header and index are there, `SocketWatermark` as bytes arrive,
-                       `SocketComplete` when all are; or `SocketError`, after which the loader closes the connection
+    loader → reader    `SocketAttached` when the segment's header and index are there,
+                       `SocketWatermark` as bytes arrive,
+                       `SocketComplete` when all are; or `SocketError`, after which the loader
+                       closes the connection
 
 The reader holds the weights as long as the connection is open. It unmaps them, and then releases
 them by closing the connection. A loader that stops closes the connection; complete weights stay

@@ -18,9 +18,13 @@ from shared.contracts.engines import CAPABILITIES, Capabilities, Engine
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}$"
 ENGINE_SOURCE = "engine://"
-"""Begins a source that only the engine can resolve, as engine://qwen3:0.6b for Ollama: nothing is read or fetched for it."""
+"""Begins a source that only the engine can resolve, as engine://qwen3:0.6b for Ollama: nothing is
+read or fetched for it.
+"""
 OPERATORS_FIELDS = ("command", "env", "container")
-"""Options that decide what a node runs: taken from a thaw.yaml or the admin API, and there only where the operator allows it."""
+"""Options that decide what a node runs: taken from a thaw.yaml or the admin API, and there only
+where the operator allows it.
+"""
 
 _HARMLESS_FIELDS = frozenset(
     {
@@ -29,7 +33,9 @@ _HARMLESS_FIELDS = frozenset(
         "health", "ready_timeout", "stop_signal", "routes",
     }
 )  # fmt: skip
-"""Options of a model that can make no node run code of the caller's choice. An option that is new here counts as one that can."""
+"""Options of a model that can make no node run code of the caller's choice. An option that is new
+here counts as one that can.
+"""
 
 
 class Strict(Frozen):
@@ -39,8 +45,8 @@ class Strict(Frozen):
 
 
 class Replicas(Strict):
-    min: int = Field(default=0, ge=0, le=1024)
-    max: int = Field(default=1, ge=1, le=1024)
+    min: int = Field(default=0, ge=0, le=1024, description="Instances that stay ready without requests.")
+    max: int = Field(default=1, ge=1, le=1024, description="Instances at most.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -57,7 +63,7 @@ class QueueLimits(Strict):
 class Slo(Strict):
     ttft: float | None = Field(default=None, gt=0, description="Seconds to the first token.")
     tpot: float | None = Field(default=None, gt=0, description="Seconds for each token after it.")
-    percentile: float = Field(default=0.98, gt=0, lt=1)
+    percentile: float = Field(default=0.98, gt=0, lt=1, description="Share of requests that should meet it.")
 
 
 class ContainerOptions(Strict):
@@ -155,12 +161,16 @@ class ModelOptions(Strict):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     queue: QueueLimits = QueueLimits()
     slo: Slo = Slo()
-    latency_sensitivity: float = Field(default=1.0, gt=0)
-    isolation: Literal["shared", "dedicated"] = "shared"
+    latency_sensitivity: float = Field(
+        default=1.0, gt=0, description="Weight of the time that its users lose by an eviction: above 1 it is evicted later."
+    )
+    isolation: Literal["shared", "dedicated"] = Field(
+        default="shared", description="shared or dedicated: stored, without effect as yet."
+    )
     init_timeout: float = Field(default=600.0, gt=0, description="Seconds a start may take without progress.")
     response_timeout: float = Field(default=600.0, gt=0, description="Seconds one response may take.")
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    trust_remote_code: bool = False
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="Options of the engine, as it names them.")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that the model's files contain.")
     memory: int | None = Field(
         default=None, gt=0, description="Bytes of its device that one instance needs; by default reckoned from the model's files."
     )
@@ -225,7 +235,7 @@ class ModelSpec(ModelOptions):
         min_length=1,
         description="A directory in Hugging Face layout, hf://org/name[@revision], https://, s3://, gs://, az://, a .gguf file, or engine://NAME.",
     )
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = Field(default=(), description="Other names that requests may use.")
     base: str | None = Field(default=None, pattern=NAME_PATTERN, description="The model that this LoRA adapter is for.")
 
     @field_validator("aliases")

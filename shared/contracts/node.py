@@ -19,11 +19,15 @@ from shared.contracts.states import InstanceState as InstanceState
 
 STATUS_INTERVAL_S = 1.0
 NODE_LOST_AFTER_S = 5.0
-"""Without a status for this long a node's instances are taken for gone by the scheduler (gateways learn sooner: no responders)."""
+"""Without a status for this long a node's instances are taken for gone by the scheduler (gateways
+learn sooner: no responders).
+"""
 
 
 RESERVATION = "reserve_bytes"
-"""The `param` of an `insufficient_memory` that says: a reservation waited for bytes in vain. (Without it the engine or its loader ran out.)"""
+"""The `param` of an `insufficient_memory` that says: a reservation waited for bytes in vain.
+(Without it the engine or its loader ran out.)
+"""
 
 
 class StartInstance(Request):
@@ -126,7 +130,9 @@ class InstanceMemory(Frozen):
 
 
 SuspendWay = Literal["cpu", "cuda", "sleep", "sleep_cuda"]
-"""cpu: frozen, its pages written to swap. cuda: checkpointed by the driver into host memory, then frozen. sleep: by the engine's own means."""
+"""cpu: frozen, its pages written to swap. cuda: checkpointed by the driver into host memory, then
+frozen. sleep: by the engine's own means.
+"""
 
 
 class Timing(Frozen):

@@ -46,17 +46,22 @@ NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (0,),
     "prompt_embeds": (),
 }
-"""Known fields that would change the output and that the built-in engine cannot honour, each with the values, besides null, with which
-they change nothing."""
+"""Known fields that would change the output and that the built-in engine cannot honour, each with
+the values, besides null, with which they change nothing.
+"""
 
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-"""Every list stops at its first invalid entry: a body of 160,000 nulls is one error, not 160,000 (140 MB)."""
+"""Every list stops at its first invalid entry: a body of 160,000 nulls is one error, not 160,000
+(140 MB).
+"""
 MAX_BIASES = 4096
-"""Most entries of `logit_bias`, counted before they are validated: pydantic reports each invalid entry of a dictionary."""
+"""Most entries of `logit_bias`, counted before they are validated: pydantic reports each invalid
+entry of a dictionary.
+"""
 
 
 class _Open(BaseModel):

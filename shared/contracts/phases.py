@@ -31,7 +31,9 @@ class Phase(StrEnum):
 
 
 NEW_ZYGOTE = "new zygote"
-"""`launcher` of a container phase that a zygote's own start may be part of: it says nothing of the next one."""
+"""`launcher` of a container phase that a zygote's own start may be part of: it says nothing of the
+next one.
+"""
 
 
 class PhaseSpan(Frozen):

@@ -14,11 +14,15 @@ from shared.contracts.phases import PhaseSpan, covered
 
 Way = Literal["warm", "load", "evict_then_load", "restore", "evict_then_restore", "wait", "impossible"]
 ReadyBy = Literal["ready", "wake", "restore", "reuse", "load", "peer_copy", "pipeline"]
-"""How a model becomes ready on a device set: it is; from sleep; from a snapshot; the missing tensors loaded; all of it loaded (from DRAM, SSD or
-remote); copied from another device; its layers over several devices."""
+"""How a model becomes ready on a device set: it is; from sleep; from a snapshot; the missing
+tensors loaded; all of it loaded (from DRAM, SSD or remote); copied from another device; its layers
+over several devices.
+"""
 Clearing = Literal["none", "leaving", "evict", "suspend", "preempt", "migrate"]
-"""What must happen there first: nothing; those on their way out must be out; idle ones leave (for good, or to a snapshot); serving ones are
-interrupted and begin again elsewhere; serving ones move elsewhere with their tokens."""
+"""What must happen there first: nothing; those on their way out must be out; idle ones leave (for
+good, or to a snapshot); serving ones are interrupted and begin again elsewhere; serving ones move
+elsewhere with their tokens.
+"""
 RESTORES = ("restore", "evict_then_restore")
 """Ways that bring a suspended instance back: what they measure says nothing of a start."""
 

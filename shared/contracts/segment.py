@@ -4,7 +4,8 @@ The loader writes segments, and engines read them.
 
     page 0            `SegmentHeader` as JSON, zero-padded to HEADER_BYTES
     index_offset      `SegmentIndex` as JSON, index_bytes long
-    data_offset …     the weight files, each from a page boundary, byte for byte as on disk (headers included)
+    data_offset …     the weight files, each from a page boundary, byte for byte as on disk (headers
+                      included)
 
 Header and index are complete before a reader learns the segment's name; the data may still be
 arriving (`AttachWeights(until="complete")` is answered when it is complete). Tensor offsets are

@@ -47,6 +47,8 @@ _STARTING = frozenset((InstanceState.PREPARING, InstanceState.LOADING, InstanceS
 _WITHOUT_MEMORY = frozenset((*_PARKED, InstanceState.STOPPED, InstanceState.FAILED))
 
 MigrationState = Literal["asked", "preparing", "handing_over", "done", "given_up", "failed", "cancelled"]
-"""asked: not claimed yet. preparing: rounds at the destination, the source continues. handing_over: gateways swap routes. given_up: it would
-not have converged, or nothing was left to move; unharmed. failed: a request could not be moved; it runs on where it can."""
+"""asked: not claimed yet. preparing: rounds at the destination, the source continues. handing_over:
+gateways swap routes. given_up: it would not have converged, or nothing was left to move; unharmed.
+failed: a request could not be moved; it runs on where it can.
+"""
 FINAL: tuple[MigrationState, ...] = ("done", "given_up", "failed", "cancelled")

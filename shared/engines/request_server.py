@@ -120,7 +120,7 @@ class RequestServer(ABC, Generic[S]):
         try:
             request = InferRequest.model_validate_json(message.data)
         except ValidationError as e:
-            self._reject(message.reply, InvalidRequest(f"malformed request: {e}"))
+            self._reject(message.reply, InvalidRequest(f"Malformed request: {e}"))
             return
         try:
             await self._handle_request(request, message.reply, (message.headers or {}).get("traceparent"), len(message.data))
@@ -130,7 +130,7 @@ class RequestServer(ABC, Generic[S]):
     def _register(self, stream: S) -> None:
         """Add a stream. Raises `Conflict` if its request id is already running."""
         if stream.request_id in self.streams:
-            raise Conflict(f"request {stream.request_id} is already running on this instance")
+            raise Conflict(f"Request {stream.request_id} is already running on this instance")
         self.streams[stream.request_id] = stream
         if len(self.streams) == 1:
             self.changed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol
 
 from nats.errors import Error as NatsError
@@ -15,7 +16,9 @@ from shared.messaging.consumers import watching
 from shared.messaging.mesh import Mesh
 
 log = logging.getLogger(__name__)
-_CHECK_S = 2.0
+_CHECK_S = 10.0
+_CLUSTER_CHECK_S = 2.0
+"""The same with replicas: the consumer may be lost with a server that is not the client's."""
 _NEXT_S = 5.0
 _RETRY_S = 0.3
 
@@ -33,7 +36,8 @@ class Copy(Protocol):
 class BucketWatcher:
     """Reads the whole bucket, then its changes.
 
-    A change that a restart swallowed shows in the bucket's last revision.
+    A restarted server has lost the consumer, so each reconnection reads the whole bucket again. Any
+    other missed change shows in the bucket's last revision, which is checked now and then.
     """
 
     def __init__(self, mesh: Mesh, bucket: Callable[[JetStreamContext, int], Awaitable[KeyValue]], copy: Copy) -> None:
@@ -41,6 +45,7 @@ class BucketWatcher:
         self._bucket = bucket
         self._copy = copy
         self._revision = 0
+        self._check_s = _CHECK_S if mesh.replicas == 1 else _CLUSTER_CHECK_S
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -52,11 +57,13 @@ class BucketWatcher:
             await asyncio.sleep(_RETRY_S)
 
     async def _follow(self) -> None:
+        reconnections = self._mesh.reconnections
         bucket = await self._bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas)
         async with watching(bucket) as watcher:
             await self._snapshot(bucket, watcher)
-            while not await self._behind(bucket, watcher):
-                pass
+            with self._mesh.on_reconnect(partial(_wake, watcher)):
+                while self._mesh.reconnections == reconnections and not await self._behind(bucket, watcher):
+                    pass
 
     async def _snapshot(self, bucket: KeyValue, watcher: Any) -> None:
         entries: dict[str, bytes] = {}
@@ -83,7 +90,7 @@ class BucketWatcher:
         The bucket's last revision shows a missed change after a while.
         """
         try:
-            entry = await watcher.updates(timeout=_CHECK_S)
+            entry = await watcher.updates(timeout=self._check_s)
         except TimeoutError:
             newest = await _newest(bucket)
             return newest not in (0, self._revision) and watcher._updates.empty()
@@ -95,6 +102,12 @@ class BucketWatcher:
         elif entry.operation in (KV_DEL, KV_PURGE):
             self._copy.remove(entry.key)
         return False
+
+
+def _wake(watcher: Any) -> None:
+    """End the watcher's wait for a change."""
+    if watcher._updates.empty():
+        watcher._updates.put_nowait(None)
 
 
 async def _newest(bucket: KeyValue) -> int:

@@ -16,7 +16,9 @@ from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
 FORGOTTEN_S = 5.0
-"""The server removes a consumer that has had no reader for so long: of a process that died, or lost its connection."""
+"""The server removes a consumer that has had no reader for so long: of a process that died, or lost
+its connection.
+"""
 
 
 @asynccontextmanager
@@ -26,6 +28,9 @@ async def watching(bucket: KeyValue, keys: str = ">", *, ignore_deletes: bool = 
     The watcher is nats-py's `KeyWatcher`, whose methods have no types.
     """
     watcher: Any = await bucket.watch(keys, ignore_deletes=ignore_deletes, inactive_threshold=FORGOTTEN_S)
+    # This task of nats-py looks four times a second for flow control to answer. With a callback
+    # there is none: the client answers at once.
+    watcher._sub._sub._jsi._fctask.cancel()
     try:
         yield watcher
     finally:
@@ -35,11 +40,14 @@ async def watching(bucket: KeyValue, keys: str = ">", *, ignore_deletes: bool = 
 async def end(subscription: Any) -> None:
     """Unsubscribe a nats-py `PushSubscription`, and remove its consumer.
 
-    Without a connection the server does both by itself.
+    Without a connection the server removes the consumer by itself; the client would subscribe again
+    when it reconnects.
     """
     js: JetStreamContext = subscription._js
-    if not js._nc.is_connected:
+    if js._nc.is_closed:
         return
     await subscription.unsubscribe()
+    if not js._nc.is_connected:
+        return
     with contextlib.suppress(NatsError, TimeoutError):
         await js.delete_consumer(subscription._stream, subscription._consumer)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from shared.contracts.base import Failure, Message, Request
 from shared.contracts.subjects import token
 from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, ThawError, Unreachable, from_body
+from shared.messaging.progress import reports, request_with_reports
 from shared.messaging.responders import Draining, Responder
 from shared.settings import CommonSettings
 from shared.tasks import end
@@ -33,7 +35,9 @@ M = TypeVar("M")
 R = TypeVar("R", bound=Message)
 E = TypeVar("E", bound=Message)
 HEADROOM_BYTES = 16 * 1024
-"""Kept free below `max_payload`: headers count too, and one byte over it closes the connection for good."""
+"""Kept free below `max_payload`: headers count too, and one byte over it closes the connection for
+good.
+"""
 _CONCURRENT_WORKERS = 256
 _YIELD_AFTER_BYTES = 16 << 10
 """Half of nats-py's read: a shorter one has emptied the stream."""
@@ -50,6 +54,8 @@ class Mesh:
         self.name = name
         self.replicas = settings.nats_replicas
         self.lost = asyncio.Event()
+        self.reconnections = 0
+        self._reconnect_listeners: list[Callable[[], None]] = []
         self._stopping = False
         self._away = LogRateLimit()
         urls = [url.strip() for url in settings.nats_url.get_secret_value().split(",")]
@@ -104,6 +110,15 @@ class Mesh:
                 log.warning("NATS did not confirm the last messages; closing", extra={"servers": self._servers})
         await self._broker.stop()
 
+    @contextmanager
+    def on_reconnect(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener` after each reconnection inside the block."""
+        self._reconnect_listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._reconnect_listeners.remove(listener)
+
     @property
     def nc(self) -> Client:
         """The raw client."""
@@ -130,22 +145,28 @@ class Mesh:
         """
         return int(self.nc.max_payload) - HEADROOM_BYTES
 
-    async def request(self, subject: str, message: Request, reply: type[R]) -> R:
+    async def request(self, subject: str, message: Request, reply: type[R], *, with_reports: bool = False) -> R:
         """Send `message` and return its typed reply.
 
         Raises `Unreachable` without a subscriber, `DeadlineExceeded` after `message.deadline_ms`,
         and any `ThawError` that the other side answered with.
+
+        Args:
+            with_reports: The responder reports its progress; `Unavailable` is raised soon after it
+                has ended, or the request or reply was lost.
         """
+        data, timeout_s = message.model_dump_json().encode(), message.deadline_ms / 1000
         try:
-            answer = await self.nc.request(
-                subject, message.model_dump_json().encode(), timeout=message.deadline_ms / 1000, headers=carry()
-            )
+            if with_reports:
+                answer = await request_with_reports(self.nc, subject, data, timeout_s, carry())
+            else:
+                answer = await self.nc.request(subject, data, timeout=timeout_s, headers=carry())
         except NoRespondersError as e:
             raise Unreachable(f"No process answers on {subject}: it is stopped or starting. Check it with `thaw doctor`") from e
         except NatsTimeoutError as e:
-            raise DeadlineExceeded(f"no answer on {subject} within {message.deadline_ms} ms") from e
+            raise DeadlineExceeded(f"No answer on {subject} within {message.deadline_ms} ms") from e
         except ConnectionClosedError as e:
-            raise Unreachable("the connection to NATS is closed") from e
+            raise Unreachable("The connection to NATS is closed") from e
         return _decode(answer.data, reply)
 
     async def publish(self, subject: str, message: Message) -> None:
@@ -168,7 +189,8 @@ class Mesh:
 
         async def answer(message: NatsMessage) -> bytes:
             with carried(message.headers):
-                data = (await _answer(subject, adapter, handler, message.body)).model_dump_json().encode()
+                async with reports(self.nc, message.reply_to, message.headers):
+                    data = (await _answer(subject, adapter, handler, message.body)).model_dump_json().encode()
                 return data if len(data) <= self.max_body else _too_long(subject, len(data), self.max_body)
 
         return self._subscribe(subject, answer, queue, concurrent)
@@ -216,6 +238,9 @@ class Mesh:
 
     async def _on_reconnected(self) -> None:
         self._away.reset()
+        self.reconnections += 1
+        for listener in tuple(self._reconnect_listeners):
+            listener()
         log.info("reconnected to NATS")
 
     async def _on_closed(self) -> None:
@@ -296,11 +321,11 @@ async def _answer(subject: str, adapter: TypeAdapter[M], handler: Callable[[M], 
                 return await handler(request)
         return await handler(request)
     except ValidationError as e:
-        return Failure(error=InvalidRequest(f"malformed message on {subject}: {faults_of(e)}").body())
+        return Failure(error=InvalidRequest(f"Malformed message on {subject}: {faults_of(e)}").body())
     except ThawError as e:
         return Failure(error=e.body())
     except TimeoutError:
-        return Failure(error=DeadlineExceeded(f"not done within the deadline on {subject}").body())
+        return Failure(error=DeadlineExceeded(f"Not done within the deadline on {subject}").body())
     except Exception as e:
         log.exception("a handler failed", extra={"subject": subject})
         return Failure(error=ThawError(f"{type(e).__name__} while answering {subject}: {e}").body())
@@ -309,7 +334,7 @@ async def _answer(subject: str, adapter: TypeAdapter[M], handler: Callable[[M], 
 def _too_long(subject: str, size: int, limit: int) -> bytes:
     log.warning("an answer was too long to be sent", extra={"subject": subject, "bytes": size})
     error = PayloadTooLarge(
-        f"the answer on {subject} would have {size} bytes, and NATS takes {limit}; ask for less, or raise its max_payload"
+        f"The answer on {subject} would have {size} bytes, and NATS takes {limit}; ask for less, or raise its max_payload"
     )
     return Failure(error=error.body()).model_dump_json().encode()
 
@@ -321,5 +346,5 @@ def _decode(data: bytes, reply: type[R]) -> R:
         try:
             failure = Failure.model_validate_json(data)
         except ValidationError as e:
-            raise ThawError(f"an unintelligible reply (a newer major version?): {faults_of(e)}") from e
+            raise ThawError(f"An unintelligible reply (a newer major version?): {faults_of(e)}") from e
     raise from_body(failure.error)

@@ -41,7 +41,8 @@ async def ensure_trace_stream(js: JetStreamContext, replicas: int = 1) -> None:
         max_msgs=TRACE_MAX_COUNT,
         max_bytes=MAX_BYTES[subjects.TRACE_STREAM],
         num_replicas=replicas,
-        # Every request writes one: it does not wait for the disk, and a power cut may take the last of them.
+        # Every request writes one: it does not wait for the disk, and a power cut may take the last
+        # of them.
         persist_mode=PersistMode.ASYNC if replicas == 1 else None,
         allow_direct=True,
     )

@@ -32,7 +32,8 @@ def critical_path(
         if not earlier:
             segments.append(_segment(before if clipped or not segments else gap, start_ms, at))
             break
-        # Of those that reach `at`, the one that ended first after it enabled what follows; a longer one wins a tie.
+        # Of those that reach `at`, the one that ended first after it enabled what follows; a longer
+        # one wins a tie.
         reaching = [c for c in earlier if c[1] >= at - _EPSILON_MS]
         if reaching:
             start, _, phase = min(reaching, key=lambda c: (c[1], c[0]))

@@ -2,11 +2,14 @@
 
 1. A heartbeat since the last look: the event loop runs, and the count of silent seconds restarts.
 2. Otherwise the time since the last look counts as silence, except
-   a. more than `LONGEST_STEP_S` of it: the watcher itself did not run (suspended laptop, stopped process tree);
+   a. more than `LONGEST_STEP_S` of it: the watcher itself did not run (suspended laptop, stopped
+      process tree);
    b. what the process spent waiting for a processor: the machine is busy;
-   c. all of it while the process waits for a disk, where killing does not help, or a debugger holds it,
+   c. all of it while the process waits for a disk, where killing does not help, or a debugger holds
+      it,
    d. all of it where one of the two looks does not know how long the process waited.
-3. A process hangs once its silence exceeds the limit; until its first heartbeat, and after its last, a longer limit holds.
+3. A process hangs once its silence exceeds the limit; until its first heartbeat, and after its
+   last, a longer limit holds.
 """
 
 from __future__ import annotations

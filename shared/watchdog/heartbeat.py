@@ -52,7 +52,8 @@ class Heart:
         self._socket.close()
 
     def _send(self, message: bytes) -> None:
-        # A full queue or an absent socket: the watcher is stopped or was killed, which is not this process's concern.
+        # A full queue or an absent socket: the watcher is stopped or was killed, which is not this
+        # process's concern.
         with contextlib.suppress(OSError):
             self._socket.sendto(message, self._address)
 

@@ -19,7 +19,7 @@ from simulator.world import World
 
 Spans = tuple[tuple[Phase, float, float], ...]
 LOADS_COALESCE_S = 0.1
-"""Delay of changes that concern load only (services/nodeagent/publisher.py)."""
+"""Delay of changes that concern load only (services/nodeagent/adapters/publisher.py)."""
 
 
 class Listener(Protocol):
@@ -104,7 +104,7 @@ class Agents:
         """Start an instance. `before`: phases until the command was sent."""
         device = node.device(command.device_ids[0])
         if not node.alive:
-            self._refuse_start(command.instance_id, Unavailable(f"no nodeagent answers on {node.name}", should_retry=True))
+            self._refuse_start(command.instance_id, Unavailable(f"No nodeagent answers on {node.name}", should_retry=True))
             return
         if not node.fits(device, command.reserve_bytes):
             self._refuse_start(command.instance_id, InsufficientMemory(f"{node.name} has no room for {command.card.name}"), node)
@@ -184,7 +184,7 @@ class Agents:
         if not node.alive or instance is None or instance.state in (InstanceState.DRAINING, InstanceState.STOPPED):
             return
         if only_if_idle and instance.engine.runs:
-            self._post(StopRefused(now + self._delay, key, InstanceBusy("it is serving").body()))
+            self._post(StopRefused(now + self._delay, key, InstanceBusy("The instance is serving").body()))
             return
         if instance.state.parked:
             if then == "stop":
@@ -229,7 +229,9 @@ class Agents:
         instance, world = node.instances.get(command.instance_id), self._world
         if not node.alive or instance is None or not instance.state.parked:
             missing = (
-                Unavailable(f"no nodeagent answers on {node.name}") if not node.alive else NotFound("it is not suspended here")
+                Unavailable(f"No nodeagent answers on {node.name}")
+                if not node.alive
+                else NotFound("The instance is not suspended here")
             )
             self._refuse_start(command.instance_id, missing)
             return

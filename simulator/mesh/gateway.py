@@ -29,7 +29,7 @@ class _Queue:
     model: SimModel
     waiting: deque[Run] = field(default_factory=deque)
     routes: dict[str, MeshInstance] = field(default_factory=dict)
-    told_at: float | None = None
+    reported_at: float | None = None
     arrivals_at: deque[float] = field(default_factory=deque)
 
     def arrivals(self, now: float) -> tuple[int, int]:
@@ -50,7 +50,7 @@ class Gateway:
     def __init__(
         self, world: World, report_demand: Callable[[Demand], None], loads_changed: Callable[[MeshInstance], None]
     ) -> None:
-        self._world, self._tell_scheduler, self._loads_changed = world, report_demand, loads_changed
+        self._world, self._send_demand, self._loads_changed = world, report_demand, loads_changed
         self._queues = {name: _Queue(model) for name, model in world.models.items()}
         self.open = 0
         """Requests without an answer so far."""
@@ -141,7 +141,7 @@ class Gateway:
             if not free:
                 break
             self._serve(min(free, key=lambda i: (len(i.engine.runs), i.key)), queue.waiting.popleft())
-        if (queue.told_at is None) == bool(queue.waiting):
+        if (queue.reported_at is None) == bool(queue.waiting):
             self._report_demand(queue)
 
     def _serve(self, instance: MeshInstance, run: Run) -> None:
@@ -156,11 +156,11 @@ class Gateway:
         The end is when no request waits any more.
         """
         now, waiting = self._world.clock.now, len(queue.waiting)
-        queue.told_at = now if waiting else None
+        queue.reported_at = now if waiting else None
         oldest = (now - min(r.arrived for r in queue.waiting)) * 1e3 if waiting else 0.0
         flying = sum(len(i.engine.runs) for i in queue.routes.values())
         window, peak = queue.arrivals(now)
-        self._tell_scheduler(
+        self._send_demand(
             Demand(
                 gateway="g",
                 model=queue.model.name,
@@ -172,5 +172,7 @@ class Gateway:
             )
         )
         if waiting:
-            reported = queue.told_at
-            self._world.clock.after(DEMAND_INTERVAL_S, lambda: self._report_demand(queue) if queue.told_at == reported else None)
+            reported = queue.reported_at
+            self._world.clock.after(
+                DEMAND_INTERVAL_S, lambda: self._report_demand(queue) if queue.reported_at == reported else None
+            )

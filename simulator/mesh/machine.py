@@ -113,7 +113,7 @@ class MeshNode:
         return LoaderStatus(
             node=self.name,
             boot_id=f"b{self.boot}",
-            bytes_per_second=sim.nic.bandwidth,  # only remote sources; what the node has comes over its own links
+            bytes_per_second=sim.nic.bandwidth,  # only remote sources; the rest is read over the node's own links
             segments=tuple(
                 SegmentStatus(weights_id=w, model=w, segment=w, total_bytes=n, loaded_bytes=n, holders=())
                 for w, n in sim.dram.held.items()

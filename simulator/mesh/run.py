@@ -95,8 +95,7 @@ class Simulation:
         """Create a run.
 
         `policy`: that of a recorded mesh, if not the default. `usual`, `recorded`: durations of
-        starts in
-        place of the cluster file's.
+        starts in place of the cluster file's.
         """
         given = policy or Policy()
         live = cluster.runtime.capabilities & LIVE
@@ -123,7 +122,7 @@ class Simulation:
         self._deciding, self._sent = False, 0
         self.nodes = {name: MeshNode(sim) for name, sim in self.world.nodes.items()}
         self.agents = Agents(self.world, self.nodes, self._later, usual, recorded)
-        self._gateway = Gateway(self.world, self._told, lambda i: self.agents.loads_changed(self.nodes[i.node.name]))
+        self._gateway = Gateway(self.world, self._send_demand, lambda i: self.agents.loads_changed(self.nodes[i.node.name]))
         self.agents.listener = self._gateway
         self._migrator = Migrator(self.world, self.agents, self._gateway, self._later)
         self.state = ClusterState(epoch=1, recovered_at=-1e6)
@@ -197,7 +196,7 @@ class Simulation:
 
     # The scheduler.
 
-    def _told(self, demand: Demand) -> None:
+    def _send_demand(self, demand: Demand) -> None:
         delay = self.world.runtime.gateway_ms / 1e3 + self._delay
         self._clock.after(delay, lambda: self._receive(DemandReceived(self._clock.now, demand, "w")))
 

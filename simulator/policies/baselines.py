@@ -1,8 +1,7 @@
 """Baselines of the papers: ServerlessLLM §7.3 and §7.4, Torpor §7.3 and §7.4.
 
 Ray Serve with an SSD cache is keep-alive on machines with an SSD cache, and NonSwap is native with
-a
-smaller footprint: both differ in the simulated machine, not in the policy.
+a smaller footprint: both differ in the simulated machine, not in the policy.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from services.scheduler.domain.policies.common import (
     arrivals,
     evict_lru,
-    evict_nobody,
+    evict_none,
     in_order,
     inactive,
     keep_load_time,
@@ -60,8 +59,8 @@ def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Optio
     """
 
     def place(o: Option) -> tuple[bool, bool, float, tuple[str, ...]]:
-        leaving = [r.last_used for d in o.devices for r in d.residents if r.key in o.clearance.victims]
-        return (o.way != "ready", bool(leaving), max(leaving, default=-o.free_bytes), o.key)
+        victims_used_at = [r.last_used for d in o.devices for r in d.residents if r.key in o.clearance.victims]
+        return (o.way != "ready", bool(victims_used_at), max(victims_used_at, default=-o.free_bytes), o.key)
 
     return min(options, key=place, default=None)
 
@@ -75,10 +74,9 @@ def infless_keep(short_term: Sequence[float], long_term: Sequence[float], defaul
     """INFless-KA's keep-alive in seconds (Torpor §7.3).
 
     "A function keep-alive policy to set the lifespan of individual functions based on historical
-    traces";
-    Torpor gives no more detail. Here both arguments are idle times between requests; the 99th
-    percentiles
-    of a long and of a short history are weighted by `share`; `default` without a history.
+    traces"; Torpor gives no more detail. Here both arguments are idle times between requests; the
+    99th percentiles of a long and of a short history are weighted by `share`; `default` without a
+    history.
     """
     tails = [sorted(t)[min(len(t) - 1, int(len(t) * 0.99))] for t in (long_term, short_term) if t]
     if not tails:
@@ -116,7 +114,7 @@ FIFO = Profile(
 NATIVE = Profile(
     "native",
     order=arrivals,
-    clear=evict_nobody,
+    clear=evict_none,
     choose=bound,
     keep=keep_until_needed,
     scale=one_each,
@@ -125,7 +123,7 @@ NATIVE = Profile(
 INFLESS_KA = Profile(
     "infless-ka",
     order=arrivals,
-    clear=evict_nobody,
+    clear=evict_none,
     choose=bound,
     keep=keep_setting,
     scale=one_each,
@@ -134,7 +132,7 @@ INFLESS_KA = Profile(
 KEEP_ALIVE = Profile(
     "keep-alive",
     order=arrivals,
-    clear=evict_nobody,
+    clear=evict_none,
     choose=any_device,
     keep=keep_load_time,
     scale=per_request,

@@ -111,8 +111,7 @@ def schemes(nbytes: int, whole: int, servers: Sequence[Server], t: Times, *, ove
     """Yield every (s, w) with its best servers.
 
     The w servers with the least 1/b + 1/p that fit a whole worker; then the best that fit a stage.
-    Stages
-    of one pipeline are on different nodes, to use different links.
+    Stages of one pipeline are on different nodes, to use different links.
 
     Args:
         nbytes: The model's weights, M of the formulas.
@@ -155,10 +154,8 @@ def allocate(
     """Return the scheme of Algorithm 1; None: no server fits.
 
     Of the schemes within both objectives the one with the least sharing; of these (the paper does
-    not
-    say) the least memory, then the lowest TTFT. If none meets the objectives, one full-memory
-    worker on
-    the best server. `at_least`: stages that become instances of their own (§6.1).
+    not say) the least memory, then the lowest TTFT. If none meets the objectives, one full-memory
+    worker on the best server. `at_least`: stages that become instances of their own (§6.1).
     """
     found = list(schemes(nbytes, whole, servers, t, overlapped=overlapped))
     within = [x for x in found if x.ttft <= slo_ttft and x.tpot <= slo_tpot and x.stages >= at_least]

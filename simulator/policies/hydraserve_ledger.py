@@ -1,8 +1,8 @@
 """HydraServe §4.2: cold starts on a server share its network bandwidth B equally.
 
 A server accepts another one only if all keep their deadlines. Pure: every function takes a ledger
-and
-returns a new one. Inference packets have priority over fetches, so that only fetches are recorded.
+and returns a new one. Inference packets have priority over fetches, so that only fetches are
+recorded.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     """Unload idle instances and migrate serving ones, in the least total time.
 
     Loads on one node run one after another, those of several nodes in parallel: the memory is free
-    after
-    the longest queue. The penalty is the total time.
+    after the longest queue. The penalty is the total time.
     """
     idle = [EvictionCandidate(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in inactive(device, ask.model)]
     serving = [EvictionCandidate(r.key, r.nbytes, r.last_used, ways_out(r)) for r in movable(device, ask.model)]

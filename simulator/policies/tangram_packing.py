@@ -7,10 +7,14 @@ allocated region of a subspace may have to move) and splits a subspace at an all
 then stays (its size is the gain), if the new tensors can be divided over the two halves; where no
 split packs, the subspace is final. As printed it misbehaves; so here
 
-- the capacity of a subspace is its *free* bytes (printed: free and allocated ones, so that tensors are packed into memory that is not there);
-- dividing fails when a tensor exceeds the *larger* remaining capacity (printed: the smaller, so that hardly anything is ever divided);
-- split points are tried by descending gain (as the text of §3.2.2 has it; printed: in the order of the list);
-- regions of active models and KV blocks neither move nor are evicted: the pool falls into islands between them, and no merging crosses one.
+- the capacity of a subspace is its *free* bytes (printed: free and allocated ones, so that tensors
+  are packed into memory that is not there);
+- dividing fails when a tensor exceeds the *larger* remaining capacity (printed: the smaller, so
+  that hardly anything is ever divided);
+- split points are tried by descending gain (as the text of §3.2.2 has it; printed: in the order of
+  the list);
+- regions of active models and KV blocks neither move nor are evicted: the pool falls into islands
+  between them, and no merging crosses one.
 
 Then only what a final subspace requires is moved: nothing where its tensors fit into free regions
 as they are.
@@ -82,20 +86,20 @@ def evict(regions: Sequence[Region], need: int) -> list[Region] | None:
     None: too few bytes can be freed. Adjacent free regions are merged.
     """
     short = need - sum(r.size for r in regions if not r.key)
-    leaving: set[str] = set()
+    evicted: set[str] = set()
     for r in sorted((r for r in regions if r.movable), key=lambda r: (r.cost, r.key)):
         if short <= 0:
             break
-        leaving.add(r.key)
+        evicted.add(r.key)
         short -= r.size
-    return without(regions, leaving) if short <= 0 else None
+    return without(regions, evicted) if short <= 0 else None
 
 
-def without(regions: Sequence[Region], leaving: set[str]) -> list[Region]:
-    """Return the chain after `leaving` are freed."""
+def without(regions: Sequence[Region], evicted: set[str]) -> list[Region]:
+    """Return the regions after those of `evicted` are freed."""
     left: list[Region] = []
     for r in regions:
-        kept = r if r.key and r.key not in leaving else Region(r.size)
+        kept = r if r.key and r.key not in evicted else Region(r.size)
         if not kept.key and left and not left[-1].key:
             kept = Region(left.pop().size + kept.size)
         left.append(kept)

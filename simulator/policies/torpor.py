@@ -16,8 +16,7 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """Algorithm 1, with A the devices that execute nothing.
 
     1. The model is on a device of A: execute there (line 8). Of several, one is drawn, since the
-       paper
-       does not say which.
+       paper does not say which.
     2. It is on busy devices only: the pair with the fastest link, copied device to device (line
        11).
     3. It is on none: from host memory, to a device of A

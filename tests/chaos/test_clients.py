@@ -49,7 +49,8 @@ def test_leaving_while_it_generates_stops_the_engine(mesh: Victim, client: opena
     before = load_of(mesh, "one")[2]
     with held(mesh.engine("one")):
         pass
-    # Sixteen responses of 900 tokens take seconds, so they are still running when the client disconnects.
+    # Sixteen responses of 900 tokens take seconds, so they are still running when the client
+    # disconnects.
     leaver = RawClient(mesh.port, "one", stream=stream, n=16)
     if stream:
         assert leaver.read()

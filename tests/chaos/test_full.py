@@ -86,7 +86,8 @@ def mesh() -> Iterator[Victim]:
 def test_shared_memory_for_one_model_serves_one_at_a_time(mesh: Cramped, client: openai.OpenAI) -> None:
     """With shared memory for one model, the mesh serves one model at a time.
 
-    The device's budget holds two, so only the loader detects the shortage. The other model is evicted, and the client's retry succeeds.
+    The device's budget holds two, so only the loader detects the shortage. The other model is
+    evicted, and the client's retry succeeds.
     """
     expected = ask(client)
     for outcome in [Asked(mesh.url, "two", stream=stream, tokens=8).outcome() for stream in (True, False)]:
@@ -114,7 +115,8 @@ def test_shared_memory_without_room_is_a_typed_error_until_there_is_room(mesh: C
 def test_a_full_disk_costs_no_answer_once_there_is_room(mesh: Cramped, client: openai.OpenAI, place: str) -> None:
     """A full disk costs no response once there is room again.
 
-    With `nodes` only the nodeagent, the loader and the engines have a full disk; the servers do not.
+    With `nodes` only the nodeagent, the loader and the engines have a full disk; the servers do
+    not.
     """
     mesh.resize_shared_memory("64m")
     whole = ask(client, tokens=900)

@@ -5,10 +5,12 @@ No stream ends early or differently, and no state is left over.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from tests.support.launcher import until
 from tests.support.mesh import kill
@@ -54,8 +56,17 @@ def streams(mesh: Roomy, undisturbed: list[Stream]) -> Iterator[list[Stream]]:
     mesh.assert_settled()
 
 
-@pytest.mark.parametrize("victim", ["migrator", "source", "destination", "scheduler"])
-@pytest.mark.parametrize("step", ["asked", "round", "handing_over"])
+def _cases() -> list[ParameterSet]:
+    """Return every victim in every step: half of them for `make test-long` alone."""
+    quick = {
+        ("asked", "source"), ("asked", "scheduler"), ("round", "migrator"), ("round", "destination"),
+        ("handing_over", "migrator"), ("handing_over", "source"), ("handing_over", "scheduler"),
+    }  # fmt: skip
+    cases = itertools.product(("asked", "round", "handing_over"), ("migrator", "source", "destination", "scheduler"))
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.long, id="-".join(case)) for case in cases]
+
+
+@pytest.mark.parametrize(("step", "victim"), _cases())
 def test_who_moves_dies(mesh: Roomy, streams: list[Stream], step: Step, victim: str) -> None:
     source, node = mesh.place("one")
     to = NODES[1 - NODES.index(node)]

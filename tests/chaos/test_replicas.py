@@ -1,14 +1,13 @@
 """Faults of replicated servers.
 
-A NATS cluster of three loses each server in turn, and PostgreSQL's synchronous standby is promoted. No acknowledged write is lost, and
-service resumes.
+A NATS cluster of three loses each server in turn, and PostgreSQL's synchronous standby is promoted.
+No acknowledged write is lost, and service resumes.
 
 The bounds are generous; `--log-cli-level=warning` shows the times (docs/high-availability.md).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -29,18 +28,23 @@ from tests.support.servers import NatsCluster, PostgresServer, StandbyServer
 log = logging.getLogger(__name__)
 RESUMED_WITHIN_S = 30.0
 TRIED_EVERY_S = 0.1
+WRITTEN_EVERY_S = 0.5
 
 
 @dataclass
 class Acknowledged:
     """Writes that the mesh acknowledged.
 
-    Responses by Idempotency-Key (id and text), names of API keys and of models.
+    Responses by Idempotency-Key (id and text), names of API keys, of revoked ones and of models.
     """
 
     answers: dict[str, tuple[str, str]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
+    revoked: set[str] = field(default_factory=set)
     models: set[str] = field(default_factory=set)
+
+    def counts(self) -> dict[str, int]:
+        return {kind: len(writes) for kind, writes in vars(self).items()}
 
 
 class Writer:
@@ -85,10 +89,18 @@ class Writer:
         return answer.id, answer.choices[0].message.content or "", raw.headers.get("idempotent-replayed") == "true"
 
     def api_key(self) -> None:
+        self.acknowledged.keys.add(self._create_key())
+
+    def revoked_key(self) -> None:
+        name = self._create_key()
+        self._admin.delete(f"/keys/{name}").raise_for_status()
+        self.acknowledged.revoked.add(name)
+
+    def _create_key(self) -> str:
         name = f"operator-{next(self._numbers)}"
         body = {"name": name, "scope": "admin", "sha256": os.urandom(32).hex()}
         self._admin.post("/keys", json=body).raise_for_status()
-        self.acknowledged.keys.add(name)
+        return name
 
     def model(self) -> None:
         name = f"model-{next(self._numbers)}"
@@ -96,9 +108,12 @@ class Writer:
         self.acknowledged.models.add(name)
 
     def assert_all_there(self) -> None:
-        for key, (id_, text) in self.acknowledged.answers.items():
+        for key, (id_, text) in list(self.acknowledged.answers.items()):
             assert self.answer(key) == (id_, text, True)
-        assert self.acknowledged.keys <= {k["name"] for k in self._admin.get("/keys").raise_for_status().json()["keys"]}
+        created, revoked = set(self.acknowledged.keys), set(self.acknowledged.revoked)
+        names = {k["name"] for k in self._admin.get("/keys").raise_for_status().json()["keys"]}
+        assert created <= names
+        assert not revoked & names
         self.served()
 
     def served(self) -> None:
@@ -106,7 +121,8 @@ class Writer:
 
         Its watch reports new models; the gateway reopens the watch when that server is gone.
         """
-        until(lambda: self.acknowledged.models <= {m.id for m in self._client.models.list()}, RESUMED_WITHIN_S, "models are served")
+        wanted = set(self.acknowledged.models)
+        until(lambda: wanted <= {m.id for m in self._client.models.list()}, RESUMED_WITHIN_S, "models are served")
 
 
 def resumed(what: Callable[[], None]) -> float:
@@ -120,6 +136,46 @@ def resumed(what: Callable[[], None]) -> float:
             time.sleep(TRIED_EVERY_S)
         else:
             return time.monotonic() - begun
+
+
+class Writing:
+    """Writes of every kind that continue inside the block, each kind in its own thread.
+
+    Attributes:
+        refused: Number of writes that failed, by kind; they may have been done or not.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        steps = (writer.keyed, writer.api_key, writer.revoked_key, writer.model)
+        self.refused = dict.fromkeys((step.__name__ for step in steps), 0)
+        self._latest = dict.fromkeys(self.refused, 0.0)
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._repeat, args=(step,), daemon=True) for step in steps]
+
+    def _repeat(self, step: Callable[[], None]) -> None:
+        while not self._over.wait(WRITTEN_EVERY_S):
+            began = time.monotonic()
+            try:
+                step()
+            except (openai.APIError, httpx.HTTPError):
+                self.refused[step.__name__] += 1
+            else:
+                self._latest[step.__name__] = began
+
+    def resume(self) -> None:
+        """Return when a write of each kind that began after this call is acknowledged."""
+        begun = time.monotonic()
+        until(lambda: min(self._latest.values()) >= begun, RESUMED_WITHIN_S, "writes of every kind are acknowledged")
+
+    def __enter__(self) -> Writing:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(150)
 
 
 class Load(threading.Thread):
@@ -193,13 +249,16 @@ def test_each_server_of_a_nats_cluster_dies_once(cluster: NatsCluster, replicate
             step()
         leader = cluster.leader()
         assert leader is not None
-        with Load(client) as load:
+        with Load(client) as load, Writing(writer) as writing:
             for victim in (leader, *(i for i in range(3) if i != leader)):
+                writing.resume()
                 cluster.kill(victim)
                 taken = {step.__name__: round(resumed(step), 2) for step in steps}
                 log.warning("server %d killed%s; seconds until again possible: %s", victim, " (leader)" * (victim == leader), taken)
+                writing.resume()
                 writer.assert_all_there()
                 cluster.start(victim)
+        log.warning("acknowledged: %s; refused: %s", writer.acknowledged.counts(), writing.refused)
         writer.assert_all_there()
         load.assert_undisturbed()
 
@@ -235,19 +294,17 @@ def failing_over(primary: PostgresServer, standby: StandbyServer) -> Iterator[Vi
 def test_a_standby_of_postgres_is_promoted(primary: PostgresServer, standby: StandbyServer, failing_over: Victim) -> None:
     with standard_client(failing_over) as client, Writer(failing_over, client) as writer:
         writer.warm()
-        with Load(client) as load:
-            # Register models until the primary dies during a registration: only acknowledged ones count.
-            registering = threading.Thread(target=until_refused, args=(writer.model,), daemon=True)
-            registering.start()
-            until(lambda: len(writer.acknowledged.models) >= 3, what="three models are registered")
+        with Load(client) as load, Writing(writer) as writing:
+            writing.resume()
             plans, epoch = ids(primary, "plan_id", "plans"), int(primary.sql("SELECT epoch FROM leadership"))
             primary.kill()
-            registering.join(60)
-            assert not registering.is_alive()
+            until(lambda: writing.refused["model"] > 0, what="a registration is refused")
             writer.warm()
             standby.promote()
             taken = {step.__name__: round(resumed(step), 2) for step in (writer.warm, writer.model, writer.cold)}
             log.warning("promoted; seconds from then until again possible: %s", taken)
+            writing.resume()
+        log.warning("acknowledged: %s; refused: %s", writer.acknowledged.counts(), writing.refused)
         writer.assert_all_there()
         load.assert_undisturbed()
         assert writer.acknowledged.models <= ids(standby, "name", "models")
@@ -258,9 +315,3 @@ def test_a_standby_of_postgres_is_promoted(primary: PostgresServer, standby: Sta
 
 def ids(server: PostgresServer, column: str, table: str) -> set[str]:
     return set(server.sql(f"SELECT {column} FROM {table}").split())
-
-
-def until_refused(what: Callable[[], None]) -> None:
-    with contextlib.suppress(openai.APIError, httpx.HTTPError):
-        while True:
-            what()

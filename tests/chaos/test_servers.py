@@ -79,14 +79,16 @@ def test_answers_are_whole_though_nats_restarts(mesh: Victim, client: openai.Ope
     assert ask(client, tokens=900) == whole
 
 
-def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("key", ["", "an-end-that-was-lost"])
+def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI, key: str) -> None:
     """The stream resumes if the engine's last messages are lost with NATS.
 
-    No later message shows the gap; the gateway resumes from the tokens received.
+    No later message shows the gap; the gateway resumes from the tokens received. A repetition of
+    the request, also under its Idempotency-Key, gets the same response.
     """
     whole = ask(client, tokens=900)
     engine = psutil.Process(mesh.engine("one"))
-    stream = Asked(mesh.url, "one")
+    stream = Asked(mesh.url, "one", key=key)
     assert stream.begun.wait(120)
     with held(mesh.pid("nats")):
         until(lambda: engine.cpu_percent(0.3) < 5, what="the engine has sent everything")
@@ -94,4 +96,5 @@ def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI) -> 
     outcome = stream.outcome()
     assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
     mesh.await_replaced("nats", old)
-    assert ask(client, tokens=900) == whole
+    again = Asked(mesh.url, "one", key=key).outcome()
+    assert (again.kind, again.text, again.tokens) == ("answered", whole, 900)

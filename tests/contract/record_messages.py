@@ -1,7 +1,7 @@
 """Record examples of every message.
 
-Run `python -m tests.contract.record_messages v0.1` once per release, from its sources. test_upgrades.py checks that later versions can read
-the recorded messages (map, invariant 10).
+Run `python -m tests.contract.record_messages v0.1` once per release, from its sources.
+test_upgrades.py checks that later versions can read the recorded messages (map, invariant 10).
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ import pytest
 from tests.docker.engine import run
 
 _LIMITS = '[containers]\ndefault_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]\n[engine]\nruntime = "runc"\n'
-"""Podman raises limits beyond a container user's rights, and crun refuses machines with both versions of control groups."""
+"""Podman raises limits beyond a container user's rights, and crun refuses machines with both
+versions of control groups.
+"""
 
 
 @dataclass(frozen=True)

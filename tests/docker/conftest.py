@@ -74,7 +74,8 @@ def hub(models: Path) -> Iterator[FakeHub]:
 def compose(engine: None) -> tuple[str, ...]:
     """Return the Compose under test.
 
-    That is the plug-in of version 2, or docker-compose of version 1 if the plug-in is missing or `THAW_TEST_COMPOSE=v1`.
+    That is the plug-in of version 2, or docker-compose of version 1 if the plug-in is missing or
+    `THAW_TEST_COMPOSE=v1`.
     """
     wanted = [os.environ["THAW_TEST_COMPOSE"]] if "THAW_TEST_COMPOSE" in os.environ else list(COMPOSE_COMMANDS)
     for kind in wanted:

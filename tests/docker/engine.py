@@ -37,9 +37,14 @@ STAND_INS = {
     "POSTGRES_IMAGE": "postgres:17-alpine",
     "PYTHON_IMAGE": "python:3.11-slim-bookworm",
 }
-"""Local images that an engine without a registry may have; compose/ pins the patch version of the same."""
+"""Local images that an engine without a registry may have; compose/ pins the patch version of the
+same.
+"""
 _SERVED = ("gateway", "scheduler", "migrator", "nodeagent")
-"""Services that `up` names; it also starts their dependencies. No service depends on Jaeger: the test's receiver gets the traces."""
+"""Services that `up` names; it also starts their dependencies.
+
+No service depends on Jaeger: the test's receiver gets the traces.
+"""
 
 
 class CommandFailed(subprocess.SubprocessError):

@@ -46,7 +46,7 @@ def test_a_cold_model_is_chatted_with(mesh: Project, client: openai.OpenAI) -> N
         assert answer.usage.completion_tokens == 8
 
 
-def test_a_stream_comes_in_pieces(mesh: Project, client: openai.OpenAI) -> None:
+def test_a_response_is_streamed_in_several_chunks(mesh: Project, client: openai.OpenAI) -> None:
     with client:
         stream = client.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": "hello"}], max_tokens=8, stream=True
@@ -141,11 +141,14 @@ def test_a_service_reaches_those_it_needs_and_no_others(mesh: Project) -> None:
 def test_neither_jaeger_nor_the_edge_reaches_nats_or_the_database(mesh: Project, network: str) -> None:
     """Jaeger and the edge reach neither NATS nor the database.
 
-    The probe runs in a container of our image on their network: Jaeger's image has no suitable program.
+    The probe runs in a container of our image on their network: Jaeger's image has no suitable
+    program.
     """
     targets = (_address(mesh, "nats", "core", 4222), _address(mesh, "postgres", "data", 5432), "nats:4222", "postgres:5432")
-    said = docker("run", "--rm", "-i", f"--network={mesh.name}_{network}", mesh.images.mesh, "python", "-", *targets, text=_CONNECT)
-    assert said.split() == ["refused"] * 4
+    output = docker(
+        "run", "--rm", "-i", f"--network={mesh.name}_{network}", mesh.images.mesh, "python", "-", *targets, text=_CONNECT
+    )
+    assert output.split() == ["refused"] * 4
 
 
 def test_nats_and_the_database_have_no_way_out_of_the_host(mesh: Project) -> None:
@@ -246,7 +249,7 @@ def test_the_node_shares_memory_and_process_ids(mesh: Project) -> None:
 
 
 @pytest.mark.parametrize("service", ["nodeagent", "loader", "scheduler", "gateway"])
-def test_a_killed_container_comes_back_and_the_mesh_serves(mesh: Project, client: openai.OpenAI, service: str) -> None:
+def test_a_killed_container_is_restarted_and_the_mesh_serves(mesh: Project, client: openai.OpenAI, service: str) -> None:
     first = mesh.inspect(service)["State"]["StartedAt"]
     # SIGKILL from outside, as in a crash: Docker treats `docker kill` as a stop by the operator.
     pid = mesh.inspect(service)["State"]["Pid"]
@@ -293,13 +296,13 @@ def test_a_hung_service_is_restarted_in_its_container(mesh: Project, client: ope
         assert time.monotonic() < deadline
         time.sleep(0.5)
     assert mesh.inspect(service)["State"]["StartedAt"] == started
-    said = [
+    restarts = [
         line
         for line in docker("logs", mesh.container(service), also_stderr=True).splitlines()
         if "restarting a hung service" in line
     ]
-    assert f'"pid": {hung}' in said[-1]
-    assert "the process is stopped" in said[-1]
+    assert f'"pid": {hung}' in restarts[-1]
+    assert "the process is stopped" in restarts[-1]
     with client:
         answer = client.with_options(max_retries=5).completions.create(model="demo", prompt="again", max_tokens=4)
     assert answer.usage is not None
@@ -338,7 +341,7 @@ def test_the_endpoint_stays_closed_when_the_disk_of_nats_is_lost(mesh: Project) 
     assert "inference" in mesh.execute("gateway", "cat", "/var/lib/thaw/gateway/keys-existed")
 
 
-def test_nobody_was_refused_a_subject(mesh: Project) -> None:
+def test_nats_refused_no_service_a_subject(mesh: Project) -> None:
     assert "Permissions Violation" not in mesh.compose("logs", "--no-color")
 
 

@@ -105,10 +105,10 @@ async def test_from_start_to_removed(hosts: Hosts, boxes: Boxes, image: str) -> 
     assert report.hosted.pids
     answer = await hosts.whole(start.instance_id, "chat", messages=[], stream=True)
     assert answer.text() == "a b c "
-    told = json.loads(boxes("inspect", report.hosted.container))[0]
-    assert told["Config"]["Labels"]["thaw.node"] == hosts.node
-    assert "GIVEN=yes" in told["Config"]["Env"]
-    assert not [e for e in told["Config"]["Env"] if e.startswith("THAW_") and not e.startswith("THAW_INSTANCE=")]
+    inspected = json.loads(boxes("inspect", report.hosted.container))[0]
+    assert inspected["Config"]["Labels"]["thaw.node"] == hosts.node
+    assert "GIVEN=yes" in inspected["Config"]["Env"]
+    assert not [e for e in inspected["Config"]["Env"] if e.startswith("THAW_") and not e.startswith("THAW_INSTANCE=")]
     os.kill(report.pid, signal.SIGTERM)
     await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
     assert boxes.containers(start.instance_id) == []
@@ -138,10 +138,10 @@ async def test_a_published_port_is_the_loopbacks_and_no_other_container_reaches_
     assert report.state == "ready", report.error
     assert report.hosted is not None
     assert report.hosted.container is not None
-    told = json.loads(boxes("inspect", report.hosted.container))[0]["NetworkSettings"]
-    assert [p["HostIp"] for p in told["Ports"]["9000/tcp"]] == ["127.0.0.1"]
-    assert list(told["Networks"]) == [container.NETWORK]
-    address = told["Networks"][container.NETWORK]["IPAddress"]
+    inspected = json.loads(boxes("inspect", report.hosted.container))[0]["NetworkSettings"]
+    assert [p["HostIp"] for p in inspected["Ports"]["9000/tcp"]] == ["127.0.0.1"]
+    assert list(inspected["Networks"]) == [container.NETWORK]
+    address = inspected["Networks"][container.NETWORK]["IPAddress"]
     if boxes.command == "podman":
         pytest.skip("containers of one network of Podman's reach each other")
     ask = f"import urllib.request as u; u.urlopen('http://{address}:9000/health', timeout=3)"
@@ -163,9 +163,9 @@ async def test_one_that_listens_on_a_socket_has_no_network_and_no_other_user_rea
     assert report.hosted is not None
     assert report.hosted.container is not None
     assert (await hosts.whole(start.instance_id, "chat", messages=[], stream=True)).text() == "a b c "
-    told = json.loads(boxes("inspect", report.hosted.container))[0]
-    assert told["HostConfig"]["NetworkMode"] == "none"
-    (path,) = (Path(m["Source"]) / "engine.sock" for m in told["Mounts"] if m["Destination"] == "/run/thaw")
+    inspected = json.loads(boxes("inspect", report.hosted.container))[0]
+    assert inspected["HostConfig"]["NetworkMode"] == "none"
+    (path,) = (Path(m["Source"]) / "engine.sock" for m in inspected["Mounts"] if m["Destination"] == "/run/thaw")
     for above in path.parents[2:6]:
         above.chmod(0o755)
     assert tried_by_another_user(str(path), "/health") == "PermissionError"
@@ -232,7 +232,7 @@ async def test_an_image_that_is_not_there(hosts: Hosts, image: str) -> None:
     start = hosts.host(card("localhost:1/thaw-test-none:1"))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
-    assert "image localhost:1/thaw-test-none:1 cannot be pulled" in report.error.message
+    assert "Image localhost:1/thaw-test-none:1 cannot be pulled" in report.error.message
 
 
 async def test_no_container_engine(hosts: Hosts) -> None:

@@ -46,7 +46,8 @@ def test_every_service_has_a_health_check_limits_and_a_pinned_image(document: di
 def test_checks_by_python_have_time_to_start_it(document: dict[str, Any]) -> None:
     """Health checks in Python have time to start the interpreter.
 
-    On a busy machine Python alone takes more than five seconds to start; a check that times out reports nothing.
+    On a busy machine Python alone takes more than five seconds to start; a check that times out
+    reports nothing.
     """
     checks = {
         name: s["healthcheck"] for name, s in document["services"].items() if "python" in s.get("healthcheck", {}).get("test", ())
@@ -154,7 +155,7 @@ HERE = {"node": "node-0", "node-gpu": "gpu-0"}
 """Nodes of compose.yaml, by folder."""
 
 
-def test_secrets_are_made_once_and_told_again(tmp_path: Path) -> None:
+def test_secrets_are_made_once_and_kept_by_later_runs(tmp_path: Path) -> None:
     make_secrets(tmp_path, HERE)
     first = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
     shutil.rmtree(tmp_path / "node")
@@ -199,7 +200,7 @@ def test_a_name_that_could_be_more_than_a_subject_token_is_refused(tmp_path: Pat
         make_secrets(tmp_path, {"node": name})
 
 
-def test_a_user_that_came_with_a_newer_version_gets_a_password(tmp_path: Path) -> None:
+def test_a_user_added_by_a_newer_version_gets_a_password(tmp_path: Path) -> None:
     make_secrets(tmp_path, HERE)
     passwords = tmp_path / "nats" / "passwords.conf"
     old = "".join(line for line in passwords.read_text().splitlines(keepends=True) if not line.startswith("MIGRATOR"))
@@ -278,7 +279,7 @@ async def test_listening_in_is_refused(guarded: Guarded, user: str, subject: str
         assert "permissions violation for subscription" in await asyncio.wait_for(refused.get(), 5)
 
 
-async def test_nobody_enters_without_a_password(guarded: Guarded) -> None:
+async def test_connections_without_a_password_are_refused(guarded: Guarded) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", guarded.port)
     writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
     assert b"Authorization Violation" in await asyncio.wait_for(reader.read(), 5)

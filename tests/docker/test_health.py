@@ -30,8 +30,8 @@ async def health(service: str, **environment: str) -> tuple[int | None, str]:
         env={**os.environ, **environment},
         stderr=asyncio.subprocess.PIPE,
     )
-    _, said = await asyncio.wait_for(process.communicate(), 30)
-    return process.returncode, said.decode()
+    _, output = await asyncio.wait_for(process.communicate(), 30)
+    return process.returncode, output.decode()
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
     await mesh.stop()
 
 
-async def test_a_scheduler_is_healthy_while_somebody_leads(mesh: Mesh, own_nats: NatsServer) -> None:
+async def test_a_scheduler_is_healthy_while_the_mesh_has_a_leader(mesh: Mesh, own_nats: NatsServer) -> None:
     async def view(_: ViewCluster) -> ClusterView:
         return ClusterView(scheduler="s", epoch=1)
 
@@ -52,22 +52,22 @@ async def test_a_scheduler_is_healthy_while_somebody_leads(mesh: Mesh, own_nats:
     assert await health("scheduler", THAW_NATS_URL=own_nats.url) == (0, "")
     await leader.stop()
     await mesh.nc.flush()
-    status, said = await health("scheduler", THAW_NATS_URL=own_nats.url)
+    status, output = await health("scheduler", THAW_NATS_URL=own_nats.url)
     assert status == 1
-    assert "No process answers" in said
+    assert "No process answers" in output
 
 
-async def test_a_loader_is_healthy_while_its_status_is_heard(mesh: Mesh, own_nats: NatsServer) -> None:
+async def test_a_loader_is_healthy_while_its_status_is_received(mesh: Mesh, own_nats: NatsServer) -> None:
     async def broadcast() -> None:
         while True:
             for _ in range(20):  # more than the check reads
                 await mesh.publish(subjects.loader_status("n"), LoaderStatus(node="n", boot_id="b"))
             await asyncio.sleep(0.1)
 
-    telling = asyncio.create_task(broadcast())
+    publishing = asyncio.create_task(broadcast())
     assert await health("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="n") == (0, "")
     assert (await health("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="other"))[0] == 1
-    telling.cancel()
+    publishing.cancel()
 
 
 async def test_a_migrator_is_healthy_while_the_bucket_of_migrations_can_be_read(own_nats: NatsServer) -> None:
@@ -76,10 +76,10 @@ async def test_a_migrator_is_healthy_while_the_bucket_of_migrations_can_be_read(
     assert (await health("migrator", THAW_NATS_URL=own_nats.url))[0] == 1
 
 
-async def test_without_nats_nobody_is_healthy() -> None:
-    status, said = await health("nodeagent", THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}")
+async def test_no_service_is_healthy_without_nats() -> None:
+    status, output = await health("nodeagent", THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}")
     assert status == 1
-    assert "TimeoutError" in said
+    assert "TimeoutError" in output
 
 
 async def test_a_gateway_is_healthy_when_it_is_ready() -> None:
@@ -101,9 +101,9 @@ async def test_a_gateway_is_healthy_when_it_is_ready() -> None:
     try:
         port = str(server.server_port)
         assert (await health("gateway", THAW_GATEWAY_PORT=port))[0] == 0
-        status, said = await health("gateway", THAW_GATEWAY_PORT=port)
+        status, output = await health("gateway", THAW_GATEWAY_PORT=port)
         assert status == 1
-        assert "not connected to NATS" in said
+        assert "not connected to NATS" in output
     finally:
         server.shutdown()
         server.server_close()

@@ -29,7 +29,7 @@ from thaw.secrets import SERVICES, node_user
 
 UNUSED = "thaw.v1.unused"
 USERS = (*SERVICES, *map(node_user, NODES))
-EVERYBODY = {*SERVICES, "node"}
+ALL_ROLES = {*SERVICES, "node"}
 MAY_PUBLISH = {
     "demand": {"gateway"},
     "admin": {"gateway", "scheduler"},
@@ -42,7 +42,7 @@ MAY_PUBLISH = {
     "loaderFiles": {"gateway"},
     "loaderStatus": {"node"},
     "infer": {"gateway"},
-    "engineControl": EVERYBODY,
+    "engineControl": ALL_ROLES,
     "replies": {"node"},
     "gatewayControl": {"migrator"},
     "findRequest": {"scheduler"},
@@ -80,13 +80,13 @@ async def _refused(guarded: Guarded, user: str, node: str, hear: bool) -> set[st
     """
     values = {"node": subjects.token(node), "instance": subjects.instance_id(1, node)}
     addresses = {re.sub(r"\{(\w+)\}", lambda v: values.get(v[1], "x"), c.address): c.name for c in CHANNELS}
-    said: list[str] = []
+    refusals: list[str] = []
     async with guarded.client(user) as (client, errors):
         for address in (*addresses, UNUSED):
             await (client.subscribe(address) if hear else client.publish(address, b"{}"))
-        while not said or UNUSED not in said[-1]:  # refusals arrive in the order of the refused operations
-            said.append(await asyncio.wait_for(errors.get(), 10))
-    return {name for address, name in addresses.items() if any(f'"{address.lower()}"' in words for words in said)}
+        while not refusals or UNUSED not in refusals[-1]:  # refusals arrive in the order of the refused operations
+            refusals.append(await asyncio.wait_for(errors.get(), 10))
+    return {name for address, name in addresses.items() if any(f'"{address.lower()}"' in words for words in refusals)}
 
 
 @pytest.mark.parametrize("user", USERS)
@@ -106,17 +106,17 @@ async def test_no_channel_is_open_to_more_than_need_it(
     assert await _refused(guarded, user, node, hear) == closed | {name for name, roles in allowed.items() if role not in roles}
 
 
-async def test_nodes_hear_each_others_loaders_only_where_models_are_copied(
+async def test_nodes_receive_each_others_loader_status_only_where_models_are_copied(
     guarded: Guarded, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assert "loaderStatus" in await _refused(guarded, "node-node-1", "node-0", True)
     with contextlib.closing(Guarded(tmp_path_factory.mktemp("nats"), peers=True)) as sharing:
-        heard = await _refused(sharing, "node-node-1", "node-0", True)
-        assert heard == await _refused(guarded, "node-node-1", "node-0", True) - {"loaderStatus"}
+        refused = await _refused(sharing, "node-node-1", "node-0", True)
+        assert refused == await _refused(guarded, "node-node-1", "node-0", True) - {"loaderStatus"}
         assert "loaderStatus" in await _refused(sharing, "node-node-1", "node-0", False)
 
 
-async def test_a_node_comes_and_goes_while_nats_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_nodes_are_added_and_removed_while_nats_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     with contextlib.closing(Guarded(tmp_path_factory.mktemp("nats"))) as server:
         kept = server.urls["gateway"]
         server.add_nodes("node-0", "far-1")
@@ -141,7 +141,9 @@ async def _until_enters(server: Guarded, user: str, wanted: bool) -> None:
 
 
 async def _enters(url: str) -> bool | None:
-    """Return whether the server lets a user in; None if it closed the connection, as it may while it reloads."""
+    """Return whether the server lets a user in; None if it closed the connection, as it may while
+    it reloads.
+    """
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     try:

@@ -89,7 +89,7 @@ def text(mesh: Project) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_an_engine_in_a_container_is_paged_out_and_comes_back(suspending: Project) -> None:
+def test_an_engine_in_a_container_is_paged_out_and_resumed(suspending: Project) -> None:
     mesh = suspending
     mesh.execute("gateway", "thaw", "models", "add", "m", "/models/60m", "--keep-alive", "-1")
     before = text(mesh)

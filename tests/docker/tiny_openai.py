@@ -1,7 +1,7 @@
 """An OpenAI-compatible server that needs only the standard library.
 
---exit N and --signal N: exits so at once. --socket PATH: listens on that socket, and on no port. A request body with "eat" makes it
-allocate memory until it is killed.
+--exit N and --signal N: exits so at once. --socket PATH: listens on that socket, and on no port. A
+request body with "eat" makes it allocate memory until it is killed.
 """
 
 import json

@@ -23,7 +23,8 @@ MODELS = ("one", "two", "three")
 def mesh(request: pytest.FixtureRequest) -> Iterator[Thaw]:
     """Start the mesh.
 
-    The test module may set `DRAM` (bytes for unused weights, instead of the loader's default) and `POLICY` (of the scheduler).
+    The test module may set `DRAM` (bytes for unused weights, instead of the loader's default) and
+    `POLICY` (of the scheduler).
     """
     policy = getattr(request.module, "POLICY", None)
     thaw = Thaw(**({"THAW_POLICY": policy} if policy is not None else {}))

@@ -72,7 +72,7 @@ async def test_one_instance_serves_them_all(mesh: Thaw, clients: openai.AsyncOpe
     assert "one:sql" in mesh.inside("ps")[1]
 
 
-async def test_the_list_of_models_tells_parents(clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
+async def test_the_list_of_models_names_parents(clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
     listed = {m.id: m.model_dump() for m in (await clients.models.list()).data}
     assert listed["one"]["parent"] is None
     assert (listed["sql"]["parent"], listed["sql"]["root"]) == ("one", str(adapters["sql"]))
@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused_at_registration(mesh: Thaw, admin: httpx.C
     assert refused(one, "one")[:2] == (422, "invalid_model")
 
 
-async def test_an_engine_that_dies_lets_go_of_its_adapters(
+async def test_adapters_are_released_when_their_engine_dies(
     mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
 ) -> None:
     before = await text(clients, "sql")
@@ -141,17 +141,18 @@ async def test_an_engine_that_dies_lets_go_of_its_adapters(
         await nc.close()
 
 
-async def test_an_adapter_comes_while_its_base_is_still_loaded(mesh: Thaw, clients: openai.AsyncOpenAI) -> None:
+async def test_an_adapter_is_loaded_while_its_base_is_still_loading(mesh: Thaw, clients: openai.AsyncOpenAI) -> None:
     """An adapter and its base load concurrently.
 
-    The source holds back the base's last bytes until the adapter is in memory; sequential loading would never end.
+    The source holds back the base's last bytes until the adapter is in memory; sequential loading
+    would never end.
     """
     adapter = write_adapter(mesh.home / "adapters" / "near", mesh.home / "models" / "three", seed=9, strength=0.5)
     server = TierServer(mesh.home / "models")
-    heard: asyncio.Queue[LoaderStatus] = asyncio.Queue()
+    received: asyncio.Queue[LoaderStatus] = asyncio.Queue()
 
     async def hear(message: Msg) -> None:
-        heard.put_nowait(LoaderStatus.model_validate_json(message.data))
+        received.put_nowait(LoaderStatus.model_validate_json(message.data))
 
     nc = await nats.connect(mesh.endpoints["nats_url"])
     try:
@@ -162,8 +163,9 @@ async def test_an_adapter_comes_while_its_base_is_still_loaded(mesh: Thaw, clien
         asked = asyncio.create_task(text(clients, "near"))
         async with asyncio.timeout(120):
             while True:
-                there = {s.model: s for s in (await heard.get()).segments}
-                # The base's size is known when its header has arrived, which may be after the adapter's last byte.
+                there = {s.model: s for s in (await received.get()).segments}
+                # The base's size is known when its header has arrived, which may be after the
+                # adapter's last byte.
                 known = {"near", "far"} <= there.keys() and there["far"].total_bytes > 0
                 if known and there["near"].loaded_bytes == there["near"].total_bytes > 0:
                     break
@@ -196,7 +198,7 @@ async def test_a_converted_adapter_answers_the_same_and_leaves_with_its_registra
     def loaded() -> set[str]:
         return {a["name"] for i in mesh.instances("one") for a in i["load"]["adapters"]}
 
-    await asyncio.to_thread(until, lambda: "converted" not in loaded(), what="the adapter is let go of")
+    await asyncio.to_thread(until, lambda: "converted" not in loaded(), what="the adapter is released")
     assert await text(clients, "sql") == before
 
 

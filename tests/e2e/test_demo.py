@@ -49,7 +49,8 @@ def stream(client: openai.OpenAI, model: str, tokens: int = 12) -> tuple[str, in
 def test_three_models_on_a_device_that_holds_two_are_all_answered(mesh: Thaw, client: openai.OpenAI) -> None:
     first = {model: ask(client, model) for model in MODELS}
     assert len(set(first.values())) == len(MODELS)
-    # The third model has evicted the first. A repeated request evicts again, and greedy decoding gives the same text.
+    # The third model has evicted the first. A repeated request evicts again, and greedy decoding
+    # gives the same text.
     for model in MODELS:
         text, tokens, reason = stream(client, model)
         assert (text, tokens, reason) == (first[model], 12, "length")
@@ -115,7 +116,7 @@ def test_sleep_frees_the_device_and_wake_takes_it(mesh: Thaw) -> None:
     assert [i["instance_id"] for i in mesh.instances("two")] == [again["instance_id"]]
 
 
-def test_explain_tells_who_had_to_leave(mesh: Thaw, client: openai.OpenAI) -> None:
+def test_explain_names_the_evicted_instance(mesh: Thaw, client: openai.OpenAI) -> None:
     for model in MODELS:
         ask(client, model, 2)
     plan = mesh.json("explain", "three")
@@ -237,7 +238,7 @@ def _other_architecture(model: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_truncate, _empty_tokenizer, _other_shapes, _no_weights, _other_architecture])
-def test_damage_after_the_registration_is_told_and_repaired(
+def test_damage_after_the_registration_is_reported_and_repaired(
     mesh: Thaw, plain: openai.OpenAI, damage: Callable[[Path], None]
 ) -> None:
     model, kept = mesh.home / "models" / "one", mesh.home / "models" / "kept"

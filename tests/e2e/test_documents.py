@@ -41,10 +41,10 @@ def _here(block: str, mesh: Thaw) -> str:
 
 @pytest.mark.parametrize(("document", "block"), _blocks("python"), ids=str)
 def test_python_examples_run(mesh: Thaw, document: Path, block: str) -> None:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(compile(_here(block, mesh), str(document), "exec"), {"__name__": "__main__"})  # the documents are our own
-    assert said.getvalue().strip()
+    assert output.getvalue().strip()
 
 
 def _curls() -> Iterator[tuple[Path, str]]:
@@ -97,10 +97,10 @@ def test_commands_exist_with_their_options(words: tuple[str, ...]) -> None:
         command = found
     options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= options
-    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as said:
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as output:
         app([*words[: len(words) - len(rest)], "--help"])
     assert ended.value.code == 0
-    assert "Usage" in said.getvalue()
+    assert "Usage" in output.getvalue()
 
 
 def _modules() -> list[tuple[str, tuple[str, ...]]]:
@@ -147,7 +147,8 @@ def test_settings_that_are_named_exist(document: Path) -> None:
 def _known_settings() -> set[str]:
     """Return all known settings.
 
-    They are those of the generated reference, those of compose/ and other programs, streams, and those of the tests.
+    They are those of the generated reference, those of compose/ and other programs, streams, and
+    those of the tests.
     """
     sources = [
         ROOT / "docs" / "configuration.md",

@@ -116,14 +116,14 @@ def test_two_take_turns_on_a_device_that_holds_one(mesh: Thaw, client: openai.Op
 async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> None:
     """A start waits on its node while its victim stops.
 
-    Its process exists, without memory, before the victim has ended; the node then grants the bytes instead of refusing. Both models are
-    new: measured models need less, so two would fit.
+    Its process exists, without memory, before the victim has ended; the node then grants the bytes
+    instead of refusing. Both models are new: measured models need less, so two would fit.
     """
-    heard: asyncio.Queue[dict[str, InstanceStatus]] = asyncio.Queue()
+    received: asyncio.Queue[dict[str, InstanceStatus]] = asyncio.Queue()
 
     async def hear(message: Msg) -> None:
         instances = NodeStatus.model_validate_json(message.data).instances
-        heard.put_nowait({i.model: i for i in instances if i.state not in (InstanceState.STOPPED, InstanceState.FAILED)})
+        received.put_nowait({i.model: i for i in instances if i.state not in (InstanceState.STOPPED, InstanceState.FAILED)})
 
     nc = await nats.connect(mesh.endpoints["nats_url"])
     try:
@@ -137,7 +137,7 @@ async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> 
             await nc.subscribe(subjects.ALL_NODE_STATUS, cb=hear)
             asked = asyncio.create_task(text("patient"))
             async with asyncio.timeout(60):
-                while not ("patient" in (seen := await heard.get()) and "stubborn" in seen):
+                while not ("patient" in (seen := await received.get()) and "stubborn" in seen):
                     assert not asked.done()
                 assert seen["stubborn"].state is InstanceState.DRAINING
                 waits = seen["patient"]
@@ -150,7 +150,7 @@ async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> 
         await nc.close()
 
 
-def test_one_that_never_generates_is_told_to_who_asked(client: openai.OpenAI) -> None:
+def test_an_engine_that_never_generates_fails_the_request(client: openai.OpenAI) -> None:
     with pytest.raises(openai.InternalServerError, match="generated no token"):
         client.chat.completions.create(model="mute", messages=HELLO)
 

@@ -41,7 +41,8 @@ def test_the_warm_path_does_not_notice_the_scheduler(mesh: Thaw, plain: openai.O
     kill(old)
     assert ask(plain, "one") == expected
     until(lambda: restarted(mesh, "scheduler", old), what="the scheduler is restarted")
-    # A request for a cold model waits during the leader change: the gateway repeats demand until a leader receives it.
+    # A request for a cold model waits during the leader change: the gateway repeats demand until a
+    # leader receives it.
     assert ask(plain, "two")
 
 
@@ -86,7 +87,7 @@ def test_an_idle_engine_that_dies_is_replaced_by_the_next_request(mesh: Thaw, pl
     assert engine_pid(mesh, "one") != engine
 
 
-def test_a_stream_whose_engine_dies_goes_on_with_the_next(mesh: Thaw, plain: openai.OpenAI) -> None:
+def test_a_stream_whose_engine_dies_resumes_on_another(mesh: Thaw, plain: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "one",
         "messages": QUESTION,
@@ -102,7 +103,7 @@ def test_a_stream_whose_engine_dies_goes_on_with_the_next(mesh: Thaw, plain: ope
     assert "".join(pieces) == whole
 
 
-def test_the_gateway_comes_back(mesh: Thaw, client: openai.OpenAI) -> None:
+def test_the_gateway_is_restarted(mesh: Thaw, client: openai.OpenAI) -> None:
     expected = ask(client, "one")
     old = mesh.pid("gateway")
     kill(old)
@@ -119,7 +120,7 @@ def _ready(mesh: Thaw) -> bool:
 
 
 @pytest.mark.parametrize("service", ["nats", "postgres", "loader.node-0"])
-def test_servers_and_loader_come_back(mesh: Thaw, client: openai.OpenAI, service: str) -> None:
+def test_servers_and_loader_are_restarted(mesh: Thaw, client: openai.OpenAI, service: str) -> None:
     old = mesh.pid(service)
     kill(old)
     until(lambda: restarted(mesh, service, old), what=f"{service} is restarted")

@@ -73,7 +73,7 @@ def test_a_stream_moves_and_its_client_notices_nothing(mesh: Roomy, undisturbed:
     assert [m["migration_id"] for m in document["migrations"]] == [record["migration_id"]]
 
 
-def test_a_move_is_told_of_everywhere(mesh: Roomy, receiver: OtlpReceiver, undisturbed: list[Stream]) -> None:
+def test_a_migration_is_shown_by_every_command(mesh: Roomy, receiver: OtlpReceiver, undisturbed: list[Stream]) -> None:
     """A migration appears in traces, `thaw trace`, `thaw ps` and metrics.
 
     Its own trace holds its rounds, and is linked with the request's trace in both directions.
@@ -191,7 +191,8 @@ class Load:
 def test_many_random_moves_under_load(mesh: Roomy, undisturbed: list[Stream]) -> None:
     """Streams survive many random migrations under load.
 
-    Most migrate a single request, some a whole instance. Requests that end before they migrate do not count.
+    Most migrate a single request, some a whole instance. Requests that end before they migrate do
+    not count.
     """
     mesh.everywhere("one")  # so that no migration needs a start
     draw = random.Random(20)

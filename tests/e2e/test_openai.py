@@ -262,7 +262,7 @@ async def test_refusals(
     assert caught.value.request_id
 
 
-async def test_routes_that_nobody_serves(clients: openai.AsyncOpenAI) -> None:
+async def test_unknown_routes(clients: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         await clients.responses.create(model="one", input="x")
     with pytest.raises(openai.NotFoundError):

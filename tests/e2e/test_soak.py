@@ -9,7 +9,7 @@ import pytest
 
 from bench.soak import STEADY, load_of, start_mesh
 from bench.soak_census import SWAPPED, Census, Counter
-from bench.soak_load import ADAPTER, AGAIN, CANCELLED, KEYED, MALFORMED, STREAMED, SWAP, WHOLE, Asked
+from bench.soak_load import ADAPTER, AGAIN, CANCELLED, KEYED, MALFORMED, STREAMED, SWAP, WHOLE, SentRequest
 from shared.contracts.node import InstanceState
 from tests.support.launcher import Thaw
 
@@ -19,9 +19,15 @@ _WARM_UP, _ROUNDS = 2 * len(_DECK), 4 * len(_DECK)
 _AT_REST_WITHIN_S = 60.0
 _ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
 _STORES = ("/dev/shm|files", "/dev/shm|bytes", "postgres|connections")
-"""Metrics beside descriptors and threads. Postgres's own descriptors are left out: each backend keeps its files open."""
+"""Metrics beside descriptors and threads.
+
+Postgres's own descriptors are left out: each backend keeps its files open.
+"""
 _SLACK = {"connections": 3.0, "fds": 3.0, "threads": 4.0, "files": 0.0, "bytes": 0.0}
-"""Allowed growth: pools of threads and connections fill up with use. The rounds have more swaps, so a leak of one a swap is found."""
+"""Allowed growth: pools of threads and connections fill up with use.
+
+The rounds have more swaps, so a leak of one a swap is found.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +53,8 @@ def grown(before: Census, after: Census) -> dict[str, tuple[float, float]]:
     }
 
 
-async def _ask(mesh: Thaw, requests: int) -> list[Asked]:
-    answered: list[Asked] = []
+async def _ask(mesh: Thaw, requests: int) -> list[SentRequest]:
+    answered: list[SentRequest] = []
     load = load_of(mesh, _RATE, answered.append, _DECK)
     try:
         await load.run(requests=requests)
@@ -96,7 +102,7 @@ async def test_rounds_of_mixed_load_leave_nothing_behind(mesh: Thaw) -> None:
     assert [a for a in (*first, *then) if a.lost] == []
     assert (len(first), len(then)) == (_WARM_UP, _ROUNDS)
     swaps = after["table public.plans|rows"] - before["table public.plans|rows"]
-    assert swaps > max(_SLACK.values()), "too few swaps to tell a leak by"
+    assert swaps > max(_SLACK.values()), "too few swaps to detect a leak"
     assert sum(a.kind == SWAP for a in then) >= swaps
     assert faults == [], "\n".join(faults)
 

@@ -1,6 +1,7 @@
 """Telemetry of a cold start in a whole mesh.
 
-Spans arrive at a real OTLP receiver with links in both directions, the critical path equals the client's TTFT, and logs contain no prompts.
+Spans arrive at a real OTLP receiver with links in both directions, the critical path equals the
+client's TTFT, and logs contain no prompts.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ def ask(http: httpx.Client, headers: dict[str, str] | None = None) -> tuple[floa
     with http.stream("POST", "/v1/chat/completions", json=BODY, headers=headers) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
-            # The first chunk carries the role and is sent with the headers; the first text is the first token.
+            # The first chunk carries the role and is sent with the headers; the first text is the
+            # first token.
             if not first and line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
                 first = (time.perf_counter() - started) * 1e3
         return first, response.headers["x-request-id"]
 
 
-def test_a_cold_start_is_told_by_every_process_and_linked_both_ways(http: httpx.Client, receiver: OtlpReceiver) -> None:
+def test_every_process_traces_a_cold_start_and_links_it_both_ways(http: httpx.Client, receiver: OtlpReceiver) -> None:
     trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     ask(http, {"traceparent": f"00-{trace_id}-{parent}-01"})
     chat, load = receiver.wait_for("chat demo"), receiver.wait_for("load demo")
@@ -75,16 +77,17 @@ def test_a_cold_start_is_told_by_every_process_and_linked_both_ways(http: httpx.
     phases = ("schedule", "reserve", "container", "init", "load", "profile", "prefill")
     for phase in phases:
         receiver.wait_for(phase)
-    told = [(service, span.name) for service, span in receiver.spans if span.trace_id == load.trace_id]
-    assert {"thaw-scheduler", "thaw-nodeagent", "thaw-loader", "thaw-engine"} <= {service for service, _ in told}
+    spans = [(service, span.name) for service, span in receiver.spans if span.trace_id == load.trace_id]
+    assert {"thaw-scheduler", "thaw-nodeagent", "thaw-loader", "thaw-engine"} <= {service for service, _ in spans}
     # The process that measured a phase exports it, once.
-    assert sorted(told) == sorted(set(told))
+    assert sorted(spans) == sorted(set(spans))
 
 
 def test_the_critical_path_is_the_ttft_that_the_client_measured(mesh: Thaw, http: httpx.Client) -> None:
     for temperature in ("cold", "warm"):
         misses = []
-        # Another process may preempt between the gateway's clock and the client's: one good attempt of five suffices.
+        # Another process may preempt between the gateway's clock and the client's: one good attempt
+        # of five suffices.
         for _ in range(5):
             if temperature == "cold":
                 mesh.json("sleep", "demo")

@@ -89,9 +89,9 @@ def test_every_verb_explains_itself(verb: str) -> None:
     assert {"--json"} <= {option for p in command.params for option in p.opts}
     for parameter in command.params:
         assert parameter.param_type_name == "argument" or parameter.help, f"{parameter.opts} has no help"
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         assert main([*verb.split(), "--help"]) == 0
-    assert "Usage" in said.getvalue()
+    assert "Usage" in output.getvalue()
 
 
 def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw) -> None:
@@ -129,6 +129,6 @@ def test_every_error_is_one_json_document_too(mesh: Thaw) -> None:
 @pytest.mark.parametrize(
     ("url", "code"), [("localhost:8080", "bad_setting"), ("http://[::1", "failed"), ("http://127.0.0.1:1", "no_gateway")]
 )
-def test_an_address_that_leads_nowhere_is_told(mesh: Thaw, monkeypatch: pytest.MonkeyPatch, url: str, code: str) -> None:
+def test_an_unreachable_address_is_named(mesh: Thaw, monkeypatch: pytest.MonkeyPatch, url: str, code: str) -> None:
     monkeypatch.setitem(mesh.environment, "THAW_URL", url)
     assert mesh.error("ps")["code"] == code

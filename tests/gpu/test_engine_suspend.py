@@ -1,10 +1,12 @@
 """Engines on a GPU under a nodeagent: suspended and resumed.
 
-NVML reports the freed bytes, the greedy tokens stay the same, and milliseconds are printed with bytes.
+NVML reports the freed bytes, the greedy tokens stay the same, and milliseconds are printed with
+bytes.
 
     THAW_TEST_VLLM_PYTHON=PYTHON python -m pytest tests/gpu/test_engine_suspend.py -s
 
-The built-in engine needs a CUDA build of torch here; vLLM's interpreter is named by the variable, and without it vLLM is skipped.
+The built-in engine needs a CUDA build of torch here; vLLM's interpreter is named by the variable,
+and without it vLLM is skipped.
 """
 
 from __future__ import annotations

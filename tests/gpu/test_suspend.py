@@ -2,11 +2,11 @@
 
 Run `python -m pytest tests/gpu/test_suspend.py -s`.
 
-Torch processes are locked, checkpointed and frozen, and NVML shows that their bytes are released. After thaw, restore and unlock they
-compute the same.
+Torch processes are locked, checkpointed and frozen, and NVML shows that their bytes are released.
+After thaw, restore and unlock they compute the same.
 
-Prints bytes and milliseconds for several sizes, so that latency can be plotted against bytes, and the result of the order in SwapServeLLM's
-paper.
+Prints bytes and milliseconds for several sizes, so that latency can be plotted against bytes, and
+the result of the order in SwapServeLLM's paper.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ async def test_a_snapshot_is_paged_out_and_restored(way: CudaCheckpoint, groups:
 async def test_an_engine_of_several_processes_is_locked_and_restored_as_a_whole(way: CudaCheckpoint, groups: Cgroups) -> None:
     """An engine of several processes is locked and restored as a whole.
 
-    Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order of CudaCheckpoint.
+    Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order of
+    CudaCheckpoint.
     """
     processes = [spawn(256), spawn(64)]
     try:

@@ -1,7 +1,7 @@
 """A mesh without computing engines, over real NATS.
 
-Fake instances speak the inference contract, and `FakeNode` announces them: it plays the nodeagent, the engines and (with `answer_demand`)
-the scheduler. `behaviour` determines a fake engine's output.
+Fake instances speak the inference contract, and `FakeNode` announces them: it plays the nodeagent,
+the engines and (with `answer_demand`) the scheduler. `behaviour` determines a fake engine's output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A fake nodeagent and loader that hold no memory, for schedulers and gateways.
 
-They speak the contracts over NATS. The agent books its device as a real one does (all or nothing, fenced tokens), starts an instance in
-`start_s`, and stops an idle one at once. Tests change its behaviour by its fields.
+They speak the contracts over NATS. The agent books its device as a real one does (all or nothing,
+fenced tokens), starts an instance in `start_s`, and stops an idle one at once. Tests change its
+behaviour by its fields.
 """
 
 from __future__ import annotations
@@ -140,6 +141,10 @@ class FakeNode:
 
     def starts(self, model: str | None = None) -> list[StartInstance]:
         return [c for c in self.commands if isinstance(c, StartInstance) and model in (None, c.card.name)]
+
+    def started(self, model: str) -> set[str]:
+        """Ids of the model's started instances; a start that is sent again counts once."""
+        return {c.instance_id for c in self.starts(model)}
 
     async def load(self, model: str, active: int) -> None:
         """Have the model's instances serve `active` requests."""

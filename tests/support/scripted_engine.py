@@ -108,7 +108,8 @@ class Choice:
 class Teller:
     """Generates messages.
 
-    `at` is called before each token of an attempt, with the number generated; the attempt waits for the event that it returns.
+    `at` is called before each token of an attempt, with the number generated; the attempt waits for
+    the event that it returns.
     """
 
     script: Script

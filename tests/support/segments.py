@@ -42,7 +42,8 @@ class WrittenSegment:
         self._files = sorted(directory.glob("*.safetensors"))
         tensors: list[SegmentTensor] = []
         offsets: list[int] = []
-        # The index precedes the data, and its length depends on the offsets in it: reserve enough space.
+        # The index precedes the data, and its length depends on the offsets in it: reserve enough
+        # space.
         self._data_offset = HEADER_BYTES + _page(1024 + 200 * sum(len(_header(f)[1]) for f in self._files))
         at = self._data_offset
         for file in self._files:

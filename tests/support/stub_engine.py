@@ -2,12 +2,14 @@
 
 It is a real process that implements the engine's side of the contracts.
 
-Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`). `card.spec.engine_args["stub"]` configures it:
+Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`).
+`card.spec.engine_args["stub"]` configures it:
 
     ready_after      seconds until ready (default 0); `never_ready`: stays loading
     progress_every   seconds between progress reports while loading
     fail             error body to report, then exit 1
-    exit             exit status to end with while loading; `signal`: signal that ends it while loading
+    exit             exit status to end with while loading; `signal`: signal that ends it while
+                     loading
     ignore_term      True: SIGTERM is ignored
     ignore_drain     True: a drain is acknowledged and nothing follows
     mute             True: neither reports nor answers once it was ready
@@ -16,8 +18,9 @@ Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`). `
     ballast_mib      memory of its own, touched; `leak_mib`: as much again at each wake
     children         processes that it forks, each with a ballast of its own
     no_hold          True: it cannot be held (an engine that knows nothing of suspending)
-    wake             "other": answers otherwise after a wake; "fail": refuses it; "mute": does not answer it; "exit": dies of it;
-                     "bad_once": as "other" in the first process of this instance only
+    wake             "other": answers otherwise after a wake; "fail": refuses it; "mute": does not
+                     answer it; "exit": dies of it; "bad_once": as "other" in the first process of
+                     this instance only
 
 A request whose body has `exit` ends the process at once with that status; `signal`: by that signal.
 """

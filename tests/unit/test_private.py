@@ -17,7 +17,7 @@ from shared.private import UntrustedDirectory, make_private, require_private
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
 
-NOBODY = 65534
+OTHER_UID = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 
 
@@ -37,7 +37,7 @@ def linked(directory: Path) -> None:
 
 
 def given_away(directory: Path) -> None:
-    os.chown(directory, NOBODY, NOBODY)
+    os.chown(directory, OTHER_UID, OTHER_UID)
 
 
 def writable(directory: Path) -> None:
@@ -50,7 +50,7 @@ def a_file(directory: Path) -> None:
 
 
 def below_another_user(directory: Path) -> None:
-    os.chown(directory.parent, NOBODY, NOBODY)
+    os.chown(directory.parent, OTHER_UID, OTHER_UID)
 
 
 def below_a_writable_directory(directory: Path) -> None:
@@ -59,10 +59,10 @@ def below_a_writable_directory(directory: Path) -> None:
 
 FAULTS = [
     pytest.param(linked, "symbolic link"),
-    pytest.param(given_away, f"belongs to user {NOBODY}", marks=as_root),
+    pytest.param(given_away, f"belongs to user {OTHER_UID}", marks=as_root),
     pytest.param(writable, "too much access"),
     pytest.param(a_file, "is not a directory"),
-    pytest.param(below_another_user, f"belongs to user {NOBODY}", marks=as_root),
+    pytest.param(below_another_user, f"belongs to user {OTHER_UID}", marks=as_root),
     pytest.param(below_a_writable_directory, "can be written by others"),
 ]
 

@@ -23,11 +23,11 @@ def test_spans_are_relative_to_their_sending_and_placed_at_their_receipt() -> No
 
     receiver.absorb([sent])
     mine.now += 10
-    (told,) = receiver.spans(origin=4.0)
-    assert (round(told.start_ms), round(told.duration_ms), told.process) == (250, 250, "loader")
+    (phase,) = receiver.spans(origin=4.0)
+    assert (round(phase.start_ms), round(phase.duration_ms), phase.process) == (250, 250, "loader")
 
 
-def test_an_open_phase_is_not_told_and_ending_one_twice_is_harmless() -> None:
+def test_an_open_phase_is_not_exported_and_a_second_end_has_no_effect() -> None:
     clock = Clock(0.0)
     timeline = Timeline("engine", clock)
     timeline.begin(Phase.INIT)

@@ -65,9 +65,11 @@ class Api(Gateway):
     def cluster(self) -> ClusterView:
         return self._get(ClusterView, "GET", "/admin/v1/cluster")
 
-    def add_models(self, specs: tuple[ModelSpec, ...], *, prune: bool = False, reread: bool = False) -> ModelsAdded:
+    def add_models(
+        self, specs: tuple[ModelSpec, ...], *, prune: bool = False, reread: bool = False, replace: bool = False
+    ) -> ModelsAdded:
         limit = AddModels.usual_ms() / 1e3
-        request = AddModels(specs=specs, prune=prune, reread=reread)
+        request = AddModels(specs=specs, prune=prune, reread=reread, replace=replace)
         return self._get(ModelsAdded, "POST", "/admin/v1/models", request, timeout=limit)
 
     def remove_model(self, name: str, *, with_adapters: bool = False) -> None:

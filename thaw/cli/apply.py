@@ -74,7 +74,7 @@ def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Consol
         return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
     now = {s.name for s in specs}
     with out.status("registering models"):
-        result = api.add_models(specs) if specs else ModelsAdded()
+        result = api.add_models(specs, replace=True) if specs else ModelsAdded()
         removed = []
         for name in _adapters_first(api, before - now):
             try:

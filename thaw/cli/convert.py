@@ -38,7 +38,8 @@ def convert(
     verify: Annotated[bool, typer.Option("--verify", help="Read what was written, and compare every tensor's hash.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Convert a checkpoint into aligned, hashed partitions that load straight into memory. Pickles are not executed.
+    """Convert a checkpoint into aligned, hashed partitions that load straight into memory. Pickles
+    are not executed.
 
     Example: [bold]thaw convert ~/models/old-llama ~/models/llama --verify[/]
     """

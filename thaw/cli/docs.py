@@ -30,7 +30,8 @@ def settings(as_json: Json = False) -> Document:
 
     Example: [bold]thaw docs settings > docs/configuration.md[/]
     """
-    # The services' settings classes are theirs; the command line does not import services, so a script beside the documents does.
+    # The services' settings classes are theirs; the command line does not import services, so a
+    # script beside the documents does.
     script = Path(thaw.__file__).resolve().parent.parent / "docs" / "generate_reference.py"
     if not script.exists():
         raise CommandError("The reference is generated in a checkout only.", "Read docs/configuration.md of the release.")

@@ -29,7 +29,8 @@ def doctor(
     fix: Annotated[bool, typer.Option("--fix", help="Set up swap, which suspending engines on cpu needs (as root).")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Check ports, disk, memory, swap, shared memory, GPUs, NATS, PostgreSQL, versions, who may use the endpoint, and what dead meshes left behind.
+    """Check ports, disk, memory, swap, shared memory, GPUs, NATS, PostgreSQL, versions, who may use
+    the endpoint, and what dead meshes left behind.
 
     Example: [bold]thaw doctor[/]
     """

@@ -143,7 +143,9 @@ def _error_ms(plan: PlanRecord) -> float | None:
 
 
 _MOST = 0.95
-"""A prediction counts from the decision, which is reported as late if less than this share of the time was left after it."""
+"""A prediction counts from the decision, which is reported as late if less than this share of the
+time was left after it.
+"""
 
 
 def outcome(plan: PlanRecord) -> str:

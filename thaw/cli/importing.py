@@ -39,7 +39,8 @@ def llama_swap(
     ] = None,
     as_json: Json = False,
 ) -> Document:
-    """Write a thaw.yaml from llama-swap's configuration, with a comment for everything that has no counterpart.
+    """Write a thaw.yaml from llama-swap's configuration, with a comment for everything that has no
+    counterpart.
 
     Example: [bold]thaw import llama-swap config.yaml --output thaw.yaml[/]
     """

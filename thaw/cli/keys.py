@@ -28,7 +28,8 @@ def add(
     admin: Annotated[bool, typer.Option("--admin", help="For the admin API instead of inference.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Make an API key and show it, this once. With the first one, inference (or the admin API) needs a key.
+    """Make an API key and show it, this once. With the first one, inference (or the admin API)
+    needs a key.
 
     Example: [bold]thaw keys add alice[/]
     """

@@ -21,8 +21,10 @@ from thaw.launcher.logfiles import tail
 _POLL_S = 0.2
 _LEVELS = {"error": "red", "critical": "red", "warning": "yellow", "debug": "dim"}
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\\\)|[\x00-\x08\x0b-\x1f\x7f]")
-"""ANSI sequences and control characters, which a service's libraries write and a terminal would obey."""
-_SHOWN = {"time", "level", "message", "service", "logger", "exception"}
+"""ANSI sequences and control characters, which a service's libraries write and a terminal would
+obey.
+"""
+_SHOWN = {"time", "level", "message", "service", "logger", "exception", "color_message"}
 
 
 @verb
@@ -38,7 +40,8 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")] = 50,
     as_json: Json = False,
 ) -> Document | None:
-    """Show the log of a service (of every node, if it has several), or of an engine by its instance's id.
+    """Show the log of a service (of every node, if it has several), or of an engine by its
+    instance's id.
 
     Example: [bold]thaw logs nodeagent -f[/]
     """
@@ -122,7 +125,7 @@ def _readable(line: str, name: str) -> Text:
     text = Text.assemble((f"{entry['time'][11:23]} ", "dim"), (f"{name} ", "dim") if name else "")
     text.append(f"{level:7} ", _LEVELS.get(level, ""))
     text.append(_CONTROL.sub("", str(entry.get("message", ""))))
-    extras = _CONTROL.sub("", " ".join(f"{k}={v}" for k, v in entry.items() if k not in _SHOWN))
+    extras = _CONTROL.sub("", " ".join(f"{k}={v}" for k, v in entry.items() if k not in _SHOWN and v is not None))
     if extras:
         text.append(f" {extras}", "dim")
     if entry.get("exception"):

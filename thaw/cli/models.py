@@ -23,7 +23,7 @@ from thaw.cli.paths import local_path, model_directory
 from thaw.config import load_config
 from thaw.config.faults import dotted, message_of
 from thaw.errors import CommandError
-from thaw.units import format_size, parse_duration, parse_size
+from thaw.units import format_size, parse_duration, parse_size, written_duration
 
 app = typer.Typer(help="Models: register, list, show, remove.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="MODEL")]
@@ -58,7 +58,8 @@ def add(
     replace: Annotated[bool, typer.Option("--replace", help="Change the source of a registered model.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Register a model (or change how it is registered). Nothing is loaded until a request asks for it.
+    """Register a model (or change how it is registered). Nothing is loaded until a request asks for
+    it.
 
     Examples:
     [bold]thaw models add llama ~/models/Llama-3.2-1B-Instruct[/]
@@ -93,7 +94,7 @@ def add(
     if config is None and not replace:
         _refuse_other_source(registered, specs)
     with out.status("reading the model's files"):
-        result = api.add_models(specs, reread=True)
+        result = api.add_models(specs, reread=True, replace=replace or config is not None)
     show_difference(out, result, changes)
     shown = {name: changes.get(name, []) for name in result.changed}
     return {**result.model_dump(mode="json", include={"added", "changed", "unchanged", "removed"}), "changes": shown}
@@ -122,14 +123,25 @@ def changed_options(old: ModelSpec, new: ModelSpec) -> list[str]:
         elif name in ("env", "command", "container", "engine_args"):
             lines.append(f"{name}: changed")
         else:
-            lines.append(f"{name}: {option_text(before)} → {option_text(after)}")
+            lines.append(f"{name}: {option_text(before, name)} → {option_text(after, name)}")
     return lines
 
 
-def option_text(value: object) -> str:
-    """An option's value as it is written in a thaw.yaml."""
+_DURATIONS = {"keep_alive", "init_timeout", "ready_timeout", "response_timeout", "timeout", "ttft", "tpot"}
+_SIZES = {"memory", "weights_bytes", "kv_bytes_per_token"}
+
+
+def option_text(value: object, name: str = "") -> str:
+    """An option's value as it is written in a thaw.yaml; `name`: of the option."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if name == "keep_alive" and value < 0:
+            return "-1 (until evicted)"
+        if name in _DURATIONS:
+            return written_duration(value)
+        if name in _SIZES:
+            return format_size(value)
     if value is None or value == "" or value == () or value == [] or value == {}:
         return "-"
     if isinstance(value, bool):
@@ -137,7 +149,7 @@ def option_text(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(option_text(v) for v in value)
     if isinstance(value, dict):
-        return ", ".join(f"{name} {option_text(v)}" for name, v in value.items())
+        return ", ".join(f"{key} {option_text(v, key)}" for key, v in value.items())
     return str(value)
 
 
@@ -230,7 +242,8 @@ def list_models(as_json: Json = False) -> Document:
 @app.command()
 @verb
 def show(model: Name, as_json: Json = False) -> Document:
-    """Show all there is to know of a model: how it is registered, what its files say, what it needs.
+    """Show all there is to know of a model: how it is registered, what its files say, what it
+    needs.
 
     Example: [bold]thaw models show demo-60m[/]
     """
@@ -244,7 +257,7 @@ def show(model: Name, as_json: Json = False) -> Document:
     spec = card.spec.model_dump(mode="json") | {"source": card.spec.public_source}
     for group in (spec, card.info.model_dump(mode="json", exclude={"source", "modules"})):
         for key, value in group.items():
-            table.add_row(key, escape(option_text(value)))
+            table.add_row(key, escape(option_text(value, key)))
     if adapters := [v.card.name for v in views if v.card.spec.base == card.name]:
         table.add_row("adapters", ", ".join(adapters))
     table.add_row(

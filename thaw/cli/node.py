@@ -75,7 +75,8 @@ def drain(
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Empty a node: what it serves moves to other nodes, and what cannot move may finish within the scheduler's drain_timeout.
+    """Empty a node: what it serves moves to other nodes, and what cannot move may finish within the
+    scheduler's drain_timeout.
 
     Example: [bold]thaw node drain node-1[/]
     """

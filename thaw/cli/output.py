@@ -30,7 +30,8 @@ _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def screen(as_json: bool) -> Console:
     """Where people read; mute with `--json`."""
-    # Output that is no terminal (a pipe, a log of CI) has no width: tables get the width that they need.
+    # Output that is no terminal (a pipe, a log of CI) has no width: tables get the width that they
+    # need.
     return Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 140)
 
 

@@ -36,11 +36,16 @@ _COLOURS = {
     InstanceState.STOPPED: "dim",
 }
 COLD = "cold"
+_MORE_IN_USE = (
+    "[dim]IN USE is measured. It can exceed RESERVED: it includes the weights that suspended instances keep in host memory, "
+    "and on a GPU the memory of other programs.[/]"
+)
 
 
 @verb
 def ps(as_json: Json = False) -> Document:
-    """Show models, instances, devices, memory, state, idle time; and requests on their way to another instance.
+    """Show models, instances, devices, memory, state, idle time; and requests on their way to
+    another instance.
 
     Example: [bold]thaw ps[/]
     """
@@ -261,5 +266,7 @@ def show_devices(out: Console, cluster: ClusterView) -> None:
     if cluster.nodes:
         out.print()
         out.print(table)
+        if any(d.used_bytes > d.reserved_bytes for n in cluster.nodes for d in n.devices):
+            out.print(_MORE_IN_USE)
     else:
         out.print("\n[yellow]No node has reported yet.[/] `thaw logs nodeagent` says why.")

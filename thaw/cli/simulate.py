@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +18,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from thaw.cli.api import Api
 from thaw.cli.output import STDOUT, Document, screen, verb
+from thaw.cli.recording import record
 from thaw.errors import CommandError
 
 Runs = list[dict[str, Any]]
@@ -38,11 +42,24 @@ _TRACES = "Recorded workloads"
 
 @verb
 def simulate(
-    cluster: Annotated[Path, typer.Option(help="Nodes, devices and links (docs/simulator.md).", metavar="FILE")],
-    models: Annotated[Path, typer.Option(help="Models, how they are served, and their SLOs.", metavar="FILE")],
+    cluster: Annotated[Path | None, typer.Option(help="Nodes, devices and links (docs/simulator.md).", metavar="FILE")] = None,
+    models: Annotated[Path | None, typer.Option(help="Models, how they are served, and their SLOs.", metavar="FILE")] = None,
+    from_mesh: Annotated[
+        bool,
+        typer.Option(
+            "--from-mesh", help="Take the nodes, the models and the recorded requests of the running mesh in place of these files."
+        ),
+    ] = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="With --from-mesh: keep the files that it makes there, to change them.", metavar="DIR")
+    ] = None,
     workload: Annotated[
-        Workload, typer.Option(help="synthetic: drawn from distributions; trace: read from --trace.")
-    ] = Workload.SYNTHETIC,
+        Workload | None,
+        typer.Option(
+            help="synthetic: drawn from distributions; trace: recorded (by default with --trace and --from-mesh).",
+            show_default=False,
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="Policies by name, comma-separated; a wrong one lists them all.", metavar="A,B,C")
     ] = "thaw",
@@ -98,19 +115,24 @@ def simulate(
         ),
     ] = None,
 ) -> Document:
-    """Simulate a cluster: scheduling policies on devices, links and requests that exist in time only.
+    """Simulate a cluster: scheduling policies on devices, links and requests that exist in time
+    only.
 
-    Example: [bold]thaw simulate --cluster cluster.yaml --models models.yaml --policy thaw,serverlessllm --rps 0.8 --cv 8 --seeds 3[/]
+    Example: [bold]thaw simulate --cluster cluster.yaml --models models.yaml --policy
+    thaw,serverlessllm --rps 0.8 --cv 8 --seeds 3[/]
+    Example: [bold]thaw simulate --from-mesh --mesh --policy thaw,lru[/]
     """
-    if (trace is not None) != (workload is Workload.TRACE):
+    chosen = workload or (Workload.TRACE if trace is not None or from_mesh else Workload.SYNTHETIC)
+    if (trace is not None or from_mesh) < (chosen is Workload.TRACE) or (trace is not None and chosen is Workload.SYNTHETIC):
         raise CommandError("--workload trace and --trace FILE go together.")
-    order = {
-        "cluster": str(cluster),
-        "models": str(models),
+    if not from_mesh and (cluster is None or models is None):
+        raise CommandError("A simulation needs --cluster FILE and --models FILE, or --from-mesh.")
+    if keep is not None and not from_mesh:
+        raise CommandError("--keep DIR keeps the files of --from-mesh.")
+    order: dict[str, Any] = {
         "policies": [p.strip() for p in policy.split(",") if p.strip()],
         "seeds": seeds,
         "mesh": mesh,
-        "trace": str(trace) if trace is not None else None,
         "speed": speed,
         "rps": rps,
         "duration": duration,
@@ -127,7 +149,15 @@ def simulate(
         "plots": str(plots) if plots is not None else None,
     }
     out = screen(as_json == STDOUT)
-    document = _simulate(order, out)
+    with contextlib.ExitStack() as stack:
+        order |= {"cluster": cluster, "models": models, "trace": trace}
+        if from_mesh:
+            directory = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thaw-simulate-")))
+            made = record(Api.find(), directory, out, requests=chosen is Workload.TRACE and trace is None)
+            order |= {"recording": directory} | {what: order[what] or path for what, path in made.items()}
+        document = _simulate(order, out)
+    if (recorded := document.get("recorded")) is not None and chosen is Workload.TRACE:
+        out.print(_recorded(recorded))
     for table in _tables(document["runs"]):
         out.print(table)
     for path in document["plots"]:
@@ -138,6 +168,13 @@ def simulate(
         except OSError as e:
             raise CommandError(f"{as_json} cannot be written: {e.strerror}") from e
     return document
+
+
+def _recorded(found: dict[str, Any]) -> str:
+    """Return what the mesh itself did with the requests, to compare the simulation with."""
+    times = ", ".join(f"{p} {_seconds(value)}" for p, value in found["ttft"].items())
+    left_out = f"; left out {found['left_out']} without a token or a registered model" if found["left_out"] else ""
+    return f"recorded: {found['requests']} requests, {found['cold']} cold, TTFT {times}{left_out}"
 
 
 def _burst(text: str) -> list[float]:
@@ -167,7 +204,7 @@ def _simulate(order: dict[str, Any], out: Console) -> Document:
         assert child.stdout is not None
         assert child.stderr is not None
         task = progress.add_task("simulating", total=None)
-        child.stdin.write(json.dumps(order))
+        child.stdin.write(json.dumps(order, default=str))
         child.stdin.close()
         try:
             for line in child.stderr:

@@ -46,7 +46,8 @@ def trace(
     ] = None,
     as_json: Json = False,
 ) -> Document:
-    """Draw the waterfall of a request, and of the model load that it waited for; and how it moved between engines.
+    """Draw the waterfall of a request, and of the model load that it waited for; and how it moved
+    between engines.
 
     Example: [bold]thaw trace[/]
     """

@@ -43,15 +43,18 @@ def up(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the endpoint (8080).")] = None,
     as_json: Json = False,
 ) -> Document | None:
-    """Start the mesh on this machine: NATS, PostgreSQL, gateway, scheduler, and a nodeagent with a loader for each node.
+    """Start the mesh on this machine: NATS, PostgreSQL, gateway, scheduler, and a nodeagent with a
+    loader for each node.
 
-    Stays until Ctrl-C, which stops everything, or leaves it running with --detach. Run again while it runs, it applies --config.
+    Stays until Ctrl-C, which stops everything, or leaves it running with --detach. Run again while
+    it runs, it applies --config.
 
     Examples:
     [bold]thaw up --demo --detach[/]
     [bold]thaw up --config thaw.yaml --nodes 2[/]
     """
-    # A shell starts a script's background processes with SIGINT ignored; here Ctrl-C must always work.
+    # A shell starts a script's background processes with SIGINT ignored; here Ctrl-C must always
+    # work.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out, home = screen(as_json), Home.from_environment()
     file = load_config(config) if config is not None else None
@@ -251,7 +254,8 @@ def _stay(home: Home, supervisor: Identity) -> None:
 
 @verb
 def down(as_json: Json = False) -> Document:
-    """Stop the mesh of this machine in order, and clean up whatever is left of it, also after a crash.
+    """Stop the mesh of this machine in order, and clean up whatever is left of it, also after a
+    crash.
 
     Example: [bold]thaw down[/]
     """

@@ -32,7 +32,9 @@ _HEAD_GAIN = 3.0
 """Spread of the logits: wide enough that the two best tokens are rarely a near-tie."""
 _END_ID = 2
 _Parts = tuple[tuple[int, float | None], ...]
-"""Runs of values in a tensor: how many, and their standard deviation (None: a norm's weight, all ones)."""
+"""Runs of values in a tensor: how many, and their standard deviation (None: a norm's weight, all
+ones).
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class _Shape:
     context: int
     dtype: str
     end_gain: float
-    """Spread of the end token's logit. Over `_HEAD_GAIN` an answer ends after some hundred tokens; with 0 it never ends by itself."""
+    """Spread of the end token's logit.
+
+    Over `_HEAD_GAIN` an answer ends after some hundred tokens; with 0 it never ends by itself.
+    """
 
 
 SIZES: dict[str, _Shape] = {

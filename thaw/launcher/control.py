@@ -19,7 +19,7 @@ import psutil
 import thaw
 from thaw.errors import CommandError
 from thaw.launcher.home import Home, write_private
-from thaw.launcher.leftovers import Leftovers, forget, sweep
+from thaw.launcher.leftovers import Leftovers, find_leftovers, forget, sweep
 from thaw.launcher.logfiles import tail
 from thaw.launcher.plan import MeshPlan, free_port, listen_fault, read_plan
 from thaw.launcher.processes import MARK, Identity
@@ -88,7 +88,8 @@ def _await_supervisor(home: Home, process: subprocess.Popen[bytes]) -> Identity:
         if status is not None and status.supervisor.pid == process.pid:
             if status.error is not None:
                 process.wait()
-                forget(home)
+                if not status.has_survivors:  # the next start adopts them
+                    forget(home)
                 raise CommandError(status.error, status.remedy, code="start_failed")
             if status.supervisor.alive():
                 return status.supervisor
@@ -115,9 +116,14 @@ def _environment(home: Home) -> dict[str, str]:
 
 
 def check_unused(home: Home, host: str, port: int) -> None:
-    """Check first that the endpoint's port is free, or held by our own survivors."""
+    """Check first that the endpoint's port is free, or held by our own survivors.
+
+    A survivor counts also if no status names it: `launch` ends such processes.
+    """
     status = read_status(home)
-    if status is None or not any(p.alive() for p in status.processes()):
+    if status is not None and status.has_survivors:
+        return
+    if (taker := _taker(port)) is None or taker not in {p.pid for p in find_leftovers(home).processes}:
         check_port(host, port)
 
 
@@ -132,7 +138,7 @@ def _adoptable(home: Home, plan: MeshPlan) -> MeshPlan | None:
     None if `plan` differs from it in more than the values chosen at random.
     """
     status = read_status(home)
-    if status is None or not any(p.alive() for p in status.processes()):
+    if status is None or not status.has_survivors:
         return None
     try:
         before = read_plan(home)
@@ -165,19 +171,28 @@ def check_port(host: str, port: int) -> None:
             code="port_forbidden",
         )
     raise CommandError(
-        f"Port {port} on {host} is taken{_taker(port)}.",
+        f"Port {port} on {host} is taken{_named(_taker(port))}.",
         f"Stop that, or choose another port: `thaw up --port {free_port()}` (or mesh.port in thaw.yaml).",
         code="port_taken",
     )
 
 
-def _taker(port: int) -> str:
+def _taker(port: int) -> int | None:
+    """Return a process that listens on `port`; None if there is none that this user may see."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port and connection.pid:
-                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+                return int(connection.pid)
     except (psutil.Error, OSError):
         pass
+    return None
+
+
+def _named(pid: int | None) -> str:
+    """Return words that name the process `pid`, for a message; none if it is gone."""
+    with contextlib.suppress(psutil.Error):
+        if pid is not None:
+            return f" by {psutil.Process(pid).name()} (pid {pid})"
     return ""
 
 

@@ -4,8 +4,10 @@ The supervisor feeds it events and carries out its effects.
 
 waiting ──(what it starts after is ready)──> starting ──Ready──> ready
    starting, ready ──Exited──> backing_off ──(delay over)──> starting
-   starting, ready ──Hung──> hung ──(time to write stack traces over)──> killed ──Exited──> backing_off
-once stopping, rank by rank: starting, ready ──Terminate──> terminating ──(bound over)──> killed ──Exited──> stopped
+   starting, ready ──Hung──> hung ──(time to write stack traces over)──> killed
+   killed ──Exited──> backing_off
+once stopping, rank by rank:
+   starting, ready ──Terminate──> terminating ──(bound over)──> killed ──Exited──> stopped
 """
 
 from __future__ import annotations

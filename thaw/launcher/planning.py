@@ -17,9 +17,13 @@ from thaw.launcher.plan import MeshPlan, NodePlan, credentials_of, free_port
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8080
 MEMORY_SHARE = 0.7
-"""Part of the available memory that the cpu devices get, as the nodeagent's own default; several nodes divide it."""
+"""Part of the available memory that the cpu devices get, as the nodeagent's own default; several
+nodes divide it.
+"""
 DRAM_SHARE = 0.15
-"""Part of it for weights that no instance holds, as the loader's own default; several nodes divide it."""
+"""Part of it for weights that no instance holds, as the loader's own default; several nodes divide
+it.
+"""
 _HASH = re.compile(r"^[0-9a-f]{64}$")
 
 

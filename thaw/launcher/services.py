@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from thaw.launcher.home import Home
 from thaw.launcher.lifecycle import Service
 from thaw.launcher.plan import MeshPlan, NodePlan
 from thaw.launcher.processes import MARK
 from thaw.launcher.servers import Postgres, nats_environment, nats_program
+from thaw.launcher.stale_locks import remove_stale_locks
 
 _RANKS = {"gateway": 0, "migrator": 0, "nodeagent": 1, "loader": 2, "scheduler": 3, "postgres": 4, "nats": 5}
 _BOUNDS_S = {
@@ -37,6 +40,7 @@ class Program:
             (`shared.runtime.report_ready`).
         listens: Host and port of a socket that is kept here and handed to it, so that those who
             connect while it is started again wait for it instead of being refused.
+        prepare: Called before each start, in a thread.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Program:
     stop_signal: signal.Signals = signal.SIGTERM
     starts_after: tuple[str, ...] = ()
     listens: tuple[str, int] | None = None
+    prepare: Callable[[], None] | None = None
 
     @property
     def service(self) -> Service:
@@ -67,7 +72,16 @@ def programs_of(home: Home, plan: MeshPlan, postgres: Postgres | None) -> tuple[
         )
     if postgres is not None:
         # SIGINT is PostgreSQL's fast shutdown; SIGTERM would wait for clients to leave.
-        servers.append(Program("postgres", tuple(postgres.server_command(plan)), marks, plan.postgres_port, signal.SIGINT))
+        servers.append(
+            Program(
+                "postgres",
+                tuple(postgres.server_command(plan)),
+                marks,
+                plan.postgres_port,
+                signal.SIGINT,
+                prepare=partial(remove_stale_locks, postgres),
+            )
+        )
     after = tuple(s.name for s in servers)
     programs = [_python("scheduler", "scheduler", {**common, "THAW_DATABASE_URL": plan.effective_database_url}, after)]
     programs.append(_python("migrator", "migrator", common, after))

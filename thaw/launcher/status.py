@@ -45,6 +45,11 @@ class MeshStatus(BaseModel):
             return "stopping"
         return "running" if all(s.status == "ready" for s in self.services.values()) else "starting"
 
+    @property
+    def has_survivors(self) -> bool:
+        """Whether a service's process is alive; of interest once the supervisor is not."""
+        return any(p.alive() for p in self.processes())
+
     def processes(self) -> list[Identity]:
         return [s.process for s in self.services.values() if s.process is not None]
 

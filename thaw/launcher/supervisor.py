@@ -47,6 +47,7 @@ from thaw.launcher.probes import until_ready
 from thaw.launcher.processes import MARK, Identity, descendants, identify
 from thaw.launcher.servers import Postgres, locate_postgres, prepare_postgres, write_nats_config
 from thaw.launcher.services import Program, programs_of
+from thaw.launcher.stale_locks import remove_stale_locks
 from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
 from thaw.launcher.survivors import find_survivors
 from thaw.launcher.watching import LOOK_S, Watcher, limits_of
@@ -54,7 +55,9 @@ from thaw.launcher.watching import LOOK_S, Watcher, limits_of
 log = logging.getLogger("thaw.supervisor")
 _LOG_CHECK_S = 30.0
 _PATIENCE = 3
-"""Failures in a row after which those who connect are refused rather than kept waiting for the next start."""
+"""Failures in a row after which those who connect are refused rather than kept waiting for the next
+start.
+"""
 Wait = Callable[[], Awaitable[int | None]]
 
 
@@ -149,6 +152,8 @@ class Supervisor:
             self._watcher.begin(program, survivor.pid)
             self._watch(program, _until_gone(survivor), survived=True)
             return
+        if program.prepare is not None:
+            await asyncio.to_thread(program.prepare)
         handed = self._handed(program)
         try:
             with self._home.log(program.name).open("ab") as output:
@@ -296,6 +301,7 @@ def _prepare(home: Home, plan: MeshPlan) -> Postgres | None:
         return None
     postgres = locate_postgres(home)
     if running_postgres(home) is None:
+        remove_stale_locks(postgres)
         prepare_postgres(postgres, plan)
     return postgres
 
@@ -314,6 +320,7 @@ def main() -> int:
 
 
 def _supervise(home: Home) -> int:
+    before: MeshStatus | None = None
     try:
         before = read_status(home)
         plan = read_plan(home)
@@ -324,7 +331,9 @@ def _supervise(home: Home) -> int:
         limits = limits_of({**os.environ, **plan.environment})
     except CommandError as e:
         log.error("%s %s", e.what, e.remedy)
-        _publish_status(home, MeshStatus(supervisor=_self(), stopping=True, error=e.what, remedy=e.remedy))
+        # Survivors stay known, for the next supervisor to adopt.
+        services = {} if before is None else before.services
+        _publish_status(home, MeshStatus(supervisor=_self(), stopping=True, error=e.what, remedy=e.remedy, services=services))
         return 1
     write_private(home.endpoints_file, json.dumps(plan.endpoints(), indent=1))
     asyncio.run(Supervisor(home, programs, survivors, Watcher(home, limits)).run())

@@ -3,8 +3,10 @@
 The tier verifies the bytes that it reads, and writes them to the disk in the background.
 
 A load has one of three roles, which may change:
-    fetching    it has the fill lock: reads cached pieces from the disk, the rest from the source, and writes those down
-    following   another process fetches: waits for its pieces, and takes over when it dies or gives up
+    fetching    it has the fill lock: reads cached pieces from the disk, the rest from the source,
+                and writes those down
+    following   another process fetches: waits for its pieces, and takes over when it dies or gives
+                up
     uncached    no space, no permission, a broken disk: reads from the source only, which is logged
 """
 
@@ -119,7 +121,7 @@ class CachingTier:
             self._inner.close()
         self._settled.set()
 
-    # -- roles -------------------------------------------------------------------------------------------------------------------
+    # -- roles -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Choose a role: fetching, following or uncached."""
@@ -217,7 +219,7 @@ class CachingTier:
             self._fill.release()
             self._fill = None
 
-    # -- writing -----------------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def _keep(self, file: TierFile, offset: int, data: memoryview) -> None:
         with self._state:

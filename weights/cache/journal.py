@@ -108,7 +108,8 @@ class Journal:
         self.pieces, self.there = {}, {}
 
     def add(self, piece: Piece) -> None:
-        # The newline is written first, so that a line that a crash truncated does not merge with this one.
+        # The newline is written first, so that a line that a crash truncated does not merge with
+        # this one.
         self._append(json.dumps([piece.file, piece.offset, piece.length, piece.crc]).encode())
         self._put(piece)
 

@@ -4,7 +4,8 @@ All loaders of a machine may share it.
 
 entries/REVISION/   a complete model: its files, and entry.json
 partial/REVISION/   a model being fetched: its files so far, and the journal
-locks/REVISION.use  shared by readers, .fill held by the fetching process; locks/room held during eviction
+locks/REVISION.use  shared by readers, .fill held by the fetching process; locks/room held during
+                    eviction
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class SsdCache:
         self._seen: tuple[float, CacheStatus] | None = None
         self.budget = self._default_budget() if budget is None else budget
 
-    # -- reading -----------------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def lookup(self, revision: str) -> Path | None:
         """Return the directory of the complete model.
@@ -153,7 +154,7 @@ class SsdCache:
                     found.append(CacheEntry(directory.name, nbytes, used, pinned, complete=complete, due=due))
         return found
 
-    # -- writing -----------------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def fill_lock(self, revision: str) -> FileLock | None:
         """Take the right to fetch a model; None if another load has it. Raises `OSError`."""
@@ -248,7 +249,7 @@ class SsdCache:
         except OSError as e:
             log.warning("a pin could not be written", extra={"path": str(mark), "error": str(e)})
 
-    # -- inside ------------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _default_budget(self) -> int:
         try:

@@ -37,7 +37,7 @@ def check_room(directory: Path, nbytes: int) -> None:
     free = stat.f_bavail * stat.f_frsize
     if nbytes > free:
         raise Unavailable(
-            f"the converted weights take about {nbytes / 1e9:.2f} GB and the disk of {directory} has {free / 1e9:.2f} GB free: free some "
+            f"The converted weights take about {nbytes / 1e9:.2f} GB and the disk of {directory} has {free / 1e9:.2f} GB free: free some "
             "space or name another disk"
         )
 
@@ -89,8 +89,10 @@ def _claim(draft: Path, destination: Path) -> int:
         fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as e:
         if destination.parent.is_dir():  # as in /proc, whose file system makes no directories
-            raise Unavailable(f"no directory can be made in {destination.parent}; name one on a disk") from e
+            raise Unavailable(f"No directory can be made in {destination.parent}; name one on a disk") from e
         raise Unavailable(f"{destination.parent} does not exist; make it first") from e
+    except NotADirectoryError as e:
+        raise Unavailable(f"{destination} would be below a file; name a directory") from e
     except OSError as e:
         raise disk_error(draft, e) from e
     try:
@@ -101,7 +103,7 @@ def _claim(draft: Path, destination: Path) -> int:
     except (BlockingIOError, FileNotFoundError):
         pass
     os.close(fd)
-    raise Conflict(f"another process is converting to {destination}; wait for it, or name another directory")
+    raise Conflict(f"Another process is converting to {destination}; wait for it, or name another directory")
 
 
 def _clear(draft: Path) -> None:

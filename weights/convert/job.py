@@ -106,7 +106,7 @@ class _Job:
             for name, file in (self._source.weight_map or {}).items():
                 if self._home.get(name) != file:
                     raise CheckpointInvalid(
-                        f"the index places tensor {name!r} in {file}, which does not hold it; download both again"
+                        f"The index places tensor {name!r} in {file}, which does not hold it; download both again"
                     )
             partitions = [w.finish() for w in writers]
         self.index = write_index(partitions, (entry for w in writers for entry in w.entries))
@@ -118,7 +118,7 @@ class _Job:
             for tensor in tensors:
                 _check_name(tensor, shard.path)
                 if tensor.name in self._home:
-                    raise CheckpointInvalid(f"tensor {tensor.name!r} is in {self._home[tensor.name]} and in {shard.path.name}")
+                    raise CheckpointInvalid(f"Tensor {tensor.name!r} is in {self._home[tensor.name]} and in {shard.path.name}")
                 self._home[tensor.name] = shard.path.name
                 self._tensor(tensor, writers)
 

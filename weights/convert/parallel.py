@@ -75,7 +75,7 @@ class Plan:
             run *= n
         if length % parts or length // parts * run % 8:
             raise CheckpointInvalid(
-                f"tensor {name!r} of shape {list(shape)} cannot be divided evenly by {self.ranks} along its dimension {split.dim}; choose "
+                f"Tensor {name!r} of shape {list(shape)} cannot be divided evenly by {self.ranks} along its dimension {split.dim}; choose "
                 "another --tensor-parallel"
             )
 
@@ -87,7 +87,7 @@ def _split(name: str, style: str, dimensions: int) -> Split | None:
         return None
     if dimensions == 0 or (style == "packed_colwise" and dimensions == 1):
         raise UnsupportedArchitecture(
-            f"tensor {name!r} has too few dimensions to be divided {style}; convert without --tensor-parallel"
+            f"Tensor {name!r} has too few dimensions to be divided {style}; convert without --tensor-parallel"
         )
     if style in _COLUMNS:
         return Split(max(0, dimensions - 2))

@@ -65,7 +65,7 @@ class PartitionWriter:
             at += len(piece)
         if at - offset != size:
             raise CheckpointInvalid(
-                f"tensor {name!r} has {at - offset} bytes instead of {size}; its file changed while it was read"
+                f"Tensor {name!r} has {at - offset} bytes instead of {size}; its file changed while it was read"
             )
         self._end = at
         entry = Entry(

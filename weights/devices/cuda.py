@@ -24,7 +24,9 @@ from weights.devices.port import Place, Priority
 
 log = logging.getLogger(__name__)
 GRANULE = 2 * 1024 * 1024
-"""Smaller allocations may share a block of the driver's with others, and an IPC handle is for the whole block."""
+"""Smaller allocations may share a block of the driver's with others, and an IPC handle is for the
+whole block.
+"""
 _RATE_WEIGHT = 0.2
 
 

@@ -48,13 +48,14 @@ class CudaRuntime:
         self._call(self._rt.cudaFree, address)
 
     def export(self, address: int) -> bytes:
-        # cuda-bindings 13.5 has no attribute for the handle's bytes, earlier ones have: its address is the same in all.
+        # cuda-bindings 13.5 has no attribute for the handle's bytes, earlier ones have: its address
+        # is the same in all.
         handle = self._call(self._rt.cudaIpcGetMemHandle, address)
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
         if len(handle) != IPC_HANDLE_BYTES:
-            raise DeviceFailed(f"a CUDA IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
+            raise DeviceFailed(f"A CUDA IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
         opened = self._rt.cudaIpcMemHandle_t()
         ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_BYTES)
         return int(self._call(self._rt.cudaIpcOpenMemHandle, opened, self._rt.cudaIpcMemLazyEnablePeerAccess))
@@ -121,7 +122,7 @@ def load_cuda() -> CudaRuntime:
     status, count = runtime.cudaGetDeviceCount()
     if status != runtime.cudaError_t.cudaSuccess:
         _, words = runtime.cudaGetErrorString(status)
-        raise DeviceMissing(f"no CUDA device can be used here: {words.decode()} (nvidia-smi shows what the driver sees)")
+        raise DeviceMissing(f"No CUDA device can be used here: {words.decode()} (nvidia-smi shows what the driver sees)")
     if not count:
-        raise DeviceMissing("no CUDA device is visible here (CUDA_VISIBLE_DEVICES, nvidia-smi)")
+        raise DeviceMissing("No CUDA device is visible here (CUDA_VISIBLE_DEVICES, nvidia-smi)")
     return CudaRuntime(runtime)

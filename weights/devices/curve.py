@@ -14,7 +14,9 @@ PROBE_SIZES = tuple(64 * KIB * 2**i for i in range(11))
 """64 KiB to 64 MiB."""
 NEAR_PEAK = 0.95
 FALLBACK_BYTES = 2 * MIB
-"""The elbow that Torpor (section 4.3) reports for its PCIe bus: taken where nothing could be measured."""
+"""The elbow that Torpor (section 4.3) reports for its PCIe bus: taken where nothing could be
+measured.
+"""
 
 
 @dataclass(frozen=True)

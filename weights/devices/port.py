@@ -2,9 +2,10 @@
 
 A device has memory that is filled from host memory as bytes arrive, and that engines map.
 
-    device.pin(address, nbytes)                 a chunk of the pool was populated (before anything is copied from it)
+    device.pin(address, nbytes)                 a chunk of the pool was populated (before any copy)
     arena = device.allocate(place, priority)    room for one segment
-    arena.fill(offset, address, nbytes)         these bytes are in host memory now; any order, each byte once; returns at once
+    arena.fill(offset, address, nbytes)         these bytes are in host memory now; any order, each
+                                                byte once; returns at once
     arena.watermark                             every byte below it is on the device
     arena.wait(until)                           wait until the watermark is there
     arena.handle()                              what an engine opens; valid from `allocate` on

@@ -33,7 +33,7 @@ ENCODERS = frozenset(
     }
 )
 _POSITIONS_FROM_TWO = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
-"""Their positions count from padding_idx + 1 = 2, so two of max_position_embeddings are never used."""
+"""Their positions begin at padding_idx + 1 = 2: two of max_position_embeddings are unused."""
 _CONDITIONAL_DECODERS = frozenset({"Gemma3ForConditionalGeneration"})
 """Multimodal models whose text part transformers' AutoModelForCausalLM runs."""
 
@@ -98,8 +98,9 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "roberta": {"max_position_embeddings": 512, "num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768},
     "distilbert": {"max_position_embeddings": 512, "n_layers": 6, "n_heads": 12, "dim": 768},
 }
-"""What transformers' configuration classes assume where config.json is silent (files of small Gemma 3 leave out nearly all);
-tests/contract/test_loader_defaults.py compares."""
+"""What transformers' configuration classes assume where config.json is silent (files of small Gemma
+3 leave out nearly all); tests/contract/test_loader_defaults.py compares.
+"""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 The reader treats the index as hostile until it is checked.
 
     thaw.index.json                          what is where: this module
-    weights-00000-of-00001.thaw              one partition for each rank: the tensors' bytes and zeros between them, nothing else
+    weights-00000-of-00001.thaw              one partition for each rank: the tensors' bytes and
+                                             zeros between them, nothing else
 
 A tensor begins on a multiple of ALIGNMENT, a large one on a page; partitions are whole pages long.
 Tensors that are tied have the same range. The index's last member is a SHA-256 of all bytes before
@@ -35,13 +36,18 @@ INDEX_NAME = "thaw.index.json"
 FORMAT: Literal["thaw-checkpoint"] = "thaw-checkpoint"
 VERSION: Literal[1] = 1
 ALIGNMENT: Literal[256] = 256
-"""What cudaMalloc promises of every address, and so all that kernels rely on; cache lines and AVX-512 want 64."""
+"""What cudaMalloc promises of every address, and so all that kernels rely on; cache lines and
+AVX-512 want 64.
+"""
 PAGE_ALIGNED_FROM = 16 * PAGE
-"""Tensors of 64 KiB or more begin on a page: they can be read directly, mapped and paged out alone. Costs at most 6 % (of a 64 KiB tensor)."""
+"""Tensors of 64 KiB or more begin on a page: they can be read directly, mapped and paged out alone.
+
+Costs at most 6 % (of a 64 KiB tensor).
+"""
 MAX_RANKS = 1024
 MAX_INDEX_BYTES = 256 * 1024 * 1024
 _LINE_BYTES = 256 * 1024
-"""Of one line: 1024 partitions take 80 kB, a tensor with the longest name and most dimensions 30."""
+"""Of one line: 1024 partitions take 80 kB, the longest name and most dimensions 30."""
 _OPEN = b',"tensors":['
 _CLOSE = b"\n]"
 _TAIL = b',"sha256":"'
@@ -52,7 +58,8 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Strict(BaseModel):
-    # pydantic notes every error of a list, and every unknown key where they are forbidden: of a hostile index, gigabytes of errors.
+    # pydantic notes every error of a list, and every unknown key where they are forbidden: of a
+    # hostile index, gigabytes of errors.
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
@@ -141,7 +148,7 @@ def write_index(partitions: Sequence[Partition], entries: Iterable[Entry]) -> by
     data = body + _TAIL + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
     if len(data) > MAX_INDEX_BYTES:
         raise CheckpointInvalid(
-            f"the model has too many tensors for {len(partitions)} ranks: their index would have {len(data)} bytes, at most {MAX_INDEX_BYTES} "
+            f"The model has too many tensors for {len(partitions)} ranks: their index would have {len(data)} bytes, at most {MAX_INDEX_BYTES} "
             "are read; choose fewer ranks"
         )
     return data

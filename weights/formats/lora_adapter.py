@@ -28,7 +28,9 @@ _TENSOR = re.compile(r"(?P<module>[^\s]+)\.lora_(?P<part>[AB])\.weight")
 _PLAIN = re.compile(r"[\w.]{1,64}")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways of initialising that also change the base's weights; PEFT can save such an adapter as an ordinary one."""
+"""Ways of initialising that also change the base's weights; PEFT can save such an adapter as an
+ordinary one.
+"""
 _REFUSED = {
     "use_dora": "DoRA scales the base's weights, which adapters share here; merge it into the base",
     "use_qalora": "QALoRA belongs to quantised bases",

@@ -39,7 +39,8 @@ def pages(size: int) -> int:
 
 def lay_out(checkpoint: Checkpoint, weights_id: str) -> Layout:
     """The layout of `checkpoint`'s segment. Its size does not depend on `weights_id`."""
-    # The index's own length moves the data, and the data's place is written in the index: grow the room until both agree.
+    # The index's own length moves the data, and the data's place is written in the index: grow the
+    # room until both agree.
     data_offset = HEADER_BYTES
     while True:
         places = _places(checkpoint, data_offset)

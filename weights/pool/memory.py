@@ -31,7 +31,9 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 Hook = Callable[[int, int], None]
-"""Called with address and length of a chunk that was just populated, or is about to lose its memory."""
+"""Called with address and length of a chunk that was just populated, or is about to lose its
+memory.
+"""
 
 
 class PoolMemory:
@@ -46,6 +48,7 @@ class PoolMemory:
         name: str | None,
         nbytes: int,
         *,
+        chunk_bytes: int = CHUNK_BYTES,
         keep: bool = False,
         on_populated: Hook | None = None,
         on_punch: Hook | None = None,
@@ -54,11 +57,12 @@ class PoolMemory:
 
         Args:
             name: Name of the file; None: without a name, removed with its last mapping.
+            chunk_bytes: Size of a chunk; a multiple of a huge page for `prepare_huge`.
             keep: Use an existing file unchanged.
             on_populated: Called to page-lock chunks; with it the loader keeps complete chunks
                 mapped.
         """
-        self.name, self.nbytes = name, nbytes
+        self.name, self.nbytes, self.chunk_bytes = name, nbytes, chunk_bytes
         self._on_populated, self._on_punch = on_populated, on_punch
         self._lock = threading.Lock()
         self._ready: dict[int, int] = {}
@@ -77,7 +81,7 @@ class PoolMemory:
 
     @property
     def count(self) -> int:
-        return self.nbytes // CHUNK_BYTES
+        return self.nbytes // self.chunk_bytes
 
     @property
     def path(self) -> Path:
@@ -88,7 +92,7 @@ class PoolMemory:
     def fd(self) -> int:
         return self._fd
 
-    # -- allocating ----------------------------------------------------------------------------------------------------------------
+    # -- allocating --------------------------------------------------------------------------------
 
     def allocate(self, offset: int, length: int) -> None:
         """Allocate these bytes without zeroing or mapping pages.
@@ -103,24 +107,25 @@ class PoolMemory:
 
         Within one chunk; `offset` starts a page.
         """
-        chunk, end = offset // CHUNK_BYTES, offset % CHUNK_BYTES + length
+        chunk, end = offset // self.chunk_bytes, offset % self.chunk_bytes + length
         if self._ready.get(chunk, 0) >= end:
             return
         self.allocate(offset, length)
-        # ctypes releases the GIL, mmap.madvise would not. A kernel without it faults page by page instead.
+        # ctypes releases the GIL, mmap.madvise would not. A kernel without it faults page by page
+        # instead.
         _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
-        if offset % CHUNK_BYTES <= self._ready.get(chunk, 0):
+        if offset % self.chunk_bytes <= self._ready.get(chunk, 0):
             self._ready[chunk] = end
-        if end == CHUNK_BYTES and self._on_populated is not None:
-            self._on_populated(self._address + chunk * CHUNK_BYTES, CHUNK_BYTES)
+        if end == self.chunk_bytes and self._on_populated is not None:
+            self._on_populated(self._address + chunk * self.chunk_bytes, self.chunk_bytes)
 
     def is_ready(self, offset: int, length: int) -> bool:
         """True if these bytes, within one chunk, were populated and are still mapped here."""
-        return self._ready.get(offset // CHUNK_BYTES, 0) >= offset % CHUNK_BYTES + length
+        return self._ready.get(offset // self.chunk_bytes, 0) >= offset % self.chunk_bytes + length
 
     def prepare(self, chunk: int) -> None:
         """Allocate and map the whole chunk for the next load."""
-        self.populate(chunk * CHUNK_BYTES, CHUNK_BYTES)
+        self.populate(chunk * self.chunk_bytes, self.chunk_bytes)
 
     def prepare_huge(self, chunk: int) -> None:
         """`prepare` with huge pages if the kernel has them.
@@ -131,10 +136,10 @@ class PoolMemory:
         them; and there are fewer pages to look up, map and unmap. Where it is refused the pages are
         small.
         """
-        address = self._address + chunk * CHUNK_BYTES
-        for at in range(address, address + CHUNK_BYTES, _HUGE):
+        address = self._address + chunk * self.chunk_bytes
+        for at in range(address, address + self.chunk_bytes, _HUGE):
             _libc.madvise(at, PAGE, _MADV_POPULATE_WRITE)  # where nothing is there is nothing to collapse
-        _libc.madvise(address, CHUNK_BYTES, _MADV_COLLAPSE)
+        _libc.madvise(address, self.chunk_bytes, _MADV_COLLAPSE)
         self.prepare(chunk)
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -151,9 +156,9 @@ class PoolMemory:
         """Return these bytes. Release them before the pool is closed."""
         return self._view[offset : offset + length]
 
-    # -- freeing -------------------------------------------------------------------------------------------------------------------
+    # -- freeing -----------------------------------------------------------------------------------
 
-    def zap(self, chunk: int, length: int = CHUNK_BYTES) -> None:
+    def zap(self, chunk: int, length: int | None = None) -> None:
         """Unmap the chunk's pages here; their content stays.
 
         A page that only its readers map can be paged out with them, and is counted once.
@@ -161,7 +166,7 @@ class PoolMemory:
         """
         if self._on_populated is None:
             self._ready.pop(chunk, None)
-            _libc.madvise(self._address + chunk * CHUNK_BYTES, length, _MADV_DONTNEED)
+            _libc.madvise(self._address + chunk * self.chunk_bytes, length or self.chunk_bytes, _MADV_DONTNEED)
 
     def punch(self, chunks: Iterable[int]) -> int:
         """Free the memory of `chunks`.
@@ -169,11 +174,11 @@ class PoolMemory:
         Returns the bytes that the file has less afterwards, read back.
         """
         freed = 0
-        for offset, length in _runs(sorted(chunks)):
-            for at in range(offset, offset + length, CHUNK_BYTES):
-                self._ready.pop(at // CHUNK_BYTES, None)
+        for offset, length in _runs(sorted(chunks), self.chunk_bytes):
+            for at in range(offset, offset + length, self.chunk_bytes):
+                self._ready.pop(at // self.chunk_bytes, None)
                 if self._on_punch is not None:
-                    self._on_punch(self._address + at, CHUNK_BYTES)
+                    self._on_punch(self._address + at, self.chunk_bytes)
             with self._lock:
                 before = self.allocated()
                 if _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length):
@@ -217,11 +222,11 @@ class PoolMemory:
             except OSError:  # it has just ended, or is not ours
                 continue
             if inode in maps:
-                for chunk in _mapped_chunks(maps, inode):
+                for chunk in _mapped_chunks(maps, inode, self.chunk_bytes):
                     found.setdefault(chunk, []).append(pid)
         return found
 
-    # -- closing -------------------------------------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     def detach(self) -> mmap.mmap:
         """End writing and hand over the mapping, which lives until its last reference."""
@@ -250,7 +255,8 @@ def _open(name: str | None, *, keep: bool) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_NOFOLLOW if keep else os.O_EXCL)
     while True:
         fd = os.open(shm.SHM / name, flags, 0o600)
-        # Held while this process, or a receiver of its descriptor, lives: the sweeper takes unlocked pools only (sweeping.py).
+        # Held while this process, or a receiver of its descriptor, lives: the sweeper takes
+        # unlocked pools only (sweeping.py).
         fcntl.flock(fd, fcntl.LOCK_SH)
         if os.fstat(fd).st_nlink:
             return fd
@@ -275,26 +281,26 @@ def _mapped(fd: int, nbytes: int) -> mmap.mmap:
     return area
 
 
-def _runs(chunks: list[int]) -> list[tuple[int, int]]:
+def _runs(chunks: list[int], chunk_bytes: int) -> list[tuple[int, int]]:
     """(offset, length) of each run of neighbours."""
     runs: list[tuple[int, int]] = []
     for chunk in chunks:
-        offset = chunk * CHUNK_BYTES
+        offset = chunk * chunk_bytes
         if runs and sum(runs[-1]) == offset:
-            runs[-1] = (runs[-1][0], runs[-1][1] + CHUNK_BYTES)
+            runs[-1] = (runs[-1][0], runs[-1][1] + chunk_bytes)
         else:
-            runs.append((offset, CHUNK_BYTES))
+            runs.append((offset, chunk_bytes))
     return runs
 
 
-def _mapped_chunks(maps: bytes, inode: bytes) -> set[int]:
+def _mapped_chunks(maps: bytes, inode: bytes, chunk_bytes: int) -> set[int]:
     chunks: set[int] = set()
     for line in maps.splitlines():
         if inode in line:
             addresses, _, offset, _ = line.split(maxsplit=3)
             low, _, high = addresses.partition(b"-")
             start, length = int(offset, 16), int(high, 16) - int(low, 16)
-            chunks.update(range(start // CHUNK_BYTES, -(-(start + length) // CHUNK_BYTES)))
+            chunks.update(range(start // chunk_bytes, -(-(start + length) // chunk_bytes)))
     return chunks
 
 

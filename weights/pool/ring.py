@@ -64,7 +64,7 @@ class Ring:
         self.moved_chunks = 0
         """Chunks that got another's memory."""
 
-    # -- the reading threads -------------------------------------------------------------------------------------------------------
+    # -- the reading threads -----------------------------------------------------------------------
 
     def enter(self, offset: int) -> None:
         """Wait until the chunk of this byte is in the window, and give it memory.
@@ -115,7 +115,7 @@ class Ring:
         """
         return self._view[offset : offset + length]
 
-    # -- the consumer --------------------------------------------------------------------------------------------------------------
+    # -- the consumer ------------------------------------------------------------------------------
 
     def want(self, start: int, end: int) -> None:
         """Move the window to the bytes from `start` to `end`.
@@ -152,7 +152,7 @@ class Ring:
 
 def _no_room(nbytes: int) -> InsufficientMemory:
     return InsufficientMemory(
-        f"reading the weights takes {nbytes / GIB:.2f} GiB of memory and the host has {available_memory() / GIB:.2f} GiB: "
+        f"Reading the weights takes {nbytes / GIB:.2f} GiB of memory and the host has {available_memory() / GIB:.2f} GiB: "
         "put other models to sleep, or lower the devices' budgets",
         should_retry=True,
     )

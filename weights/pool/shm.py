@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shared.control_groups import memory_limit, memory_room
 from shared.errors import InsufficientMemory
-from weights.pool.cgroup_limits import memory_limit, memory_room
 
 SHM = Path("/dev/shm")
 GIB = 1 << 30
@@ -51,17 +51,17 @@ def no_room(total_bytes: int) -> InsufficientMemory:
     available, limit = available_memory(), memory_limit()
     if limit is not None and total_bytes > limit:
         return InsufficientMemory(
-            f"the weights need {total_bytes / GIB:.2f} GiB of memory and this process's control group (container, service) may "
+            f"The weights need {total_bytes / GIB:.2f} GiB of memory and this process's control group (container, service) may "
             f"have {limit / GIB:.2f} GiB: raise its memory limit or use a smaller model"
         )
     if total_bytes > size:
         return InsufficientMemory(
-            f"the weights need {total_bytes / GIB:.2f} GiB of shared memory and {SHM} holds {size / GIB:.2f} GiB: "
+            f"The weights need {total_bytes / GIB:.2f} GiB of shared memory and {SHM} holds {size / GIB:.2f} GiB: "
             f"enlarge it (mount -o remount,size=… {SHM}; docker run --shm-size=…) or use a smaller model"
         )
     whose = "the host" if limit is None else "this control group"
     return InsufficientMemory(
-        f"the weights need {total_bytes / GIB:.2f} GiB of shared memory; {SHM} has {free / GIB:.2f} GiB free and {whose} "
+        f"The weights need {total_bytes / GIB:.2f} GiB of shared memory; {SHM} has {free / GIB:.2f} GiB free and {whose} "
         f"{available / GIB:.2f} GiB: put other models to sleep, lower the devices' budgets, or enlarge {SHM}",
         should_retry=True,
     )

@@ -35,7 +35,7 @@ class OwnDirectories:
         """
         if self._loaded.setdefault((revision, directory), found) != found:
             raise CheckpointInvalid(
-                f"the weights in {directory} have changed since they were first loaded; register it again (thaw models add)"
+                f"The weights in {directory} have changed since they were first loaded; register it again (thaw models add)"
             )
 
     def loaded(self, revision: str, directory: Path) -> None:

@@ -45,7 +45,7 @@ class PeerTier(RemoteTier):
         try:
             record = EntryRecord.model_validate_json(data or b"")
         except ValidationError as e:
-            raise CheckpointInvalid(f"peer {self.node} has no {self.source} (any more)") from e
+            raise CheckpointInvalid(f"Peer {self.node} has no {self.source} (any more)") from e
         files = [TierFile(f.name, f.size, f.version, f.sha256, f.md5) for f in record.files if is_safe(f.name)]
         return [(f, self._remote(f)) for f in files]
 

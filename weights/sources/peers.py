@@ -71,6 +71,7 @@ def peers_first(peers: Sequence[float | None], source: float | None) -> bool:
     Speeds in bytes per second, None: not measured yet.
 
     1. The source is known to be faster than every peer, all of them measured: no.
-    2. Otherwise yes: a peer is on the mesh's own network, costs the source nothing, and its speed will be known afterwards.
+    2. Otherwise yes: a peer is on the mesh's own network, costs the source nothing, and its speed
+       will be known afterwards.
     """
     return not (source is not None and all(p is not None and p < source for p in peers))

@@ -56,7 +56,7 @@ class Sources:
         self.cache, self._small, self._peers, self._speed_of = cache, small, peers, speed_of
         self.own, self.listed = OwnDirectories(), ListedTiers()
 
-    # -- inspecting --------------------------------------------------------------------------------------------------------------
+    # -- inspecting --------------------------------------------------------------------------------
 
     def inspect(self, source: str, *, trust_remote_code: bool) -> ModelInfo:
         """What a model is, by its small files and its weights' headers.
@@ -100,7 +100,7 @@ class Sources:
             tier.close()
             raise
 
-    # -- small files -------------------------------------------------------------------------------------------------------------
+    # -- small files -------------------------------------------------------------------------------
 
     def small_files(self, tier: Tier, *, trust_remote_code: bool) -> Path:
         """Return the directory with the model's configuration and tokenizer on this host.
@@ -117,7 +117,8 @@ class Sources:
             directory = root / tier.revision
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                # Configurations, templates and trusted code are read from here: no other user may write or replace them.
+                # Configurations, templates and trusted code are read from here: no other user may
+                # write or replace them.
                 require_private(directory, 0o755)
                 bring_small_files(tier, directory, trust_remote_code=trust_remote_code)
                 _point(root / "by-source" / _digest(tier.source), directory)
@@ -125,7 +126,7 @@ class Sources:
             except OSError as e:
                 failure = e
         raise Unavailable(
-            f"the small files of {tier.source} cannot be written ({failure}): give the loader a THAW_CACHE_DIR it may write to"
+            f"The small files of {tier.source} cannot be written ({failure}): give the loader a THAW_CACHE_DIR it may write to"
         )
 
     def small_file(self, source: str, name: str) -> Path | None:
@@ -150,7 +151,7 @@ class Sources:
         check_inside(directory, path)
         return path
 
-    # -- loading -----------------------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     def open(self, source: str, revision: str, *, pinned: bool = False) -> Tier:
         """Open the model for a load from the nearest place.
@@ -240,7 +241,7 @@ class Sources:
                 if link.startswith("peer:"):
                     self._peers.distrust(link.removeprefix("peer:"), tier.revision)
 
-    # -- for peers ---------------------------------------------------------------------------------------------------------------
+    # -- for peers ---------------------------------------------------------------------------------
 
     def _remember(self, tier: Tier) -> None:
         """A directory's model can be served to peers by its revision."""

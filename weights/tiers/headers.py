@@ -51,7 +51,7 @@ def bring_small_files(tier: Tier, directory: Path, *, trust_remote_code: bool) -
             tier.read(file, 0, memoryview(data))
             expected = hashlib.sha256(data).hexdigest()
             if file.sha256 not in (None, expected):
-                raise CheckpointInvalid(f"{tier.source}/{file.name} arrived with a wrong SHA-256. Try again, or repair the source.")
+                raise CheckpointInvalid(f"{tier.source}/{file.name} arrived with a wrong SHA-256. Try again, or repair the source")
             target.parent.mkdir(parents=True, exist_ok=True)
             write_durably(target, data, mode=0o644)
         sums[file.name] = expected

@@ -81,7 +81,8 @@ class HttpTier(RemoteTier):
         return [(self._tier_file(name, found[name], sums.get(name)), found[name]) for name in wanted]
 
     def _tier_file(self, name: str, file: RemoteFile, sha256: str | None) -> TierFile:
-        # Without ETag and date the first bytes (a header, a whole configuration) must distinguish versions.
+        # Without ETag and date the first bytes (a header, a whole configuration) must distinguish
+        # versions.
         version = file.validator or f"first:{hashlib.sha256(self._first.get(name, b'')).hexdigest()}"
         return TierFile(name, file.size or 0, version, sha256)
 

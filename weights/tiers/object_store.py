@@ -99,7 +99,8 @@ class ObjectStoreTier(RemoteTier):
             raise CheckpointInvalid(f"{self.source} holds nothing; correct bucket and prefix, or copy the model there")
         sizes = {name: remote.size or 0 for name, remote in remotes.items()}
         wanted = select(sizes, self.source, lambda name: self._content(remotes[name]))
-        # Headers are wanted next in any case, and the answers carry checksums that the listing does not.
+        # Headers are wanted next in any case, and the answers carry checksums that the listing does
+        # not.
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as pool:
             heads = dict(zip(wanted, pool.map(lambda name: self._head(remotes[name]), wanted), strict=True))
         self._first.update({name: data for name, data in heads.items() if data})
@@ -267,7 +268,8 @@ class _Typed:
         from obstore import exceptions as e
 
         where = self._where
-        # Listing a bucket that does not exist is obstore's GenericError: only its message identifies it.
+        # Listing a bucket that does not exist is obstore's GenericError: only its message
+        # identifies it.
         if isinstance(error, e.NotFoundError) or (isinstance(error, e.BaseError) and _NOT_FOUND in str(error)):
             raise CheckpointInvalid(f"{where} is not there; correct bucket and prefix, or copy the model there") from error
         if isinstance(error, (e.PermissionDeniedError, e.UnauthenticatedError)):

@@ -17,7 +17,9 @@ from weights.tiers.port import TierFile
 from weights.tiers.ranges import RangeReader, RemoteFile
 
 FIRST_BYTES = 100_000
-"""Fetched with a weight file's first range: nearly every header fits (huggingface_hub measured 97 %)."""
+"""Fetched with a weight file's first range: nearly every header fits (huggingface_hub measured
+97 %).
+"""
 
 
 class RemoteTier(ABC):

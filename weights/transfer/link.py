@@ -102,7 +102,7 @@ class Link:
         for thread in self._threads:
             thread.join()
 
-    # -- the threads ---------------------------------------------------------------------------------------------------------------
+    # -- the threads -------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (taken := self._take()) is not None:

@@ -13,7 +13,9 @@ from typing import Literal
 
 Order = Literal["fair", "in-order"]
 WINDOW_S = 0.1
-"""Speed is learned from windows of this length in which the link was busy: single chunks of several threads say little."""
+"""Speed is learned from windows of this length in which the link was busy: single chunks of several
+threads say little.
+"""
 _LEAST_S = 0.02
 _WINDOWS = 9
 

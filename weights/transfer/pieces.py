@@ -11,7 +11,10 @@ from weights.pool.chunks import CHUNK_BYTES
 
 TAIL_BYTES = 4 * CHUNK_BYTES
 TAIL_PIECE_BYTES = 4 * 1024 * 1024
-"""Size of the last pieces of a file on a disk. They are smaller, so that all reading threads end together."""
+"""Size of the last pieces of a file on a disk.
+
+They are smaller, so that all reading threads end together.
+"""
 
 
 @dataclass(frozen=True)

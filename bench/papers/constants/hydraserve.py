@@ -38,15 +38,21 @@ PARAMETERS = {
     "Llama3-8B": 8.03,
     "Falcon-7B": 7.22,
 }
-"""10^9; fp16 (section 8.3), so 2 bytes each. Section 8.3's 12.5 GB and 24.2 GB of Llama2 are 13.4 and 26.0 in powers of ten."""
+"""10^9; fp16 (section 8.3), so 2 bytes each.
+
+Section 8.3's 12.5 GB and 24.2 GB of Llama2 are 13.4 and 26.0 in powers of ten.
+"""
 TPOT_MS = {"7B": 42.0, "13B": 58.0}
 """Table 2, on A10 and V100."""
 PREFILL = {"7B": 8 * 1024 / 1.5, "13B": 8 * 1024 / 2.4}
 """Tokens per second. Table 2: 1.5 s and 2.4 s for 8 requests of 1024 tokens."""
 SLO_TTFT = {"chatbot": {"7B": 7.5, "13B": 12.0}, "code": {"7B": 7.5, "13B": 12.0}, "summarization": {"7B": 37.5, "13B": 60.0}}
-"""Seconds. Table 3, but for summarization, where that has 15 and 24: the published values of Fig. 9 and 11 are compared with, and the artifact
-counts them with five times as much as the other applications have (ModelInfo.py: `ttft_7b * ttft_scale * 5`; result_analyzer.py reads it from
-there). With 24 s no cold start of serverless vLLM on a V100 (38.6 s in Fig. 7) could be in time, and Fig. 11 has 91.5 % of them so."""
+"""Seconds. Table 3, but for summarization, where that has 15 and 24: the published values of Fig. 9
+and 11 are compared with, and the artifact counts them with five times as much as the other
+applications have (ModelInfo.py: `ttft_7b * ttft_scale * 5`; result_analyzer.py reads it from
+there). With 24 s no cold start of serverless vLLM on a V100 (38.6 s in Fig. 7) could be in time,
+and Fig. 11 has 91.5 % of them so.
+"""
 TABLE3_SUMMARIZATION = {"7B": 15.0, "13B": 24.0}
 SLO_TPOT = {"chatbot": {"7B": 0.2, "13B": 0.2}, "code": {"7B": 0.084, "13B": 0.116}, "summarization": {"7B": 0.084, "13B": 0.116}}
 """Table 3, seconds."""
@@ -81,8 +87,11 @@ FIG7 = {
 """Artifact, ae_scripts/figure7.py, "original experiment results", seconds, by SYSTEMS."""
 SYSTEMS = ("serverless vLLM", "ServerlessLLM", "ServerlessLLM, cached", "HydraServe, one worker", "HydraServe")
 CALIBRATION = "OPT-2.7B"
-"""The times of container, context and libraries are plot only (Fig. 1). Their sums are taken from this model's row of Fig. 7, which is then not
-compared; all other rows are predictions."""
+"""The times of container, context and libraries are plot only (Fig. 1).
+
+Their sums are taken from this model's row of Fig. 7, which is then not compared; all other rows are
+predictions.
+"""
 FIG9 = {
     "serverless-vllm": ((46.7, 45.7, 43.9), (49.9, 48.6, 44.7), (53.5, 53.3, 48.5)),
     "serverlessllm": ((57.5, 49.8, 45.3), (61.5, 57.7, 47.7), (60.3, 57.7, 54.0)),

@@ -32,7 +32,9 @@ WEIGHTS_GB = {"OPT-6.7B": 13.4, "OPT-13B": 26.0, "OPT-30B": 66.0}
 """Section 7.3 states 66 GB; the others are 2 bytes a parameter (fp16, section 7.2)."""
 
 SHAREGPT_S = 16 / 1.79
-"""Footnote 3: "based on the average inference time of OPT-6.7B on ShareGPT, the maximum theoretically RPS is 1.79", on 16 GPUs."""
+"""Footnote 3: "based on the average inference time of OPT-6.7B on ShareGPT, the maximum
+theoretically RPS is 1.79", on 16 GPUs.
+"""
 RATIO = 3.7
 """Section 7.3: ShareGPT's average inference time over GSM8K's."""
 RECOMPUTE = 0.1

@@ -27,8 +27,11 @@ GAP_S = Constant(
     stated=False,
 )
 REPEATED = {"L1": 0.0, "L2": 0.3, "L3": 0.6, "L4": 0.6}
-"""How likely the next request is for the same model. Section 2.3: "most requests are consecutive" (L3, its value is plot only: ours); section
-5.1: none at L1, half of it at L2, as at L3 with more burstiness at L4."""
+"""How likely the next request is for the same model.
+
+Section 2.3: "most requests are consecutive" (L3, its value is plot only: ours); section 5.1: none
+at L1, half of it at L2, as at L3 with more burstiness at L4.
+"""
 CV = {"L1": 0.25, "L2": 0.5, "L3": 1.0, "L4": 2.0}
 """Section 5.1."""
 DATASETS = (

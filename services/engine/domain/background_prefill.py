@@ -1,9 +1,10 @@
 """How much memory and compute background prefill may take (`PrepareResume`).
 
-1. It never takes memory from running or waiting requests: an order is accepted only if it fits beside everything that those are known to need,
-   and prepared sequences are evicted when running sequences need their blocks.
-2. It runs behind requests: a small part of a chunk beside decoding sequences, nothing while a request's prompt is in progress, and a whole
-   chunk when the engine is otherwise idle.
+1. It never takes memory from running or waiting requests: an order is accepted only if it fits
+   beside everything that those are known to need, and prepared sequences are evicted when running
+   sequences need their blocks.
+2. It runs behind requests: a small part of a chunk beside decoding sequences, nothing while a
+   request's prompt is in progress, and a whole chunk when the engine is otherwise idle.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for
 
 _SHARE = 8
-"""Beside decoding sequences, background prefill gets one part in this many of a chunk: 32 of 256 tokens.
+"""Beside decoding sequences, background prefill gets one part in this many of a chunk: 32 of 256
+tokens.
 
-A step of 32 costs per token what a step of 64 costs, 8 at once a quarter more (60M parameters, one core, beside four
-decoding sequences: 0.7 to 0.9 ms).
+A step of 32 costs per token what a step of 64 costs, 8 at once a quarter more (60M parameters, one
+core, beside four decoding sequences: 0.7 to 0.9 ms).
 """
 
 

@@ -1,8 +1,9 @@
 """Incremental detokenization that never splits a character.
 
-Decoders are not concatenative: a token may be half a character, and the first token of a text may lose its leading space. So text is decoded in a
-window that starts at an earlier token boundary, and the difference is the new text, as in vLLM. The window moves with every complete
-character, so the cost of a token does not grow with the text.
+Decoders are not concatenative: a token may be half a character, and the first token of a text may
+lose its leading space. So text is decoded in a window that starts at an earlier token boundary, and
+the difference is the new text, as in vLLM. The window moves with every complete character, so the
+cost of a token does not grow with the text.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 6
-"""Prompt tokens in the first window, so that the first generated token is decoded as a continuation."""
+"""Prompt tokens in the first window, so that the first generated token is decoded as a
+continuation.
+"""
 _UNDECIDED = 4
-"""Tokens that may belong to an unfinished character: it has at most four bytes, and a token at least one."""
+"""Tokens that may belong to an unfinished character: it has at most four bytes, and a token at
+least one.
+"""
 _LONGEST = 24
 """A window of more tokens without a clean start is cut where the text does not change."""
 

@@ -32,7 +32,8 @@ class Generation:
     def resume(self, tokens: Sequence[int], sent_chars: int, prefix: str = "") -> TokenText:
         """Continue from tokens that another engine generated.
 
-        If the other engine sent more text than this one would have sent, the next tokens' text is shortened accordingly.
+        If the other engine sent more text than this one would have sent, the next tokens' text is
+        shortened accordingly.
 
         Args:
             tokens: Generated token ids.
@@ -40,7 +41,8 @@ class Generation:
             prefix: Text before the first token, such as an echoed prompt.
 
         Returns:
-            The text of `tokens` that has not been sent, with the finish reason if they complete the response.
+            The text of `tokens` that has not been sent, with the finish reason if they complete the
+            response.
         """
         texts, reason = [prefix], None
         for token in tokens:

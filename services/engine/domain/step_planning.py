@@ -1,15 +1,18 @@
 """Plans a step: which sequences run, are admitted, or are preempted.
 
-A sequence is a list of tokens, of which the first `computed` have keys and values. A decoding sequence has one token more than that; a new or
-preempted one has many. A step computes tokens for several sequences:
+A sequence is a list of tokens, of which the first `computed` have keys and values. A decoding
+sequence has one token more than that; a new or preempted one has many. A step computes tokens for
+several sequences:
 
 1. Decoding sequences run first, one token each.
-2. Sequences in prefill share the remaining tokens of the step. While any sequence decodes that is `chunk_tokens`, so that a long prompt does not
-   delay the others; alone, a prompt is computed in one step, as `model.generate` does.
-3. If a running sequence finds no block to grow into, the youngest running one is preempted: it loses its keys and values and waits at the head
-   of the queue.
-4. If no sequence was preempted, waiting sequences are admitted in order while there is a slot, a token and room for all they are known to need,
-   with a spare block for each running sequence. A sequence that does not fit blocks those behind it, so that none starves.
+2. Sequences in prefill share the remaining tokens of the step. While any sequence decodes that is
+   `chunk_tokens`, so that a long prompt does not delay the others; alone, a prompt is computed in
+   one step, as `model.generate` does.
+3. If a running sequence finds no block to grow into, the youngest running one is preempted: it
+   loses its keys and values and waits at the head of the queue.
+4. If no sequence was preempted, waiting sequences are admitted in order while there is a slot, a
+   token and room for all they are known to need, with a spare block for each running sequence. A
+   sequence that does not fit blocks those behind it, so that none starves.
 """
 
 from __future__ import annotations
@@ -62,8 +65,8 @@ class LoraBudget:
 def lora_budget(granted: int, block_bytes: int, reserved: int, longest: int) -> LoraBudget:
     """The memory that LoRA adapters may use.
 
-    They have the `reserved` bytes, if any. Otherwise they may borrow from the KV cache what a sequence of the `longest` length leaves free, so
-    that every request remains possible.
+    They have the `reserved` bytes, if any. Otherwise they may borrow from the KV cache what a
+    sequence of the `longest` length leaves free, so that every request remains possible.
     """
     if reserved:
         return LoraBudget(granted, block_bytes, min(reserved, granted), reserved=True)

@@ -2,12 +2,15 @@
 
 They share every matrix product of a step.
 
-Registered with transformers as `PACKED`. Each sequence passes through transformers' own sdpa function with the arguments that it would get
-alone, so that one stream computes bit for bit what `model.generate` computes.
+Registered with transformers as `PACKED`. Each sequence passes through transformers' own sdpa
+function with the arguments that it would get alone, so that one stream computes bit for bit what
+`model.generate` computes.
 
-Batching changes only the rounding of the matrix products, whose kernels depend on the number of rows. In float32 no greedy token changes. In
-bfloat16 rounding decides near-ties: with ten random prompts on the 60M demo model, eight responses differ from their single-stream results
-within 64 tokens, each where the two best logits differ by at most 0.125, two units in the last place (tests bound the gap).
+Batching changes only the rounding of the matrix products, whose kernels depend on the number of
+rows. In float32 no greedy token changes. In bfloat16 rounding decides near-ties: with ten random
+prompts on the 60M demo model, eight responses differ from their single-stream results within 64
+tokens, each where the two best logits differ by at most 0.125, two units in the last place (tests
+bound the gap).
 """
 
 from __future__ import annotations

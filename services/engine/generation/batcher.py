@@ -1,7 +1,8 @@
 """The computing thread: owns every sequence and runs one step after another.
 
-Requests and cancellations arrive in a queue and take effect between steps. The results of a step are delivered in one call.
-`services.engine.domain.step_planning` decides which sequences a step computes.
+Requests and cancellations arrive in a queue and take effect between steps. The results of a step
+are delivered in one call. `services.engine.domain.step_planning` decides which sequences a step
+computes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ BATCH = 16
 """Inputs of an encoder per forward pass."""
 
 Pool = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps hidden states [n, tokens, width] and a mask [n, tokens] of ones followed by zeros to vectors [n, width]."""
+"""Maps hidden states [n, tokens, width] and a mask [n, tokens] of ones followed by zeros to vectors
+[n, width].
+"""
 
 
 def _mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -94,7 +96,7 @@ def _mode(path: Path) -> str:
     named = config.get("pooling_mode")
     modes = [named] if isinstance(named, str) else [mode for flag, mode in _FLAGS.items() if config.get(flag)]
     if len(modes) != 1 or modes[0] not in _POOLS:
-        raise UnsupportedArchitecture(f"pooling by {' + '.join(map(str, modes)) or 'nothing'} is not supported")
+        raise UnsupportedArchitecture(f"Pooling by {' + '.join(map(str, modes)) or 'nothing'} is not supported")
     return str(modes[0])
 
 
@@ -125,7 +127,7 @@ class Embedder:
             InvalidRequest: The model has fewer dimensions than requested.
         """
         if dimensions is not None and dimensions > self.dimensions:
-            raise InvalidRequest(f"this model's vectors have {self.dimensions} dimensions", param="dimensions")
+            raise InvalidRequest(f"This model's vectors have {self.dimensions} dimensions", param="dimensions")
         longest = max(map(len, inputs))
         ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in inputs], device=self._device)
         mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in inputs], device=self._device)

@@ -1,7 +1,8 @@
 """Keys and values of one sequence, and transformers' view of the cache.
 
-Memory grows in blocks of `BLOCK_TOKENS`, one layer after another, so that at most one layer exists twice at a time.
-`services.engine.domain.step_planning` counts every block that a sequence may take before a step runs.
+Memory grows in blocks of `BLOCK_TOKENS`, one layer after another, so that at most one layer exists
+twice at a time. `services.engine.domain.step_planning` counts every block that a sequence may take
+before a step runs.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def current_batch() -> PackedBatch:
 class PackedCache:
     """The `past_key_values` that transformers sees.
 
-    It only records the layer. The attention function stores keys and values, because it knows where each sequence begins and ends.
+    It only records the layer. The attention function stores keys and values, because it knows where
+    each sequence begins and ends.
     """
 
     is_compileable = False

@@ -1,7 +1,8 @@
 """LoRA in a forward pass whose rows use several adapters.
 
-Each linear layer is computed once for all rows; then every adapter's low-rank product is added to its own rows. The product is computed in the
-type that the adapter was saved in, as PEFT does, and rounded once when added. The base model's weights never change.
+Each linear layer is computed once for all rows; then every adapter's low-rank product is added to
+its own rows. The product is computed in the type that the adapter was saved in, as PEFT does, and
+rounded once when added. The base model's weights never change.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _size(module: torch.nn.Linear | Conv1D) -> tuple[int, int]:
 class PatchedLayers:
     """Patches linear layers to add the low-rank products of the current pass.
 
-    A layer is patched while any known adapter needs it; the other layers cost nothing. Used by the computing thread only.
+    A layer is patched while any known adapter needs it; the other layers cost nothing. Used by the
+    computing thread only.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

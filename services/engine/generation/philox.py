@@ -30,8 +30,8 @@ class Draw:
     def uniform(self, size: int) -> npt.NDArray[np.float64]:
         """Independent numbers in [0, 1), one per token id below `size`.
 
-        The number for an id does not depend on `size`. The generator is Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-        SC 2011).
+        The number for an id does not depend on `size`. The generator is Philox (Salmon et al.,
+        "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
         """
         key = np.array([self.seed & _WORD, self.choice], dtype=np.uint64)
         words = np.random.Philox(counter=np.array([0, self.position, 0, 0], dtype=np.uint64), key=key)

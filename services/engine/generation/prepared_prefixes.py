@@ -37,7 +37,8 @@ class PrepareOrder:
         name: The name that the resumed request will send.
         sequences: Token ids of each sequence.
         adapter: LoRA adapter, or None.
-        variant: The adapter's revision: keys and values of different variants are not interchangeable.
+        variant: The adapter's revision: keys and values of different variants are not
+            interchangeable.
         keep_s: Seconds that the result is kept after it is computed.
         within_s: Seconds after which an unfinished order is dropped.
         on_done: Called on the computing thread with the outcome.

@@ -14,7 +14,8 @@ from shared.contracts.migration import RunningChoice
 class ResumeState:
     """Tokens of a choice that another engine has generated.
 
-    `unsent` is the text of `tokens` that the client has not received, with the finish reason if the tokens complete the choice.
+    `unsent` is the text of `tokens` that the client has not received, with the finish reason if the
+    tokens complete the choice.
     """
 
     tokens: tuple[int, ...]

@@ -1,9 +1,11 @@
 """Sampling: from logits to a token. Pure functions over tensors.
 
-The order is vLLM's: logit bias, penalties, temperature, min-p, top-k, top-p. Reported log-probabilities are the model's own, before any of these.
-The sampler uses the Gumbel-max trick as an exponential race (Maddison et al., "A* sampling", NIPS 2014, section 2): each candidate token has
-an exponential number that depends only on the request, and the smallest ratio of number to probability wins. So a response is the same on every
-device, in every batch and after a migration. Rounding matters only where the two best ratios are within rounding error; an inverted cumulative
+The order is vLLM's: logit bias, penalties, temperature, min-p, top-k, top-p. Reported
+log-probabilities are the model's own, before any of these. The sampler uses the Gumbel-max trick as
+an exponential race (Maddison et al., "A* sampling", NIPS 2014, section 2): each candidate token has
+an exponential number that depends only on the request, and the smallest ratio of number to
+probability wins. So a response is the same on every device, in every batch and after a migration.
+Rounding matters only where the two best ratios are within rounding error; an inverted cumulative
 distribution would be sensitive at every boundary between tokens.
 """
 
@@ -19,7 +21,9 @@ from services.engine.domain.sampling_params import SamplingParams
 from services.engine.generation.philox import Draw
 
 _NUCLEUS_GUESS = 1024
-"""Candidates that top-p sorts first; it sorts the whole vocabulary only if these do not reach top-p."""
+"""Candidates that top-p sorts first; it sorts the whole vocabulary only if these do not reach
+top-p.
+"""
 
 
 @dataclass(frozen=True)

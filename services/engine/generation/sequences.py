@@ -25,7 +25,8 @@ _LEAST_LOGPROB = -9999.0
 class Sequence:
     """One sequence.
 
-    `state` has keys and values of the first `computed` tokens. `unsent` is text to send with the next token.
+    `state` has keys and values of the first `computed` tokens. `unsent` is text to send with the
+    next token.
     """
 
     key: int

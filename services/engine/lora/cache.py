@@ -3,14 +3,16 @@
 The first request that names an adapter loads it; later requests share it.
 
 1. A cached adapter is used at once.
-2. Any other adapter is loaded once for all waiting requests, as soon as its bytes fit the budget. To make room the cache evicts unused
-   adapters, least recently used first.
-3. If adapters in use leave too little room, the request waits. Later requests queue behind it, after `FAIR_AFTER_S` even those for cached
-   adapters, so that no request starves.
+2. Any other adapter is loaded once for all waiting requests, as soon as its bytes fit the budget.
+   To make room the cache evicts unused adapters, least recently used first.
+3. If adapters in use leave too little room, the request waits. Later requests queue behind it,
+   after `FAIR_AFTER_S` even those for cached adapters, so that no request starves.
 4. An adapter larger than the whole budget is refused.
-5. An adapter unused for the model's keep_alive is evicted; an outdated revision is evicted as soon as no request uses it.
+5. An adapter unused for the model's keep_alive is evicted; an outdated revision is evicted as soon
+   as no request uses it.
 
-The budget is part of the memory that the instance has reserved: adapters take memory from the KV cache (`domain/step_planning.py`).
+The budget is part of the memory that the instance has reserved: adapters take memory from the KV
+cache (`domain/step_planning.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Loads LoRA adapters while the engine still loads the base model.
 
-A gateway names the adapter that a waiting request needs (`LoadAdapter`). The prefetcher attaches its weights within the memory reserved for the
-KV cache, which is still empty. Once the model is bound, the adapters move into the LoRA cache and the prefetcher releases its own holds.
-An adapter that does not fit or cannot be read is left to its request, which receives the error.
+A gateway names the adapter that a waiting request needs (`LoadAdapter`). The prefetcher attaches
+its weights within the memory reserved for the KV cache, which is still empty. Once the model is
+bound, the adapters move into the LoRA cache and the prefetcher releases its own holds. An adapter
+that does not fit or cannot be read is left to its request, which receives the error.
 """
 
 from __future__ import annotations

@@ -46,12 +46,15 @@ PACKABLE = frozenset(
         "starcoder2",
     }
 )
-"""Model types whose packed steps are tested against `model.generate` (tests/integration/engine/test_families.py).
+"""Model types whose packed steps are tested against `model.generate`
+(tests/integration/engine/test_families.py).
 
 The others run one sequence at a time.
 """
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Rope types whose angles depend on the longest sequence of a pass, so sequences must not share one."""
+"""Rope types whose angles depend on the longest sequence of a pass, so sequences must not share
+one.
+"""
 _SHOWN = 5
 
 
@@ -84,7 +87,8 @@ def read_generation_defaults(directory: Path) -> dict[str, Any]:
 def eos_tokens(config: PreTrainedConfig, defaults: Mapping[str, Any], tokenizer_eos: int | None) -> frozenset[int]:
     """All ids that end a response.
 
-    The sources are the generation configuration, or else the model configuration, and the tokenizer.
+    The sources are the generation configuration, or else the model configuration, and the
+    tokenizer.
     """
     found = defaults.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     ids = found if isinstance(found, list) else [found]
@@ -122,15 +126,15 @@ def torch_dtype(card: ModelCard) -> torch.dtype:
     name = card.info.dtype if card.spec.dtype == "auto" else card.spec.dtype
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
-        raise UnsupportedArchitecture(f"weights of type {name} are not supported; set dtype to float32, bfloat16 or float16")
+        raise UnsupportedArchitecture(f"Weights of type {name} are not supported; set dtype to float32, bfloat16 or float16")
     return found
 
 
 def bind(kind: type[PreTrainedModel], config: PreTrainedConfig, segment: Segment, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model with its parameters bound to `segment`.
 
-    transformers' own loading code computes buffers, ties weights, and handles renamed keys and prefixes. It reads no data unless a parameter has to
-    be converted.
+    transformers' own loading code computes buffers, ties weights, and handles renamed keys and
+    prefixes. It reads no data unless a parameter has to be converted.
 
     Raises:
         CheckpointInvalid: A tensor is missing or has a wrong shape.
@@ -140,7 +144,7 @@ def bind(kind: type[PreTrainedModel], config: PreTrainedConfig, segment: Segment
     transformers_logging.set_verbosity_error()
     arguments: dict[str, Any] = {"attn_implementation": PACKED} if packable(config, kind) else {}
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedArchitecture("quantised checkpoints are not supported by the builtin engine")
+        raise UnsupportedArchitecture("Quantised checkpoints are not supported by the builtin engine")
     try:
         model, loading_info = kind.from_pretrained(
             None,
@@ -154,7 +158,7 @@ def bind(kind: type[PreTrainedModel], config: PreTrainedConfig, segment: Segment
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as e:
         raise UnsupportedArchitecture(f"transformers cannot build {kind.__name__}: {type(e).__name__}: {e}") from e
     except RuntimeError as e:
-        raise CheckpointInvalid(f"the weights do not fit {kind.__name__}: {e}") from e
+        raise CheckpointInvalid(f"The weights do not fit {kind.__name__}: {e}") from e
     _check(kind, loading_info)
     bound: PreTrainedModel = model.eval().requires_grad_(False)
     return bound

@@ -47,18 +47,18 @@ class DeviceSegment:
     def _tensor(self, t: SegmentTensor) -> torch.Tensor:
         dtype = self._dtypes.get(t.dtype)
         if dtype is None:
-            raise CheckpointInvalid(f"tensor {t.name} has the unknown type {t.dtype}")
+            raise CheckpointInvalid(f"Tensor {t.name} has the unknown type {t.dtype}")
         count = math.prod(t.shape)
         if count * dtype.itemsize != t.nbytes or t.offset < 0 or t.offset + t.nbytes > self._base.numel():
             raise CheckpointInvalid(
-                f"tensor {t.name} of shape {list(t.shape)} and type {t.dtype} does not fit its {t.nbytes} bytes"
+                f"Tensor {t.name} of shape {list(t.shape)} and type {t.dtype} does not fit its {t.nbytes} bytes"
             )
         if count == 0:
             return torch.empty(t.shape, dtype=dtype, device=self._base.device)
         if t.offset % dtype.itemsize:
             # Old files do not pad their headers. A copy would be made before the bytes are loaded.
             raise CheckpointInvalid(
-                f"tensor {t.name} does not start at a multiple of its {dtype.itemsize} bytes: thaw convert aligns it"
+                f"Tensor {t.name} does not start at a multiple of its {dtype.itemsize} bytes: thaw convert aligns it"
             )
         return self._base[t.offset : t.offset + t.nbytes].view(dtype).view(t.shape)
 
@@ -112,7 +112,8 @@ class _Opened:
 def open_on_gpu(handle: CudaIpcHandle) -> torch.Tensor:
     """Map the memory of `handle` as bytes on the device with its PCI bus id.
 
-    The mapping is closed with the last tensor that refers to it. CUDA forbids a process to open its own exports.
+    The mapping is closed with the last tensor that refers to it. CUDA forbids a process to open its
+    own exports.
 
     Raises:
         EngineFailed: The memory cannot be opened.
@@ -123,7 +124,7 @@ def open_on_gpu(handle: CudaIpcHandle) -> torch.Tensor:
         raise EngineFailed("Weights on a GPU need the package cuda-bindings: pip install 'thaw-mesh[cuda]'") from e
     raw = base64.b64decode(handle.ipc_handle)
     if len(raw) != _HANDLE_BYTES:
-        raise EngineFailed(f"a CUDA IPC handle has {_HANDLE_BYTES} bytes, not {len(raw)}")
+        raise EngineFailed(f"A CUDA IPC handle has {_HANDLE_BYTES} bytes, not {len(raw)}")
     device = torch.device("cuda", int(_call(runtime, runtime.cudaDeviceGetByPCIBusId, handle.bus_id.encode())))
     with torch.cuda.device(device):
         # cuda-bindings has its own runtime: both must use the device's primary context.

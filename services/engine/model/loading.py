@@ -33,7 +33,10 @@ from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 2
-"""One short step reads every weight once, which maps its pages and compiles kernels. More tokens would only add delay."""
+"""One short step reads every weight once, which maps its pages and compiles kernels.
+
+More tokens would only add delay.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class BoundModel:
     Args:
         copied: Names of parameters outside the segment, because they are converted.
         handle: Handle of the device memory, if the loader has loaded it.
-        memory: The segment on the device, opened by `handle`; None if the loader has it only in host memory.
+        memory: The segment on the device, opened by `handle`; None if the loader has it only in
+            host memory.
     """
 
     model: PreTrainedModel
@@ -117,7 +121,8 @@ def complete(
 ) -> ReadyModel:
     """Finish a bound model once every byte is loaded, and warm it up.
 
-    Converts parameters where needed, binds to the device's memory (`handle`) or moves there, and computes a few tokens.
+    Converts parameters where needed, binds to the device's memory (`handle`) or moves there, and
+    computes a few tokens.
 
     Raises:
         InsufficientMemory: The KV cache's bytes hold no block.

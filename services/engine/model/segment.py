@@ -21,16 +21,17 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, to
 class Segment:
     """A mapped segment: one address range over all chunks of the pool that it uses.
 
-    The mapping is private and writable: torch requires writable memory, and a stray write stays in this process. On Linux a
-    private page that was never written shows its shared page, so the process sees bytes that the loader writes later. Tensors
-    keep the mapping alive.
+    The mapping is private and writable: torch requires writable memory, and a stray write stays in
+    this process. On Linux a private page that was never written shows its shared page, so the
+    process sees bytes that the loader writes later. Tensors keep the mapping alive.
     """
 
     def __init__(self, name: str, extents: Sequence[Extent] = (), weights_id: str | None = None) -> None:
         """Map the `extents` of the file `name`; without extents the whole file.
 
         Raises:
-            CheckpointInvalid: The file is no segment of a known version, or holds other weights than `weights_id`.
+            CheckpointInvalid: The file is no segment of a known version, or holds other weights
+                than `weights_id`.
         """
         self._extents = tuple(extents)
         try:
@@ -41,13 +42,11 @@ class Segment:
             end = self.header.index_offset + self.header.index_bytes
             self._index = SegmentIndex.model_validate_json(self._map[self.header.index_offset : end])
         except (OSError, ValueError, ValidationError) as e:
-            raise CheckpointInvalid(f"segment {name} cannot be read: {e}") from e
+            raise CheckpointInvalid(f"Segment {name} cannot be read: {e}") from e
         if weights_id is not None and self.header.weights_id != weights_id:
-            raise CheckpointInvalid(
-                f"segment {name} holds {self.header.weights_id} and not {weights_id}. Start the instance again."
-            )
+            raise CheckpointInvalid(f"Segment {name} holds {self.header.weights_id} and not {weights_id}. Start the instance again")
         if (self.header.magic, self.header.version) != (MAGIC, LAYOUT_VERSION):
-            raise CheckpointInvalid(f"segment {name} has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
+            raise CheckpointInvalid(f"Segment {name} has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def is_current(self, name: str, extents: Sequence[Extent] = ()) -> bool:
@@ -75,11 +74,11 @@ class Segment:
     def _tensor(self, t: SegmentTensor) -> torch.Tensor:
         dtype, shape = _DTYPES.get(t.dtype), packed_shape(t.dtype, t.shape)
         if dtype is None or shape is None:
-            raise CheckpointInvalid(f"tensor {t.name} of shape {list(t.shape)} has the type {t.dtype}, which torch does not have")
+            raise CheckpointInvalid(f"Tensor {t.name} of shape {list(t.shape)} has the type {t.dtype}, which torch does not have")
         count = math.prod(shape)
         if count * dtype.itemsize != t.nbytes or t.offset < 0 or t.offset + t.nbytes > len(self._map):
             raise CheckpointInvalid(
-                f"tensor {t.name} of shape {list(t.shape)} and type {t.dtype} does not fit its {t.nbytes} bytes"
+                f"Tensor {t.name} of shape {list(t.shape)} and type {t.dtype} does not fit its {t.nbytes} bytes"
             )
         if count == 0:
             return torch.empty(shape, dtype=dtype)

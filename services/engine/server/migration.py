@@ -25,7 +25,7 @@ class EngineMigration:
     def _stream(self, request_id: str) -> Stream:
         stream = self._serving.streams.get(request_id)
         if stream is None:
-            raise NotFound(f"request {request_id} is not running on this instance")
+            raise NotFound(f"Request {request_id} is not running on this instance")
         return stream
 
     def read(self, request_id: str) -> TokensRead:

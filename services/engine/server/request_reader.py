@@ -72,11 +72,11 @@ class RequestReader:
     def read(self, request: InferRequest) -> GenerationRequest | EmbedRequest:
         """Translate a request. Raises `InvalidRequest` or a subclass."""
         if request.endpoint == "other":
-            raise NotFound(f"the built-in engine does not serve {request.route}")
+            raise NotFound(f"The built-in engine does not serve {request.route}")
         if request.endpoint == "embedding":
             return self._embedding(request.request_id, _validated(EmbeddingRequest, request.body))
         if not self._generates:
-            raise InvalidRequest("this model embeds and does not generate; use /v1/embeddings", param="model")
+            raise InvalidRequest("This model embeds and does not generate; use /v1/embeddings", param="model")
         if request.endpoint == "chat":
             read = self._chat(request.request_id, _validated(ChatCompletionRequest, request.body))
         else:
@@ -91,12 +91,12 @@ class RequestReader:
         self.check_revision(resume.revision)
         if request.prompt_tokens != resume.prompt_tokens:
             raise Conflict(
-                f"the prompt has {request.prompt_tokens} tokens here and had {resume.prompt_tokens} where the answer was begun",
+                f"The prompt has {request.prompt_tokens} tokens here and had {resume.prompt_tokens} where the answer was begun",
                 param=RESUME,
             )
         resumed_choices = {c.index: c for c in resume.choices}
         if unknown := resumed_choices.keys() - {c.index for c in request.choices}:
-            raise Conflict(f"the request has no choice {min(unknown)}", param=RESUME)
+            raise Conflict(f"The request has no choice {min(unknown)}", param=RESUME)
         for resumed in resume.choices:
             self._known(list(resumed.token_ids), RESUME)
         finished_choices = {index: c for index, c in resumed_choices.items() if c.finish_reason is not None}
@@ -127,12 +127,12 @@ class RequestReader:
         for sequence in sequences:
             self._known(list(sequence), "sequences")
             if len(sequence) > limit:
-                raise ContextLengthExceeded(f"a sequence has {len(sequence)} tokens, and {limit} fit", param="sequences")
+                raise ContextLengthExceeded(f"A sequence has {len(sequence)} tokens, and {limit} fit", param="sequences")
 
     def check_revision(self, revision: str) -> None:
         """Raise `Conflict` unless `revision` is that of the loaded weights."""
         if revision != self._revision:
-            raise Conflict(f"these are the weights of revision {self._revision}, and the tokens are of {revision}", param=RESUME)
+            raise Conflict(f"These are the weights of revision {self._revision}, and the tokens are of {revision}", param=RESUME)
 
     def _chat(self, request_id: str, body: ChatCompletionRequest) -> GenerationRequest:
         prompt = self._tokens.chat(
@@ -148,7 +148,7 @@ class RequestReader:
         if (body.best_of or 1) > (body.n or 1):
             raise UnsupportedParameter("best_of over n is not supported by this engine", param="best_of")
         if body.echo and body.logprobs is not None:
-            raise UnsupportedParameter("echo together with logprobs is not supported by this engine", param="logprobs")
+            raise UnsupportedParameter("Echo together with logprobs is not supported by this engine", param="logprobs")
         prompts: list[tuple[list[int], str | None]] = []
         for prompt in prompts_of(body.prompt):
             ids = self._ids(prompt, "prompt")
@@ -182,10 +182,10 @@ class RequestReader:
         limit = min(self._capacity.context, self._capacity.kv_tokens)
         name = "context" if limit == self._capacity.context else "share of the KV cache"
         if prompt < 1:
-            raise InvalidRequest("the prompt is empty", param="prompt")
+            raise InvalidRequest("The prompt is empty", param="prompt")
         if prompt >= limit:
             raise ContextLengthExceeded(
-                f"the prompt has {prompt} tokens and this model's {name} holds {limit}, output included", param=_prompt_field(body)
+                f"The prompt has {prompt} tokens and this model's {name} holds {limit}, output included", param=_prompt_field(body)
             )
         requested = body.token_limit
         if requested is None:
@@ -221,18 +221,18 @@ class RequestReader:
         try:
             pairs = tuple((int(token), value) for token, value in (bias or {}).items())
         except ValueError as e:
-            raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias") from e
+            raise InvalidRequest("The keys of logit_bias must be token ids", param="logit_bias") from e
         self._known([token for token, _ in pairs], "logit_bias")
         return pairs
 
     def _embedding(self, request_id: str, body: EmbeddingRequest) -> EmbedRequest:
         inputs = [self._ids(value, "input") for value in prompts_of(body.input)]
         if not inputs or not all(inputs):
-            raise InvalidRequest("an input is empty", param="input")
+            raise InvalidRequest("An input is empty", param="input")
         longest = max(map(len, inputs))
         if longest > self._capacity.context:
             raise ContextLengthExceeded(
-                f"an input has {longest} tokens and this model's context holds {self._capacity.context}", param="input"
+                f"An input has {longest} tokens and this model's context holds {self._capacity.context}", param="input"
             )
         return EmbedRequest(request_id, tuple(map(tuple, inputs)), body.dimensions, sum(map(len, inputs)), _ignored(body))
 
@@ -287,7 +287,7 @@ def _text_part(number: int, part: dict[str, Any]) -> str:
     text = part.get("text")
     if part.get("type") != "text" or not isinstance(text, str):
         raise UnsupportedParameter(
-            f"a content part of type {part.get('type')!r} is not supported by this engine; only text is",
+            f"A content part of type {part.get('type')!r} is not supported by this engine; only text is",
             param=f"messages.{number}.content",
         )
     return text
@@ -300,5 +300,5 @@ def _tool_call(number: int, call: Any) -> Any:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as e:
-        raise InvalidRequest("the arguments of a tool call are not JSON", param=f"messages.{number}.tool_calls") from e
+        raise InvalidRequest("The arguments of a tool call are not JSON", param=f"messages.{number}.tool_calls") from e
     return {**call, "function": {**function, "arguments": arguments}}

@@ -308,7 +308,8 @@ def split_vectors(vectors: tuple[str, ...], max_body: int) -> tuple[list[tuple[s
         max_body: Bytes that one message may have.
 
     Returns:
-        The vectors of each `EmbeddingsPart`, and those of the last message; no parts where one message holds all.
+        The vectors of each `EmbeddingsPart`, and those of the last message; no parts where one
+        message holds all.
     """
     size = len(vectors[0]) + _QUOTES_BYTES if vectors else 1
     if len(vectors) * size + _EMBEDDINGS_HEAD_BYTES <= max_body:

@@ -38,7 +38,7 @@ class Suspension:
         Raises `InstanceBusy` while requests are running.
         """
         if level != 0:
-            raise UnsupportedParameter("The builtin engine has no sleep levels. The nodeagent suspends its process, or stops it.")
+            raise UnsupportedParameter("The builtin engine has no sleep levels. The nodeagent suspends its process, or stops it")
         begun = time.monotonic()
         self._serving.pause()
         try:

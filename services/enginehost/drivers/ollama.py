@@ -2,8 +2,9 @@
 
 Sources: docs/api.md, docs/openai.md, docs/faq.md of ollama/ollama.
 
-Ollama keeps models in its own store: `engine://NAME` is pulled if it is missing, and a GGUF file is stored under a name made of its digest.
-Each instance has a server of its own, so that the server's memory is the instance's.
+Ollama keeps models in its own store: `engine://NAME` is pulled if it is missing, and a GGUF file is
+stored under a name made of its digest. Each instance has a server of its own, so that the server's
+memory is the instance's.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Ollama(Driver):
         try:
             status, _ = await client.ask(json_request("/api/show", {"model": self.served_name}))
         except HttpError as e:
-            raise EngineFailed(f"asking Ollama for {self.served_name}: {e}") from e
+            raise EngineFailed(f"Asking Ollama for {self.served_name}: {e}") from e
         return status == 200
 
     async def _pull(self, client: Client, on_progress: OnProgress) -> None:

@@ -98,13 +98,15 @@ class Driver:
     stream_usage = True
     """Whether the engine supports `stream_options.include_usage`."""
     location_variables: tuple[str, ...] = ()
-    """The node's variables with the path of the program, or of the interpreter that has its `module`."""
+    """The node's variables with the path of the program, or of the interpreter that has its
+    `module`.
+    """
     module = ""
     program = ""
     """The module that the interpreter runs; a spare interpreter has imported it."""
 
     isolates = True
-    """Whether the engine runs in its own network namespace by default: it talks only to its host."""
+    """Whether the engine has its own network namespace by default: it talks only to its host."""
 
     @property
     def takes_socket(self) -> bool:
@@ -219,10 +221,10 @@ class Driver:
         return [completion, chat]
 
     async def sleep(self, client: Client, level: int) -> None:
-        raise UnsupportedParameter(f"engine {self.card.spec.engine} has no sleep level {level}", param="level")
+        raise UnsupportedParameter(f"Engine {self.card.spec.engine} has no sleep level {level}", param="level")
 
     async def wake(self, client: Client, level: int) -> None:
-        raise UnsupportedParameter(f"engine {self.card.spec.engine} has no sleep level {level}", param="level")
+        raise UnsupportedParameter(f"Engine {self.card.spec.engine} has no sleep level {level}", param="level")
 
 
 def flags(arguments: Mapping[str, Any], *, underscores: bool = False, no_prefix: bool = True) -> list[str]:

@@ -32,7 +32,8 @@ class EventTokens:
     Args:
         ids: Token ids of the event.
         prompt: Token ids of the prompt, if the event has them.
-        generated: Number of tokens generated so far, if the event has it; None: all tokens have been reported.
+        generated: Number of tokens generated so far, if the event has it; None: all tokens have
+            been reported.
     """
 
     ids: tuple[int, ...] = ()
@@ -44,7 +45,8 @@ class TokenApi(ABC):
     """Token ids in one server's API.
 
     - `request_fields`: request fields that make the server report token ids.
-    - `blocking_fields`: request fields that make a response impossible to resume elsewhere, with the reason.
+    - `blocking_fields`: request fields that make a response impossible to resume elsewhere, with
+      the reason.
     """
 
     request_fields: ClassVar[Mapping[str, Any]]
@@ -113,8 +115,9 @@ class VllmTokens(TokenApi):
 class LlamaServerTokens(TokenApi):
     """llama-server's /v1/completions with `verbose`.
 
-    Each event has its last token and the number of tokens. Of a character made of several tokens only the last is reported, so such a
-    response is resumed from before it. /v1/chat/completions reports no tokens.
+    Each event has its last token and the number of tokens. Of a character made of several tokens
+    only the last is reported, so such a response is resumed from before it. /v1/chat/completions
+    reports no tokens.
     """
 
     request_fields: ClassVar = {"return_tokens": True, "verbose": True}
@@ -154,7 +157,7 @@ async def _tokenize(asked: dict[str, Any], client: Client) -> list[int]:
     answer = from_json(await call(client, json_request("/tokenize", asked), "tokenising the prompt"))
     tokens = answer.get("tokens")
     if not isinstance(tokens, list):
-        raise EngineFailed("tokenising the prompt: the engine returned no tokens")
+        raise EngineFailed("Tokenising the prompt: the engine returned no tokens")
     return tokens
 
 
@@ -162,5 +165,5 @@ async def _detokenize(asked: dict[str, Any], name: str, client: Client) -> str:
     answer = from_json(await call(client, json_request("/detokenize", asked), "detokenising the response"))
     text = answer.get(name)
     if not isinstance(text, str):
-        raise EngineFailed("detokenising the response: the engine returned no text")
+        raise EngineFailed("Detokenising the response: the engine returned no text")
     return text

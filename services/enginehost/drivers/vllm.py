@@ -51,13 +51,14 @@ class Vllm(Driver):
         """
         if body.get("priority") and self.last and "scheduling_policy" not in self.card.spec.engine_args:
             raise UnsupportedParameter(
-                "This model's requests have no priority. Set engine_args: scheduling_policy: priority to allow it.",
+                "This model's requests have no priority. Set engine_args: scheduling_policy: priority to allow it",
                 param="priority",
             )
         return super().body(body)
 
     def command(self) -> Command:
-        # Not the `vllm` command: builds under another distribution name lack the metadata that it looks for.
+        # Not the `vllm` command: builds under another distribution name lack the metadata that it
+        # looks for.
         return Command((self.launch.settings.vllm_python, "-m", self.program, *self.arguments()))
 
     @classmethod
@@ -79,7 +80,8 @@ class Vllm(Driver):
             # vLLM's option is per GPU; Thaw's is for all GPUs.
             found += ["--kv-cache-memory-bytes", str(launch.kv_bytes // max(1, len(launch.gpus)))]
             if launch.on_cuda:
-                # The option no longer sets the size, but vLLM refuses to start while a smaller share of the GPU is free.
+                # The option no longer sets the size, but vLLM refuses to start while a smaller
+                # share of the GPU is free.
                 found += ["--gpu-memory-utilization", _ANY_SHARE]
         if not launch.on_cuda and "enforce_eager" not in given:
             # Compiling takes a minute on cpu and gains little there.
@@ -105,7 +107,8 @@ class Vllm(Driver):
         if not self.launch.remote:
             found["HF_HUB_OFFLINE"] = "1"
         if not self.launch.on_cuda and 0 < self.launch.threads < (os.cpu_count() or 1):
-            # By default vLLM binds a thread to each core but one, so all engines of a node would use the same cores.
+            # By default vLLM binds a thread to each core but one, so all engines of a node would
+            # use the same cores.
             found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.launch.threads)}
         if self._from_loader:
             found["PYTHONPATH"] = self._plugin()
@@ -137,7 +140,8 @@ class Vllm(Driver):
     async def wake(self, client: Client, level: int) -> None:
         """Wake vLLM.
 
-        After level 2 the weights are read again before the KV cache returns; otherwise vLLM generates garbage.
+        After level 2 the weights are read again before the KV cache returns; otherwise vLLM
+        generates garbage.
         """
         if level == 2:
             await call(client, HttpRequest("POST", "/wake_up?tags=weights"), "waking vLLM")

@@ -31,9 +31,13 @@ LABEL_INSTANCE = "thaw.instance"
 LABEL_NODE = "thaw.node"
 _GPU_CAPABILITIES = [["gpu"]]
 NETWORK = "thaw-engines"
-"""A bridge for engines, on which they cannot reach each other and other containers cannot reach them."""
+"""A bridge for engines, on which they cannot reach each other and other containers cannot reach
+them.
+"""
 _MEMORY_SHARE = 0.9
-"""Share of the machine's memory: a larger engine is killed before the kernel picks a victim among the mesh's processes."""
+"""Share of the machine's memory: a larger engine is killed before the kernel picks a victim among
+the mesh's processes.
+"""
 _LOG_WITHIN_S = 1.0
 _KILLED = 137
 """Exit status of a process killed by SIGKILL, as a shell reports it."""
@@ -166,7 +170,7 @@ async def start_container(
         container = await docker.create(name, body)
     except NoSuchImage as e:
         if options.pull == "never":
-            raise EngineFailed(f"image {options.image} is not on this node, and pull is never: {e}") from e
+            raise EngineFailed(f"Image {options.image} is not on this node, and pull is never: {e}") from e
         layers: dict[str, float] = {}
         async for message in docker.pull(options.image):
             detail = message.get("progressDetail") or {}
@@ -184,7 +188,7 @@ async def start_container(
         return EngineContainer(docker, container, int(found["State"]["Pid"]), address, Path(start.log_path))
     except (EngineFailed, KeyError, TypeError, ValueError) as e:
         await docker.remove(container)
-        raise EngineFailed(f"the container did not start: {e}") from e
+        raise EngineFailed(f"The container did not start: {e}") from e
 
 
 def _address(found: Mapping[str, Any], port: str) -> Address:
@@ -194,7 +198,7 @@ def _address(found: Mapping[str, Any], port: str) -> Address:
     """
     published = (found["NetworkSettings"]["Ports"] or {}).get(port)
     if not published and found["State"]["Running"]:
-        raise EngineFailed(f"its port {port} is not published on this machine")
+        raise EngineFailed(f"The container's port {port} is not published on this machine")
     return Address("127.0.0.1", int(published[0]["HostPort"]) if published else 0)
 
 

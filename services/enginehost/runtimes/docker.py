@@ -2,7 +2,8 @@
 
 Version 1.41, which Podman also serves.
 
-Reference: docs.docker.com/reference/api/engine, operations ContainerCreate, Start, Logs, Wait, Inspect, Kill, Delete, List, Top and ImageCreate.
+Reference: docs.docker.com/reference/api/engine, operations ContainerCreate, Start, Logs, Wait,
+Inspect, Kill, Delete, List, Top and ImageCreate.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ class Docker:
             response = await self._client.send(HttpRequest("POST", f"{_VERSION}/images/create?{query}"))
             try:
                 if response.status != 200:
-                    raise EngineFailed(f"image {image} cannot be pulled: {_message(await response.whole())}")
+                    raise EngineFailed(f"Image {image} cannot be pulled: {_message(await response.whole())}")
                 rest = b""
                 while piece := await response.read():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in filter(None, map(bytes.strip, lines)):
                         message = json.loads(line)
                         if "error" in message:
-                            raise EngineFailed(f"image {image} cannot be pulled: {message['error']}")
+                            raise EngineFailed(f"Image {image} cannot be pulled: {message['error']}")
                         yield message
             finally:
                 response.close()
@@ -131,12 +132,12 @@ class Docker:
             raise self._away(e) from e
 
     def _away(self, error: HttpError) -> EngineFailed:
-        return EngineFailed(f"the container engine at {self._socket} does not answer: {error}; THAW_CONTAINER_SOCKET names it")
+        return EngineFailed(f"The container engine at {self._socket} does not answer: {error}; THAW_CONTAINER_SOCKET names it")
 
 
 def _checked(status: int, body: bytes, expected: int) -> Any:
     if status not in (expected, 304):
-        raise EngineFailed(f"the container engine answered {status}: {_message(body)}")
+        raise EngineFailed(f"The container engine answered {status}: {_message(body)}")
     return json.loads(body) if body.strip() else {}
 
 

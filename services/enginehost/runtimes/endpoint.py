@@ -3,7 +3,8 @@
 No other user of the machine should reach it.
 
 1. The engine listens on a Unix socket in a directory that only this user may enter.
-2. The engine listens on the loopback of its own network namespace, and a relay in that namespace listens on such a socket.
+2. The engine listens on the loopback of its own network namespace, and a relay in that namespace
+   listens on such a socket.
 3. The engine listens on the machine's loopback, with a random key if it supports keys.
 """
 
@@ -92,7 +93,7 @@ def choose_process_endpoint(launch: Launch, *, takes_socket: bool, isolates: boo
     if spec.network == "private" and not has_own_network:
         raise EngineFailed(
             f"{launch.card.name} requires a private network, and this node may not create one. Run the node as root, allow user "
-            "namespaces, or set `network: host`."
+            "namespaces, or set `network: host`"
         )
     if not engine_listens and not has_own_network:
         return LOOPBACK_ENDPOINT
@@ -103,7 +104,8 @@ def choose_process_endpoint(launch: Launch, *, takes_socket: bool, isolates: boo
 def choose_container_endpoint(launch: Launch, options: ContainerOptions, *, takes_socket: bool) -> Endpoint:
     """Choose the endpoint of an engine in a container. Blocks for some milliseconds.
 
-    The container's process may run as another user, and only root may connect to another user's socket: other nodes use a port.
+    The container's process may run as another user, and only root may connect to another user's
+    socket: other nodes use a port.
     """
     takes = any("{socket}" in part for part in options.args) if options.args is not None else takes_socket
     if not takes or os.geteuid():

@@ -2,11 +2,13 @@
 
 It imports the module and waits for its order.
 
-The order is one line of JSON on standard input: `arguments` of the module, its whole `environment`, `cgroups` (cgroup.procs files to
-join), `niceness`, and `log` (the file for standard output and error). If standard input closes instead, the interpreter exits.
+The order is one line of JSON on standard input: `arguments` of the module, its whole `environment`,
+`cgroups` (cgroup.procs files to join), `niceness`, and `log` (the file for standard output and
+error). If standard input closes instead, the interpreter exits.
 
-The file runs by name in the engine's own environment, which has no Thaw packages. Libraries keep the environment that they read when they were
-imported: the starter has to set those variables beforehand.
+The file runs by name in the engine's own environment, which has no Thaw packages. Libraries keep
+the environment that they read when they were imported: the starter has to set those variables
+beforehand.
 """
 
 import contextlib

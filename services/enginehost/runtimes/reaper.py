@@ -2,18 +2,21 @@
 
 It ends what is left of an engine after its host has died.
 
-Standard input is a pipe whose other end the host holds, so the host's death, whatever its cause, is read here as end of file. The kernel kills the
-engine's first process together with the host (spawn.py); its children survive. The reaper kills:
+Standard input is a pipe whose other end the host holds, so the host's death, whatever its cause, is
+read here as end of file. The kernel kills the engine's first process together with the host
+(spawn.py); its children survive. The reaper kills:
 
-- every process with the host's token in its environment, as the variable NAME (a newer host of the same instance has another token);
-- every process in the engine's session, which the host sends through the pipe as "PID START" (a process that changes its title, as
-  vLLM's do, may lose its environment).
+- every process with the host's token in its environment, as the variable NAME (a newer host of the
+  same instance has another token);
+- every process in the engine's session, which the host sends through the pipe as "PID START" (a
+  process that changes its title, as vLLM's do, may lose its environment).
 
-Afterwards it removes the shared memory that these processes had mapped, the segments that the host sent ("INODE PATH"), and the directory of
-the engine's socket ("directory PATH"). No other process does so for killed processes, and Python's own resource tracker may be killed first.
+Afterwards it removes the shared memory that these processes had mapped, the segments that the host
+sent ("INODE PATH"), and the directory of the engine's socket ("directory PATH"). No other process
+does so for killed processes, and Python's own resource tracker may be killed first.
 
-The reaper daemonises, belongs to no engine's control group, and in a normal shutdown finds nothing to do. It runs by file name in a bare
-interpreter, like spawn.py.
+The reaper daemonises, belongs to no engine's control group, and in a normal shutdown finds nothing
+to do. It runs by file name in a bare interpreter, like spawn.py.
 """
 
 import os
@@ -28,7 +31,9 @@ _WITHIN_S = 10.0
 _POLL_S = 0.05
 _LOOK_AGAIN_S = 0.5
 _SHARED = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
-"""Name prefixes of the shared memory and semaphores of Python's multiprocessing, and of vLLM's cpu workers."""
+"""Name prefixes of the shared memory and semaphores of Python's multiprocessing, and of vLLM's cpu
+workers.
+"""
 _SEMAPHORES = "/dev/shm/sem."
 
 
@@ -59,7 +64,8 @@ def started(pid: int) -> int:
 def in_session(leader: int, start: int) -> list[int]:
     """Processes of a session without zombies.
 
-    The kernel does not reuse a leader's pid while its session has members; if it was reused, the session is over.
+    The kernel does not reuse a leader's pid while its session has members; if it was reused, the
+    session is over.
     """
     if started(leader) not in (0, start):
         return []

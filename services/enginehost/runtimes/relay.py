@@ -2,9 +2,10 @@
 
 It forwards connections of a Unix socket to a port of the loopback.
 
-It runs by file name in a bare interpreter, like spawn.py, in the network namespace of an engine that listens only on ports. A Unix socket's
-path is visible from every network namespace, so the host can connect. When either side closes, the relay closes both: so the engine
-learns that its client has left.
+It runs by file name in a bare interpreter, like spawn.py, in the network namespace of an engine
+that listens only on ports. A Unix socket's path is visible from every network namespace, so the
+host can connect. When either side closes, the relay closes both: so the engine learns that its
+client has left.
 """
 
 import socket

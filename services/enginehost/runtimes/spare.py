@@ -65,7 +65,8 @@ class Spare:
         """Turn the spare into the engine that `command` starts.
 
         Returns:
-            The process, or None if the command is another program or the spare has exited; the spare is then closed.
+            The process, or None if the command is another program or the spare has exited; the
+            spare is then closed.
         """
         order = {
             "arguments": command.argv[len(self._command) :],

@@ -2,12 +2,14 @@
 
 Run `python -I spawn.py PARENT CGROUP_FILES NICENESS NETWORK -- PROGRAM ARGUMENT…`.
 
-It joins the control groups whose `cgroup.procs` files are given (separated by colons), sets the niceness, enters a network namespace
-if NETWORK requests one, asks the kernel to kill it when its parent dies, and executes the program. It runs by file name in a bare
-interpreter, so that it needs neither the host's modules nor code between fork and exec.
+It joins the control groups whose `cgroup.procs` files are given (separated by colons), sets the
+niceness, enters a network namespace if NETWORK requests one, asks the kernel to kill it when its
+parent dies, and executes the program. It runs by file name in a bare interpreter, so that it needs
+neither the host's modules nor code between fork and exec.
 
-NETWORK is empty for the machine's network, `own` for a namespace with only a loopback, or `PORT:SOCKET` for one with a relay from the Unix
-socket SOCKET to that port of the loopback. `python -I spawn.py --try-network` exits with 0 where that is possible.
+NETWORK is empty for the machine's network, `own` for a namespace with only a loopback, or
+`PORT:SOCKET` for one with a relay from the Unix socket SOCKET to that port of the loopback.
+`python -I spawn.py --try-network` exits with 0 where that is possible.
 """
 
 import ctypes
@@ -100,7 +102,8 @@ def _relay(path: str, port: str) -> None:
 def _lower_priority(niceness: int) -> None:
     os.nice(niceness)
     try:
-        # With autogrouping, niceness counts only within the session; the group's niceness counts against other sessions.
+        # With autogrouping, niceness counts only within the session; the group's niceness counts
+        # against other sessions.
         with open("/proc/self/autogroup", "w") as file:  # noqa: PTH123
             file.write(str(niceness))
     except OSError:

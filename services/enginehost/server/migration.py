@@ -30,7 +30,8 @@ class HostMigration:
     def _mark_partly_tracked(self, running: RunningRequest) -> RunningRequest:
         """Mark a request whose tokens are only partly tracked as not resumable.
 
-        It would restart from the last tracked token: not worth a migration, but better than nothing if its engine dies.
+        It would restart from the last tracked token: not worth a migration, but better than nothing
+        if its engine dies.
         """
         tracker = self._serving.stream(running.request_id).tracker
         return running.model_copy(update={"fixed": LOST}) if tracker is not None and tracker.lost else running
@@ -43,7 +44,7 @@ class HostMigration:
         stream = self._serving.stream(request_id)
         tracker = stream.tracker
         if tracker is None or tracker.lost or stream.fixed:
-            raise NotFound(f"the tokens of request {request_id} are not known: {stream.fixed or LOST}")
+            raise NotFound(f"The tokens of request {request_id} are not known: {stream.fixed or LOST}")
         generated = RunningChoice(token_ids=tracker.answer, finish_reason=tracker.finish_reason)
         return TokensRead(
             running=stream.running(), prompt_token_ids=(tracker.prompt[: tracker.prompt_tokens],), choices=(generated,)
@@ -61,8 +62,8 @@ class HostMigration:
     async def prepare(self, order: PrepareResume, driver: Driver, client: Client) -> ResumePrepared:
         """Warm the engine's prefix cache with the sequences.
 
-        For each sequence the engine generates one token, which is discarded. Sequences are computed in pieces, behind the engine's other requests.
-        The engine evicts unused entries by itself.
+        For each sequence the engine generates one token, which is discarded. Sequences are computed
+        in pieces, behind the engine's other requests. The engine evicts unused entries by itself.
 
         Raises:
             Conflict: The weights have another revision.

@@ -2,8 +2,9 @@
 
 The completions endpoint gets its token ids.
 
-The text of a response lags behind its tokens (half a character, the beginning of a stop string). The engine receives the tokens whose text the
-client has completely, and generates the others again. So it finds a stop string that spans the switch, and splits no character.
+The text of a response lags behind its tokens (half a character, the beginning of a stop string).
+The engine receives the tokens whose text the client has completely, and generates the others again.
+So it finds a stop string that spans the switch, and splits no character.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ async def resumed(
     """Build the request that resumes a response.
 
     Returns:
-        How the engine reports tokens, the request, the existing part of the response, and all token ids given to the engine.
+        How the engine reports tokens, the request, the existing part of the response, and all token
+        ids given to the engine.
 
     Raises:
         Conflict: This engine cannot resume the response (`param` is `RESUME`).
@@ -59,7 +61,7 @@ async def resumed(
         raise Conflict(f"{card.name} cannot resume this response: {fixed}", param=RESUME)
     prompt = await api.prompt(request.body, driver.served_name, client, chat=chat)
     if len(prompt) != resume.prompt_tokens:
-        raise Conflict(f"the prompt has {len(prompt)} tokens here, and {resume.prompt_tokens} where it began", param=RESUME)
+        raise Conflict(f"The prompt has {len(prompt)} tokens here, and {resume.prompt_tokens} where it began", param=RESUME)
     choice = resume.choices[0]
     most = _most(request, card.context_length - len(prompt))
     kept, chars = await _kept(prompt, choice, most, _text_of(request, api, driver, client))
@@ -114,4 +116,6 @@ async def _kept(prompt: Sequence[int], choice: ResumedChoice, most: int, text_of
 
 
 _CONTEXT = 8
-"""Prompt tokens that are decoded with the response, because the text of a token may depend on the token before."""
+"""Prompt tokens that are decoded with the response, because the text of a token may depend on the
+token before.
+"""

@@ -220,7 +220,7 @@ class Serving(RequestServer[_Stream]):
         """The running request of this id. Raises `NotFound`."""
         stream = self.streams.get(request_id)
         if stream is None:
-            raise NotFound(f"request {request_id} is not running on this instance")
+            raise NotFound(f"Request {request_id} is not running on this instance")
         return stream
 
     def running(self) -> tuple[RunningRequest, ...]:
@@ -229,7 +229,8 @@ class Serving(RequestServer[_Stream]):
     def _send_data(self, stream: _Stream, data: bytes, first: bool, deltas: Sequence[ChoiceDelta] = ()) -> None:
         """Send bytes in messages of limited size.
 
-        `deltas` travel with the last message, because an engine that resumes from them needs all their bytes.
+        `deltas` travel with the last message, because an engine that resumes from them needs all
+        their bytes.
         """
         starts = range(0, len(data), DATA_BYTES) or (0,)
         for start in starts:

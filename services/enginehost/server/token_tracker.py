@@ -2,8 +2,8 @@
 
 Pure.
 
-The engine is asked for token ids. The tracker removes them from the events before the client receives those; the ids travel beside the bytes
-as `InferData.progress`.
+The engine is asked for token ids. The tracker removes them from the events before the client
+receives those; the ids travel beside the bytes as `InferData.progress`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _BLOCKING_FIELDS = {
     "kv_transfer_params": "its keys and values are on another engine",
     "truncate_prompt_tokens": "the prompt is truncated",
 }
-"""Request fields that make a response impossible to resume elsewhere, if they are set, with the reason."""
+"""Request fields that make a response impossible to resume elsewhere, if they are set, with the
+reason.
+"""
 
 
 def not_resumable_reason(driver: Driver, endpoint: str, body: Mapping[str, Any]) -> str:

@@ -45,7 +45,11 @@ _FULL = (
 LEASE_S = 5.0
 RENEW_S = 1.5
 _CAPTURE_TIMEOUT_S = 2.0
+"""How long the stream may stand still before messages that it lacks count as lost."""
+_CAPTURE_LIMIT_S = 60.0
+"""How long a stream that falls behind its disk is waited for."""
 _CAPTURE_POLL_S = 0.05
+_READ_TIMEOUT_S = 10.0
 _WAITERS_TIMEOUT_S = 1.0
 _CLAIM_TIMEOUT_S, _CLAIM_RETRY_S = 20.0, 0.5
 
@@ -182,6 +186,10 @@ class Claim:
         """Give the key up for the next gateway that waits for it."""
         await self._write(owner="")
 
+    async def release_parts(self, parts: tuple[ResponsePart, ...]) -> None:
+        """Give the key up for the next gateway, which continues the response after `parts`."""
+        await self._write(owner="", reply="", parts=parts)
+
     async def delete(self) -> None:
         """Delete the key."""
         async with self._lock:
@@ -276,19 +284,54 @@ class IdempotencyStore:
 
     async def captured_messages(self, reply: str) -> int:
         """Count the stored messages of a reply subject."""
+        return (await self._capture_state(reply))[0]
+
+    async def _capture_state(self, reply: str) -> tuple[int, int]:
+        """Count the stored messages of a reply subject; also return the stream's last number."""
         info = await self._js.stream_info(subjects.KEYED_STREAM, subjects_filter=reply)
-        return int((info.state.subjects or {}).get(reply, 0))
+        return int((info.state.subjects or {}).get(reply, 0)), info.state.last_seq
 
     async def wait_until_captured(self, reply: str, messages: int) -> bool:
-        """Wait until `messages` messages are stored; immediate unless NATS restarts.
+        """Wait until `messages` messages are stored; immediate while NATS keeps up.
+
+        Returns:
+            False if NATS lost some of them: the stream stores nothing more, and has fewer.
+        """
+        began, seen, moved_at = time.monotonic(), -1, 0.0
+        while True:
+            count, last = await self._capture_state(reply)
+            if count >= messages:
+                return True
+            now = time.monotonic()
+            if last != seen:
+                seen, moved_at = last, now
+            if now - moved_at > _CAPTURE_TIMEOUT_S or now - began > _CAPTURE_LIMIT_S:
+                return False
+            await asyncio.sleep(_CAPTURE_POLL_S)
+
+    async def stored_messages(self, reply: str) -> list[bytes]:
+        """Return the messages of a reply subject that are stored now, in their order.
 
         Raises:
-            TimeoutError: They were not stored within `_CAPTURE_TIMEOUT_S`.
+            TimeoutError: The stream could not be read within `_READ_TIMEOUT_S`.
         """
-        async with asyncio.timeout(_CAPTURE_TIMEOUT_S):
-            while await self.captured_messages(reply) < messages:  # noqa: ASYNC110 - the event is in the NATS server
-                await asyncio.sleep(_CAPTURE_POLL_S)
-        return True
+        if not await self.captured_messages(reply):
+            return []
+        found: list[bytes] = []
+        has_last = asyncio.Event()
+
+        async def take(message: Msg) -> None:
+            found.append(message.data)
+            if message.metadata.num_pending == 0:
+                has_last.set()
+
+        subscription = await self._js.subscribe(reply, cb=take, stream=subjects.KEYED_STREAM, ordered_consumer=True)
+        try:
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                await has_last.wait()
+        finally:
+            await consumers.end(subscription)
+        return found
 
     async def read_captured(self, reply: str, on_message: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         """Call `on_message` with every message of a reply subject, from the first one on.

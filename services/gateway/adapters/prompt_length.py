@@ -15,6 +15,7 @@ from collections import OrderedDict
 from typing import Any
 
 from services.gateway.adapters.chat_template import ChatTemplate, Unrenderable
+from services.gateway.adapters.token_bound import longest_token_bytes
 from services.gateway.adapters.tokenizer_files import TOKENIZER, TokenizerFiles
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, prompts_of
@@ -28,6 +29,10 @@ _MAX_TOKENIZERS = 8
 _LOAD_TIMEOUT_S = 3.0
 """How long a request waits for a tokenizer; one that loads later serves the next request."""
 _RETRY_S = 30.0
+_MAX_COUNTED_BYTES = 1 << 20
+"""Longer text is left to the engine: 1 MiB takes the tokenizer about a second and 200 MB."""
+_MAX_COUNTS = 2
+"""Texts that are counted at a time."""
 _TEMPLATE_BYTES, _MESSAGE_BYTES = 4096, 64
 """Upper bounds of what chat templates add to a conversation, and to each message."""
 
@@ -38,6 +43,7 @@ class TokenCounter:
     def __init__(self, tokenizer: Any, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._longest_token_bytes = longest_token_bytes(tokenizer)
 
     @classmethod
     def from_files(cls, files: dict[str, bytes]) -> TokenCounter | None:
@@ -55,31 +61,46 @@ class TokenCounter:
         tokenizer.no_padding()
         return cls(tokenizer, ChatTemplate.from_files(files))
 
-    def count_chat(self, request: ChatCompletionRequest, text: str) -> int:
-        """Count the tokens of a conversation.
+    def count_chat(self, request: ChatCompletionRequest, text: str, limit: int) -> int | None:
+        """Count the tokens of a conversation; see `count_longest`.
 
         Args:
             text: The messages' text, which is tokens if the template cannot be rendered.
         """
         with contextlib.suppress(Unrenderable):
             text = self._template.render(request) if self._template is not None else text
-        return self.count_longest([text])
+        return self.count_longest([text], limit)
 
-    def count_longest(self, texts: list[str]) -> int:
-        """Count the tokens of the longest text."""
-        return max(len(e.ids) for e in self._tokenizer.encode_batch(texts, add_special_tokens=False))
+    def count_longest(self, texts: list[str], limit: int) -> int | None:
+        """Count the tokens of the longest text.
+
+        Args:
+            limit: A text that certainly has more tokens is not tokenized.
+
+        Returns:
+            The tokens, or a lower bound above `limit`; None if counting would take too long.
+        """
+        sizes = [len(text.encode(errors="replace")) for text in texts]
+        if self._longest_token_bytes is not None and max(sizes) > limit * self._longest_token_bytes:
+            return -(-max(sizes) // self._longest_token_bytes)
+        if sum(sizes) > _MAX_COUNTED_BYTES:
+            return None
+        # Without offsets and lists of ids, which take memory and the interpreter lock.
+        return max(len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
 
 class PromptLengthChecker:
     """Count the tokens of prompts that may exceed the context.
 
-    A prompt with fewer bytes than the context has tokens always limit. The engine checks again.
+    A prompt with fewer bytes than the context has tokens always fits. Prompts over 1 MiB are
+    refused if their bytes alone prove that they do not fit. The engine checks again.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._files = files
         self._counters: OrderedDict[tuple[str, str], asyncio.Task[TokenCounter | None]] = OrderedDict()
         self._loaded_at: dict[tuple[str, str], float] = {}
+        self._counting = asyncio.Semaphore(_MAX_COUNTS)
 
     async def check(self, request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest, card: ModelCard) -> None:
         """Raise `ContextLengthExceeded` for a prompt that is certainly too long."""
@@ -93,11 +114,12 @@ class PromptLengthChecker:
         counter = await self._counter(card)
         if counter is None:
             return
-        if isinstance(request, ChatCompletionRequest):
-            tokens = await asyncio.to_thread(counter.count_chat, request, long[0])
-        else:
-            tokens = await asyncio.to_thread(counter.count_longest, long)
-        if tokens > limit:
+        async with self._counting:
+            if isinstance(request, ChatCompletionRequest):
+                tokens = await asyncio.to_thread(counter.count_chat, request, long[0], limit)
+            else:
+                tokens = await asyncio.to_thread(counter.count_longest, long, limit)
+        if tokens is not None and tokens > limit:
             suffix = f", and {requested} are requested" if requested > 1 else ""
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {card.context_length} tokens. The {param} has at least {tokens}{suffix}.",

@@ -13,9 +13,8 @@ from shared.contracts.phases import PhaseSpan
 OVERCOMMIT = 2
 """Requests sent to an instance at once, as a multiple of its capacity.
 
-The requests of all gateways count. The instance's own queue then never runs dry before
-the gateways learn of a finished request. Further requests wait here, where they can still go to another
-replica.
+The requests of all gateways count. The instance's own queue then never runs dry before the gateways
+learn of a finished request. Further requests wait here, where they can still go to another replica.
 """
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 4.0

@@ -9,6 +9,10 @@ Follower: the gateway replays the captured response from its first message on. I
 when the owner's lease expires, and continues from the owner's state: in the queue, or with the
 engine that already works. If that engine may not have received the request, the gateway sends it
 again under the same attempt id; an engine refuses a duplicate of what it serves.
+
+Missed messages: NATS may have stored messages that the owner missed, as during a restart, and may
+have lost messages that the owner received. The owner therefore reads the stored messages before
+it has a response continued, and has it continued where they end (docs/adr/0039).
 """
 
 from __future__ import annotations
@@ -41,15 +45,20 @@ from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage
 from services.gateway.idempotency.replay import REPLAY_TIMEOUT_S, Replay
 from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.requests.response_reader import Attempt
 from shared.contracts import subjects
-from shared.errors import DeadlineExceeded, IdempotencyKeyReused, ThawError, Unavailable
+from shared.errors import DeadlineExceeded, EngineFailed, IdempotencyKeyReused, ThawError, Unavailable
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _STORE_RETRY_TIMEOUT_S, _STORE_RETRY_S = 60.0, 0.5
+_GAP_TIMEOUT_S = 5.0
+"""How long missing messages are expected from the stored stream."""
 _QUICK_FAILURE_S = 10.0
-"""An attempt that fails within it did not find the store at work; longer than the time-out of any call of the store."""
+"""An attempt that fails within it did not find the store at work; longer than the time-out of any
+call of the store.
+"""
 
 
 def require_same_request(place: Claim | ExistingKey, request: str) -> Claim | ExistingKey:
@@ -95,6 +104,10 @@ class IdempotentRequest:
         self._claim: Claim | None = None
         self._replay = Replay(store, request)
         self._sending: asyncio.Task[None] | None = None
+        self._send_lock = asyncio.Lock()
+        self._attempt_reply = ""
+        self._catching_up: asyncio.Task[None] | None = None
+        self._gap_timer: asyncio.TimerHandle | None = None
         self._releases_key = False
         self._settled = asyncio.Event()
 
@@ -110,6 +123,7 @@ class IdempotentRequest:
             self._request.completion.fail(timeout if limit.expired() else e)
         finally:
             self._settled.set()
+            await self._stop_catching_up()
             await self._replay.stop()
 
     async def _run(self) -> None:
@@ -123,8 +137,9 @@ class IdempotentRequest:
     async def _retry(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Repeat `operation` while the store is unavailable, as during a restart of NATS.
 
-        Gives up after `_STORE_RETRY_TIMEOUT_S` of attempts that fail quickly, and raises what `operation` raises. An attempt that lasted
-        longer, like following a response for a minute, found the store at work: the time begins again.
+        Gives up after `_STORE_RETRY_TIMEOUT_S` of attempts that fail quickly, and raises what
+        `operation` raises. An attempt that lasted longer, like following a response for a minute,
+        found the store at work: the time begins again.
         """
         until = time.monotonic() + _STORE_RETRY_TIMEOUT_S
         while True:
@@ -163,9 +178,13 @@ class IdempotentRequest:
         """Queue the request, or continue with the engine that the entry names."""
         dispatcher, now = self._dispatcher, time.monotonic()
         if not entry.reply:
-            dispatcher.on_request(self._ticket, self._request.card.spec.queue.max_waiting, now)
+            if entry.parts:
+                await self._read_parts(entry)
+            if not self._request.completion.is_done:
+                dispatcher.on_request(self._ticket, self._request.card.spec.queue.max_waiting, time.monotonic())
             return
         dispatcher.on_adopted(self._ticket, entry.attempt_id, entry.instance_id, entry.node, now)
+        self._attempt_reply = entry.reply
         if self._replay.subject != entry.reply:
             await self._retry(partial(self._replay.read, entry))
         attempt = self._request.attempt
@@ -177,41 +196,115 @@ class IdempotentRequest:
             message = self._request.infer_message()
             self._replay.on_stop(await self._engines.send_again(message, self._request, entry.reply))
 
+    async def _read_parts(self, entry: Entry) -> None:
+        """Read the parts of a response whose last attempt has ended. Raises `EngineFailed`."""
+        await self._retry(partial(self._replay.read, entry))
+        if not self._request.can_resume:
+            self._replay.require_restartable()
+
     def send(self, route: Route) -> None:
         """Record the instance that the dispatcher chose, then send the request to it."""
         self._engines.forget(self._request.attempt.id)  # late replies of the previous attempt
         self._sending = asyncio.create_task(self._send(self._ticket.attempt_id, route), name="idempotency send")
 
     async def _send(self, attempt_id: str, route: Route) -> None:
-        assert self._claim is not None
-        await self._replay.stop()
-        reply, ticket, before = subjects.keyed_reply(self._gateway_id, attempt_id), self._ticket, self._claim.entry
-        parts: tuple[ResponsePart, ...] = ()
-        if self._request.can_resume:
-            parts = (*before.parts, ResponsePart(reply=before.reply, messages=self._request.attempt.next_seq))
         try:
-            with store_errors_as_unavailable():
-                await self._retry(
-                    partial(
-                        self._claim.record_attempt,
-                        reply,
-                        attempt_id,
-                        ticket.instance_id or "",
-                        ticket.node,
-                        route.status.revision,
-                        parts,
-                    )
-                )
+            async with self._send_lock:
+                with store_errors_as_unavailable():
+                    await self._begin_attempt(attempt_id, route)
         except ClaimLost:
             return
-        except Unavailable as e:
+        except ThawError as e:
             if not self._request.completion.is_done:
                 self._dispatcher.on_abort(self._ticket, e, time.monotonic())
+
+    async def _begin_attempt(self, attempt_id: str, route: Route) -> None:
+        claim, ticket = self._claim, self._ticket
+        assert claim is not None
+        await self._stop_catching_up()
+        await self._replay.stop()
+        if not self._is_sent_as(attempt_id):
             return
-        if self._ticket.attempt_id == attempt_id and self._ticket.stage is Stage.SENT:
+        parts = await self._parts_to_continue(claim.entry)
+        if not self._is_sent_as(attempt_id):
+            return  # the response was complete in the store, or the instance is gone already
+        reply = subjects.keyed_reply(self._gateway_id, attempt_id)
+        record = partial(
+            claim.record_attempt, reply, attempt_id, ticket.instance_id or "", ticket.node, route.status.revision, parts
+        )
+        await self._retry(record)
+        if self._is_sent_as(attempt_id):
             self._engines.forget(self._request.attempt.id)
             self._request.begin_attempt(route, time.monotonic())
+            self._attempt_reply = reply
             self._engines.send(self._request.infer_message(), self._request, reply)
+
+    def _is_sent_as(self, attempt_id: str) -> bool:
+        return self._ticket.attempt_id == attempt_id and self._ticket.stage is Stage.SENT
+
+    async def _parts_to_continue(self, before: Entry) -> tuple[ResponsePart, ...]:
+        """Read what was missed of the last attempt; return the parts that the next one continues.
+
+        Raises:
+            EngineFailed: The response has begun, and cannot be continued.
+        """
+        parts = before.parts
+        if before.reply and before.reply == self._attempt_reply:
+            messages = await self._retry(partial(self._replay.read_missed, before))
+            parts = (*parts, ResponsePart(reply=before.reply, messages=messages))
+        if self._request.can_resume:
+            return parts
+        if self._ticket.is_committed and not self._request.completion.is_done:
+            raise EngineFailed(f"{self._ticket.model} stopped before its response was complete, and it cannot be resumed")
+        return ()
+
+    # Messages that the live subscription missed.
+
+    def catch_up(self) -> None:
+        """Read the engine's messages from the store too; live ones may have been missed."""
+        if self._can_catch_up() and (self._catching_up is None or self._catching_up.done()):
+            self._catching_up = asyncio.create_task(self._catch_up(), name="idempotency catch-up")
+
+    def recover_gap(self) -> bool:
+        """Expect the missing messages from the store; false if it does not have them either."""
+        if not self._can_catch_up():
+            return False
+        if self._replay.subject != self._attempt_reply:
+            self.catch_up()
+        if self._gap_timer is None:
+            attempt = self._request.attempt
+            later = asyncio.get_running_loop().call_later
+            self._gap_timer = later(_GAP_TIMEOUT_S, self._on_gap_timeout, attempt, attempt.next_seq)
+        return True
+
+    def _can_catch_up(self) -> bool:
+        claim = self._claim
+        if claim is None or self._replay.is_delivering or self._request.completion.is_done:
+            return False
+        entry = claim.entry
+        return bool(entry.reply) and entry.reply == self._attempt_reply and self._is_sent_as(entry.attempt_id)
+
+    async def _catch_up(self) -> None:
+        assert self._claim is not None
+        try:
+            await self._retry(partial(self._replay.catch_up, self._claim.entry))
+        except (NatsError, TimeoutError) as e:
+            log.info("failed to read the stored messages of a response", extra={"error": repr(e)})
+
+    def _on_gap_timeout(self, attempt: Attempt, first_missing: int) -> None:
+        """Continue the response elsewhere, unless the missing messages have arrived."""
+        self._gap_timer = None
+        if self._request.attempt is attempt and attempt.next_seq == first_missing and not self._request.completion.is_done:
+            gap = EngineFailed(f"Messages of {self._ticket.model} were lost: number {first_missing} is missing")
+            self._dispatcher.on_message_gap(self._ticket, gap, time.monotonic())
+
+    async def _stop_catching_up(self) -> None:
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+            self._gap_timer = None
+        if self._catching_up is not None:
+            await end(self._catching_up)
+            self._catching_up = None
 
     async def _record_end(self, claim: Claim) -> None:
         try:
@@ -230,6 +323,24 @@ class IdempotentRequest:
             await claim.delete()
         elif await self._store.wait_until_captured(claim.entry.reply, messages):
             await claim.complete(messages, request.completion.error)
+        else:
+            await self._give_up_key(claim)
+
+    async def _give_up_key(self, claim: Claim) -> None:
+        """Let another request have the response completed, of which NATS has lost messages."""
+        entry = claim.entry
+        part = await self._replay.stored_part(entry)
+        is_resumable = self._ticket.is_resumable and self._request.completion.error is None
+        log.warning(
+            "messages of an idempotent response are lost; releasing its key",
+            extra={"model": self._ticket.model, "stored": part.messages, "resumable": is_resumable},
+        )
+        if not part.messages:
+            await claim.release()  # the next owner has the same attempt sent again
+        elif is_resumable:
+            await claim.release_parts((*entry.parts, part))
+        else:
+            await claim.delete()
 
     def _is_worth_keeping(self) -> bool:
         """Whether a repetition of the request shall get this response.
@@ -270,7 +381,7 @@ class IdempotentRequest:
         finally:
             done.cancel()
         if isinstance(place, Claim):
-            self._request.response.is_replay = bool(place.entry.reply)
+            self._request.response.is_replay = bool(place.entry.reply or place.entry.parts)
         return place
 
     async def _follow_changes(self, found: ExistingKey, watcher: Any, done: asyncio.Task[bool]) -> Claim | ExistingKey | None:
@@ -297,7 +408,7 @@ class IdempotentRequest:
                 return await self._restart(found.key)
             if found.entry.state == "running" and not found.entry.owner:
                 return await self._take_over(found)
-            if await self._replay.has_lost_parts(found.entry):
+            if found.entry.reply and await self._replay.has_lost_parts(found.entry):
                 continue  # its owner may still finish for its own client; the next one starts again
             await self._replay.follow(found.entry)
 

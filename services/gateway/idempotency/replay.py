@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from services.gateway.adapters.idempotency_store import Entry, IdempotencyStore, ResponsePart
 from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.requests.engine_messages import ends_attempt, is_duplicate_refusal
 from shared.errors import EngineFailed, from_body
 
 REPLAY_TIMEOUT_S = 30.0
@@ -24,10 +25,12 @@ class Replay:
 
     Attributes:
         subject: The reply subject that is read; empty if none is.
+        is_delivering: A stored message is being passed to the request.
     """
 
     def __init__(self, store: IdempotencyStore, request: ActiveRequest) -> None:
         self.subject = ""
+        self.is_delivering = False
         self._store = store
         self._request = request
         self._ticket = request.ticket
@@ -55,26 +58,68 @@ class Replay:
             unconfirmed = await self._read_part(part)
             await self.stop()
             self._request.resume_after(unconfirmed)
+        if entry.reply:
+            await self._subscribe(entry.reply, entry)
+
+    async def catch_up(self, entry: Entry) -> None:
+        """Read the present attempt from the store, beside its live messages.
+
+        Some of the live messages may have been missed.
+        """
+        await self.stop()
         await self._subscribe(entry.reply, entry)
+
+    async def read_missed(self, entry: Entry) -> int:
+        """Read what is stored of an attempt that has ended and was not received.
+
+        If some of what was received is not stored, expect it to be generated again: every reader of
+        the key continues from the stored messages.
+
+        Returns:
+            The number of messages of the attempt that the response consists of.
+        """
+        request = self._request
+        await self._store.wait_until_captured(entry.reply, request.attempt.next_seq)
+        stored = _without_gap(await self._store.stored_messages(entry.reply))
+        attempt = request.attempt
+        for data, message in stored[attempt.next_seq :]:
+            is_refusal = message["kind"] == "failed" and attempt.next_seq == 0
+            if request.completion.is_done or is_refusal or ends_attempt(message):
+                break
+            self._deliver(data)
+        messages = min(len(stored), attempt.next_seq)
+        if messages < attempt.next_seq:
+            request.resume_state.rewind_to(message for _, message in stored[:messages])
+        return messages
+
+    async def stored_part(self, entry: Entry) -> ResponsePart:
+        """Return the part of the present attempt that is stored."""
+        return ResponsePart(reply=entry.reply, messages=len(_without_gap(await self._store.stored_messages(entry.reply))))
 
     async def is_available(self, entry: Entry) -> bool:
         """Whether the messages that have not been read are still stored."""
         if entry.state == "running" or entry.reply == self.subject:
             return True
         for part in self._unread_parts(entry):
-            if await self._store.captured_messages(part.reply) < part.messages:
+            if not await self._is_stored(part):
                 return False
         return await self._store.captured_messages(entry.reply) >= entry.messages
 
     async def has_lost_parts(self, entry: Entry) -> bool:
-        """Whether a part that has not been read is not stored: NATS was killed before it had stored what it delivered."""
+        """Whether a part that has not been read is not stored: NATS was killed before it had stored
+        what it delivered.
+        """
         for part in self._unread_parts(entry):
-            try:
-                await self._store.wait_until_captured(part.reply, part.messages)
-            except TimeoutError:
-                if await self._store.captured_messages(part.reply) < part.messages:
-                    return True
+            if not await self._store.wait_until_captured(part.reply, part.messages) or not await self._is_stored(part):
+                return True
         return False
+
+    async def _is_stored(self, part: ResponsePart) -> bool:
+        """Whether all messages of a part are stored.
+
+        Their number is not enough: its engine may have sent more.
+        """
+        return len(_without_gap(await self._store.stored_messages(part.reply))) >= part.messages
 
     def require_restartable(self) -> None:
         """Check that the response can start again.
@@ -99,6 +144,8 @@ class Replay:
 
     def _unread_parts(self, entry: Entry) -> tuple[ResponsePart, ...]:
         """Return the parts not yet read to their end; the first may be in progress."""
+        if self.subject and self.subject == entry.reply:
+            return ()
         first = next((n for n, part in enumerate(entry.parts) if part.reply == self.subject), 0)
         return entry.parts[first:]
 
@@ -115,7 +162,7 @@ class Replay:
         def on_message(data: bytes) -> None:
             if self.subject != subject or ticket.attempt_id != entry.attempt_id or self._limit_reached.is_set():
                 return
-            request.on_message(data)
+            self._deliver(data)
             if 0 < self._limit <= request.attempt.next_seq:
                 self._limit_reached.set()
             self._fail_if_complete()
@@ -125,6 +172,13 @@ class Replay:
         except BaseException:
             self.subject = ""
             raise
+
+    def _deliver(self, data: bytes) -> None:
+        self.is_delivering = True
+        try:
+            self._request.on_message(data)
+        finally:
+            self.is_delivering = False
 
     async def _read_part(self, part: ResponsePart) -> list[dict[str, Any]]:
         """Read the messages of a part, and no more.
@@ -178,3 +232,16 @@ class Replay:
             return
         if self._request.attempt.next_seq >= entry.messages:
             self._request.completion.fail(from_body(entry.error))
+
+
+def _without_gap(stored: list[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return the messages before the first missing one, encoded and decoded."""
+    found: list[tuple[bytes, dict[str, Any]]] = []
+    for data in stored:
+        try:
+            message = from_json(data)
+            if message["seq"] == len(found) and not is_duplicate_refusal(message):
+                found.append((data, message))
+        except (ValueError, KeyError, TypeError):
+            break  # malformed
+    return found

@@ -28,6 +28,12 @@ class IdempotencyGuard(Protocol):
     def send(self, route: Route) -> None:
         """Record the chosen instance under the key, then send the request to it."""
 
+    def catch_up(self) -> None:
+        """Read the engine's messages from the stored stream; live ones may have been missed."""
+
+    def recover_gap(self) -> bool:
+        """Read missing messages from the stored stream; False if they are not expected there."""
+
     def release_key(self, error: ThawError) -> None:
         """Give the key up for another gateway, and fail the request here with `error`."""
 
@@ -90,6 +96,7 @@ class ActiveRequest:
         """Put the request under an idempotency key, whose replies are captured."""
         self.idempotency = guard
         self.reader.accepts_duplicates = True
+        self.reader.recover_gap = guard.recover_gap
 
     # Attempts on engines.
 
@@ -137,6 +144,7 @@ class ActiveRequest:
         self._resume(self._resume_fields())
 
     def _resume(self, fields: dict[str, Any] | None) -> None:
+        self.resume_state.attempt_started()
         self.reader.resume(fields)
         self.response.resume()
 

@@ -13,7 +13,7 @@ from shared.contracts.inference import (
     InferRaw,
 )
 from shared.contracts.phases import PhaseSpan
-from shared.errors import Conflict
+from shared.errors import Conflict, InstanceDraining
 
 _FINAL: dict[str, type[Answered]] = {
     "finished": InferFinished,
@@ -31,6 +31,13 @@ def parse_final(message: dict[str, Any]) -> Answered:
 def phases_of(message: dict[str, Any]) -> tuple[PhaseSpan, ...]:
     """Parse the phases that a message carries."""
     return tuple(PhaseSpan.model_validate(p) for p in message.get("phases") or ())
+
+
+def ends_attempt(message: dict[str, Any]) -> bool:
+    """Whether the message ends an attempt, and another instance continues the response."""
+    if message["kind"] == "failed":
+        return message.get("engine_lost") is True or bool(message["error"]["code"] == InstanceDraining.code)
+    return bool(message["kind"] == "yielded")
 
 
 def is_duplicate_refusal(message: dict[str, Any]) -> bool:

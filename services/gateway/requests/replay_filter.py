@@ -40,6 +40,10 @@ class ReplayFilter:
                 choice.chars += len(delta.get("text", ""))
                 choice.is_finished = choice.is_finished or bool(delta.get("finish_reason"))
 
+    def expect(self, index: int, token_ids: Iterable[int], chars: int, *, is_finished: bool) -> None:
+        """Expect output of a choice to be generated again."""
+        self._choices[index] = _Choice(list(token_ids), chars, is_finished)
+
     def preceded_by(self, messages: Iterable[dict[str, Any]]) -> ReplayFilter:
         """Return a filter for the output of `messages`, then what is pending here."""
         combined = ReplayFilter(messages)

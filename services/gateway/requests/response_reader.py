@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,7 @@ class ResponseReader:
     Attributes:
         attempt: The present attempt.
         accepts_duplicates: Skip messages that arrive twice, as from a captured stream.
+        recover_gap: Called when messages are missing; true if they will be read elsewhere.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class ResponseReader:
     ) -> None:
         self.attempt = Attempt()
         self.accepts_duplicates = False
+        self.recover_gap: Callable[[], bool] = lambda: False
         self._ticket = ticket
         self._model = model
         self._dispatcher = dispatcher
@@ -130,6 +133,8 @@ class ResponseReader:
         if self.accepts_duplicates and (message["seq"] < attempt.next_seq or is_duplicate_refusal(message)):
             return
         if message["seq"] != attempt.next_seq:
+            if self.recover_gap():
+                return
             gap = EngineFailed(f"Messages of {self._model} were lost: number {attempt.next_seq} is missing")
             self._dispatcher.on_message_gap(self._ticket, gap, now)
             return

@@ -21,6 +21,23 @@ class ResumeChoice:
     finish_reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How much of a choice has been generated."""
+
+    tokens: int = 0
+    chars: int = 0
+    is_finished: bool = False
+
+    def after(self, delta: dict[str, Any]) -> Position:
+        """Return the position after a `ChoiceDelta`, as decoded from the wire."""
+        return Position(
+            self.tokens + len(delta.get("token_ids", ())),
+            self.chars + len(delta.get("text", "")),
+            self.is_finished or bool(delta.get("finish_reason")),
+        )
+
+
 class ResumeState:
     """Tokens generated so far, and what else an engine needs to continue from them.
 
@@ -32,6 +49,7 @@ class ResumeState:
     """
 
     __slots__ = (
+        "_attempt_start",
         "choices",
         "head",
         "not_resumable_reason",
@@ -53,6 +71,15 @@ class ResumeState:
         self.head: dict[str, Any] = {}
         self.revision = ""
         self.replay_filter = ReplayFilter()
+        self._attempt_start: dict[int, Position] = {}
+
+    def attempt_started(self) -> None:
+        """The next engine continues the response, after the output that is not pending."""
+        self._attempt_start = {}
+        for index, choice in self.choices.items():
+            tokens, chars, is_end_pending = self.replay_filter.pending(index)
+            is_finished = choice.finish_reason is not None and not is_end_pending
+            self._attempt_start[index] = Position(len(choice.token_ids) - tokens, choice.chars - chars, is_finished)
 
     def response_started(self, message: InferStarted | InferResponse, revision: str) -> None:
         """An engine has admitted the request, or continues it."""
@@ -83,6 +110,19 @@ class ResumeState:
     def rewind(self, messages: Iterable[dict[str, Any]]) -> None:
         """Expect `messages`, which have been added, to be generated again."""
         self.replay_filter = self.replay_filter.preceded_by(messages)
+
+    def rewind_to(self, messages: Iterable[dict[str, Any]]) -> None:
+        """Expect the present attempt's output after `messages`, its first ones, once more."""
+        positions = dict(self._attempt_start)
+        for message in messages:
+            for delta in message.get("choices") or message.get("progress") or ():
+                index = delta.get("index", 0)
+                positions[index] = positions.get(index, Position()).after(delta)
+        self.replay_filter = ReplayFilter()
+        for index, choice in self.choices.items():
+            kept = positions.get(index, Position())
+            is_end_pending = choice.finish_reason is not None and not kept.is_finished
+            self.replay_filter.expect(index, choice.token_ids[kept.tokens :], choice.chars - kept.chars, is_finished=is_end_pending)
 
     def resume_fields(self, prepared: str, *, keeps_partial_output: bool) -> dict[str, Any] | None:
         """Build the fields of a `Resume` message.

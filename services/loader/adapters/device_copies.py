@@ -68,7 +68,7 @@ class Copies:
         self._copies: dict[int, _Copy] = {}
         self._closers = ThreadPoolExecutor(_CLOSED_AT_ONCE, thread_name_prefix="close-arena")
 
-    # -- loading -------------------------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     def begin(self, run: int, region: Region) -> None:
         """Register the memory of a run, before its first byte is loaded."""
@@ -121,7 +121,7 @@ class Copies:
             copies = source.copies if source is not None else []
             return next((c.handle for c in copies if c.order.device == device and not c.closing), None)
 
-    # -- releasing -----------------------------------------------------------------------------------------------------------------
+    # -- releasing ---------------------------------------------------------------------------------
 
     def close(self, order: CloseArena) -> None:
         copy = self._copies.get(order.number)
@@ -155,7 +155,7 @@ class Copies:
             self.remove(run)()
         self._devices.close()
 
-    # -- status --------------------------------------------------------------------------------------------------------------------
+    # -- status ------------------------------------------------------------------------------------
 
     def on_devices(self, run: int) -> dict[str, int]:
         """Return the bytes of device memory that the run takes, by device."""
@@ -175,7 +175,7 @@ class Copies:
             found.append(LinkStatus(link=link, bytes_per_second=speed, queued_bytes=queued, loads=loads, finish_ms=finish))
         return tuple(found)
 
-    # -- threads -------------------------------------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------
 
     def _copy_to_device(self, copy: _Copy, source: _Source) -> None:
         order = copy.order

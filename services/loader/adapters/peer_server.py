@@ -33,7 +33,9 @@ _CONNECTIONS = 64
 _IDLE_S = 60.0
 
 Find = Callable[[str], AbstractContextManager[tuple[Path, EntryRecord] | None]]
-"""Find the directory and record of a complete revision, which is pinned while the context is open; None if there is none."""
+"""Find the directory and record of a complete revision, which is pinned while the context is open;
+None if there is none.
+"""
 
 
 class PeerServer:

@@ -19,7 +19,7 @@ from weights.pool.shm import free_bytes
 log = logging.getLogger(__name__)
 _AT_ONCE = 4
 _WAIT_S = 2.0
-"""How long to wait until a process has unmapped released chunks: a killed process takes a moment."""
+"""Time for a process to unmap released chunks; a killed process takes a moment."""
 _RESCAN_S = 0.1
 _STUCK_RESCAN_S = 1.0
 

@@ -67,7 +67,7 @@ class Records:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
                 raise Conflict(
-                    f"another loader runs with {self._root}; stop it, or give this one another THAW_NODE or THAW_HOME"
+                    f"Another loader runs with {self._root}; stop it, or give this one another THAW_NODE or THAW_HOME"
                 ) from e
             yield
         finally:

@@ -133,7 +133,7 @@ class Run:
         if self.tier is not None:
             self.tier.close()
 
-    # -- steps -------------------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def _opened(self) -> tuple[Tier, Path, Checkpoint]:
         """Open the fastest source of the model, and check its headers.

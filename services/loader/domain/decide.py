@@ -7,15 +7,16 @@ Prepare and attach
  2. the instance holds other weights → refused;
  3. unknown weights, or failed ones and a new holder → a load run;
  4. weights being evicted → a load run after the eviction;
- 5. else the instance becomes a holder, with an arena on its device if it has one. Cached weights become held at once. A background load
-    gets a request's priority if the new holder serves one. An attach is answered at its index or its last byte (on its device too), or
-    with the run's error.
+ 5. else the instance becomes a holder, with an arena on its device if it has one. Cached weights
+    become held at once. A background load gets a request's priority if the new holder serves one.
+    An attach is answered at its index or its last byte (on its device too), or with the run's
+    error.
 
 Release
  6. others hold them → nothing is freed;
  7. the last holder of a running load → the run is cancelled;
- 8. the last holder of complete weights → they stay cached if the budget allows, evicting others; else they are evicted, and the release
-    is answered when the memory is free;
+ 8. the last holder of complete weights → they stay cached if the budget allows, evicting others;
+    else they are evicted, and the release is answered when the memory is free;
  9. the last holder on a device → its arena is closed before the answer.
 
 A report of a run other than the entry's own is stale and changes nothing.
@@ -83,7 +84,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return reported(state, event, now)
 
 
-# -- prepare and attach ------------------------------------------------------------------------------------------------------------
+# -- prepare and attach ----------------------------------------------------------------------------
 
 
 def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
@@ -107,16 +108,16 @@ def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
 
 def _objection(state: State, event: Prepare | Attach) -> ThawError | None:
     if state.closing:
-        return ShuttingDown("the loader is shutting down")
+        return ShuttingDown("The loader is shutting down")
     if isinstance(event, Prepare) and event.token >> 32 < state.epoch:
         return StaleToken(
             f"The prepare of {event.instance_id} is from leader epoch {event.token >> 32}, and epoch {state.epoch} was seen"
         )
     if event.instance_id in state.released or instance_of(event.instance_id) in state.released:
-        return StaleToken(f"instance {event.instance_id} has released its weights; a new start has a new instance id")
+        return StaleToken(f"Instance {event.instance_id} has released its weights; a new start has a new instance id")
     held = state.held_by(event.instance_id)
     if held is not None and held.weights_id != event.card.info.revision:
-        return Conflict(f"instance {event.instance_id} holds the weights of {held.model} already")
+        return Conflict(f"Instance {event.instance_id} holds the weights of {held.model} already")
     return None
 
 

@@ -84,7 +84,7 @@ def adopted(state: State, event: Adopted) -> Decision:
 
 
 def stop(state: State) -> Decision:
-    error = ShuttingDown("the loader is shutting down").body()
+    error = ShuttingDown("The loader is shutting down").body()
     effects: list[Effect] = []
     state = replace(state, closing=True)
     for entry in tuple(state.entries.values()):

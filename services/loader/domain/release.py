@@ -52,7 +52,7 @@ def release_hold(state: State, entry: Entry, instance_id: str, now: float, *, ke
 
     Without holders the entry is cached (if allowed, and `keep`) or evicted.
     """
-    gone = StaleToken(f"instance {instance_id} has released its weights").body()
+    gone = StaleToken(f"Instance {instance_id} has released its weights").body()
     refused = tuple(Refused(w.reply, gone) for w in entry.waiters if w.instance_id == instance_id)
     entry = replace(
         entry,

@@ -4,7 +4,8 @@
  1. memory suffices, what other loads were promised counted → granted;
  2. evicting everything cached and spare would not suffice → denied;
  3. evictions, cancelled loads and chunks being populated will suffice → wait for them;
- 4. else evict the least recently used cached weights, pinned ones never; their chunks stay spare for the load;
+ 4. else evict the least recently used cached weights, pinned ones never; their chunks stay spare
+    for the load;
  5. nothing is left to evict → free spare chunks of the wrong size, or deny the load.
 
 `make_ready(state, room)` populates free chunks, a few at a time, while nothing loads and the host

@@ -2,11 +2,13 @@
 
 An entry's stages:
 
-    LOADING ──► INDEXED ──► COMPLETE ◄──► CACHED ──► gone        a load run is in progress in LOADING and INDEXED
+    LOADING ──► INDEXED ──► COMPLETE ◄──► CACHED ──► gone
+                    (a load run is in progress in LOADING and INDEXED)
        │           │           │
        ├───────────┴──► FAILED │              kept while it has holders, so that they get the error
        ▼           ▼           ▼
-      LEAVING (the run is being cancelled, or the memory reclaimed) ──► gone, or LOADING again after a new attach
+      LEAVING (the run is being cancelled, or the memory reclaimed) ──► gone, or LOADING again
+               after a new attach
 """
 
 from __future__ import annotations

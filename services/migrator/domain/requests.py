@@ -39,8 +39,8 @@ FINISHED = "it finished before it could be handed over"
 def read(t: Turn, name: str, tokens: TokensRead) -> None:
     """Decide after a reading of tokens.
 
-    1. The request cannot move. 2. First reading: compute the whole sequence. 3. Later readings: the gap decides. 4. Continue a cut round,
-    which counts only if the source was faster.
+    1. The request cannot move. 2. First reading: compute the whole sequence. 3. Later readings: the
+    gap decides. 4. Continue a cut round, which counts only if the source was faster.
     """
     job = t.work.jobs.get(name)
     if job is None:

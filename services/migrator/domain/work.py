@@ -59,7 +59,7 @@ class Job:
     rate: float = 0.0
     asked_prepare: bool = False
     refusal: str = ""
-    """Why the gateway refused the move, while the destination is asked whether it has the request."""
+    """Why the gateway refused the move; the destination is asked whether it has the request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from pathlib import Path
 import psutil
 
 from services.nodeagent.devices.port import DeviceInfo
+from shared.control_groups import memory_room
 
 log = logging.getLogger(__name__)
-_V2 = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60
 
 
 class CpuDevice:
@@ -77,48 +76,13 @@ def private_rss(pid: int) -> int | None:
 
 
 def available_bytes() -> int:
-    """Host memory that is available without swapping.
+    """Return the host memory in bytes that is available without swapping.
 
-    The limit of this process's memory cgroup counts.
+    The limits of this process's control group apply.
     """
     free = psutil.virtual_memory().available
-    room = _cgroup_room()
+    room = memory_room()
     return free if room is None else min(free, room)
-
-
-def _cgroup_room() -> int | None:
-    paths = dict(_cgroups())
-    if "memory" in paths:
-        root = Path("/sys/fs/cgroup/memory")
-        limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        candidates = (root / paths["memory"].lstrip("/"), root)
-    else:
-        limit, used = "memory.max", "memory.current"
-        candidates = (_V2 / paths.get("", "/").lstrip("/"), _V2)
-    for directory in candidates:
-        try:
-            text = (directory / limit).read_text().strip()
-            if text == "max" or int(text) >= _UNLIMITED:
-                return None
-            return max(0, int(text) - int((directory / used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _cgroups() -> Iterable[tuple[str, str]]:
-    """Yield (controller, path) of this process.
-
-    The controller of the unified hierarchy is empty.
-    """
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            yield controller, path
 
 
 def oom_kills() -> int | None:

@@ -35,7 +35,8 @@ class CudaDevice:
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
         """Bytes by process, as the driver accounts them.
 
-        The result is empty in a container with its own pid namespace, whose pids are not NVML's, and where the driver does not account processes.
+        The result is empty in a container with its own pid namespace, whose pids are not NVML's,
+        and where the driver does not account processes.
         """
         wanted = set(pids)
         try:
@@ -54,7 +55,7 @@ class CudaDevice:
         try:
             return call(argument)
         except self._nvml.NVMLError as e:
-            raise DeviceFailed(f"NVML cannot read {self._id}: {e}. See `nvidia-smi` and the kernel's log (`dmesg`).") from e
+            raise DeviceFailed(f"NVML cannot read {self._id}: {e}. See `nvidia-smi` and the kernel's log (`dmesg`)") from e
 
 
 def load_nvml() -> Any | None:

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 def open_devices(settings: NodeagentSettings, budgets: Path, *, adopting: bool) -> dict[str, Device]:
     """Open the node's devices, by id.
 
-    A budget derived from available memory is stored in `budgets`, and reused while engines of an earlier agent run (`adopting`), because their
-    memory is not available now.
+    A budget derived from available memory is stored in `budgets`, and reused while engines of an
+    earlier agent run (`adopting`), because their memory is not available now.
 
     Raises:
         DeviceMissing: A device in THAW_DEVICES does not exist.

@@ -25,7 +25,8 @@ class DeviceInfo:
 class Device(Protocol):
     """A device.
 
-    Both readings raise `DeviceFailed` if the driver does not answer: a GPU can be lost while the node keeps running.
+    Both readings raise `DeviceFailed` if the driver does not answer: a GPU can be lost while the
+    node keeps running.
     """
 
     @property

@@ -13,8 +13,9 @@ LEAST_DRIVER = 610
 def weights_on_gpu(kinds: Iterable[str], found: Iterable[Capability]) -> tuple[Capability, ...]:
     """The capability to share weights on GPUs; empty if the node has no GPU.
 
-    An engine that CUDA may checkpoint has its own copy: drivers before `LEAST_DRIVER` fail with shared memory, later ones are unproven, and the
-    loader's memory would stay in use while the engine is suspended.
+    An engine that CUDA may checkpoint has its own copy: drivers before `LEAST_DRIVER` fail with
+    shared memory, later ones are unproven, and the loader's memory would stay in use while the
+    engine is suspended.
 
     Args:
         kinds: Kinds of the node's devices.

@@ -19,8 +19,8 @@ def on_adopted(transition: Transition, event: Adopted) -> None:
 
     1. Ended: it stays in the status for the rest of its minute.
     2. The process is gone: its teardown starts again.
-    3. Alive: published as recorded, because it serves without an agent. It is asked for a report and ended if none arrives; an interrupted stop
-       continues.
+    3. Alive: published as recorded, because it serves without an agent. It is asked for a report
+       and ended if none arrives; an interrupted stop continues.
     4. Suspended and still frozen: it stays so.
     5. Any other suspension or resume in progress: resumed and verified, or started cold.
     """
@@ -32,7 +32,7 @@ def on_adopted(transition: Transition, event: Adopted) -> None:
     command = instance.command
     if instance.process is Process.QUEUED:  # the queue was lost with the earlier agent, and the instance holds nothing
         waited = InsufficientMemory(
-            "The nodeagent was restarted while the instance waited for memory. Start it again.", should_retry=True
+            "The nodeagent was restarted while the instance waited for memory. Start it again", should_retry=True
         )
         process_exit.process_gone(transition, transition.put(instance), waited.body())
         return

@@ -4,10 +4,11 @@ It returns the next state and the effects.
 
     preparing ──fork, report──► loading ──report──► ready ──stop──► draining ──exit──► stopped
         any ──exit, failure report, no progress──► failed
-    ready ──suspend──► draining ──► suspended | asleep ──resume──► resuming ──► ready        (suspending.py)
+    ready ──suspend──► draining ──► suspended | asleep ──resume──► resuming ──► ready
+                             (suspending.py)
 
-An instance's bytes are freed at one place only (`teardown.py`): after its process has exited, its memory is verified free and its weights are
-released. Until then it holds them in every state.
+An instance's bytes are freed at one place only (`teardown.py`): after its process has exited, its
+memory is verified free and its weights are released. Until then it holds them in every state.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ class Measured:
 class EngineForked:
     """An engine's process was started.
 
-    `process_start` is in clock ticks since boot; together with the pid it identifies a process uniquely.
+    `process_start` is in clock ticks since boot; together with the pid it identifies a process
+    uniquely.
     """
 
     instance_id: str

@@ -17,10 +17,10 @@ def stale(transition: Transition, token: int, instance: Instance | None) -> Stal
     """
     epoch = token >> EPOCH_SHIFT
     if epoch < transition.state.newest_epoch:
-        return StaleToken(f"epoch {epoch} is stale: this node has seen epoch {transition.state.newest_epoch} of a newer leader")
+        return StaleToken(f"Epoch {epoch} is stale: this node has seen epoch {transition.state.newest_epoch} of a newer leader")
     if epoch > transition.state.newest_epoch:
         transition.state = replace(transition.state, newest_epoch=epoch)
         transition.emit(PersistEpoch(epoch))
     if instance is not None and token < instance.token:
-        return StaleToken(f"token {token} is older than {instance.token}, already seen for instance {instance.instance_id}")
+        return StaleToken(f"Token {token} is older than {instance.token}, already seen for instance {instance.instance_id}")
     return None

@@ -1,9 +1,10 @@
 """The ledger: bytes of each device booked by instances.
 
-An instance books its whole need (`StartInstance.reserve_bytes`, from `shared.sizing`) evenly over its device set, all or nothing, and keeps it until
-its process has exited and its weights are released. Two instances of one model revision share a weight segment, yet each books its full
-need: the sum can only overstate the use, and the other booking stays right when one instance ends. Actual use is measured and
-reported separately (`DeviceStatus.used_bytes` counts a segment once).
+An instance books its whole need (`StartInstance.reserve_bytes`, from `shared.sizing`) evenly over
+its device set, all or nothing, and keeps it until its process has exited and its weights are
+released. Two instances of one model revision share a weight segment, yet each books its full need:
+the sum can only overstate the use, and the other booking stays right when one instance ends. Actual
+use is measured and reported separately (`DeviceStatus.used_bytes` counts a segment once).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Ledger:
             return NotFound(f"{list(device_ids)} is not a set of devices: name at least one, each once")
         unknown = [d for d in device_ids if d not in self.budgets]
         if unknown:
-            return NotFound(f"this node has no device {', '.join(unknown)}; it has {', '.join(sorted(self.budgets)) or 'none'}")
+            return NotFound(f"This node has no device {', '.join(unknown)}; it has {', '.join(sorted(self.budgets)) or 'none'}")
         each = _share(device_ids, total)
         own = self.bookings.get(but)
         for device in device_ids:
@@ -79,7 +80,8 @@ class Ledger:
     def set_booking(self, instance_id: str, device_ids: Iterable[str], total: int) -> Ledger:
         """The ledger with this booking, without a check of the budget.
 
-        For a running instance, which holds its bytes in any case. Nothing new is granted until the device is within its budget again.
+        For a running instance, which holds its bytes in any case. Nothing new is granted until the
+        device is within its budget again.
         """
         known = tuple(device_ids)
         return replace(self, bookings={**self.bookings, instance_id: Booking(known, _share(known, total))})

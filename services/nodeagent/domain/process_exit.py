@@ -23,8 +23,9 @@ def on_exit(transition: Transition, event: EngineExited) -> None:
 def process_gone(transition: Transition, instance: Instance, error: ErrorBody | None) -> None:
     """Handle the exit of a process.
 
-    After a stop request or a clean exit the instance proceeds to stopped. Otherwise it has failed, with the error that it reported itself if there
-    is one. After a failed resume it is started cold, once.
+    After a stop request or a clean exit the instance proceeds to stopped. Otherwise it has failed,
+    with the error that it reported itself if there is one. After a failed resume it is started
+    cold, once.
     """
     if resuming.restarts(instance):
         no_memory_error = resuming.restart(transition, instance, error)

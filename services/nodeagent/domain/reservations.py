@@ -1,8 +1,9 @@
 """The order in which waiting reservations get device memory.
 
-A reservation is for a device set, all or nothing. Higher priority goes first, then longer waiting time. A smaller reservation may overtake one that
-does not fit yet, and an important one any other, but only `PASSES` times. After that the overtaken one goes first, and no other
-reservation gets bytes of its devices until it fits. `grant` is pure.
+A reservation is for a device set, all or nothing. Higher priority goes first, then longer waiting
+time. A smaller reservation may overtake one that does not fit yet, and an important one any other,
+but only `PASSES` times. After that the overtaken one goes first, and no other reservation gets
+bytes of its devices until it fits. `grant` is pure.
 """
 
 from __future__ import annotations

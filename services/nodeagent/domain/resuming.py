@@ -40,7 +40,7 @@ def on_resume(transition: Transition, event: ResumeCommand) -> None:
         return
     if instance is None or instance.process is Process.GONE or instance.stop_asked or instance.state is InstanceState.FAILED:  # 2
         transition.reply(
-            event.reply, NotFound(f"instance {command.instance_id} is not running on this node. Start another instance.")
+            event.reply, NotFound(f"Instance {command.instance_id} is not running on this node. Start another instance")
         )
         return
     # A resume belongs to the newest plan; the numbers of the start stay.

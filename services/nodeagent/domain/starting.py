@@ -36,7 +36,8 @@ def on_start(transition: Transition, event: StartCommand) -> None:
     1. Stale: refused.
     2. Known: done again, unless it is stopping.
     3. Shutting down: refused.
-    4. Does not fit: queued if it may wait, else refused; weights that the loader holds for it are released.
+    4. Does not fit: queued if it may wait, else refused; weights that the loader holds for it are
+       released.
     5. Booked, recorded, forked.
     """
     command, known = event.command, transition.find(event.command.instance_id)
@@ -47,7 +48,7 @@ def on_start(transition: Transition, event: StartCommand) -> None:
     if known is not None:  # 2
         if known.stop_asked or not (known.state.starting or known.state is InstanceState.READY):
             transition.reply(
-                event.reply, Conflict(f"instance {command.instance_id} is {known.state}; a new start needs a new instance id")
+                event.reply, Conflict(f"Instance {command.instance_id} is {known.state}; a new start needs a new instance id")
             )
         else:
             transition.change(known, token=command.token)

@@ -2,7 +2,8 @@
 
 Times are seconds of the machine's monotonic clock, which outlives the process.
 
-Fields of `Instance` and `SuspendState` are stored on disk; aliases read the records of earlier versions.
+Fields of `Instance` and `SuspendState` are stored on disk; aliases read the records of earlier
+versions.
 """
 
 from __future__ import annotations

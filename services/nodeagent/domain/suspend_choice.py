@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from services.nodeagent.domain.state import Outlook
 
 ENOUGH = 2.0
-"""A method that leaves more than this multiple of the best one's remaining memory in use is not considered."""
+"""A method that leaves more than this multiple of the best one's remaining memory in use is not
+considered.
+"""
 
 
 def choose(outlooks: Iterable[Outlook]) -> Outlook:

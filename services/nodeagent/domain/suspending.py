@@ -2,11 +2,13 @@
 
 See resuming.py for the reverse.
 
-    ready ──pause──► draining ──idle, frozen, memory verified──► suspended | asleep ──reserved──► resuming ──verified──► ready
-                         └──impossible──► stopped                              resume fails ──► preparing (a cold start, once)
+    ready ──pause──► draining ──idle, frozen, memory verified──► suspended | asleep
+                         └──impossible──► stopped
+    suspended | asleep ──reserved──► resuming ──verified──► ready
+                                         └──fails──► preparing (a cold start, once)
 
-An instance that cannot be suspended is stopped instead. Its booking shrinks to the measured remainder, and only then are the freed bytes available to
-others; it grows again before a resume.
+An instance that cannot be suspended is stopped instead. Its booking shrinks to the measured
+remainder, and only then are the freed bytes available to others; it grows again before a resume.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ IN_HOST_MEMORY: tuple[SuspendWay, ...] = ("cuda", "sleep_cuda")
 """Methods whose snapshots are host memory of frozen processes."""
 LEAK_FACTOR = 1.25
 LEAK_FLOOR = 64 * 1024 * 1024
-"""An engine that uses this much, and this factor, more than after its start has a leak: it is restarted instead of suspended."""
+"""An engine that uses this much, and this factor, more than after its start has a leak: it is
+restarted instead of suspended.
+"""
 
 
 def not_suspendable_reason(state: NodeState, instance: Instance) -> str:
@@ -234,8 +238,8 @@ def on_suspended(transition: Transition, event: Suspended) -> None:
         return
     p, command = instance.suspend_state, instance.command
     transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, command.device_ids, event.left_bytes))
-    # The builtin engine's KV cache grows with use: measured when idle it would be too small.
-    # The maximum counts: after a resume only touched memory is in use, and on cpu the rest is in swap.
+    # The builtin engine's KV cache grows with use: measured when idle it would be too small. The
+    # maximum counts: after a resume only touched memory is in use, and on cpu the rest is in swap.
     held = event.left_bytes + event.snapshot_bytes if p.outlook.way == "cpu" else event.used_bytes
     most = max(held, event.used_bytes, p.used_bytes, p.base_bytes)
     need = max(most, command.reserve_bytes) if command.card.spec.engine == "builtin" else most
@@ -259,7 +263,8 @@ def on_suspended(transition: Transition, event: Suspended) -> None:
     if p.resume_requested and not instance.stop_asked:
         refused = resuming.reserve_and_resume(transition, instance, wait_s=0.0, priority=0)
         if refused is not None:
-            # The resume was already acknowledged: the status reports the error, as after a wait in vain.
+            # The resume was already acknowledged: the status reports the error, as after a wait in
+            # vain.
             transition.park(instance, no_memory_error=refused.model_copy(update={"param": RESERVATION}))
 
 
@@ -293,8 +298,8 @@ def make_room(transition: Transition, wanted: int, but: str) -> bool:
 
     True if that succeeded.
 
-    The least recently suspended instances are spilled to swap if their snapshot is in host memory, else stopped. Snapshots of
-    page-out are in swap already.
+    The least recently suspended instances are spilled to swap if their snapshot is in host memory,
+    else stopped. Snapshots of page-out are in swap already.
     """
     while transition.state.snapshot_bytes_except(but) + wanted > transition.state.snapshot_budget:
         parked = [
@@ -340,7 +345,8 @@ def on_spilled(transition: Transition, event: Spilled) -> None:
 def on_assessed(transition: Transition, event: Assessed) -> None:
     """Handle an assessment.
 
-    1. The first one since the start: its memory is the baseline for leaks; an instance that was started to be suspended is suspended now.
+    1. The first one since the start: its memory is the baseline for leaks; an instance that was
+       started to be suspended is suspended now.
     2. Deferred suspensions are decided.
     """
     instance = transition.find(event.instance_id)

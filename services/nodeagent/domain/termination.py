@@ -10,7 +10,8 @@ from services.nodeagent.domain.transition import Transition
 def terminate(transition: Transition, instance: Instance) -> None:
     """Send SIGTERM, and SIGKILL after the grace period.
 
-    No effect if already in progress. Before the fork is confirmed nothing is sent; `on_forked` kills the process then.
+    No effect if already in progress. Before the fork is confirmed nothing is sent; `on_forked`
+    kills the process then.
     """
     if instance.process is not Process.ALIVE or instance.kill_at is not None:
         transition.put(instance.model_copy(update={"drain_until": None}))

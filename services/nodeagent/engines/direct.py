@@ -96,9 +96,9 @@ class DirectLauncher:
                 _, words = await reaper.communicate()
         except TimeoutError as e:
             reaper.kill()
-            raise EngineFailed(f"containers of {instance_id} were not removed within {_CLEAN_WITHIN_S:g} s") from e
+            raise EngineFailed(f"Containers of {instance_id} were not removed within {_CLEAN_WITHIN_S:g} s") from e
         if reaper.returncode:
-            raise EngineFailed(f"containers of {instance_id} could not be removed: {words.decode(errors='replace').strip()}")
+            raise EngineFailed(f"Containers of {instance_id} could not be removed: {words.decode(errors='replace').strip()}")
 
     async def close(self) -> None:
         """Stop the spare hosts. Engines keep running."""

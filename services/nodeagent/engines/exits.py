@@ -20,7 +20,8 @@ def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, 
     Args:
         pid: The process.
         returncode: Exit status, -N for signal N, or None if unknown.
-        oom_kills: The kernel's count of OOM kills shortly before and after. A rise is reported as an observation about the machine.
+        oom_kills: The kernel's count of OOM kills shortly before and after. A rise is reported as
+            an observation about the machine.
         log_path: The instance's log.
     """
     how = _how(returncode)

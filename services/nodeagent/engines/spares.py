@@ -2,8 +2,9 @@
 
 They save half of a start.
 
-There is one for each configured engine. It is used once, and replaced after a period without starts, because imports compete for the cores of a
-starting engine. A spare holds memory (some 500 MB for vLLM) that is not charged to a device. It exits with this agent.
+There is one for each configured engine. It is used once, and replaced after a period without
+starts, because imports compete for the cores of a starting engine. A spare holds memory (some
+500 MB for vLLM) that is not charged to a device. It exits with this agent.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Spares:
     """Keeps spare hosts.
 
     Args:
-        rest_s: Seconds without a start before a spare is created; four times as long after one that has exited by itself.
+        rest_s: Seconds without a start before a spare is created; four times as long after one that
+            has exited by itself.
     """
 
     def __init__(

@@ -2,8 +2,9 @@
 
 The zygote has imported the libraries once.
 
-The zygote is detached and outlives this agent; the next agent finds it by its socket. If it dies a new one is started; its engines keep running,
-and their exits are seen through their pidfds, without an exit status.
+The zygote is detached and outlives this agent; the next agent finds it by its socket. If it dies a
+new one is started; its engines keep running, and their exits are seen through their pidfds, without
+an exit status.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ MAX_SOCKET_PATH = 107
 """Maximum length of a Unix socket's path in bytes."""
 _CONNECT_POLL_S = 0.02
 _WARM_WITHIN_S = 60.0
-"""A nodeagent counts as ready after this long, whether its zygote has imported its libraries or not."""
+"""A nodeagent counts as ready after this long, whether its zygote has imported its libraries or
+not.
+"""
 _START_WITHIN_S = 120.0
 _FORK_WITHIN_S = 60.0
 _RESTART_WAITS_S = (0.1, 0.5, 2.0, 5.0)
@@ -89,7 +92,8 @@ class ZygoteLauncher:
                 self._connected.clear()
                 if self._closing.is_set():
                     return
-                # It listens before its imports, so a zygote that dies without a reply may do so repeatedly.
+                # It listens before its imports, so a zygote that dies without a reply may do so
+                # repeatedly.
                 self._failures = 0 if self._has_replied else self._failures + 1
                 log.warning("lost the zygote; starting another", extra={"pid": self._pid, "log": log_tail(self._log_path)})
                 self._abandon()
@@ -116,7 +120,7 @@ class ZygoteLauncher:
                     return found
                 if last or isinstance(e, TimeoutError):
                     raise EngineFailed(
-                        f"the zygote did not fork an engine: {str(e) or f'no answer in {_FORK_WITHIN_S:g} s'}"
+                        f"The zygote did not fork an engine: {str(e) or f'no answer in {_FORK_WITHIN_S:g} s'}"
                     ) from e
         raise AssertionError("the second attempt returns or raises")
 
@@ -168,7 +172,8 @@ class ZygoteLauncher:
         """Wait for a connection.
 
         Raises:
-            EngineFailed: The zygote failed to start twice in a row; the message has the end of its log.
+            EngineFailed: The zygote failed to start twice in a row; the message has the end of its
+                log.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_START_WITHIN_S):
@@ -176,7 +181,7 @@ class ZygoteLauncher:
                     self._state_changed.clear()
                     await self._state_changed.wait()
         if not self._connected.is_set():
-            raise EngineFailed(f"the zygote does not start; the end of {self._log_path.name}:\n{log_tail(self._log_path)}")
+            raise EngineFailed(f"The zygote does not start; the end of {self._log_path.name}:\n{log_tail(self._log_path)}")
 
     async def _connect(self) -> asyncio.StreamReader:
         deadline = asyncio.get_running_loop().time() + _START_WITHIN_S
@@ -191,9 +196,9 @@ class ZygoteLauncher:
                 self._process = self._spawn()
                 self._pid = self._process.pid
             elif (status := self._process.poll()) is not None:
-                raise EngineFailed(f"the zygote ended with status {status}: {log_tail(self._log_path)}")
+                raise EngineFailed(f"The zygote ended with status {status}: {log_tail(self._log_path)}")
             if asyncio.get_running_loop().time() > deadline:
-                raise EngineFailed(f"the zygote does not listen on {self._path} after {_START_WITHIN_S:g} s")
+                raise EngineFailed(f"The zygote does not listen on {self._path} after {_START_WITHIN_S:g} s")
             await asyncio.sleep(_CONNECT_POLL_S)
 
     def _spawn(self) -> subprocess.Popen[bytes]:

@@ -2,7 +2,8 @@
 
 They also find and measure them. Supports the freezers of cgroup v2 and v1.
 
-v2: `cgroup.freeze` and `cgroup.events`; SIGKILL reaches frozen processes. v1: `freezer.state`; a signal waits until the group is thawed.
+v2: `cgroup.freeze` and `cgroup.events`; SIGKILL reaches frozen processes. v1: `freezer.state`; a
+signal waits until the group is thawed.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Cgroups:
 
     `scope` is NodeSettings.scope.
 
-    If `root` is None there are no groups, and `reason` explains why. Calls block for milliseconds at most, except `freeze`, which takes seconds if a
-    process is in the kernel.
+    If `root` is None there are no groups, and `reason` explains why. Calls block for milliseconds
+    at most, except `freeze`, which takes seconds if a process is in the kernel.
     """
 
     def __init__(self, scope: str, root: Path | None, freezer: Freezer | None, reason: str = "") -> None:
@@ -163,7 +164,7 @@ class Cgroups:
         while not freezer.is_frozen(directory):
             if time.monotonic() > deadline:
                 freezer.set_frozen(directory, False)
-                raise EngineFailed(f"the engine's processes could not be frozen within {_FREEZE_WITHIN_S:g} s")
+                raise EngineFailed(f"The engine's processes could not be frozen within {_FREEZE_WITHIN_S:g} s")
             time.sleep(wait)
             wait = min(2 * wait, _LONGEST_POLL_S)
 
@@ -264,7 +265,8 @@ def open_cgroups(scope: str, version: int | None = None) -> Cgroups:
 def _sweep(root: Path) -> None:
     """Remove empty groups of nodes that no longer exist.
 
-    Only old ones: a new group may be about to get its first process. A group with a process cannot be removed.
+    Only old ones: a new group may be about to get its first process. A group with a process cannot
+    be removed.
     """
     for directory in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):

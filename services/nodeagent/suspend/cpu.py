@@ -2,7 +2,8 @@
 
 A resume thaws them; pages return on access.
 
-A page that another process maps too (a zygote's imports, shared weights) stays in memory. Success is judged by PSS, read while the engine is frozen.
+A page that another process maps too (a zygote's imports, shared weights) stays in memory. Success
+is judged by PSS, read while the engine is frozen.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class PageOut:
             before = memory.footprint(target.pids)
             self._cgroups.freeze(target.instance_id)
             pids = tuple(sorted({*target.pids, *self._cgroups.pids(target.instance_id)}))
-            # The first time its working set is unknown: everything is resident because it was just created.
+            # The first time its working set is unknown: everything is resident because it was just
+            # created.
             again = target.instance_id in self._touched
             self._touched[target.instance_id] = _resident(pids) if again else {}
             after = memory.page_out(pids, before.pss + before.swap)
@@ -94,7 +96,7 @@ class PageOut:
         if after.pss > _MOST_LEFT * whole:
             self._cgroups.thaw(target.instance_id)
             raise CannotSuspend(
-                f"only {max(0, whole - after.pss) >> 20} of {whole >> 20} MiB were freed: the rest is mapped by other processes too, "
+                f"Only {max(0, whole - after.pss) >> 20} of {whole >> 20} MiB were freed: the rest is mapped by other processes too, "
                 "locked, or did not fit swap"
             )
         log.info(
@@ -115,7 +117,7 @@ class PageOut:
         try:
             await asyncio.to_thread(self._cgroups.thaw, target.instance_id)
         except OSError as e:
-            raise RestoreFailed(f"the engine's control group cannot be thawed: {e}") from e
+            raise RestoreFailed(f"The engine's control group cannot be thawed: {e}") from e
 
     async def prefetched(self) -> None:
         """Wait until all prefetches have finished."""

@@ -2,8 +2,9 @@
 
 The device is freed, and the processes are frozen.
 
-Order, for every process with a context: lock all, checkpoint all, then freeze; thaw, restore all, unlock all. Freezing before all are locked
-hangs, and CUDA may misbehave while frozen, according to CRIU's maintainers. Requires driver 570 or later and the package cuda-bindings.
+Order, for every process with a context: lock all, checkpoint all, then freeze; thaw, restore all,
+unlock all. Freezing before all are locked hangs, and CUDA may misbehave while frozen, according to
+CRIU's maintainers. Requires driver 570 or later and the package cuda-bindings.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class CudaCheckpoint:
         driver = self._require_driver()
         pids = self._contexts(target)
         if not pids:
-            raise CannotSuspend("none of the engine's processes has a CUDA context that this node can see")
+            raise CannotSuspend("None of the engine's processes has a CUDA context that this node can see")
         used = self._memory_usage.used(target)
         if used == 0:
             raise CannotSuspend(UNPROVABLE)
@@ -184,7 +185,7 @@ class CudaCheckpoint:
                 self._cgroups.freeze(target.instance_id)
             left = self._memory_usage.used(target)
             if used - left < _LEAST_FREED * used:
-                raise EngineFailed(f"after the checkpoint {left >> 20} of {used >> 20} MiB are still in use on the device")
+                raise EngineFailed(f"After the checkpoint {left >> 20} of {used >> 20} MiB are still in use on the device")
             return SuspendResult(used, left, max(used - left, memory.footprint(target.pids).pss - host))
         except (EngineFailed, PermissionDenied, OSError) as e:
             self._undo(driver, target, pids)
@@ -196,7 +197,7 @@ class CudaCheckpoint:
         except EngineFailed as e:
             raise RestoreFailed(e.message) from e
         except OSError as e:
-            raise RestoreFailed(f"the engine's control group cannot be thawed: {e}") from e
+            raise RestoreFailed(f"The engine's control group cannot be thawed: {e}") from e
 
     def cannot_spill(self) -> str:
         """Why snapshots cannot be written to swap; empty if they can."""
@@ -231,7 +232,7 @@ class CudaCheckpoint:
         freed = before.pss - after.pss
         if freed < _LEAST_FREED * before.pss:
             raise CannotSuspend(
-                f"only {max(0, freed) >> 20} of {before.pss >> 20} MiB were written to swap: the rest is locked or shared"
+                f"Only {max(0, freed) >> 20} of {before.pss >> 20} MiB were written to swap: the rest is locked or shared"
             )
         self._spilled.add(target.instance_id)
         return freed
@@ -246,7 +247,7 @@ class CudaCheckpoint:
         states = {pid: driver.state(pid) for pid in target.pids}
         for pid, state in states.items():
             if state in (State.FAILED, State.CHECKPOINTING, State.RESTORING):
-                raise EngineFailed(f"the driver failed for pid {pid}: its state is {state.name.lower()}")
+                raise EngineFailed(f"The driver failed for pid {pid}: its state is {state.name.lower()}")
         for pid, state in states.items():
             if state is State.CHECKPOINTED:
                 driver.restore(pid)
@@ -257,7 +258,8 @@ class CudaCheckpoint:
     def _contexts(self, target: Target) -> list[int]:
         """The engine's processes with a CUDA context.
 
-        They are NVML's compute processes; in a pid namespace, where NVML's pids do not match, the driver is asked for each.
+        They are NVML's compute processes; in a pid namespace, where NVML's pids do not match, the
+        driver is asked for each.
         """
         driver = self._require_driver()
         seen = sorted(self._memory_usage.by_process(target.device_ids, target.pids))

@@ -19,12 +19,14 @@ MADV_PAGEOUT = 21
 _BATCH = 512
 _PASSES = 3
 _FEW_LEFT = 0.1
-"""A page that is in transit when advised (in a pagevec, under writeback) needs another pass, if many remain."""
+"""A page that is in transit when advised (in a pagevec, under writeback) needs another pass, if
+many remain.
+"""
 _STEP = 64 * 1024 * 1024
 """Mappings are advised in steps of this size, so that a failure affects only a part."""
 _UNTOUCHABLE = ("[vvar]", "[vdso]", "[vsyscall]", "[vvar_vclock]", "[uprobes]")
 _PRESENT = re.compile(rb"[\x80-\xff]+(?:[\x00-\x7f]{1,7}[\x80-\xff]+)*")
-"""Runs of present pages. A gap of fewer than the eight pages that a fault reads anyway is included."""
+"""Runs of present pages. A gap shorter than the eight pages that a fault reads is included."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,7 +59,7 @@ def footprint(pids: Iterable[int]) -> Footprint:
         except (FileNotFoundError, ProcessLookupError):
             continue
         except PermissionError as e:
-            raise PermissionDenied("reading an engine's memory (smaps_rollup) needs CAP_SYS_PTRACE") from e
+            raise PermissionDenied("Reading an engine's memory (smaps_rollup) needs CAP_SYS_PTRACE") from e
         values = {k: int(v.split()[0]) * 1024 for k, _, v in (line.partition(":") for line in text.splitlines()[1:]) if v}
         pss += values.get("Pss", 0)
         swap += values.get("Swap", 0)
@@ -79,7 +81,8 @@ def mappings(pid: int) -> Iterator[tuple[int, int]]:
 def resident(pid: int) -> list[tuple[int, int]]:
     """(start, length) of a process's resident memory, including gaps of a few pages.
 
-    Uses `pagemap`: a page that the process has touched is in its page table. Raises `PermissionDenied` without the right to ptrace it.
+    Uses `pagemap`: a page that the process has touched is in its page table. Raises
+    `PermissionDenied` without the right to ptrace it.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     found: list[tuple[int, int]] = []
@@ -92,7 +95,7 @@ def resident(pid: int) -> list[tuple[int, int]]:
                     runs = _PRESENT.finditer(entries[7::8])
                     found += [(start + offset + m.start() * page, (m.end() - m.start()) * page) for m in runs]
     except PermissionError as e:
-        raise PermissionDenied("reading an engine's page table (pagemap) needs CAP_SYS_PTRACE") from e
+        raise PermissionDenied("Reading an engine's page table (pagemap) needs CAP_SYS_PTRACE") from e
     return found
 
 
@@ -170,7 +173,7 @@ def _advise(descriptor: int, pieces: list[tuple[int, int]], advice: int) -> int:
             if code == errno.EPERM:
                 raise PermissionDenied("process_madvise needs CAP_SYS_NICE and the right to ptrace the engine (CAP_SYS_PTRACE)")
             if code == errno.ENOSYS:
-                raise EngineFailed("this kernel has no process_madvise (Linux 5.10 or later is needed)")
+                raise EngineFailed("This kernel has no process_madvise (Linux 5.10 or later is needed)")
             if code == errno.EINTR:
                 continue
             pieces = pieces[1:]

@@ -12,7 +12,8 @@ from services.nodeagent.suspend.port import Target
 class MemoryUsage:
     """Measures device memory.
 
-    On cpu: PSS including weights in shared memory (a page of n users counts 1/n). On cuda: NVML's accounting.
+    On cpu: PSS including weights in shared memory (a page of n users counts 1/n). On cuda: NVML's
+    accounting.
     """
 
     def __init__(self, devices: Mapping[str, Device]) -> None:

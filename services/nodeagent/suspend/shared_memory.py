@@ -1,7 +1,7 @@
 """Shared memory of killed Python engines, which cannot unlink it.
 
-The host's reaper (services/enginehost/runtimes/reaper.py) does the same. When the nodeagent kills host and engine together, the reaper starts too
-late to see which segments the engine had mapped.
+The host's reaper (services/enginehost/runtimes/reaper.py) does the same. When the nodeagent kills
+host and engine together, the reaper starts too late to see which segments the engine had mapped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from shared.processes import all_pids
 
 _DIRECTORY = Path("/dev/shm")
 _NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
-"""Shared memory and semaphores of Python's multiprocessing, and shared memory of vLLM's cpu workers."""
+"""Shared memory and semaphores of Python's multiprocessing, and shared memory of vLLM's cpu
+workers.
+"""
 _MAPPED = ("/dev/shm/psm_", "/dev/shm/sem.", "/dev/shm/vllm_dist_")
-"""Names that the kernel shows: a semaphore by the temporary name under which the C library created it."""
+"""Names that the kernel shows: a semaphore by the temporary name under which the C library created
+it.
+"""
 
 
 def mapped(pid: int) -> set[int]:

@@ -24,15 +24,18 @@ _LEAST_FREED = 0.1
 _FREED_WITHIN_S = 5.0
 _POLL_S = 0.1
 _AGAIN = 3
-"""Reading weights again takes this many times as long as copying them from host memory, until measured."""
+"""Reading weights again takes this many times as long as copying them from host memory, until
+measured.
+"""
 Sleep = Callable[[str, int], Awaitable[EngineAsleep]]
 
 
 class EngineSleep:
     """Suspends engines by their own sleep.
 
-    `sleep(instance_id, level)` asks the engine's host. Level 1 (weights to host memory) is used if the engine has it and the weights fit `budget` and
-    the free memory, else level 2 (weights are read again).
+    `sleep(instance_id, level)` asks the engine's host. Level 1 (weights to host memory) is used if
+    the engine has it and the weights fit `budget` and the free memory, else level 2 (weights are
+    read again).
     """
 
     name: SuspendWay = "sleep"
@@ -67,10 +70,10 @@ class EngineSleep:
         try:
             await self._sleep(target.instance_id, self._level(target, int(used * (1 - self._estimates.left))))
         except ThawError as e:
-            raise CannotSuspend(f"the engine refused to sleep: {e.message}") from e
+            raise CannotSuspend(f"The engine refused to sleep: {e.message}") from e
         left = await self._settled(target, used)
         if used - left < _LEAST_FREED * used:
-            raise CannotSuspend(f"the engine reports that it sleeps, but {left >> 20} of {used >> 20} MiB are still in use")
+            raise CannotSuspend(f"The engine reports that it sleeps, but {left >> 20} of {used >> 20} MiB are still in use")
         now = await asyncio.to_thread(footprint, target.pids)
         self._estimates = self._estimates.suspended(used, left)
         return SuspendResult(used, left, max(0, now.pss - host.pss) if target.on_cuda else 0)

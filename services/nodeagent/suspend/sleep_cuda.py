@@ -1,8 +1,8 @@
 """Engine sleep followed by CUDA checkpoint.
 
-At sleep level 1 the engine has dropped its KV cache and moved its weights to host memory, so that little device memory is
-left to copy. A resume runs in the opposite order. SwapServeLLM, 3.3: the engine's help makes the snapshot small. Whether it is
-faster than the checkpoint alone is measured.
+At sleep level 1 the engine has dropped its KV cache and moved its weights to host memory, so that
+little device memory is left to copy. A resume runs in the opposite order. SwapServeLLM, 3.3: the
+engine's help makes the snapshot small. Whether it is faster than the checkpoint alone is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared.errors import CannotSuspend, ThawError
 
 _LEVEL = 1
 _KEPT_SHARE = 0.5
-"""Expected share of weights in device memory until measured; the rest, the KV cache, is not kept."""
+"""Expected share of weights in device memory until measured; the KV cache is not kept."""
 
 
 class SleepThenCheckpoint:
@@ -63,7 +63,7 @@ class SleepThenCheckpoint:
         try:
             await self._sleep(target.instance_id, _LEVEL)
         except ThawError as e:
-            raise CannotSuspend(f"the engine refused to sleep: {e.message}") from e
+            raise CannotSuspend(f"The engine refused to sleep: {e.message}") from e
         taken = await self._cuda.suspend(target)
         now = await asyncio.to_thread(footprint, target.pids)
         snapshot = max(taken.snapshot_bytes, now.pss - host.pss)

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _HOLD_DEADLINE_MS = 3_000
 _ASK_AGAIN_S = 0.02
 _KEPT = 0.7
-"""Share of an engine's memory that must be present after a resume: less means that pages were lost."""
+"""Share of an engine's memory that must be present after a resume: less means lost pages."""
 _PATIENCE = 3.0
 """Deadline of a resume, in multiples of its expected duration."""
 _TRIED_AGAIN_S = 600.0
@@ -132,7 +132,7 @@ class Suspender:
         """
         target = await asyncio.to_thread(self.target, instance)
         if not target.pids:
-            raise CannotSuspend("none of the engine's processes can be found")
+            raise CannotSuspend("None of the engine's processes can be found")
         tried = (instance.command.card.name, name)
         try:
             taken = await self._ways[name].suspend(target)
@@ -154,7 +154,7 @@ class Suspender:
         """
         way, target = self._ways[name], self._frozen.get(instance.instance_id)
         if not isinstance(way, Spilling):
-            raise CannotSuspend(f"a suspension by {name} has no snapshot that can be written to swap")
+            raise CannotSuspend(f"A suspension by {name} has no snapshot that can be written to swap")
         return await way.spill(target if target is not None else await asyncio.to_thread(self.target, instance))
 
     async def resume(self, instance: Instance, name: SuspendWay | None) -> int:
@@ -179,14 +179,15 @@ class Suspender:
         else:
             await asyncio.to_thread(self.cgroups.thaw, instance.instance_id)
         if name == "cpu":
-            # Its memory exists in memory or swap whatever the engine does. Other methods restore memory while the engine wakes.
+            # Its memory exists in memory or swap whatever the engine does. Other methods restore
+            # memory while the engine wakes.
             probed, used = await asyncio.gather(self._wake(instance), asyncio.to_thread(self._prove, instance, target))
         else:
             probed = await self._wake(instance)
             # Listed again: waking may have created processes, as Ollama does for each load.
             used = await asyncio.to_thread(lambda: self._prove(instance, self.target(instance)))
         if not probed.same:
-            raise RestoreFailed("the engine's output differs from its output before the suspension")
+            raise RestoreFailed("The engine's output differs from its output before the suspension")
         if name is not None:
             self._ways[name].learn(instance.suspend_state.snapshot_bytes, asyncio.get_running_loop().time() - begun)
         return used
@@ -206,11 +207,11 @@ class Suspender:
                 answer = await self._ask(subject, WakeEngine(deadline_ms=max(1, int(left * 1e3))), EngineProbed)
             except Unreachable as e:
                 if asyncio.get_running_loop().time() + _ASK_AGAIN_S >= deadline:
-                    raise RestoreFailed(f"the engine cannot be reached: {e.message}") from e
+                    raise RestoreFailed(f"The engine cannot be reached: {e.message}") from e
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             except DeadlineExceeded as e:
-                raise RestoreFailed(f"the engine did not answer within {within_s:g} s") from e
+                raise RestoreFailed(f"The engine did not answer within {within_s:g} s") from e
             except ThawError as e:
                 raise RestoreFailed(e.message) from e
             assert isinstance(answer, EngineProbed)
@@ -226,7 +227,8 @@ class Suspender:
             there = self._memory_usage.held(target)
         except (PermissionDenied, DeviceFailed) as e:
             raise RestoreFailed(e.message) from e
-        # On cpu a second suspension frees only memory touched since the first: the rest is still in swap.
+        # On cpu a second suspension frees only memory touched since the first: the rest is still in
+        # swap.
         moved = suspend_state.snapshot_bytes if suspend_state.outlook.way == "cpu" else suspend_state.frees_bytes
         before = suspend_state.left_bytes + moved
         if suspend_state.freezing and there < _KEPT * before:

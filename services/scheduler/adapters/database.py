@@ -37,8 +37,7 @@ async def open_connection(url: str, **options: Any) -> asyncpg.Connection:
     """Connect to the URL's first server that accepts writes: the present primary.
 
     asyncpg's own list of servers stops at the first one that answers with an error, for example
-    while it
-    is starting.
+    while it is starting.
 
     Raises:
         OSError, asyncpg.PostgresError or asyncpg.InterfaceError: The last server's error, if none

@@ -54,7 +54,9 @@ class LoadTraces:
         return self._parents.get(instance_id)
 
     def ended(self, effect: LoadEnded) -> LoadTrace:
-        """Close the load's span with the scheduler's own phases as children; return the load's record."""
+        """Close the load's span with the scheduler's own phases as children; return the load's
+        record.
+        """
         plan = effect.plan
         if self._plan_ended is not None:
             self._plan_ended(plan)

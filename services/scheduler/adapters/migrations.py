@@ -1,4 +1,6 @@
-"""The leader's side of the migration bucket: orders, updates, and the search for a request's engine."""
+"""The leader's side of the migration bucket: orders, updates, and the search for a request's
+engine.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ async def write_loaders(connection: AsyncConnection, loaders: Iterable[LoaderPre
 
 
 def persisted_part(x: LoaderPresence) -> tuple[object, ...]:
-    """Return the part of a loader's status that is stored; unchanged parts are not written again."""
+    """Return the part of a loader's status that is stored; unchanged parts are not rewritten."""
     status = x.status
     held = tuple((s.weights_id, s.loaded_bytes >= s.total_bytes, tuple(s.on_devices.items())) for s in status.segments)
     return (held, status.cached, status.links)

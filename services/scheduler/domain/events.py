@@ -76,7 +76,8 @@ class CommandAccepted:
 class AddModelsRequested:
     """Register models.
 
-    `infos`: what a loader read of each spec whose source is new or changed, by name.
+    `infos`: what a loader read of each spec whose source is new or changed, by name. `replace`: a
+    registered model may get another source.
     """
 
     at: float
@@ -84,6 +85,7 @@ class AddModelsRequested:
     specs: tuple[ModelSpec, ...]
     infos: dict[str, ModelInfo]
     prune: bool
+    replace: bool = False
 
 
 @value(frozen=True, slots=True)

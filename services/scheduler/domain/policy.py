@@ -24,13 +24,15 @@ class Policy:
     horizon_s: float = 60.0
     """A victim's cost counts by the odds that it is used again within this time."""
     min_active_s: float = 2.0
-    """A ready instance is not evicted before this: the requests that started it are on their way."""
+    """Minimum life of a ready instance: the requests that started it are on their way."""
     no_node_timeout_s: float = 30.0
     """Demand waits this long for any node; then its requests fail."""
     drain_timeout_s: float = 60.0
     """Running requests of a draining instance are ended after this."""
     scale_up_after_s: float = 1.0
-    """Demand must exceed the capacity of ready and starting instances this long for one more replica."""
+    """Demand must exceed the capacity of ready and starting instances this long for one more
+    replica.
+    """
     min_idle_s: float = 1.0
     """The shortest keep-alive: a new instance waits this long for the requests that woke it."""
     node_lost_after_s: float = NODE_LOST_AFTER_S
@@ -47,7 +49,9 @@ class Policy:
     busy_cooldown_s: float = 1.0
     """An instance that refused to stop because it serves is not asked again before this."""
     grant_wait_s: float = 10.0
-    """Seconds that a start may wait on its node for memory of instances that stop there; with 0 it is sent once that is free."""
+    """Seconds that a start may wait on its node for memory of instances that stop there; with 0 it
+    is sent once that is free.
+    """
     refusal_cooldown_s: float = 1.0
     """A device whose nodeagent refused a reservation is not used for this long."""
     stop_retry_s: float = 5.0
@@ -57,7 +61,7 @@ class Policy:
     backoff_first_s: float = 1.0
     backoff_limit_s: float = 30.0
     init_grace_s: float = 30.0
-    """Grace after `init_timeout` before the scheduler ends a start that its nodeagent did not end."""
+    """Grace after `init_timeout`, then the scheduler ends a start that its nodeagent did not."""
     stable_after_s: float = 30.0
     """An instance that fails after serving this long does not lengthen the back-off."""
 

@@ -41,8 +41,7 @@ def unchecked(kind: type[M], values: dict[str, Any]) -> M:
     """Create a contract's value from complete, correctly typed `values` without validation.
 
     Like pydantic's `model_construct`, which takes longer than validating. For records that a
-    decision
-    creates in numbers.
+    decision creates in numbers.
     """
     made = object.__new__(kind)
     _set(made, "__dict__", values)

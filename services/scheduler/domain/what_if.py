@@ -102,10 +102,10 @@ def _changes(state: ClusterState, assumption: Assumption, now: float) -> tuple[l
 
 def _added(state: ClusterState, a: AssumeNode, now: float) -> tuple[list[Change], str]:
     if a.node in state.nodes:
-        raise Conflict(f"node {a.node!r} already exists. To change it, write budget={a.node}/DEVICE:BYTES", param="what_if")
+        raise Conflict(f"Node {a.node!r} already exists. To change it, write budget={a.node}/DEVICE:BYTES", param="what_if")
     like = next((n for _, n in sorted(state.nodes.items()) if n.devices), None)
     if like is None and (a.devices is None or a.nbytes is None):
-        raise NotFound("no node exists to copy. Write add-node=NAME:DEVICES:BYTES", param="what_if")
+        raise NotFound("No node exists to copy. Write add-node=NAME:DEVICES:BYTES", param="what_if")
     kind = like.devices[0].kind if like is not None else "cuda"
     budget = a.nbytes if a.nbytes is not None else like.devices[0].budget_bytes if like is not None else 0
     count = a.devices if a.devices is not None else len(like.devices) if like is not None else 1
@@ -127,7 +127,7 @@ def _budget(state: ClusterState, a: AssumeBudget) -> tuple[list[Change], str]:
     node = _node(state, a.node)
     known = [d.device_id for d in node.devices]
     if a.device not in known:
-        raise NotFound(f"node {a.node} has no device {a.device!r}; it has {', '.join(known)}", param="what_if")
+        raise NotFound(f"Node {a.node} has no device {a.device!r}; it has {', '.join(known)}", param="what_if")
     devices = tuple(replace(d, budget_bytes=a.nbytes) if d.device_id == a.device else d for d in node.devices)
     return [Put(replace(node, devices=devices))], f"{a.node}/{a.device} has a budget of {gib(a.nbytes)}"
 
@@ -135,7 +135,7 @@ def _budget(state: ClusterState, a: AssumeBudget) -> tuple[list[Change], str]:
 def _node(state: ClusterState, name: str) -> Node:
     found = state.nodes.get(name)
     if found is None:
-        raise NotFound(f"no node {name!r}; see `thaw node list`", param="what_if")
+        raise NotFound(f"No node {name!r}; see `thaw node list`", param="what_if")
     return found
 
 

@@ -14,7 +14,10 @@ import pytest
 
 pytestmark = pytest.mark.slow
 _PER_BYTE = 60
-"""Bytes of memory for each byte sent. The benchmark's goal is 20; an unbounded prompts times n took thousands."""
+"""Bytes of memory for each byte sent.
+
+The benchmark's goal is 20; an unbounded prompts times n took thousands.
+"""
 
 
 def test_no_hostile_body_breaks_the_gateway(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """An engine on device memory that its loader owns.
 
-The engine asks for it by device, serves from it, and exits when the loader is gone. Here the device's memory is host memory.
+The engine asks for it by device, serves from it, and exits when the loader is gone. Here the
+device's memory is host memory.
 """
 
 from __future__ import annotations

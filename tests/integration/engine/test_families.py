@@ -83,7 +83,9 @@ CONFIGS: dict[str, Any] = {
 CONVERTED = {"qwen3-moe", "mixtral"}
 """transformers fuses their experts' weights, so these are copies."""
 BF16_NEAR_TIE = 0.05
-"""Maximum gap of the two best logits, relative to the spread of all, where a bfloat16 batch first departs from a single stream."""
+"""Maximum gap of the two best logits, relative to the spread of all, where a bfloat16 batch first
+departs from a single stream.
+"""
 
 PROMPTS = [[7, 8, 9, 10, 11], list(range(20, 50)), [5], list(range(100, 117))]
 TOKENS = 40
@@ -213,7 +215,8 @@ def assert_near_tie(loaded: LoadedModel, prompt: list[int], alone: list[int], mi
 def test_preemption_changes_nothing(tmp_path: Path, demo_directory: Path) -> None:
     """Preemption does not change output.
 
-    Four sequences grow beyond a block each in a cache of five blocks: some are preempted and recomputed.
+    Four sequences grow beyond a block each in a cache of five blocks: some are preempted and
+    recomputed.
     """
     prompts = [list(range(10 * i + 3, 10 * i + 3 + BLOCK_TOKENS - 20)) for i in range(4)]
     loaded = LoadedModel(save("llama", tmp_path / "m", demo_directory, torch.float32), "float32", kv_blocks=5)

@@ -22,7 +22,7 @@ def nats_server() -> Iterator[NatsServer]:
     server.close()
 
 
-async def test_an_answer_over_the_message_limit_comes_in_parts(engines: Engines, instance: tuple[str, int]) -> None:
+async def test_a_response_over_the_message_limit_is_sent_in_parts(engines: Engines, instance: tuple[str, int]) -> None:
     texts = [str(i % 7) for i in range(INPUTS)]
     stream = await engines.answer(instance[0], "embedding", input=texts)
     done = stream.replies[-1]

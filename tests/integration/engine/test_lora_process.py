@@ -148,7 +148,7 @@ async def test_adapters_load_beside_a_base_that_is_still_loading(
     await notify(engines, instance, cards[0], cards[0], cards[1])
     early = {adapter_holder(instance, 0), adapter_holder(instance, -1)}
     await asyncio.wait_for(loader.held(early), 30)
-    assert not engines.is_ready(instance), "the base's bytes have not come"
+    assert not engines.is_ready(instance), "the base's bytes are not loaded"
     loader.release_data()
     assert (await engines.settled(instance)).state == "ready"
     attached = await engines.reported(instance, lambda r: len(r.load.adapters) == 2)

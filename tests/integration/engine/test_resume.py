@@ -172,12 +172,12 @@ def test_stop_strings_are_found_across_the_cut(loaded: LoadedModel, reported: Re
     text = flat(reported.answer(request(loaded, "plain"))[0])[0]
     for start in range(4, 20, 3):
         stop = text[start : start + 6]
-        first = request(loaded, f"whole-{start}", stop=[stop, "never said"])
+        first = request(loaded, f"whole-{start}", stop=[stop, "never sent"])
         whole = reported.answer(first)
         assert whole[0][-1].finish_reason == "stop"
         for count in range(1, len(whole[0])):
             name = f"stop-{start}-{count}"
-            rest = reported.answer(request(loaded, name, cut(whole, {0: count}, first), stop=[stop, "never said"]))
+            rest = reported.answer(request(loaded, name, cut(whole, {0: count}, first), stop=[stop, "never sent"]))
             assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0]), (stop, count)
 
 
@@ -255,7 +255,8 @@ def test_it_is_answered_after_a_while_with_what_was_computed(loaded: LoadedModel
 def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) -> None:
     """Running sequences gain a token in every step during a preparation.
 
-    The preparation runs after them, in chunks: each token is delayed by at most a part of one chunk.
+    The preparation runs after them, in chunks: each token is delayed by at most a part of one
+    chunk.
     """
     small = LoadedModel.__new__(LoadedModel)
     small.__dict__ = loaded.__dict__ | {"limits": dataclasses.replace(loaded.limits, chunk_tokens=64)}

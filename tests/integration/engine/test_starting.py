@@ -59,7 +59,7 @@ def with_config(directory: Path, **changes: object) -> None:
         (with_a_damaged_tokenizer, "checkpoint_invalid", "tokenizer"),
         (lambda d: with_config(d, model_type="nonesuch"), "unsupported_architecture", "nonesuch"),
         (lambda d: with_config(d, model_type="vit"), "unsupported_architecture", "vit"),
-        (lambda d: with_config(d, quantization_config={"quant_method": "gptq"}), "unsupported_architecture", "quantised"),
+        (lambda d: with_config(d, quantization_config={"quant_method": "gptq"}), "unsupported_architecture", "Quantised"),
     ],
 )
 async def test_an_unusable_model_is_reported_and_the_process_exits(
@@ -129,7 +129,8 @@ async def test_a_loader_that_was_restarted_is_followed(
 ) -> None:
     """An engine follows a restarted loader.
 
-    The engine starts before the loader, and has mapped a segment that is replaced before it is complete.
+    The engine starts before the loader, and has mapped a segment that is replaced before it is
+    complete.
     """
     start = engines.spec(card_of(demo_directory))
     pid = await forked(client, start)

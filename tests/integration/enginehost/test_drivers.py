@@ -137,7 +137,8 @@ async def test_sglang_without_a_copy_of_its_weights_has_the_second_level_only(ho
 async def test_vllm_on_gpus_that_others_use_too(hosts: Hosts, tmp_path: Path) -> None:
     """vLLM shares GPUs with other processes.
 
-    vLLM refuses to start if less than its share of the GPU is free, even with an explicit cache size; that size applies to each GPU.
+    vLLM refuses to start if less than its share of the GPU is free, even with an explicit cache
+    size; that size applies to each GPU.
     """
     source = tmp_path / "model"
     source.mkdir()
@@ -187,7 +188,8 @@ async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_
 async def test_a_model_that_embeds_is_loaded_as_one(hosts: Hosts, tmp_path: Path, engine: str) -> None:
     """An embedding model is loaded as one.
 
-    Ollama refuses to generate with it, even for an empty request; llama.cpp's server embeds only with its option.
+    Ollama refuses to generate with it, even for an empty request; llama.cpp's server embeds only
+    with its option.
     """
     card = hosted_card("engine://embed-small", engine, memory=MIB) if engine == "ollama" else card_of(tmp_path, engine)
     card = card.model_copy(update={"info": card.info.model_copy(update={"task": "embed"})})

@@ -102,7 +102,8 @@ async def test_a_client_that_leaves_ends_its_request_through_a_relay(hosts: Host
 async def test_a_port_of_the_machine_where_that_is_asked_for_has_no_dev_mode(hosts: Hosts, tmp_path: Path) -> None:
     """An engine on a port of the machine has no development mode.
 
-    docs/engines.md: with {port} in its command, or `network: host`, all users of the machine reach it.
+    docs/engines.md: with {port} in its command, or `network: host`, all users of the machine reach
+    it.
     """
     command = [fake_program(tmp_path, "vllm"), "--port", "{port}"]
     instance, run = await ready(hosts, hosted_card(tmp_path, "vllm", command=command), device="cuda:0")

@@ -19,6 +19,7 @@ from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, Wak
 from shared.contracts.phases import Phase
 from shared.processes import end_all
 from tests.support.hosted import FAKE, MIB, Hosts, fake_card, hosted_card, reapers, token_of
+from tests.support.stopping import stop
 
 
 async def test_ready_means_that_a_token_was_generated(hosts: Hosts) -> None:
@@ -187,8 +188,8 @@ async def test_the_out_of_memory_killer_is_named(hosts: Hosts, narrow_group: Pat
 
 
 async def test_it_is_asked_to_end_with_the_signal_of_its_model(hosts: Hosts) -> None:
-    told = "import signal,sys,os;signal.signal(signal.SIGINT,lambda *_:(os.write(2,b'asked by SIGINT\\n'),os._exit(0)));"
-    run = f"{told}sys.argv=sys.argv[1:];from tests.support import fake_openai as f;import uvicorn;uvicorn.Server.capture_signals={KEEP};f.main()"
+    handler = "import signal,sys,os;signal.signal(signal.SIGINT,lambda *_:(os.write(2,b'asked by SIGINT\\n'),os._exit(0)));"
+    run = f"{handler}sys.argv=sys.argv[1:];from tests.support import fake_openai as f;import uvicorn;uvicorn.Server.capture_signals={KEEP};f.main()"
     card = hosted_card("engine://m", command=[sys.executable, "-c", run, *FAKE[2:]], memory=MIB, stop_signal="SIGINT")
     start = hosts.host(card)
     report = await hosts.settled(start.instance_id)
@@ -211,7 +212,7 @@ async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:
     await hosts.reported(start.instance_id, lambda r: r.state == "asleep")
     # Stopped, as by a freezer: the host sends no probes meanwhile.
     process = psutil.Process(report.hosted.pids[0])
-    process.suspend()
+    stop(process.pid)
     received = len(hosts.reports[start.instance_id])
     # Wait for two more reports: ten probes would be due in that second or more.
     await hosts.reported(start.instance_id, lambda r: len(hosts.reports[start.instance_id]) > received + 1)

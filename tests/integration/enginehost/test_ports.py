@@ -76,7 +76,7 @@ async def test_it_gets_another_one(hosts: Hosts, tmp_path: Path, thief: list[Any
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
     assert (await hosts.whole(start.instance_id, "chat", messages=[], max_tokens=2)).status == 200
-    assert len([s for s in report.phases if s.phase.value == "init"]) == 2, "both attempts are told"
+    assert len([s for s in report.phases if s.phase.value == "init"]) == 2, "both attempts are reported"
 
 
 async def test_after_three_it_gives_up_and_says_so(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
@@ -89,7 +89,7 @@ async def test_after_three_it_gives_up_and_says_so(hosts: Hosts, tmp_path: Path,
     report = await hosts.settled(start.instance_id)
     assert report.state == "failed"
     assert report.error is not None
-    assert report.error.message == "The engine's port was taken 3 times in a row. Start the instance again."
+    assert report.error.message == "The engine's port was taken 3 times in a row. Start the instance again"
     await hosts.left_nothing(start.instance_id)
 
 

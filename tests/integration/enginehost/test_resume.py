@@ -129,7 +129,7 @@ async def test_they_are_made_in_pieces_and_only_those_that_are_not_there_yet(hos
     calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
     asked = [body for _, path, body in calls if path == "/v1/completions" and isinstance(body["prompt"], list)]
     assert [len(body["prompt"]) for body in asked] == [512, 1024, 1200, 1300, 1812, 2000]
-    assert not any("priority" in body for body in asked), "its operator has it take requests as they come"
+    assert not any("priority" in body for body in asked), "its operator configured no priorities"
 
 
 async def test_a_client_sets_no_priority_in_vllm_unless_its_operator_lets_it(hosts: Hosts, tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def environment(*engines: str) -> dict[str, str]:
 
 
 def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) -> Iterator[RealEngine]:
-    # On some processors recomputed 16-bit positions differ from decoded ones enough to part at near-ties (docs/failover.md).
+    # On some processors recomputed 16-bit positions differ from decoded ones enough to part at
+    # near-ties (docs/failover.md).
     options = {"dtype": "float32"} if engine == "vllm" else {}
     card = hosted_card(source, engine, context=1024, **options)
     hosts = Hosts(None, f"real-{directory.name}", url, directory)  # type: ignore[arg-type]  # only spawns

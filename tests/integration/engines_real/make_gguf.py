@@ -1,7 +1,8 @@
 """Converts a Hugging Face Llama directory to GGUF.
 
-Run `PYTHON make_gguf.py DIRECTORY OUT.gguf` in an environment that has `gguf` and numpy. It does what llama.cpp's convert_hf_to_gguf.py
-does for this architecture: it maps names, and permutes query and key rows to the rotary layout.
+Run `PYTHON make_gguf.py DIRECTORY OUT.gguf` in an environment that has `gguf` and numpy. It does
+what llama.cpp's convert_hf_to_gguf.py does for this architecture: it maps names, and permutes query
+and key rows to the rotary layout.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ async def test_the_probe_says_the_same_each_time(mesh: Mesh, nats_server: NatsSe
         assert (await mesh.request(subjects.engine_control(real.instance), ProbeEngine(), EngineProbed)).same
 
 
-# Since 0.2.0 vLLM on cpu starts without its development mode, on a Unix socket: this test has to start one of its own.
+# Since 0.2.0 vLLM on cpu starts without its development mode, on a Unix socket: this test has to
+# start one of its own.
 @pytest.mark.long
 @pytest.mark.parametrize("level", [1, 2])
 async def test_vllms_sleep_endpoints_are_what_its_driver_takes_them_for(
@@ -54,7 +55,8 @@ async def test_vllms_sleep_endpoints_are_what_its_driver_takes_them_for(
 ) -> None:
     """vLLM's sleep endpoints behave as its driver expects.
 
-    On cpu it frees no memory, but reads the weights again: calls, order and statuses equal those on a GPU.
+    On cpu it frees no memory, but reads the weights again: calls, order and statuses equal those on
+    a GPU.
     """
     hosts = await listening(mesh, nats_server.url, vllm)
     hosted = hosts.reports[vllm.instance][-1].hosted
@@ -112,7 +114,8 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     cancel = CancelInfer(request_id=stream.request_id)
     await mesh.nc.publish(subjects.engine_control(real.instance), cancel.model_dump_json().encode())
     at_cancel = _cpu(pid)
-    # The next request is served after it: an engine that had continued would have computed all of it by then.
+    # The next request is served after it: an engine that had continued would have computed all of
+    # it by then.
     short = await hosts.whole(real.instance, "chat", messages=HELLO, max_tokens=2, temperature=0)
     assert short.status == 200
     if real.engine == "vllm":

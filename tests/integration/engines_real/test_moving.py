@@ -25,7 +25,9 @@ MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "15"))
 """`make test-long` sets 200."""
 TOKENS = 900
 NEAR_TIE = 1e-3
-"""Gap of log-probabilities that rounding may reverse: tokens decoded in steps are recomputed at once."""
+"""Gap of log-probabilities that rounding may reverse: tokens decoded in steps are recomputed at
+once.
+"""
 NODES = ("node-0", "node-1")
 PROMPTS = ("Where does the ice go?", "né 日本 café", "Once upon a time there was a river that")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * PATIENCE_S)]

@@ -62,7 +62,7 @@ async def test_llama_servers_completions_are_resumed(
     assert undisturbed.usage is not None
     assert undisturbed.usage.completion_tokens == 40
     whole = resume_of(replies)
-    assert len(whole.choices[0].token_ids) == 40, "each was told"
+    assert len(whole.choices[0].token_ids) == 40, "each token was reported"
     for cut in (3, len(replies) // 2, len(replies) - 3):
         resume = resume_of(replies[:cut])
         rest = await hosts.ask(own_server.instance, "completion", resume=resume, **body)

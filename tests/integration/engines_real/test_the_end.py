@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 async def test_healthy_and_unable_to_generate(mesh: Mesh, nats_server: NatsServer, tmp_path: Path) -> None:
     """An engine that is healthy but unable to generate is detected.
 
-    vLLM starts with this model, opens its port and is healthy; its attention on cpu cannot compute heads of 16 elements.
+    vLLM starts with this model, opens its port and is healthy; its attention on cpu cannot compute
+    heads of 16 elements.
     """
     source = make_demo_model(tmp_path / "test", "test")
     hosts = Hosts(mesh, "real-mute", nats_server.url, tmp_path)

@@ -1,7 +1,8 @@
 """Acknowledged writes survive the loss of all unsynced data.
 
-A power cut cannot be caused here. These tests take its two halves: the server that `thaw up` configures syncs every write before it
-acknowledges it, and a copy of its files made at the acknowledgement holds the write.
+A power cut cannot be caused here. These tests take its two halves: the server that `thaw up`
+configures syncs every write before it acknowledges it, and a copy of its files made at the
+acknowledgement holds the write.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ SPECS: list[dict[str, Any]] = [
 
 
 RUNS_CODE = {"command", "env", "container", "trust_remote_code", "engine_args", "network"}
-"""Decision about every option of a model (`network: host` opens an engine to other users). A new option fails this test until it has one."""
+"""Decision about every option of a model (`network: host` opens an engine to other users).
+
+A new option fails this test until it has one.
+"""
 
 
 def test_every_option_that_can_run_code_is_known() -> None:

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
-from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelAwake
+from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelAwake, ModelsAdded
 from shared.contracts.base import Message
 from shared.contracts.inference import ChoiceDelta, InferChunk, TokenLogprob, TopLogprob
 from shared.contracts.models import ModelCard
-from shared.errors import ModelNotFound
+from shared.errors import Conflict, ModelNotFound
 from shared.messaging.streams import catalog_bucket
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, hang
@@ -232,6 +232,10 @@ async def test_the_admin_api_asks_the_scheduler(gateway: Served, node: FakeNode)
             return ClusterView(scheduler="s", epoch=3)
         if request.kind == "wake":
             return ModelAwake(instance_id="i")
+        if request.kind == "add_models" and not request.replace:
+            raise Conflict("x is registered with another source", param="replace")
+        if request.kind == "add_models":
+            return ModelsAdded(changed=("x",))
         raise ModelNotFound("no such model", param="model")
 
     await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, answer).start()
@@ -243,6 +247,13 @@ async def test_the_admin_api_asks_the_scheduler(gateway: Served, node: FakeNode)
     assert (asked[-1].deadline_ms, getattr(asked[-1], "name", "")) == (7000, "org/x")
     removed = await gateway.http.delete("/admin/v1/models/org/x")
     assert (removed.status_code, removed.json()["error"]["code"]) == (404, "model_not_found")
+    body = {"specs": [{"name": "x", "source": "/m/x"}]}
+    refused = await gateway.http.post("/admin/v1/models", json=body)
+    assert (refused.status_code, refused.json()["error"]) == (
+        409,
+        {"message": "x is registered with another source", "type": "invalid_request_error", "param": "replace", "code": "conflict"},
+    )
+    assert (await gateway.http.post("/admin/v1/models", json={**body, "replace": True})).json()["changed"] == ["x"]
     faulty = await gateway.http.post("/admin/v1/models", json={"specs": [{"name": "x"}]})
     assert (faulty.status_code, faulty.json()["error"]["param"]) == (400, "specs[0].source")
 

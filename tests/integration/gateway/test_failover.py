@@ -79,7 +79,8 @@ async def test_an_end_that_was_lost_is_missed_though_the_engine_is_busy(
 ) -> None:
     """A lost end is detected though the engine is busy.
 
-    The last messages are lost, and no later one shows the gap; the engine serves another request, and is never idle.
+    The last messages are lost, and no later one shows the gap; the engine serves another request,
+    and is never idle.
     """
     monkeypatch.setattr(failover, "PROBE_AFTER_S", 1.0)
 

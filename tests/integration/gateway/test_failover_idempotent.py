@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 
 from services.gateway.adapters import engine_client, idempotency_store
 from services.gateway.adapters.idempotency_store import Claim
+from services.gateway.idempotency import idempotent_request
 from shared.contracts import subjects
 from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
@@ -23,6 +24,14 @@ from tests.support.servers import NatsServer
 KEY = {"idempotency-key": "k"}
 SCRIPT = Script((TEXT,))
 BODY = chat(stream=True)
+
+
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the lease of a key and its renewal: a late renewal loses the key to a follower."""
+    monkeypatch.setattr(idempotent_request, "LEASE_S", 2.0)
+    monkeypatch.setattr(idempotency_store, "RENEW_S", 0.2)
+    monkeypatch.setattr(idempotent_request, "RENEW_S", 0.2)
 
 
 async def ask(gateway: Served, engine: FakeEngine, tokens: int) -> asyncio.Task[httpx.Response]:
@@ -58,15 +67,12 @@ async def test_all_who_bring_the_key_get_the_parts_as_one(gateway: Served, node:
         assert len(third.requests) == 1
 
 
-async def test_a_new_owner_resumes_from_the_parts(
-    node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("short_lease")
+async def test_a_new_owner_resumes_from_the_parts(node: FakeNode, serve: ServeFn, own_nats: NatsServer) -> None:
     """A new owner resumes from the recorded parts.
 
     The owner dies after one engine died, and then the second engine dies.
     """
-    monkeypatch.setattr(idempotency_store, "LEASE_S", 1.0)
-    monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
     first = await node.engine("alpha", Teller(SCRIPT, holding(9)))
     async with serve() as other:
         await until_listed(other, CARDS)
@@ -87,12 +93,14 @@ async def test_a_new_owner_resumes_from_the_parts(
         assert third.resumed == [14]
 
 
+@pytest.mark.usefixtures("short_lease")
 async def test_a_response_whose_parts_nats_lost_is_generated_again(
     node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A response whose parts NATS lost is generated again.
 
-    NATS is killed after it delivered messages and before it stored them; then the owner dies, which alone has them.
+    NATS is killed after it delivered messages and before it stored them; then the owner dies, which
+    alone has them.
     """
 
     async def killed(_: Claim) -> None:
@@ -100,7 +108,6 @@ async def test_a_response_whose_parts_nats_lost_is_generated_again(
 
     monkeypatch.setattr(Claim, "release", killed)
     monkeypatch.setattr(idempotency_store, "_CAPTURE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
     first = await node.engine("alpha", Teller(SCRIPT, holding(9)))
     async with serve() as other:
         await until_listed(other, CARDS)
@@ -124,7 +131,7 @@ async def test_a_response_whose_parts_nats_lost_is_generated_again(
 def hard_of_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop a first attempt's messages to gateways after its ninth token.
 
-    The stream still captures them.
+    The stream still captures them, but only after the owner has read it.
     """
     take = engine_client.EngineClient._on_message
 
@@ -133,6 +140,13 @@ def hard_of_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
             await take(self, message)
 
     monkeypatch.setattr(engine_client.EngineClient, "_on_message", listening)
+    read = idempotency_store.IdempotencyStore.stored_messages
+
+    async def early(self: idempotency_store.IdempotencyStore, reply: str) -> list[bytes]:
+        found = await read(self, reply)
+        return found[:10] if reply.endswith("-1") else found
+
+    monkeypatch.setattr(idempotency_store.IdempotencyStore, "stored_messages", early)
 
 
 @pytest.mark.usefixtures("hard_of_hearing")
@@ -167,18 +181,13 @@ async def test_a_follower_that_read_more_than_the_owner_skips_the_repetition(
         )
 
 
-# Fails now and then on a busy machine, before and after the changes of 0.2.0; the cause is not known yet.
-@pytest.mark.long
-@pytest.mark.usefixtures("hard_of_hearing")
-async def test_a_follower_that_read_more_takes_over_in_the_middle(
-    node: FakeNode, serve: ServeFn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("hard_of_hearing", "short_lease")
+async def test_a_follower_that_read_more_takes_over_in_the_middle(node: FakeNode, serve: ServeFn) -> None:
     """A follower that read more takes over in the middle of a response.
 
-    The next engine does not resume from output beyond the recorded part: all clients of the key read the same parts.
+    The next engine does not resume from output beyond the recorded part: all clients of the key
+    read the same parts.
     """
-    monkeypatch.setattr(idempotency_store, "LEASE_S", 1.0)
-    monkeypatch.setattr("services.gateway.idempotency.idempotent_request.LEASE_S", 1.0)
     first = await node.engine("alpha", Teller(SCRIPT, holding(12)))
     third = Teller(SCRIPT)
     async with serve() as other, AsyncExitStack() as owning:

@@ -213,7 +213,10 @@ async def test_hosts_and_origins_may_be_allowed(serve: ServeFn, node: FakeNode) 
 
 
 async def test_a_container_is_guarded_by_where_its_port_is_published(serve: ServeFn) -> None:
-    """It listens on all addresses of its container. Other containers reach it by a name without a dot."""
+    """It listens on all addresses of its container.
+
+    Other containers reach it by a name without a dot.
+    """
     async with serve(gateway_host="0.0.0.0", published_address="127.0.0.1") as gateway:
         statuses = {
             host: (await gateway.http.get("/health", headers={"host": host})).status_code

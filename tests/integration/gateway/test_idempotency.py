@@ -48,7 +48,8 @@ async def test_the_second_request_gets_the_firsts_answer(gateway: Served, node: 
 async def test_readers_of_kept_answers_leave_nothing_in_nats(gateway: Served, node: FakeNode) -> None:
     """Readers of stored responses leave nothing in NATS.
 
-    A stream has room for a thousand consumers: clients that repeat a request for minutes would exhaust it.
+    A stream has room for a thousand consumers: clients that repeat a request for minutes would
+    exhaust it.
     """
     await node.engine("alpha")
     for _ in range(5):
@@ -420,7 +421,8 @@ class Away:
 async def test_a_follower_outlives_an_outage_of_the_store(gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower outlives an outage of the store.
 
-    Chaos seed 1: while NATS was stopped, a repetition in progress ended with `the store of idempotency keys cannot be reached`.
+    Chaos seed 1: while NATS was stopped, a repetition in progress ended with
+    `the store of idempotency keys cannot be reached`.
     """
     behaviour = Paced()
     engine = await node.engine("alpha", behaviour)

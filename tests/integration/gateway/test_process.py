@@ -121,7 +121,8 @@ async def test_sigterm_ends_it_in_order_and_logs_no_prompt(node: FakeNode, own_n
 async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would() -> None:
     """A request waits for NATS longer than a client's retries would.
 
-    Chaos seed 5: a gateway restarted while NATS was stopped refused a client's three attempts within eight seconds.
+    Chaos seed 5: a gateway restarted while NATS was stopped refused a client's three attempts
+    within eight seconds.
     """
     port, nats_port = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"

@@ -46,7 +46,7 @@ def ask(mesh: Thaw) -> str:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_stopped_process_is_restarted_and_engines_go_on(mesh: Thaw, name: str) -> None:
+def test_a_stopped_process_is_restarted_and_engines_continue(mesh: Thaw, name: str) -> None:
     answer = ask(mesh)
     (engine,) = (i["pids"] for i in mesh.instances("one"))
     hangs = mesh.status(name)["hangs"]
@@ -68,10 +68,11 @@ def test_a_stopped_process_is_restarted_and_engines_go_on(mesh: Thaw, name: str)
     assert f"{name} hangs and is restarted" in (mesh.home / "logs" / "supervisor.log").read_text()
 
 
-def test_a_supervisor_that_was_killed_and_its_successor_blame_nobody(mesh: Thaw) -> None:
+def test_neither_a_killed_supervisor_nor_its_successor_kills_a_healthy_process(mesh: Thaw) -> None:
     """A killed supervisor and its successor report no false hang.
 
-    Services send heartbeats to the new supervisor's sockets; services that survived are watched again.
+    Services send heartbeats to the new supervisor's sockets; services that survived are watched
+    again.
     """
     before = {name: mesh.pid(name) for name in SERVICES}
     mesh.kill("supervisor")

@@ -16,7 +16,7 @@ connection.sendall(str(os.getpid()).encode())
 """
 
 
-def test_who_connects_while_nobody_serves_is_answered_by_the_next() -> None:
+def test_a_client_that_connects_during_a_restart_is_answered_by_the_new_process() -> None:
     listeners, port = Listeners(), free_port()
     try:
         for _ in range(2):

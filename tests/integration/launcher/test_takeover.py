@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +15,20 @@ import pytest
 
 from tests.support.launcher import Thaw, until
 from tests.support.mesh import kill
+from thaw.errors import CommandError
+from thaw.launcher import control
 from thaw.launcher.home import Home
-from thaw.launcher.processes import identify
+from thaw.launcher.processes import MARK, identify
+from thaw.launcher.servers import postgres_directories
 from thaw.launcher.services import Program
 from thaw.launcher.status import read_status
 from thaw.launcher.supervisor import Supervisor
 from thaw.launcher.watching import Watcher, limits_of
 
 UNRECORDED = ("postgres", "scheduler", "migrator", "loader.node-0", "nodeagent.node-0", "gateway")
+
+LISTENS = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture
@@ -63,3 +73,77 @@ def test_a_survivor_that_waits_for_its_turn_stays_in_the_status(tmp_path: Path) 
     assert status is not None
     assert status.services["gateway"].process == survivor
     assert status.services["nats"].process is None
+
+
+@pytest.fixture
+def unreaped() -> Iterator[None]:
+    """Leave orphans as zombies while the test runs, as an init does that reaps none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = {child.pid for child in psutil.Process().children()}
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1) == 0, os.strerror(ctypes.get_errno())
+    yield
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+    for child in psutil.Process().children():
+        if child.pid not in before:
+            os.waitpid(child.pid, 0)
+
+
+@pytest.mark.usefixtures("unreaped")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lets a process adopt orphans")
+def test_postgres_starts_again_though_its_killed_process_is_a_zombie() -> None:
+    thaw = Thaw()
+    try:
+        thaw.json("up", "--detach", "--port", str(thaw.port))
+        before = pids(thaw)
+        for name in ("supervisor", "postgres"):
+            kill(thaw.pid(name))
+        assert psutil.Process(before["postgres"]).status() == psutil.STATUS_ZOMBIE
+        thaw.json("up", "--detach", "--port", str(thaw.port))
+        after = pids(thaw)
+        assert {name for name in before if before[name] != after[name]} == {"postgres"}
+        kill(thaw.pid("supervisor"))
+        thaw.json("up", "--detach", "--port", str(thaw.port))
+        adopted = thaw.kill("postgres")  # becomes a zombie, too: its supervisor is not its parent
+        assert adopted == after["postgres"]
+        thaw.await_replaced("postgres", adopted)
+        until(lambda: thaw.status("postgres")["status"] == "ready", what="PostgreSQL is ready")
+        assert thaw.status("postgres")["failures"] == 1
+    finally:
+        thaw.close()
+
+
+def test_a_supervisor_that_cannot_start_leaves_the_survivors_to_the_next(thaw: Thaw) -> None:
+    thaw.json("up", "--detach", "--port", str(thaw.port))
+    before = pids(thaw)
+    for name in ("supervisor", "postgres"):
+        kill(thaw.pid(name))
+    (version,) = [path for d in postgres_directories(Home(thaw.home)) if (path := d / "PG_VERSION").exists()]
+    right = version.read_text()
+    version.write_text("9.6\n")
+    error = thaw.error("up", "--detach", "--port", str(thaw.port))
+    assert error["code"] == "start_failed"
+    assert "PostgreSQL could not be set up" in error["message"]
+    version.write_text(right)
+    thaw.json("up", "--detach", "--port", str(thaw.port))
+    after = pids(thaw)
+    assert {name for name in before if before[name] != after[name]} == {"postgres"}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_port_that_a_process_of_this_mesh_holds_counts_as_unused(tmp_path: Path, *, ours: bool) -> None:
+    """A lost status names none of the mesh's processes; `launch` finds and ends them."""
+    environment = {**os.environ, MARK: "gateway", "THAW_HOME": str(tmp_path if ours else tmp_path / "another")}
+    home = Home(tmp_path)
+    home.create()
+    command = [sys.executable, "-c", LISTENS]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        port = int(holder.stdout.readline())
+        if ours:
+            control.check_unused(home, "127.0.0.1", port)
+        else:
+            with pytest.raises(CommandError, match=rf"Port {port} .*pid {holder.pid}"):
+                control.check_unused(home, "127.0.0.1", port)
+        with pytest.raises(CommandError, match="is taken"):
+            control.check_port("127.0.0.1", port)
+        holder.kill()

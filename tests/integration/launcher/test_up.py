@@ -62,7 +62,7 @@ def test_two_that_start_it_at_the_same_time_start_it_once(thaw: Thaw) -> None:
     assert {s["restarts"] for s in json.loads((thaw.home / "run" / "supervisor.json").read_text())["services"].values()} == {0}
 
 
-def test_a_status_of_another_version_is_told(thaw: Thaw) -> None:
+def test_a_supervisor_status_of_another_version_is_refused(thaw: Thaw) -> None:
     home = Home(thaw.home)
     home.create()
     home.supervisor_file.write_text('{"supervisor": "of a form of its own"}')

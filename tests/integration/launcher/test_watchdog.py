@@ -18,7 +18,8 @@ import pytest
 
 from tests.support.launcher import ROOT, until
 
-# A service like all others. Its loop blocks for good once a file exists; it exits with 3 once another one does.
+# A service like all others. Its loop blocks for good once a file exists; it exits with 3 once
+# another one does.
 SERVICE = """
 import asyncio, sys, time
 from pathlib import Path
@@ -116,10 +117,11 @@ def test_a_killed_service_ends_the_watchdog_with_its_signal(watched: Watched) ->
     assert watched.parent.wait(20) == 128 + signal.SIGKILL
 
 
-def test_a_stopped_tree_is_left_alone_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_process_tree_is_not_restarted_when_it_continues(tmp_path: Path) -> None:
     """A stopped process tree is left alone when it continues.
 
-    After a suspended laptop or `docker pause` the watchdog did not run either, however short its limit.
+    After a suspended laptop or `docker pause` the watchdog did not run either, however short its
+    limit.
     """
     watched = Watched(tmp_path, limit_s=3.0)
     service = watched.service

@@ -84,10 +84,10 @@ class Client:
         self.mesh, self._node, self._subject = mesh, node, subjects.loader_command(node)
 
     async def until_served(self, within: float = 60.0) -> None:
-        heard = asyncio.Event()
+        received = asyncio.Event()
 
         async def hear(message: Msg) -> None:
-            heard.set()
+            received.set()
 
         subscription = await self.mesh.nc.subscribe(subjects.loader_status(self._node), cb=hear)
         try:
@@ -97,8 +97,8 @@ class Client:
                         await self.release("nobody")
                         return
                     except Unreachable:  # its first status arrives when it subscribes
-                        heard.clear()
-                        await heard.wait()
+                        received.clear()
+                        await received.wait()
         finally:
             await subscription.unsubscribe()
 

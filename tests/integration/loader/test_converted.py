@@ -70,7 +70,7 @@ async def test_flipped_bits_are_found_where_that_is_asked_for(loader: LoaderProc
     await status_where(client, loader.node, lambda status: not status.segments and loader.memory() == 0)
 
 
-def test_what_is_damaged_on_its_way_is_named_by_where_it_came_from(tmp_path: Path) -> None:
+def test_damage_during_a_fetch_is_named_with_its_source(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     (tmp_path / "www").mkdir()
     convert(tmp_path / "m", tmp_path / "www" / "out")

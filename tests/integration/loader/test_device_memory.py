@@ -37,10 +37,10 @@ async def test_engines_are_warned_before_the_memory_goes(
     monkeypatch.setattr(app, "group_bytes", lambda *_, cache: 1 << 20)
     mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
-    heard: list[LoaderStatus] = []
+    statuses: list[LoaderStatus] = []
 
     async def hear(status: LoaderStatus) -> None:
-        heard.append(status)
+        statuses.append(status)
 
     await mesh.listen(subjects.loader_status(NODE), LoaderStatus, hear).start()
     settings = LoaderSettings(
@@ -66,7 +66,7 @@ async def test_engines_are_warned_before_the_memory_goes(
     stop.set()
     assert await asyncio.wait_for(running, 20) == 0
     await mesh.nc.flush()
-    [warned] = [s for s in heard if s.stopping]
+    [warned] = [s for s in statuses if s.stopping]
     assert warned.boot_id == found.boot_id
     assert warned.segments[0].on_devices == {"cuda:0": found.total_bytes}
     assert driver.memory == {}

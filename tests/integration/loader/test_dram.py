@@ -34,7 +34,7 @@ def loader(nats_server: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
     process.close()
 
 
-async def loaded_and_let_go(
+async def load_and_release(
     client: Client, directory: Path, instance: str, megabytes: int = 40
 ) -> tuple[ModelCard, WeightsAttached]:
     write_checkpoint(directory, tensors(megabytes=megabytes))
@@ -46,9 +46,9 @@ async def loaded_and_let_go(
     return card, found
 
 
-async def test_weights_come_back_without_a_load(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_cached_weights_are_attached_without_a_load(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     weights = tensors(megabytes=40)
-    card, first = await loaded_and_let_go(client, tmp_path / "m", "i1")
+    card, first = await load_and_release(client, tmp_path / "m", "i1")
     status = await status_where(client, loader.node, lambda s: bool(s.cached) and not s.segments)
     [cached] = [c for c in status.cached if c.tier == "dram"]
     assert cached == CachedModel(weights_id=card.info.revision, tier="dram", nbytes=first.total_bytes, source=card.info.source)
@@ -64,7 +64,7 @@ async def test_weights_come_back_without_a_load(loader: LoaderProcess, client: C
 
 
 async def test_the_least_recently_used_leave_within_the_budget(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
-    cards = [await loaded_and_let_go(client, tmp_path / name, f"i-{name}") for name in ("a", "b", "c")]
+    cards = [await load_and_release(client, tmp_path / name, f"i-{name}") for name in ("a", "b", "c")]
     wanted = {card.info.revision for card, _ in cards[1:]}
 
     def is_so(s: LoaderStatus) -> bool:
@@ -72,7 +72,7 @@ async def test_the_least_recently_used_leave_within_the_budget(loader: LoaderPro
 
     status = await status_where(client, loader.node, is_so)
     assert status.dram_bytes == sum(found.total_bytes for _, found in cards[1:])
-    await loaded_and_let_go(client, tmp_path / "d", "i-d")  # b's memory is evicted for it, and is proved free
+    await load_and_release(client, tmp_path / "d", "i-d")  # b's memory is evicted for it, and is proved free
     await status_where(client, loader.node, lambda s: s.dram_bytes == 2 * cards[0][1].total_bytes)
     assert loader.memory() <= 100 * MB
 
@@ -81,7 +81,7 @@ async def test_the_least_recently_used_leave_within_the_budget(loader: LoaderPro
 async def test_what_was_cached_outlives_a_killed_loader_only(
     loader: LoaderProcess, client: Client, tmp_path: Path, signum: signal.Signals
 ) -> None:
-    card, first = await loaded_and_let_go(client, tmp_path / "m", "i1")
+    card, first = await load_and_release(client, tmp_path / "m", "i1")
     loader.end(signum)
     assert loader.segments() == ([] if signum == signal.SIGTERM else [first.segment])
     loader.start()
@@ -97,7 +97,7 @@ async def test_what_was_cached_outlives_a_killed_loader_only(
 
 
 async def test_a_smaller_budget_is_kept_after_a_restart(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
-    await loaded_and_let_go(client, tmp_path / "m", "i1")
+    await load_and_release(client, tmp_path / "m", "i1")
     loader.end(signal.SIGKILL)
     loader.environment["THAW_DRAM_BYTES"] = "0"
     loader.start()
@@ -122,6 +122,6 @@ async def test_memory_is_made_ready_at_the_start(loader: LoaderProcess, client: 
     await client.until_served()
     status = await status_where(client, loader.node, lambda s: s.dram_bytes == 64 * 1024 * 1024)
     assert status.dram_bytes == loader.memory()
-    _, found = await loaded_and_let_go(client, tmp_path / "m", "i1")
+    _, found = await load_and_release(client, tmp_path / "m", "i1")
     await status_where(client, loader.node, lambda s: s.dram_bytes >= found.total_bytes)
     assert loader.memory() <= 100 * MB

@@ -85,7 +85,7 @@ def test_a_directory_of_the_same_files_takes_as_many_bytes(hub: FakeHub, sources
     assert inspect(sources, str(copy)).weights_bytes == inspect(sources).weights_bytes
 
 
-def test_what_is_loaded_comes_once(hub: FakeHub, sources: Sources) -> None:
+def test_files_to_be_loaded_are_fetched_once(hub: FakeHub, sources: Sources) -> None:
     revision = inspect(sources).revision
     directory = fetch(sources, revision)
     names = {p.name for p in directory.iterdir()}
@@ -97,7 +97,7 @@ def test_what_is_loaded_comes_once(hub: FakeHub, sources: Sources) -> None:
     assert inspect(sources, str(cached)).files == 2
 
 
-def test_own_code_comes_only_if_trusted(hub: FakeHub, sources: Sources) -> None:
+def test_remote_code_is_fetched_only_if_trusted(hub: FakeHub, sources: Sources) -> None:
     revision = inspect(sources).revision
     tier = sources.open(PINNED, revision)
     assert not (sources.small_files(tier, trust_remote_code=False) / "code.py").exists()
@@ -162,7 +162,7 @@ def test_the_hubs_own_cache_is_used(hub: FakeHub, sources: Sources, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "error", "said"),
+    ("status", "code", "error", "message"),
     [
         (401, "RepoNotFound", InvalidModel, "no such repository"),
         (404, "RepoNotFound", InvalidModel, "no such repository"),
@@ -172,9 +172,9 @@ def test_the_hubs_own_cache_is_used(hub: FakeHub, sources: Sources, monkeypatch:
         (503, "", Unavailable, "503"),
     ],
 )
-def test_refusals_are_typed(hub: FakeHub, sources: Sources, status: int, code: str, error: type[ThawError], said: str) -> None:
+def test_refusals_are_typed(hub: FakeHub, sources: Sources, status: int, code: str, error: type[ThawError], message: str) -> None:
     hub.status, hub.error_code = status, code
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         inspect(sources)
 
 

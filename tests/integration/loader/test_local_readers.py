@@ -71,7 +71,7 @@ async def test_a_reader_that_leaves_calls_its_load_off(loader: LoaderProcess, cl
     assert loader.memory() == 0
 
 
-async def test_watermarks_come_while_bytes_arrive(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_watermarks_are_sent_while_bytes_arrive(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", GIB)
     weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
     seen = {weights.loaded_bytes}
@@ -120,7 +120,7 @@ async def test_a_loader_that_stops_says_so(loader: LoaderProcess, client: Client
     with pytest.raises(Unreachable, match="ask again"):
         await asyncio.to_thread(weights.wait)
     weights.close()
-    with pytest.raises(Unreachable, match="no loader listens"):
+    with pytest.raises(Unreachable, match="No loader listens"):
         await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"))
 
 

@@ -38,7 +38,7 @@ async def test_prefetched_weights_are_there_before_anybody_asks(loader: LoaderPr
     assert_same(await client.attach("i1", card), weights)
 
 
-async def test_it_makes_way_for_a_load_that_somebody_waits_for(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_a_prefetch_yields_to_a_load_that_a_request_needs(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "large", 2 * GIB)
     write_checkpoint(tmp_path / "m", tensors(megabytes=40))
     large, card = await client_card_of_sparse(client, tmp_path / "large"), await client.card(tmp_path / "m")
@@ -49,7 +49,7 @@ async def test_it_makes_way_for_a_load_that_somebody_waits_for(loader: LoaderPro
     assert not in_memory(large, gone)
 
 
-async def test_a_prefetch_of_what_is_asked_for_goes_on(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_a_prefetch_of_requested_weights_continues(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path / "m", tensors(megabytes=80))
     card = await client.card(tmp_path / "m")
     await prefetch(client, card)

@@ -37,7 +37,7 @@ def kept(status: LoaderStatus) -> bool:
     return any(c.tier == "ssd" for c in status.cached)
 
 
-async def test_a_model_comes_once_and_is_on_the_disk_afterwards(
+async def test_a_model_is_fetched_once_and_is_on_the_disk_afterwards(
     loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
 ) -> None:
     weights = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=40), shards=2)

@@ -80,7 +80,7 @@ async def test_models_of_one_revision_share_a_segment(client: Client, tmp_path: 
     assert a.extents == b.extents
 
 
-async def test_a_released_instance_cannot_come_back(client: Client, tmp_path: Path) -> None:
+async def test_a_released_instance_cannot_attach_again(client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     card = await client.card(tmp_path / "m")
     await client.release("i1")  # arrived before its prepare
@@ -106,7 +106,7 @@ async def test_an_instance_holds_one_model(client: Client, tmp_path: Path) -> No
         await client.prepare("i1", await client.card(tmp_path / "b", "b"))
 
 
-async def test_a_damaged_checkpoint_is_told_to_all_and_may_be_tried_again(
+async def test_a_damaged_checkpoint_fails_all_waiters_and_may_be_retried(
     loader: LoaderProcess, client: Client, tmp_path: Path
 ) -> None:
     weights = write_checkpoint(tmp_path / "m")
@@ -166,7 +166,7 @@ async def test_the_last_release_calls_a_load_off(loader: LoaderProcess, client: 
     assert loader.memory() == 0
 
 
-async def test_a_deadline_passes_and_the_load_goes_on(client: Client, tmp_path: Path) -> None:
+async def test_a_load_continues_after_a_waiter_s_deadline(client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", GIB // 2)
     card = await client_card_of_sparse(client, tmp_path / "m")
     await client.prepare("i1", card)
@@ -232,13 +232,14 @@ async def test_two_loaders_of_one_node_do_not_fight(loader: LoaderProcess, clien
     second.start()
     assert second.process is not None
     assert second.process.wait(20) == 1
-    assert "another loader runs" in loader.log.read_text()
+    assert "Another loader runs" in loader.log.read_text()
 
 
 async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(client: Client, tmp_path: Path) -> None:
     """A directory that was overwritten is another model.
 
-    Size and header are the same, as of a fine-tune saved in the same place. Cached and resident copies are of the old version.
+    Size and header are the same, as of a fine-tune saved in the same place. Cached and resident
+    copies are of the old version.
     """
     old = write_checkpoint(tmp_path / "m", tensors(megabytes=2))
     card = await client.card(tmp_path / "m")
@@ -255,7 +256,8 @@ async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(cl
 async def test_a_node_that_did_not_register_a_model_takes_its_own_copy(client: Client, tmp_path: Path) -> None:
     """A node that did not register a model accepts its own copy.
 
-    Files copied to each node by hand differ in their times. A node keeps to the first version it saw.
+    Files copied to each node by hand differ in their times. A node keeps to the first version it
+    saw.
     """
     write_checkpoint(tmp_path / "m", tensors(megabytes=2))
     card = await client.card(tmp_path / "m")
@@ -280,10 +282,10 @@ async def test_a_hostile_name_does_not_make_an_answer_too_long_to_be_sent(client
     assert len(caught.value.message) < 10_000
 
 
-async def test_a_model_of_which_too_much_would_have_to_be_told(client: Client, tmp_path: Path) -> None:
+async def test_a_model_whose_description_exceeds_the_message_limit(client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     empty = {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]}
     header = json.dumps({f"x{number:x}{'y' * 900}.weight": empty for number in range(10_000)}).encode()
     (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(PayloadTooLarge, match=r"the answer .* would have \d+ bytes"):
+    with pytest.raises(PayloadTooLarge, match=r"The answer .* would have \d+ bytes"):
         await client.card(tmp_path / "m")

@@ -118,7 +118,7 @@ def test_errors_that_stay(server: TierServer, tier: HttpTier) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "said"),
+    ("status", "error", "message"),
     [
         (404, CheckpointInvalid, "is not there"),
         (403, InvalidModel, "credentials"),
@@ -126,10 +126,10 @@ def test_errors_that_stay(server: TierServer, tier: HttpTier) -> None:
         (418, InvalidModel, "418"),
     ],
 )
-def test_refusals_are_not_repeated(server: TierServer, tier: HttpTier, status: int, error: type[ThawError], said: str) -> None:
+def test_refusals_are_not_repeated(server: TierServer, tier: HttpTier, status: int, error: type[ThawError], message: str) -> None:
     server.requests.clear()
     server.faults.status = status
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         read(tier)
     assert len(server.asked(SHARD)) == 1
 
@@ -199,7 +199,7 @@ def test_a_server_without_ranges_is_read_once_by_all_threads(server: TierServer)
     tier.close()
 
 
-def test_without_ranges_a_cut_begins_anew(server: TierServer, tier: HttpTier) -> None:
+def test_without_ranges_an_interrupted_download_restarts(server: TierServer, tier: HttpTier) -> None:
     server.faults.no_ranges = True
     server.faults.cut_after = [200_000, 600_000]
     assert read(tier, offset=400_000) == content(server)[400_000:]
@@ -273,7 +273,7 @@ def test_a_proxy_of_the_environment(server: TierServer, monkeypatch: pytest.Monk
     tier.close()
 
 
-def test_nobody_listens() -> None:
+def test_a_connection_is_refused() -> None:
     with pytest.raises(Unavailable, match="check the server"):
         HttpTier("http://127.0.0.1:1/m", QUICK).files()
 

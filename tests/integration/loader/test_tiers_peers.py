@@ -87,7 +87,7 @@ async def test_peers_are_asked_past_the_proxy_of_the_environment(
     assert tier.link == "peer:there"
     assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
     settle(tier)
-    assert not [r for r in server.requests if "Authorization" in r.headers], "nor is the token told to it"
+    assert not [r for r in server.requests if "Authorization" in r.headers], "nor is the token sent to it"
 
 
 async def test_a_source_that_is_down_and_a_peer_that_has_it(

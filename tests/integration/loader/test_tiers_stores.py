@@ -109,7 +109,7 @@ def read(tier: ObjectStoreTier, name: str = SHARD, cancelled: threading.Event | 
 def test_a_bucket_s_files(bucket: Path) -> None:
     tier = ObjectStoreTier("s3://bucket/models/m/", QUICK)
     assert [f.name for f in tier.files()] == sorted(p.name for p in bucket.iterdir())
-    assert all(f.md5 for f in tier.files()), "S3 tells the MD5 of what was put in one part"
+    assert all(f.md5 for f in tier.files()), "S3 reports the MD5 of files stored in one part"
     assert read(tier) == (bucket / SHARD).read_bytes()
     assert (tier.source, tier.link) == ("s3://bucket/models/m", "remote:s3:bucket")
     tier.close()
@@ -130,7 +130,8 @@ def test_the_same_without_signing(bucket: Path) -> None:
 def test_what_google_is_asked(bucket: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to Google's stores, which list and return objects as S3 does (XML API).
 
-    No server of theirs is available, so moto's stands in. Google's own features (checksums in x-goog-hash, signed URLs) are not covered.
+    No server of theirs is available, so moto's stands in. Google's own features (checksums in
+    x-goog-hash, signed URLs) are not covered.
     """
     monkeypatch.setenv("GOOGLE_BASE_URL", s3)
     monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
@@ -173,7 +174,7 @@ def test_what_is_not_there(bucket: Path) -> None:
         inspected("s3://no-such-bucket/x")
 
 
-def test_nobody_at_the_endpoint(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_endpoint(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     tier = ObjectStoreTier("s3://bucket/models/m", QUICK)
     with pytest.raises(Unavailable, match="endpoint"):
@@ -259,7 +260,8 @@ def _create_container(endpoint: str) -> None:
 def test_the_cloud_s_metadata_address_is_asked_only_where_that_is_set(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     """The cloud's metadata address is contacted only if that is configured.
 
-    There are no credentials. The store and the metadata service are one listener, which answers 403 and records the requests.
+    There are no credentials. The store and the metadata service are one listener, which answers 403
+    and records the requests.
     """
     paths: list[str] = []
 

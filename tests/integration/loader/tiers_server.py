@@ -123,8 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
             data = gzip.compress(data, 1)
         self.send_response(status)
         if status == 206:
-            told = start + 4096 if faults.wrong_range else start
-            self.send_header("Content-Range", f"bytes {told}-{told + len(data) - 1}/{total}")
+            announced = start + 4096 if faults.wrong_range else start
+            self.send_header("Content-Range", f"bytes {announced}-{announced + len(data) - 1}/{total}")
         if not faults.no_validators:
             self.send_header("ETag", etag)
         if faults.compressed:

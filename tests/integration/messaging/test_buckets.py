@@ -23,9 +23,10 @@ from tests.support.servers import NatsServer
 NAME = "watched"
 WATCHERS = 60
 """Enough to fail: one watcher in ten was wrong."""
+ENTRIES = 40
 
 
-class Told:
+class RecordedChanges:
     """A watcher's reports, in their order."""
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Told:
 
     def _now(self, entries: dict[str, bytes]) -> None:
         self.entries = entries
-        self._tell = asyncio.ensure_future(self._notify())
+        self._notification = asyncio.ensure_future(self._notify())
 
     async def _notify(self) -> None:
         async with self.changed:
@@ -61,24 +62,32 @@ class Told:
             await self.changed.wait_for(lambda: self.entries == entries)
 
 
+@asynccontextmanager
+async def connected(server: NatsServer) -> AsyncIterator[Mesh]:
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
+    await mesh.start()
+    try:
+        yield mesh
+    finally:
+        await mesh.stop()
+
+
 @pytest.fixture
 async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.nc.jetstream().delete_key_value(NAME)
-    await mesh.stop()
+    async with connected(nats_server) as mesh:
+        yield mesh
+        await mesh.nc.jetstream().delete_key_value(NAME)
 
 
 @asynccontextmanager
-async def watched(mesh: Mesh) -> AsyncIterator[Told]:
+async def watched(mesh: Mesh) -> AsyncIterator[RecordedChanges]:
     async def bucket(js: JetStreamContext, replicas: int) -> KeyValue:
         return await js.key_value(NAME)
 
-    told = Told()
-    running = asyncio.create_task(BucketWatcher(mesh, bucket, told).run())
+    changes = RecordedChanges()
+    running = asyncio.create_task(BucketWatcher(mesh, bucket, changes).run())
     try:
-        yield told
+        yield changes
     finally:
         # Python 3.11 swallows a cancellation that arrives together with an entry.
         while not running.done():
@@ -102,25 +111,25 @@ async def test_an_entry_that_is_written_just_then_is_not_missed(mesh: Mesh) -> N
     writing = asyncio.create_task(write())
     first = []
     for _ in range(WATCHERS):
-        async with watched(mesh) as told:
-            await told.begun()
-        first.append(told.snapshots[0].keys())
+        async with watched(mesh) as changes:
+            await changes.begun()
+        first.append(changes.snapshots[0].keys())
     writing.cancel()
     assert first == [{"calm", "busy"}] * WATCHERS
 
 
-async def test_changes_come_in_their_order(mesh: Mesh) -> None:
+async def test_changes_arrive_in_order(mesh: Mesh) -> None:
     bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
     await bucket.put("a", b"1")
     await bucket.put("gone", b"1")
     await bucket.delete("gone")
-    async with watched(mesh) as told:
-        await told.until({"a": b"1"})
+    async with watched(mesh) as changes:
+        await changes.until({"a": b"1"})
         await bucket.put("b", b"2")
-        await told.until({"a": b"1", "b": b"2"})
+        await changes.until({"a": b"1", "b": b"2"})
         await bucket.delete("a")
-        await told.until({"b": b"2"})
-    assert told.snapshots == [{"a": b"1"}]
+        await changes.until({"b": b"2"})
+    assert changes.snapshots == [{"a": b"1"}]
 
 
 async def test_of_entries_that_have_expired_it_does_not_ask_again(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +152,13 @@ async def test_of_entries_that_have_expired_it_does_not_ask_again(mesh: Mesh, mo
         while (await status(bucket)).values:  # noqa: ASYNC110 - the condition is in the NATS server
             await asyncio.sleep(0.02)
     monkeypatch.setattr(KeyValue, "status", counted)
-    async with watched(mesh) as told:
+    async with watched(mesh) as changes:
         async with asyncio.timeout(10):
             while asked < 5:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.02)
         await bucket.put("b", b"2")
-        await told.until({"b": b"2"})
-    assert told.snapshots == [{}]
+        await changes.until({"b": b"2"})
+    assert changes.snapshots == [{}]
 
 
 async def test_no_consumer_stays_behind(mesh: Mesh) -> None:
@@ -162,6 +171,63 @@ async def test_no_consumer_stays_behind(mesh: Mesh) -> None:
     async with watching(bucket) as one, watching(bucket, "a") as other:
         assert (await one.updates(timeout=5)).value == (await other.updates(timeout=5)).value == b"1"
         assert await consumers(mesh) == 2
-    async with watched(mesh) as told:
-        await told.until({"a": b"1"})
+    async with watched(mesh) as changes:
+        await changes.until({"a": b"1"})
     assert await consumers(mesh) == 0
+
+
+async def test_an_ordered_consumer_has_no_polling_task(mesh: Mesh) -> None:
+    """nats-py's task wakes four times a second, and has nothing to do for a watcher."""
+    bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
+    async with watching(bucket) as watcher:
+        await watcher.updates(timeout=5)
+        async with asyncio.timeout(5):
+            await asyncio.wait([watcher._sub._sub._jsi._fctask])
+
+
+async def test_flow_control_is_answered(mesh: Mesh) -> None:
+    """Without replies to flow control the server stops before the end of so many bytes."""
+    bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
+    value = b"x" * 500_000
+    for key in range(ENTRIES):
+        await bucket.put(str(key), value)
+    async with watching(bucket) as watcher, asyncio.timeout(4):
+        found = 0
+        while (await watcher.updates(timeout=4)) is not None:
+            found += 1
+            await asyncio.sleep(0.01)  # so that messages wait in the client when the server asks
+    assert found == ENTRIES
+
+
+async def test_a_change_after_a_restart_of_nats_is_seen_at_once(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted server has lost the consumer. The check of the revision must not be needed."""
+    monkeypatch.setattr(buckets, "_CHECK_S", 60.0)
+    async with connected(own_nats) as mesh, connected(own_nats) as other:
+        bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
+        await bucket.put("a", b"1")
+        async with watched(mesh) as mirror:
+            await mirror.until({"a": b"1"})
+            own_nats.restart()
+            async with asyncio.timeout(10):
+                while not (mesh.reconnections and other.nc.is_connected):  # noqa: ASYNC110 - the condition is in NATS's client
+                    await asyncio.sleep(0.02)
+            await (await other.nc.jetstream().key_value(NAME)).put("b", b"2")
+            await mirror.until({"a": b"1", "b": b"2"})
+
+
+async def test_a_watch_that_ends_without_a_connection_does_not_return_with_it(own_nats: NatsServer) -> None:
+    async with connected(own_nats) as mesh:
+        bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
+        async with watching(bucket) as watcher:
+            await watcher.updates(timeout=5)
+            subscription = watcher._sub
+            assert subscription._id in mesh.nc._subs
+            own_nats.kill()
+            async with asyncio.timeout(10):
+                while mesh.nc.is_connected:  # noqa: ASYNC110 - the condition is in NATS's client
+                    await asyncio.sleep(0.02)
+        own_nats.restart()
+        async with asyncio.timeout(10):
+            while not mesh.reconnections:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.02)
+        assert subscription._id not in mesh.nc._subs

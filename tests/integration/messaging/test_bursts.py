@@ -36,7 +36,8 @@ async def test_other_tasks_run_during_a_burst(nats_server: NatsServer) -> None:
         await mesh.nc.subscribe("burst", cb=on_message)
         await mesh.flush()
         other = asyncio.create_task(other_task())
-        # One thread: all messages are sent and in the receiver's socket buffer before the receiver reads.
+        # One thread: all messages are sent and in the receiver's socket buffer before the receiver
+        # reads.
         for _ in range(MESSAGES):
             await sender.nc.publish("burst", BODY)
         await sender.flush()

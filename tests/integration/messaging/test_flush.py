@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.support.servers import NatsServer
+from tests.support.stopping import stop
 
 
 async def test_messages_arrive_after_a_flush_was_cancelled(nats_server: NatsServer) -> None:
@@ -30,9 +31,9 @@ async def test_messages_arrive_after_a_flush_was_cancelled(nats_server: NatsServ
         await asyncio.gather(flush, return_exceptions=True)
         await mesh.flush()
         assert mesh.nc._pongs_received >= answered + 2, "the cancelled flush was answered too"
-        heard = await mesh.nc.subscribe("greeting.flush")
+        subscription = await mesh.nc.subscribe("greeting.flush")
         await mesh.nc.publish("greeting.flush", b"hello")
-        assert (await heard.next_msg(timeout=5)).data == b"hello"
+        assert (await subscription.next_msg(timeout=5)).data == b"hello"
     finally:
         await mesh.stop()
 
@@ -44,13 +45,12 @@ async def test_a_server_that_does_not_answer_makes_no_stop_fail(own_nats: NatsSe
     monkeypatch.setattr(logging.getLogger("shared.messaging.mesh"), "warning", lambda *_, **__: warned.set())
     launcher = psutil.Process(own_nats.process.pid)
     server = [launcher, *launcher.children(recursive=True)]  # the wheel's program starts the server
-    for process in server:
-        process.suspend()
     try:
-        stop = asyncio.create_task(mesh.stop())
+        stop(*(process.pid for process in server))
+        stopping = asyncio.create_task(mesh.stop())
         await asyncio.wait_for(warned.wait(), 15)
     finally:
         for process in server:
             process.resume()
-    await asyncio.wait_for(stop, 40)
+    await asyncio.wait_for(stopping, 40)
     assert client.is_closed

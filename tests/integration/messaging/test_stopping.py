@@ -55,7 +55,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-async def test_it_ends_when_told_to_and_says_quietly_what_it_waits_for(name: str, environment: dict[str, str]) -> None:
+async def test_a_waiting_process_exits_on_sigterm_and_logs_its_reason(name: str, environment: dict[str, str]) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", f"services.{name}"),
@@ -64,18 +64,18 @@ async def test_it_ends_when_told_to_and_says_quietly_what_it_waits_for(name: str
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
-    said: list[dict[str, Any]] = []
+    logged: list[dict[str, Any]] = []
     async with asyncio.timeout(WITHIN_S):
-        while not any(line["message"] == REFUSED for line in said):
-            said.append(json.loads(await process.stderr.readline()))
+        while not any(line["message"] == REFUSED for line in logged):
+            logged.append(json.loads(await process.stderr.readline()))
     process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(WITHIN_S):
         _, rest = await process.communicate()
     assert process.returncode == 0, rest.decode()
-    said += map(json.loads, rest.splitlines())
-    (told,) = (line for line in said if line["message"] == REFUSED and "ConnectionRefused" in line["error"])
-    assert told["servers"] == environment["THAW_NATS_URL"].rpartition("@")[2]
-    assert "secret" not in json.dumps(said)
+    logged += map(json.loads, rest.splitlines())
+    (refusal,) = (line for line in logged if line["message"] == REFUSED and "ConnectionRefused" in line["error"])
+    assert refusal["servers"] == environment["THAW_NATS_URL"].rpartition("@")[2]
+    assert "secret" not in json.dumps(logged)
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -64,9 +64,9 @@ async def test_a_server_that_proves_its_name_is_used(server: NatsServer) -> None
     connection = mesh(server.port)
     await asyncio.wait_for(connection.start(), 15)
     try:
-        heard = await connection.nc.subscribe("greeting")
+        subscription = await connection.nc.subscribe("greeting")
         await connection.nc.publish("greeting", b"hello")
-        assert (await heard.next_msg(timeout=10)).data == b"hello"
+        assert (await subscription.next_msg(timeout=10)).data == b"hello"
     finally:
         await connection.stop()
 
@@ -105,10 +105,10 @@ async def test_a_server_without_tls_gets_no_password() -> None:
         writer.close()
 
     listener = await asyncio.start_server(impostor, "127.0.0.1", 0)
-    heard = asyncio.Event()
-    first.add_done_callback(lambda _: heard.set())
+    done = asyncio.Event()
+    first.add_done_callback(lambda _: done.set())
     async with listener:
-        connected = await asyncio.wait_for(mesh(listener.sockets[0].getsockname()[1]).start_unless(heard), 15)
+        connected = await asyncio.wait_for(mesh(listener.sockets[0].getsockname()[1]).start_unless(done), 15)
     assert not connected
     assert first.result().startswith(TLS_HANDSHAKE)
     assert PASSWORD.encode() not in first.result()

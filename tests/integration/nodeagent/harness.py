@@ -262,7 +262,8 @@ async def start_command(node: Node, instance_id: str, card: ModelCard, *, token:
 async def begin_request(node: Node, instance_id: str, **body: object) -> None:
     """Send a request, and wait until the engine serves or has served it.
 
-    It does not wait for a request with a body, which ends the engine. A request that ends within 0.1 s may never show as active.
+    It does not wait for a request with a body, which ends the engine. A request that ends within
+    0.1 s may never show as active.
     """
     before = node.instance(instance_id).load.completed
     request = InferRequest(

@@ -163,5 +163,5 @@ async def test_a_second_agent_of_a_node_refuses_to_start(node: Node) -> None:
             sys.executable, "-m", "services.nodeagent", env=node.environment, stdout=log, stderr=log
         )
         assert await asyncio.wait_for(second.wait(), 60) == 2
-    assert "another nodeagent runs with" in output.read_text()
+    assert "Another nodeagent runs with" in output.read_text()
     assert node.instance(instance_id).state is READY

@@ -93,7 +93,8 @@ async def test_what_died_while_there_was_no_agent_is_cleaned_up_by_the_next(node
 async def test_the_loader_releases_weights_that_an_engine_has_copied(node: Node) -> None:
     """The loader releases weights that an engine has copied.
 
-    A page that two processes map is not paged out: the engine must have its weights to itself before it can be suspended.
+    A page that two processes map is not paged out: the engine must have its weights to itself
+    before it can be suspended.
     """
     await start_command(
         node, "h5", hosted_card("engine://m", "vllm", command=FAKE, memory=MIB, engine_args={"load_format": "thaw"})

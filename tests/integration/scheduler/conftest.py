@@ -60,7 +60,8 @@ class Site:
     async def ask(self, message: Request, reply: type[Any]) -> Any:
         """Send a request to the leader, once there is one.
 
-        Repeats a request without effect if no reply arrives: the server may be too slow on a busy machine.
+        Repeats a request without effect if no reply arrives: the server may be too slow on a busy
+        machine.
         """
         async with asyncio.timeout(30 if isinstance(message, QUESTIONS) else 15):
             while True:

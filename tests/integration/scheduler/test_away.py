@@ -16,7 +16,7 @@ WITHIN_S = 60.0
 ATTEMPTS = 8
 
 
-async def test_it_goes_on_trying_and_says_so_once(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_a_scheduler_keeps_trying_and_logs_it_once(nats_server: NatsServer, tmp_path: Path) -> None:
     attempts, enough = 0, asyncio.Event()
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,8 +43,8 @@ async def test_it_goes_on_trying_and_says_so_once(nats_server: NatsServer, tmp_p
         async with asyncio.timeout(WITHIN_S):
             await enough.wait()
             process.send_signal(signal.SIGTERM)
-            _, said = await process.communicate()
-    assert process.returncode == 0, said.decode()
-    reasons = [line["reason"].split("(")[0] for line in map(json.loads, said.splitlines()) if line["message"] == "not leading"]
+            _, output = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    reasons = [line["reason"].split("(")[0] for line in map(json.loads, output.splitlines()) if line["message"] == "not leading"]
     assert reasons
     assert len(reasons) == len(set(reasons)), "each kind once"

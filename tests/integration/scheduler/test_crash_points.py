@@ -34,7 +34,7 @@ async def run_through(site: Site) -> None:
                 site.now += 0.2
             else:
                 plans = (last.loop.state.plans.get(i.plan_id) for i in last.loop.state.instances.values())
-                assert all(p is None or p.outcome != "pending" for p in plans), "what was begun came to its end"
+                assert all(p is None or p.outcome != "pending" for p in plans), "every plan has an outcome"
                 return
     raise AssertionError("a leader that does not crash leads to the end")
 
@@ -53,7 +53,7 @@ async def check(site: Site) -> None:
         plans = {p for (p,) in await connection.execute(select(tables.plans.c.plan_id))}
     there = {i for m in (*FIRST, *THEN) for i in site.of(m)}
     assert {instance_id for instance_id, _ in rows} == there, "the database knows what runs, and nothing else"
-    assert site.promised <= plans, "no decision that somebody was told of is lost"
+    assert site.promised <= plans, "no acknowledged decision is lost"
     assert all(len(site.of(m)) <= 1 for m in (*FIRST, *THEN)), "none is started twice"
     assert site.epochs == sorted(set(site.epochs))
     with pytest.raises(StaleEpoch):
@@ -90,7 +90,7 @@ async def test_it_may_die_anywhere(database_url: str, engine: AsyncEngine, monke
         await engine.dispose()
 
 
-async def test_what_a_dead_leader_sent_comes_too_late(
+async def test_commands_of_a_deposed_leader_are_refused(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dead leader's command arrives too late.

@@ -32,10 +32,10 @@ async def another(site: Site) -> FakeNode:
     """Add a second node and wait until it has reported."""
     node = await site.node(node="n2", budget=400 * MIB)
 
-    async def heard() -> bool:
+    async def reported() -> bool:
         return any(n.node == "n2" and n.alive for n in (await site.view()).nodes)
 
-    await site.until(heard)
+    await site.until(reported)
     return node
 
 
@@ -83,7 +83,7 @@ async def test_an_operator_is_answered_when_it_is_done(site: Site) -> None:
     assert [m.migration_id for m in viewed.migrations] == [record.migration_id]
 
 
-async def test_a_request_that_nobody_serves(site: Site) -> None:
+async def test_a_request_without_an_instance(site: Site) -> None:
     await site.node()
     site.scheduler()
     await site.view()
@@ -110,7 +110,7 @@ async def test_the_leader_ends_in_the_middle(site: Site) -> None:
     await site.until(lambda: any(isinstance(c, StopInstance) and c.instance_id == source for c in first.commands))
 
 
-async def test_it_ends_while_nobody_leads(site: Site) -> None:
+async def test_a_migration_ends_without_a_leader(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)

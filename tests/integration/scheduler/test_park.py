@@ -28,17 +28,17 @@ async def test_all_are_parked_and_a_request_resumes(site: Site) -> None:
     await site.until(lambda: all(parked(node, name) for name in ("a", "b", "c")))
     assert not node.starts("d")
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return [await shown(site, name) for name in ("a", "b", "c", "d")] == ["parked"] * 3 + [""]
 
-    await site.until(told)
+    await site.until(reported)
     await site.demand("b", 1)
     await site.until(lambda: bool(node.of("b")))
     assert len(node.starts("b")) == 1
     assert [c for c in node.commands if isinstance(c, ResumeInstance)]
 
 
-async def test_the_next_scheduler_goes_on_where_the_last_one_was(site: Site) -> None:
+async def test_the_next_leader_continues_the_parking(site: Site) -> None:
     task = site.scheduler()
     node = await site.node(suspends=True, hold_starts=asyncio.Event())
     await site.add(spec("a", park=True), spec("b", park=True), spec("c", park=True))
@@ -69,10 +69,10 @@ async def test_where_it_cannot_be_suspended_nothing_is_started(site: Site) -> No
     node = await site.node()
     await site.add(spec("a", park=True))
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return await shown(site, "a") == "impossible"
 
-    await site.until(told)
+    await site.until(reported)
     (view,) = (await site.view()).models
     assert view.park is not None
     assert "it is a fake" in view.park.reason

@@ -78,7 +78,7 @@ def holds(tier: str, name: str = "likely") -> Callable[[LoaderStatus], bool]:
     return lambda s: any(c.tier == tier and (c.source or "").endswith(name) for c in s.cached)
 
 
-async def test_a_likely_model_comes_into_memory_but_not_while_a_request_needs_the_link(
+async def test_a_likely_model_is_loaded_into_memory_but_not_while_a_request_needs_the_link(
     site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetching, "AGAIN_S", 0.5)
@@ -99,7 +99,7 @@ async def test_a_likely_model_comes_into_memory_but_not_while_a_request_needs_th
     await status_where(client, "node-0", holds("dram"))
 
 
-async def test_what_memory_does_not_take_comes_to_the_disk(
+async def test_weights_without_room_in_memory_are_prefetched_to_the_disk(
     site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer
 ) -> None:
     loader.environment["THAW_DRAM_BYTES"] = str(1 * MB)

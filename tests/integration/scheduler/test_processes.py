@@ -61,7 +61,7 @@ async def test_leaders_are_killed_with_demand_in_flight(site: Site, kills: int) 
         for n in range(kills):
             assert (await insist(site, f"model-{n}")).outlook == "ready"
             assert ready(node, f"model-{n}")
-            assert len(node.starts(f"model-{n}")) == 1, "one load, whoever leads"
+            assert len(node.started(f"model-{n}")) == 1, "one load, whichever scheduler leads"
             explained: PlanExplained = await site.ask(ExplainPlan(model=f"model-{n}"), PlanExplained)
             assert explained.plan.outcome == "ready"
         assert not [c for c in node.commands if isinstance(c, StopInstance)]

@@ -53,17 +53,17 @@ async def test_a_new_leader_has_everything_back_and_places_the_first_request(
         assert len(state.plans) <= PLANS
         assert {e.node for e in state.estimates.values() if e.model} == set(before.nodes) - {ANYWHERE}
         assert set(state.on_disk) == {f"revision-{n}" for n in range(10)}
-        assert _first(_heard(state, before), cluster.cold[0]) == _first(_heard(before, before), cluster.cold[0])
+        assert _first(_with_reports(state, before), cluster.cold[0]) == _first(_with_reports(before, before), cluster.cold[0])
     finally:
         await mesh.stop()
         await engine.dispose()
 
 
-def _heard(state: ClusterState, before: ClusterState) -> ClusterState:
+def _with_reports(state: ClusterState, before: ClusterState) -> ClusterState:
     """Return the state after nodes and loaders have reported to a new leader."""
     state.epoch, state.recovered_at = 9, NOW - 100
-    heard: list[Entity] = [*before.presence.values(), *before.reports.values(), *before.loaders.values()]
-    apply(state, [Put(e) for e in heard])
+    reports: list[Entity] = [*before.presence.values(), *before.reports.values(), *before.loaders.values()]
+    apply(state, [Put(e) for e in reports])
     return state
 
 

@@ -53,7 +53,7 @@ async def test_any_number_of_rows_in_one_transaction(database_url: str) -> None:
         await engine.dispose()
 
 
-async def test_what_was_learned_and_what_loaders_told_outlive_their_leader(database_url: str) -> None:
+async def test_estimates_and_loader_statuses_outlive_their_leader(database_url: str) -> None:
     engine = connect(database_url)
     learned = [
         Estimate("a", "n1", {"init": Parameter(120.0, 5.0, 3), "bandwidth:ssd": Parameter(2e9, 1e8, 3)}),
@@ -73,15 +73,15 @@ async def test_what_was_learned_and_what_loaders_told_outlive_their_leader(datab
         cached=(CachedModel(weights_id="r2", tier="ssd", nbytes=7),),
         links=(LinkStatus(link="ssd:nvme0n1", bytes_per_second=3e9, queued_bytes=10, loads=1, finish_ms=4.0),),
     )
-    told = LoaderPresence("n1", 9.0, status)
+    presence = LoaderPresence("n1", 9.0, status)
     try:
         await migrate(engine)
         repository = Repository(engine)
         async with leadership(plain_url(database_url)) as term:
             entities: list[Entity] = [Node("n1"), Model(card("a")), *learned, profile]
             await repository.commit(term.epoch, [Put(e) for e in entities])
-            await repository.keep_loaders(term.epoch, [told])
-            await repository.keep_loaders(term.epoch, [told])
+            await repository.keep_loaders(term.epoch, [presence])
+            await repository.keep_loaders(term.epoch, [presence])
             newer = replace(learned[0], parameters={"init": Parameter(100.0, 4.0, 4)})
             await repository.commit(term.epoch, [Put(newer), Drop(Estimate, learned[1].key)])
             await repository.prune(term.epoch, now=10.0)
@@ -129,12 +129,12 @@ async def test_the_server_that_takes_writes_is_used_wherever_it_stands_in_the_li
         return urlunsplit(there._replace(netloc=at + ",".join(hosts)))
 
     host = f"{there.hostname}:{there.port}"
-    nobody = f"127.0.0.1:{free_port()}"
-    for url in (listing(host), listing(nobody, host), listing(host, nobody)):
+    unused = f"127.0.0.1:{free_port()}"
+    for url in (listing(host), listing(unused, host), listing(host, unused)):
         connection = await open_connection(url)
         assert await connection.fetchval("SELECT 1") == 1
         await connection.close()
     with pytest.raises(OSError, match="Connect call failed"):
-        await open_connection(listing(nobody, nobody))
+        await open_connection(listing(unused, unused))
     with pytest.raises(ConnectionRefusedError, match="until it is promoted"):
-        await open_connection(listing(nobody, host), server_settings={read_only: "on"})
+        await open_connection(listing(unused, host), server_settings={read_only: "on"})

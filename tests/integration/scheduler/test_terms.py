@@ -59,7 +59,7 @@ async def test_a_killed_leader_is_replaced(site: Site) -> None:
             await site.demand("b", 1)
             await site.until(lambda: ready(node, "b"))
             assert (await site.demand("a", 1)).outlook == "ready"
-            assert len(node.starts("a")) == len(node.starts("b")) == 1
+            assert len(node.started("a")) == len(node.started("b")) == 1
         finally:
             second.terminate()
             assert await second.wait() == 0
@@ -162,7 +162,8 @@ async def test_old_plans_are_pruned_by_age_and_count_but_none_that_is_pending(da
 async def test_every_table_that_grows_is_pruned_in_bounded_batches(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table that grows is pruned in bounded batches.
 
-    Rows of removed models and nodes, and more plans than fit one batch, are deleted; no transaction is large.
+    Rows of removed models and nodes, and more plans than fit one batch, are deleted; no transaction
+    is large.
     """
     engine = connect(database_url)
     monkeypatch.setattr(repository_module, "PRUNE_BATCH", 40)

@@ -56,11 +56,11 @@ async def busy(site: Site, node: ServingNode, *models: str) -> None:
     """Wait until the scheduler knows that these instances serve."""
     await node.publish()
 
-    async def heard() -> bool:
+    async def reported() -> bool:
         (shown,) = (await site.view()).nodes
         return {i.model for i in shown.instances if i.load.active} >= set(models)
 
-    await site.until(heard)
+    await site.until(reported)
 
 
 async def post_named(served: Served, monkeypatch: pytest.MonkeyPatch, request_id: str, model: str) -> asyncio.Task[httpx.Response]:
@@ -217,8 +217,9 @@ async def test_each_admin_route_reaches_the_scheduler(site: Site, served: Served
 async def test_a_surge_is_met_by_the_requests_of_the_last_window_too(site: Site) -> None:
     """A surge is sized by the requests of the last window too.
 
-    HydraServe §6.1, live: nine requests at once on an instance that runs four and is given eight. Waiting and running requests need three
-    instances; with the nine expected in the next window they need five.
+    HydraServe §6.1, live: nine requests at once on an instance that runs four and is given eight.
+    Waiting and running requests need three instances; with the nine expected in the next window
+    they need five.
     """
     node = await serving_node(site, budget=3000 * MIB, behaviour=hang)
     site.scheduler()

@@ -46,13 +46,13 @@ async def there_and_back(groups):
 
 groups = open_cgroups(f"t{uuid.uuid4().hex[:6]}")
 try:
-    told = asyncio.run(there_and_back(groups))
+    result = asyncio.run(there_and_back(groups))
 finally:
     groups.kill("i")
     tree.wait()
     while not groups.remove("i"):
         time.sleep(0.01)
-print(json.dumps({"versions": [f.version for f, _ in hierarchies()], "version": groups.version, **told}))
+print(json.dumps({"versions": [f.version for f, _ in hierarchies()], "version": groups.version, **result}))
 """
 
 

@@ -20,11 +20,11 @@ from weights.devices.curve import Point
 
 def test_no_gpu_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def missing() -> None:
-        raise DeviceMissing("no CUDA device can be used here")
+        raise DeviceMissing("No CUDA device can be used here")
 
     monkeypatch.setattr(loader_gpu, "load_cuda", missing)
     assert main([]) == NO_DEVICE
-    assert capsys.readouterr().err == "nothing measured: no CUDA device can be used here\n"
+    assert capsys.readouterr().err == "nothing measured: No CUDA device can be used here\n"
 
 
 def test_every_figure_and_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

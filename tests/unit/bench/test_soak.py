@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from bench.soak import Row, bound_of, rows_of, tenths
+from bench.soak_age import Pair, ratios
+from bench.soak_load import MALFORMED, STREAMED, SWAP, SentRequest
 from bench.trend import Trend, theil_sen
 from thaw.launcher.logfiles import LIMIT_BYTES
 from thaw.launcher.servers import NATS_MEMORY_BYTES
@@ -47,7 +49,8 @@ def test_noise_without_a_slope_is_level_and_a_slope_under_noise_is_found() -> No
 def test_a_random_walk_is_less_certain_than_noise_of_its_size() -> None:
     """A random walk's slope is less certain than that of noise of the same size.
 
-    Neighbouring samples correlate, so they carry less information. An interval that ignored that would report a slope for most walks.
+    Neighbouring samples correlate, so they carry less information. An interval that ignored that
+    would report a slope for most walks.
     """
     called = 0
     for seed in range(20):
@@ -128,3 +131,28 @@ def test_the_sum_of_all_processes_is_bounded_by_what_each_becomes() -> None:
     rows = {row.name: row for row in rows_of(counted, LIMITS)}
     assert rows["nats"].month == max(NATS_MEMORY_BYTES, rows["nats"].last)
     assert rows["mesh"].month == max(rows["nats"].month + rows["gateway"].month, rows["mesh"].last)
+
+
+def _pairs(old_over_new: float, decks: int = 40) -> list[Pair]:
+    generator = random.Random(3)
+
+    def sent(kind: str, ttft_ms: float | None) -> SentRequest:
+        return SentRequest(0.0, kind, "m", ttft_ms=ttft_ms)
+
+    pairs = []
+    for deck in range(decks):
+        for kind, ms in ((STREAMED, 10.0), (STREAMED, 10.0), (SWAP, 100.0), (MALFORMED, None)):
+            new = None if ms is None else ms * generator.uniform(0.9, 1.1)
+            old = None if ms is None else ms * generator.uniform(0.9, 1.1) * old_over_new
+            pairs.append(Pair(deck, kind, sent(kind, old), sent(kind, new)))
+    return pairs
+
+
+@pytest.mark.parametrize("old_over_new", [1.0, 1.5])
+def test_the_comparison_with_a_new_mesh_finds_the_ratio(old_over_new: float) -> None:
+    found = {r.name: r for r in ratios(_pairs(old_over_new))}
+    assert set(found) == {"warm p50", "warm p99", "cold p50", "cold p99"}
+    assert (found["warm p50"].requests, found["cold p50"].requests) == (80, 40)
+    for ratio in found.values():
+        assert ratio.low <= old_over_new <= ratio.high, ratio
+        assert ratio.high / ratio.low < 1.2, ratio

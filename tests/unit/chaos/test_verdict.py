@@ -15,12 +15,12 @@ GOOD = Answer("a b c", "length", 3, "id-1")
 REFERENCE = Reference(replace(GOOD, response_id="id-0"))
 
 
-def told(answer: Answer, *repeats: Answer, job: Job = JOB, broken: str | None = None, reference: Reference = REFERENCE) -> Fate:
+def judged(answer: Answer, *repeats: Answer, job: Job = JOB, broken: str | None = None, reference: Reference = REFERENCE) -> Fate:
     return judge(Exchange(job, 0.0, 1.0, answer, list(repeats), broken=broken), reference)
 
 
 def test_the_undisturbed_answer_is_right() -> None:
-    assert told(GOOD) == "ok"
+    assert judged(GOOD) == "ok"
 
 
 @pytest.mark.parametrize(
@@ -35,36 +35,36 @@ def test_the_undisturbed_answer_is_right() -> None:
     ],
 )
 def test_what_must_not_be(answer: Answer, fate: Fate) -> None:
-    assert told(answer) == fate
+    assert judged(answer) == fate
 
 
 def test_a_stream_that_broke_without_its_gateway() -> None:
-    assert told(replace(GOOD, error="reset"), broken="reset at gateway.1") == "broken"
+    assert judged(replace(GOOD, error="reset"), broken="reset at gateway.1") == "broken"
 
 
 @pytest.mark.parametrize("other", [replace(GOOD, response_id="id-2"), replace(GOOD, text="a b d"), replace(GOOD, finish="stop")])
 def test_two_answers_to_one_key(other: Answer) -> None:
-    assert told(GOOD, other, job=KEYED) == "twice"
-    assert told(GOOD, GOOD, job=KEYED) == "ok"
+    assert judged(GOOD, other, job=KEYED) == "twice"
+    assert judged(GOOD, GOOD, job=KEYED) == "ok"
 
 
 def test_a_repetition_that_fails_is_lost() -> None:
-    assert told(GOOD, Answer(error="503"), job=KEYED) == "lost"
+    assert judged(GOOD, Answer(error="503"), job=KEYED) == "lost"
 
 
 def test_a_sampled_answer_is_compared_with_its_repetition_only() -> None:
     sampled = Answer("x y z", "length", 3, "id-1")
-    assert told(sampled, sampled, job=SAMPLED) == "ok"
-    assert told(sampled, GOOD, job=SAMPLED) == "twice"
-    assert told(replace(sampled, tokens=2), job=SAMPLED) == "wrong"
+    assert judged(sampled, sampled, job=SAMPLED) == "ok"
+    assert judged(sampled, GOOD, job=SAMPLED) == "twice"
+    assert judged(replace(sampled, tokens=2), job=SAMPLED) == "wrong"
 
 
 def test_a_near_tie_is_no_fault_and_a_clear_difference_is() -> None:
     ends = (1, 3, 5)
     other = replace(GOOD, text="a b d")
-    assert told(other, reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 0.01))) == "near tie"
-    assert told(other, reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 4.0))) == "wrong"
-    assert told(replace(other, tokens=2), reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 0.01))) == "wrong"
+    assert judged(other, reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 0.01))) == "near tie"
+    assert judged(other, reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 4.0))) == "wrong"
+    assert judged(replace(other, tokens=2), reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 0.01))) == "wrong"
 
 
 def test_first_difference() -> None:

@@ -88,15 +88,15 @@ models:
 
 
 def test_faults_of_adapters_have_their_place(tmp_path: Path) -> None:
-    told = lines(
+    errors = lines(
         tmp_path,
         "models:\n  - name: a\n    source: hf://a/b\n    adapters:\n      a: hf://a/c\n      b: ./nowhere\n      'c d': hf://a/c\n"
         "  - {name: d, source: hf://a/b, adapters: [x]}\n",
     )
-    assert told[0].startswith("f:5:7: models[0].adapters.a: given 'a', which is a model's name or alias on line 2 already")
-    assert told[1].startswith("f:6:7: models[0].adapters.b.source: given './nowhere'; there is no directory")
-    assert told[2].startswith("f:7:7: models[0].adapters.c d: given 'c d'; allowed: text matching")
-    assert told[3].startswith("f:8:33: models[1].adapters: must be a mapping of names to sources")
+    assert errors[0].startswith("f:5:7: models[0].adapters.a: given 'a', which is a model's name or alias on line 2 already")
+    assert errors[1].startswith("f:6:7: models[0].adapters.b.source: given './nowhere'; there is no directory")
+    assert errors[2].startswith("f:7:7: models[0].adapters.c d: given 'c d'; allowed: text matching")
+    assert errors[3].startswith("f:8:33: models[1].adapters: must be a mapping of names to sources")
 
 
 def test_devices_take_sizes_and_shares(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_devices_take_sizes_and_shares(tmp_path: Path) -> None:
     assert file.mesh.nodes["c"].devices == {}
 
 
-def test_memory_for_weights_that_nobody_holds(tmp_path: Path) -> None:
+def test_memory_for_cached_weights(tmp_path: Path) -> None:
     file = load(
         tmp_path,
         "mesh:\n  nodes:\n    a: {cpu:0: 1GiB, dram: 512MiB}\n    b: {devices: {cpu:0: 1g}, dram: 0}\n    c: {dram: 1GiB}\n",
@@ -118,8 +118,8 @@ def test_memory_for_weights_that_nobody_holds(tmp_path: Path) -> None:
     ]
 
 
-def test_every_fault_is_told_at_once_with_its_place(tmp_path: Path) -> None:
-    told = lines(
+def test_all_errors_are_reported_together_with_their_places(tmp_path: Path) -> None:
+    errors = lines(
         tmp_path,
         """\
 modles: []
@@ -138,37 +138,37 @@ models:
   - source: hf://a/b
 """,
     )
-    assert told[0] == "f:1:1: modles: unknown key; did you mean 'models'?"
-    assert told[1] == "f:2:8: mesh.port: given 99999; allowed: 65535 or less"
-    assert told[2].startswith("f:6:5: models[0].keep_alive: unknown unit 'minuts'")
-    assert told[3] == "f:7:5: models[0].keepalive: unknown key; did you mean 'keep_alive'?"
-    assert told[4].startswith("f:8:5: models[0].engine: given 'vlm'; allowed: 'builtin', 'vllm', 'llamacpp'")
-    assert told[5] == f"f:10:5: models[1].source: given './nowhere'; there is no directory {tmp_path}/nowhere"
-    assert told[6] == "f:11:13: models[1].queue.max_waiting: given 0; allowed: 1 or more"
-    assert told[7] == "f:11:29: models[1].queue.timeot: unknown key; did you mean 'timeout'?"
-    assert told[8] == "f:12:5: models[1].pin: given 'perhaps'; allowed: true or false"
-    assert told[9] == "f:13:5: models[1].pin: the same key twice; it is on line 12 already"
-    assert told[10] == "f:14:5: models[2].name: is required"
-    assert len(told) == 11
+    assert errors[0] == "f:1:1: modles: unknown key; did you mean 'models'?"
+    assert errors[1] == "f:2:8: mesh.port: given 99999; allowed: 65535 or less"
+    assert errors[2].startswith("f:6:5: models[0].keep_alive: unknown unit 'minuts'")
+    assert errors[3] == "f:7:5: models[0].keepalive: unknown key; did you mean 'keep_alive'?"
+    assert errors[4].startswith("f:8:5: models[0].engine: given 'vlm'; allowed: 'builtin', 'vllm', 'llamacpp'")
+    assert errors[5] == f"f:10:5: models[1].source: given './nowhere'; there is no directory {tmp_path}/nowhere"
+    assert errors[6] == "f:11:13: models[1].queue.max_waiting: given 0; allowed: 1 or more"
+    assert errors[7] == "f:11:29: models[1].queue.timeot: unknown key; did you mean 'timeout'?"
+    assert errors[8] == "f:12:5: models[1].pin: given 'perhaps'; allowed: true or false"
+    assert errors[9] == "f:13:5: models[1].pin: the same key twice; it is on line 12 already"
+    assert errors[10] == "f:14:5: models[2].name: is required"
+    assert len(errors) == 11
 
 
-def test_a_fault_of_the_defaults_is_told_once_and_there(tmp_path: Path) -> None:
+def test_an_error_in_the_defaults_is_reported_once_at_the_defaults(tmp_path: Path) -> None:
     text = "defaults:\n  priority: 1000\nmodels:\n  - {name: a, source: hf://a/b}\n  - {name: b, source: hf://a/b}\n"
     assert lines(tmp_path, text) == ["f:2:3: defaults.priority: given 1000; allowed: 100 or less"]
 
 
-def test_a_default_and_a_model_that_disagree_are_told_with_the_model(tmp_path: Path) -> None:
+def test_a_conflict_of_a_default_and_a_model_is_reported_at_the_model(tmp_path: Path) -> None:
     text = "defaults:\n  replicas: {max: 2}\nmodels:\n  - name: a\n    source: hf://a/b\n    replicas: {min: 3}\n"
-    (told,) = lines(tmp_path, text)
-    assert told.startswith("f:6:5: models[0].replicas:")
-    assert "min (3) is over max (2)" in told
+    (error,) = lines(tmp_path, text)
+    assert error.startswith("f:6:5: models[0].replicas:")
+    assert "min (3) is over max (2)" in error
 
 
 @pytest.mark.parametrize("second", ["name: a", "name: b\n    aliases: [a]", "name: b\n    aliases: [x, x]"])
 def test_names_and_aliases_are_given_once(tmp_path: Path, second: str) -> None:
-    told = lines(tmp_path, f"models:\n  - name: a\n    source: hf://a/b\n  - {second}\n    source: hf://a/b\n")
-    assert len(told) == 1
-    assert "already; allowed: each once" in told[0]
+    errors = lines(tmp_path, f"models:\n  - name: a\n    source: hf://a/b\n  - {second}\n    source: hf://a/b\n")
+    assert len(errors) == 1
+    assert "already; allowed: each once" in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_faults(tmp_path: Path, text: str, line: int, words: str) -> None:
     assert words in found[0].message
 
 
-def test_keys_that_do_not_go_together_are_told_without_the_values(tmp_path: Path) -> None:
+def test_errors_of_conflicting_keys_do_not_print_the_values(tmp_path: Path) -> None:
     """Errors about conflicting keys omit the values, which may be credentials."""
     text = "models:\n  - {name: b, engine: openai, source: 'engine://b', memory: 1GiB, max_model_len: 8, env: {TOKEN: secret}}\n"
     (fault,) = faults(tmp_path, text)

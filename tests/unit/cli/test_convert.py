@@ -44,10 +44,13 @@ def test_for_people_and_checked_again_later(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "code", "said"),
+    ("arguments", "status", "code", "expected"),
     [
         (["missing", "out"], 1, "checkpoint_invalid", "does not exist"),
         (["m", "m"], 1, "conflict", "is there already"),
+        (["m", "/proc/out"], 1, "unavailable", "No directory can be made in /proc"),
+        (["m", "missing/out"], 1, "unavailable", "missing does not exist; make it first"),
+        (["m", "/etc/passwd/out"], 1, "unavailable", "/etc/passwd/out would be below a file; name a directory"),
         (["m", "out", "--tensor-parallel", "2"], 1, "unsupported_architecture", "config.json"),
         (["m", "out", "--tensor-parallel", "0"], 2, "usage", "tensor-parallel"),
         (["m"], 1, "usage", "Name the directory"),
@@ -60,7 +63,7 @@ def test_refusals(
     arguments: list[str],
     status: int,
     code: str,
-    said: str,
+    expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "m")
@@ -68,7 +71,7 @@ def test_refusals(
     assert main(["convert", *arguments, "--json"]) == status
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["code"] == code
-    assert said in error["message"]
+    assert expected in error["message"]
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 

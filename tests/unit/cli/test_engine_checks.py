@@ -22,7 +22,7 @@ def test_none_but_the_builtin_one() -> None:
     assert installed() == (["builtin"], [])
 
 
-def test_a_llama_server_that_nobody_named_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_llama_server_that_is_not_configured_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = tmp_path / "llama-server"
     server.write_text("#!/bin/sh\n")
     server.chmod(0o755)

@@ -28,29 +28,30 @@ def test_what_is_meant(text: str, meant: Assumption) -> None:
     "text",
     ["add-node=", "add-node=n:x", "add-node=n:1:2:3", "add-node=n:1:lots", "budget=n1", "budget=n1/cuda", "more", "drop-node"],
 )
-def test_what_is_not_understood_is_said(text: str) -> None:
+def test_an_invalid_assumption_is_refused(text: str) -> None:
     with pytest.raises(CommandError, match="not understood"):
         assumption(text)
 
 
 @pytest.mark.parametrize(
-    ("measured_ms", "told"),
+    ("measured_ms", "expected"),
     [
         (4200.0, "ready after 4.2 s, 2.9 s from the decision [dim](predicted 2.1 s, 800 ms too little)"),
         (2940.0, "ready after 2.9 s [dim](predicted 2.1 s, 800 ms too little)"),
     ],
     ids=["waited before", "decided at once"],
 )
-def test_what_came_of_it_adds_up(measured_ms: float, told: str) -> None:
+def test_the_outcome_compares_prediction_and_measurement(measured_ms: float, expected: str) -> None:
     """The parts of an outcome add up to its total.
 
-    A prediction counts from the decision, the outcome from the demand; the output shows both if they differ.
+    A prediction counts from the decision, the outcome from the demand; the output shows both if
+    they differ.
     """
     chosen = Candidate(node="n", device_ids=("cpu:0",), way="load", predicted_ms=2100.0, took_ms=2900.0)
     plan = PlanRecord(
         plan_id="p", model="m", created=0, trigger="demand", way="load", chosen=chosen, outcome="ready", measured_ms=measured_ms
     )
-    assert told in outcome(plan)
+    assert expected in outcome(plan)
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,11 @@ def test_it_is_drawn() -> None:
     assert "2.00 s in all" in lines[5]
 
 
-def test_what_had_said_nothing_did_not_serve() -> None:
-    anew = FAILOVER.model_copy(update={"since_ms": None, "tokens": 0, "source_instance": "i-1", "pause_ms": None})
-    found = lanes(trace(anew, ttft=None))
+def test_an_instance_that_sent_no_token_did_not_serve() -> None:
+    restarted = FAILOVER.model_copy(update={"since_ms": None, "tokens": 0, "source_instance": "i-1", "pause_ms": None})
+    found = lanes(trace(restarted, ttft=None))
     assert [(x.instance_id, x.began_ms) for x in found] == [("i-1", None), ("i-3", None)]
-    text = shown(trace(anew, ttft=None))
+    text = shown(trace(restarted, ttft=None))
     assert "failover, restarted, no token arrived" in text
     assert SERVED not in text.rsplit("\n", 2)[0]
 

@@ -87,3 +87,10 @@ def test_terminal_sequences_of_libraries_are_not_shown() -> None:
     assert _readable("\x1b[32mINFO\x1b[0m:     started\x07", "").plain == "INFO:     started"
     line = '{"time": "2026-01-01T00:00:00.000Z", "level": "info", "message": "\\u001b[1mhi", "color": "\\u001b[31mred"}'
     assert _readable(line, "").plain.endswith("hi color=red")
+
+
+def test_fields_without_a_value_are_not_shown() -> None:
+    line = (
+        '{"time": "2026-01-01T00:00:00.000Z", "level": "info", "message": "m", "error": null, "status": 200, "color_message": "m"}'
+    )
+    assert _readable(line, "").plain == "00:00:00.000 info    m status=200"

@@ -40,13 +40,13 @@ def shown(show: object, *arguments: object) -> str:
     return out.getvalue()
 
 
-def test_one_line_tells_what_became_of_it() -> None:
+def test_one_line_describes_the_outcome() -> None:
     assert "i-1 from node-0 to node-1 (i-2): done; 1 of 2 requests moved, pause 31 ms, 0.81 s in all" in describe(DONE)
     failed = DONE.model_copy(
-        update={"state": "failed", "error": ErrorBody(code="unreachable", message="nobody [there]"), "request_id": "q"}
+        update={"state": "failed", "error": ErrorBody(code="unreachable", message="nothing [there]"), "request_id": "q"}
     )
     assert "request q from node-0" in describe(failed)
-    assert "nobody \\[there]" in describe(failed)
+    assert "nothing \\[there]" in describe(failed)
     given_up = DONE.model_copy(update={"state": "given_up", "requests": (MovedRequest(request_id="q-1", reason="it was over"),)})
     assert describe(given_up).endswith("it was over")
 

@@ -14,6 +14,7 @@ from tests.unit.cli.test_ps import VIEW
 from thaw.cli.api import Api
 from thaw.cli.app import main
 from thaw.cli.models import changed_options, option_text, show_difference
+from thaw.units import parse_duration, written_duration
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_another_source_needs_replace(sent: list[ModelSpec], tmp_path: Path, cap
 
 def test_other_options_need_no_replace(sent: list[ModelSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "add", "m", str(tmp_path / "m"), "--keep-alive", "10m"]) == 0
-    assert "keep_alive: 300.0 → 600.0" in capsys.readouterr().out
+    assert "keep_alive: 5m → 10m" in capsys.readouterr().out
     assert len(sent) == 1
 
 
@@ -71,3 +72,28 @@ def test_a_change_of_files_alone_is_shown_as_such() -> None:
 )
 def test_values_are_shown_without_python(value: object, text: str) -> None:
     assert option_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("keep_alive", 300.0, "5m"),
+        ("keep_alive", 5400.0, "1h30m"),
+        ("keep_alive", -1.0, "-1 (until evicted)"),
+        ("keep_alive", 0.0, "0"),
+        ("init_timeout", 90, "1m30s"),
+        ("response_timeout", 2.5, "2.5s"),
+        ("slo", {"ttft": 0.5, "tpot": None, "percentile": 0.98}, "ttft 500ms, tpot -, percentile 0.98"),
+        ("memory", 6 * 2**30, "6.0 GiB"),
+        ("latency_sensitivity", 1.0, "1.0"),
+        ("pin", True, "yes"),
+    ],
+)
+def test_options_are_shown_as_they_are_written(name: str, value: object, text: str) -> None:
+    assert option_text(value, name) == text
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0005, 0.25, 0.5, 1, 59, 60, 61, 119.5, 300, 3600, 5400, 90061, 1e6])
+def test_a_written_duration_is_read_back(seconds: float) -> None:
+    written = written_duration(seconds)
+    assert (float(written) if written.replace(".", "").isdigit() else parse_duration(written)) == pytest.approx(seconds, abs=0)

@@ -21,11 +21,11 @@ def look(**states: str) -> tuple[ModelView, ...]:
     return (*(view(n, s) for n, s in states.items()), VIEW)
 
 
-def told(*looks: tuple[ModelView, ...]) -> list[tuple[str, str]]:
+def printed(*looks: tuple[ModelView, ...]) -> list[tuple[str, str]]:
     return [(name, park.state) for name, park in changes(looks)]
 
 
-def test_each_change_is_told_once_and_the_end_is_when_nothing_moves() -> None:
+def test_each_change_is_printed_once_until_no_model_changes() -> None:
     looks = (
         look(a="queued", b="queued"),
         look(a="starting", b="queued"),
@@ -34,21 +34,21 @@ def test_each_change_is_told_once_and_the_end_is_when_nothing_moves() -> None:
         look(a="parked", b="failed"),
         look(a="parked", b="starting"),
     )
-    assert told(*looks) == [
+    assert printed(*looks) == [
         ("a", "queued"), ("b", "queued"), ("a", "starting"), ("a", "suspending"), ("b", "starting"), ("a", "parked"), ("b", "failed"),
     ]  # fmt: skip
 
 
 def test_what_waits_for_room_or_cannot_be_is_not_waited_for() -> None:
-    assert told(look(a="waiting", b="impossible", c="up"), look(a="starting")) == [
+    assert printed(look(a="waiting", b="impossible", c="up"), look(a="starting")) == [
         ("a", "waiting"),
         ("b", "impossible"),
         ("c", "up"),
     ]
 
 
-def test_nothing_is_said_where_nothing_is_to_be_parked() -> None:
-    assert told((VIEW,)) == []
+def test_a_model_that_is_not_to_be_parked_prints_nothing() -> None:
+    assert printed((VIEW,)) == []
     assert park_cell(VIEW) == ""
 
 

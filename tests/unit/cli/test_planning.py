@@ -67,8 +67,8 @@ def test_several_nodes_divide_the_memory(home: Home) -> None:
 
 def test_a_node_s_dram_budget_is_the_loader_s(home: Home) -> None:
     made = plan(home, Wanted(mesh=MeshConfig(nodes={"a": NodeConfig(dram=5), "b": NodeConfig(dram=0)})))
-    told = {p.name: p.environment.get("THAW_DRAM_BYTES") for p in programs_of(home, made, None)}
-    assert (told["loader.a"], told["loader.b"]) == ("5", "0")
+    budgets = {p.name: p.environment.get("THAW_DRAM_BYTES") for p in programs_of(home, made, None)}
+    assert (budgets["loader.a"], budgets["loader.b"]) == ("5", "0")
 
 
 def test_credentials_outlive_a_mesh(home: Home) -> None:
@@ -114,7 +114,7 @@ def test_another_policy_needs_a_restart(home: Home, monkeypatch: pytest.MonkeyPa
     assert differences(home, Wanted()) == []
 
 
-def test_what_a_running_mesh_would_have_to_be_started_anew_for(home: Home) -> None:
+def test_settings_that_need_a_restart_of_a_running_mesh(home: Home) -> None:
     file = MeshConfig(
         port=9000,
         admin_key="choose-one",

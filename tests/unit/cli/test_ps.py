@@ -104,3 +104,12 @@ def test_a_suspended_instance_is_shown_with_what_it_freed() -> None:
     assert facts["engine"] == "builtin"
     assert facts["last_start"] == {"at": 1.0, "took_ms": 20_000.0}
     assert facts["last_resume"] is None
+
+
+@pytest.mark.parametrize(("used", "explained"), [(2**20, False), (2**29, False), (2**30, True)])
+def test_more_in_use_than_reserved_is_explained(used: int, explained: bool) -> None:
+    device = DeviceStatus(device_id="cpu:0", kind="cpu", budget_bytes=2**31, reserved_bytes=2**29, used_bytes=used)
+    file = io.StringIO()
+    node = NodeView(node="n", alive=True, devices=(device,))
+    show_devices(Console(file=file, width=140), ClusterView(scheduler="s", epoch=1, models=(), nodes=(node,)))
+    assert ("weights that suspended instances keep" in " ".join(file.getvalue().split())) is explained

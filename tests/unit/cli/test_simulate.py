@@ -69,13 +69,13 @@ def test_refusals(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*files, "--rps", "-1"]) == 1
     assert "--rps must be positive" in capsys.readouterr().err
     trace = tmp_path / "requests.csv"
-    for text, told in (
+    for text, expected in (
         ("when,what\n1,2\n", "has no columns at, model"),
         ("at,model,prompt_tokens,output_tokens\n", "holds no request"),
     ):
         trace.write_text(text)
         assert main([*files, "--workload", "trace", "--trace", str(trace)]) == 1
-        assert told in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
     (tmp_path / "models.yaml").write_text(MODELS.replace("weights_gb: 10", "weights_gb: 50"))
     assert main(files) == 1
     assert "a needs 50 GB" in capsys.readouterr().err

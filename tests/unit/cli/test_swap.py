@@ -38,13 +38,13 @@ def test_a_swap_file_is_made_in_four_steps(tmp_path: Path, programs: Path) -> No
     ]
 
 
-def test_a_swap_file_that_cannot_be_used_is_removed_and_the_commands_are_told(tmp_path: Path, programs: Path) -> None:
+def test_an_unusable_swap_file_is_removed_and_the_commands_are_printed(tmp_path: Path, programs: Path) -> None:
     (programs / "swapon").write_text("#!/bin/sh\necho 'swapon: Operation not permitted' >&2\nexit 255\n")
     path = tmp_path / "swapfile"
-    with pytest.raises(CommandError, match="Operation not permitted") as told:
+    with pytest.raises(CommandError, match="Operation not permitted") as failed:
         swap.set_up(path, swap.GIB)
     assert not path.exists()
-    assert "mkswap" in told.value.remedy
+    assert "mkswap" in failed.value.remedy
 
 
 def test_without_the_programs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

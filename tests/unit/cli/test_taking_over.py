@@ -26,7 +26,8 @@ def test_a_service_that_keeps_ending_stops_only_a_mesh_that_did_not_serve(
 ) -> None:
     """A service that keeps exiting stops only a mesh that has not served.
 
-    Chaos seed 1: PostgreSQL, killed with the supervisor, failed three times in a row, and `thaw up` stopped the whole mesh.
+    Chaos seed 1: PostgreSQL, killed with the supervisor, failed three times in a row, and `thaw up`
+    stopped the whole mesh.
     """
     stopped: list[Home] = []
 

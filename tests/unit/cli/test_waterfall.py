@@ -77,8 +77,8 @@ def test_it_prints() -> None:
     assert "loader" in text
 
 
-@pytest.mark.parametrize(("prompt", "told"), [(24, "24 prompt + 32 output tokens"), (0, "\n32 output tokens")])
-def test_a_prompt_that_the_engine_did_not_count_is_not_told(prompt: int, told: str) -> None:
+@pytest.mark.parametrize(("prompt", "expected"), [(24, "24 prompt + 32 output tokens"), (0, "\n32 output tokens")])
+def test_prompt_tokens_that_the_engine_did_not_count_are_not_shown(prompt: int, expected: str) -> None:
     trace = RequestTrace(
         request_id="r",
         trace_id="t",
@@ -94,7 +94,7 @@ def test_a_prompt_that_the_engine_did_not_count_is_not_told(prompt: int, told: s
     )
     console = Console(file=io.StringIO(), width=120)
     console.print(request_waterfall(trace, console))
-    assert told in console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
+    assert expected in console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
 
 
 @st.composite
@@ -111,7 +111,8 @@ def _span(draw: st.DrawFn) -> PhaseSpan:
 def _tiles(trace: RequestTrace) -> None:
     """Check that the rows tile the critical path.
 
-    Every column is solid on some row, no row waits longer than it lasts, and the printed parts sum to the printed total.
+    Every column is solid on some row, no row waits longer than it lasts, and the printed parts sum
+    to the printed total.
     """
     assert trace.ttft_ms is not None
     shown = rows(trace.spans, trace.critical_path, 0, trace.ttft_ms, 40)

@@ -1,6 +1,7 @@
 """The engine's cache of LoRA adapters.
 
-It loads each adapter once, evicts the least recently used, starves no request, and shares memory with the KV cache.
+It loads each adapter once, evicts the least recently used, starves no request, and shares memory
+with the KV cache.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ IDS = [5, 6, 7, 8]
 def test_gpus_are_numbered_as_the_node_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs have the node's numbers.
 
-    NVML orders GPUs by bus; CUDA by default puts the fastest first, and an engine would then compute on another GPU than its booking.
+    NVML orders GPUs by bus; CUDA by default puts the fastest first, and an engine would then
+    compute on another GPU than its booking.
     """
     environment = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     monkeypatch.setattr(os, "environ", environment)

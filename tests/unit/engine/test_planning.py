@@ -113,7 +113,7 @@ class Steps(RuleBasedStateMachine):
             if not (self.running or self.waiting):
                 break
             self.step()
-        assert self.ended == self.keys, "not everything came to an end"
+        assert self.ended == self.keys, "not every sequence ended"
 
 
 TestSteps = Steps.TestCase

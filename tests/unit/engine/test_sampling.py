@@ -53,7 +53,8 @@ def test_draws_follow_the_distribution() -> None:
 def test_rounding_does_not_change_what_is_drawn(params: SamplingParams) -> None:
     """Rounding does not change sampled tokens.
 
-    A flat distribution is recomputed in another batch or engine, and thousands of ranks and probabilities have moved.
+    A flat distribution is recomputed in another batch or engine, and thousands of ranks and
+    probabilities have moved.
     """
     source = torch.Generator().manual_seed(1)
     logits = torch.randn(20_000, generator=source) * 1e-3

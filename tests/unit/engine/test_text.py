@@ -44,7 +44,8 @@ def test_nothing_is_held_back_for_long(data: bytes) -> None:
     detokenizer, shown = Detokenizer(decode_bytes), 0
     for i, byte in enumerate(data):
         shown += len(detokenizer.feed(byte).encode())
-        # A shown U+FFFD is three bytes for one or more; the test only requires that text keeps arriving.
+        # A shown U+FFFD is three bytes for one or more; the test only requires that text keeps
+        # arriving.
         assert i < 40 or shown > 0
 
 
@@ -75,7 +76,8 @@ def test_random_tokens_of_a_real_tokenizer(backend: object, ids: list[int], prom
 
     alone = "".join(fed(Detokenizer(decode), ids))
     assert alone == decode(ids)
-    # A prompt may end in half a character that the first token completes; otherwise it has no effect.
+    # A prompt may end in half a character that the first token completes; otherwise it has no
+    # effect.
     if not decode(prompt).endswith("\ufffd"):
         assert decode(prompt) + "".join(fed(Detokenizer(decode, prompt), ids)) == decode(prompt + ids)
 
@@ -107,7 +109,8 @@ def test_any_split_ends_where_the_whole_text_would(stops: list[str], parts: list
     if not found:
         assert out == text
         return
-    # Fed in parts, a stop string that completes earlier wins over one that begins earlier but completes later.
+    # Fed in parts, a stop string that completes earlier wins over one that begins earlier but
+    # completes later.
     assert matcher.matched is not None
     assert text[len(out) :].startswith(matcher.matched)
     assert not any(s in out for s in stops)

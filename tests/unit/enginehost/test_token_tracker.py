@@ -87,7 +87,8 @@ def test_other_events_are_forwarded_unchanged() -> None:
 def test_a_role_alone_is_the_beginning_of_an_answer() -> None:
     """A role alone begins a response.
 
-    An engine may die before its first token: the client already has the role, which must not be repeated.
+    An engine may die before its first token: the client already has the role, which must not be
+    repeated.
     """
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     tracker = TokenTracker(VLLM, chat=True, hide_usage=True, hide_ids=True)

@@ -35,12 +35,18 @@ KINDS = st.sampled_from(["plain", "full", "whole"])
 class World(RecordedEffects):
     """One request and its engine.
 
-    Each cut gives the number of messages before a fault, the fault, and whether the next instance refuses.
+    Each cut gives the number of messages before a fault, the fault, and whether the next instance
+    refuses. `unstored` gives the number of an attempt's last messages that the next attempt shall
+    generate again, although the client has them.
     """
 
-    def __init__(self, script: Script, sink: EventStream | BufferedCompletion, cuts: list[tuple[int, Fault, bool]]) -> None:
+    def __init__(
+        self, script: Script, sink: EventStream | BufferedCompletion, cuts: list[tuple[int, Fault, bool]], unstored: list[int]
+    ) -> None:
         super().__init__()
         self.script, self.cuts, self.now = script, list(cuts), time.monotonic()
+        self.unstored = list(unstored)
+        self.received: list[dict[str, Any]] = []
         self.dispatcher = Dispatcher("gw", self)
         self.hear(InstanceState.READY)
         self.ticket = ticket("r", "alpha", self.now, wait=1e9, response=1e9)
@@ -57,6 +63,10 @@ class World(RecordedEffects):
 
     def send(self, ticket: Ticket, route: Route) -> None:
         super().send(ticket, route)
+        if self.received and self.unstored:
+            stored = max(0, len(self.received) - self.unstored.pop(0))
+            self.request.resume_state.rewind_to(self.received[:stored])
+        self.received = []
         self.request.begin_attempt(route, self.now)
 
     def fail(self, ticket: Ticket, error: Any) -> None:
@@ -88,7 +98,9 @@ class World(RecordedEffects):
                 self.refuses = refuses
                 self.disturb(fault, seq, message.model_copy(update={"seq": seq + 1}).model_dump_json().encode())
                 return
-            request.on_message(message.model_copy(update={"seq": seq}).model_dump_json().encode())
+            numbered = message.model_copy(update={"seq": seq})
+            self.received.append(numbered.model_dump(mode="json"))
+            request.on_message(numbered.model_dump_json().encode())
 
     def disturb(self, fault: Fault, seq: int, late: bytes) -> None:
         request = self.request
@@ -114,9 +126,9 @@ def sink_of(kind: str, choices: int) -> EventStream | BufferedCompletion:
     return EventStream(head, include_usage=True, token_ids=kind == "full", logprobs=kind == "full")
 
 
-def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]]) -> Any:
+def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]], unstored: list[int] | None = None) -> Any:
     sink = sink_of(kind, len(script.texts))
-    world = World(script, sink, cuts)
+    world = World(script, sink, cuts, unstored or [])
     world.run()
     assert world.request.completion.error is None, world.request.completion.error
     assert world.dispatcher.in_flight("alpha") == world.dispatcher.waiting("alpha") == 0
@@ -131,6 +143,21 @@ def test_the_client_gets_what_it_would_have_got(
 ) -> None:
     script = Script(tuple(texts), tuple(stops), logprobs=kind == "full")
     assert answered(script, kind, bounded(cuts)) == answered(script, kind, [])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    texts=TEXTS,
+    yields=st.lists(st.integers(2, 12), max_size=6),
+    unstored=st.lists(st.integers(0, 12), min_size=6, max_size=6),
+    kind=KINDS,
+)
+def test_output_that_is_generated_again_reaches_the_client_once(
+    texts: list[str], yields: list[int], unstored: list[int], kind: str
+) -> None:
+    script = Script(tuple(texts), logprobs=kind == "full")
+    cuts: list[tuple[int, Fault, bool]] = [(at, "yield", False) for at in yields]
+    assert answered(script, kind, cuts, unstored) == answered(script, kind, [])
 
 
 def by_choice(data: bytes) -> dict[Any, list[bytes]]:

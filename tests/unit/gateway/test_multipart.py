@@ -59,7 +59,8 @@ REPEATED = b"content-disposition:"
 async def test_a_repeated_header_takes_linear_work(before: bytes, refused: bool, size: int) -> None:
     """A repeated header takes linear work.
 
-    A parser that searches for a name from each repetition to the end of the part takes 3 s for 100 KB and hours for 6 MB.
+    A parser that searches for a name from each repetition to the end of the part takes 3 s for 100
+    KB and hours for 6 MB.
     """
     body = before + REPEATED * (size // len(REPEATED)) + b"\r\n--b--\r\n"
     if refused:

@@ -16,9 +16,10 @@ import pytest
 
 from services.gateway.http.parsing import parser_process
 from services.gateway.http.parsing.parser_process import LARGE_BYTES, ParserProcess
-from services.gateway.http.parsing.request_parser import ParsedRequest
+from services.gateway.http.parsing.request_parser import BodyLimits, ParsedRequest, parse_body
 from shared.contracts.openai import ChatCompletionRequest
-from shared.errors import InvalidRequest, PayloadTooLarge, Unavailable
+from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, Unavailable
+from tests.support.stopping import stop
 
 TEXT = "é" * LARGE_BYTES
 
@@ -34,15 +35,42 @@ async def ask(parsers: ParserProcess, body: bytes) -> ParsedRequest:
 async def ready(parsers: ParserProcess) -> int:
     """Return the worker's pid, after a large body has started it."""
     await ask(parsers, chat())
-    async with asyncio.timeout(60):
-        while parsers.pid is None:  # noqa: ASYNC110 - a process starts
-            await asyncio.sleep(0.01)
+    assert parsers.pid is not None
     return parsers.pid
+
+
+async def working(parsers: ParserProcess, pid: int, task: asyncio.Task[ParsedRequest]) -> None:
+    """Wait until the worker has used CPU time for a body."""
+    worker = psutil.Process(pid)
+    before = worker.cpu_times().user
+    async with asyncio.timeout(30):
+        while worker.cpu_times().user < before + 0.05:
+            assert not task.done()
+            await asyncio.sleep(0)
+
+
+def slow(prompts: int = 3_000_000) -> bytes:
+    """Return a body that takes a worker a second or more."""
+    return b'{"model":"one","prompt":[' + b"[1]," * prompts + b"[1]]}"
+
+
+async def ask_slow(parsers: ParserProcess) -> ParsedRequest:
+    return await parsers.parse("completion", slow(), "/v1/completions", "", {"content-type": "application/json"})
+
+
+@pytest.fixture
+def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if the gateway parses a large body itself."""
+
+    async def refuse(endpoint: str, body: bytes, *_: object) -> ParsedRequest:
+        raise AssertionError(f"the gateway parses {len(body)} bytes")
+
+    monkeypatch.setattr(parser_process, "parse_body", refuse)
 
 
 @pytest.fixture
 async def parsers() -> AsyncIterator[ParserProcess]:
-    found = ParserProcess(max_values=1_000_000)
+    found = ParserProcess(BodyLimits(1_000_000_000))
     yield found
     await found.close()
 
@@ -50,11 +78,10 @@ async def parsers() -> AsyncIterator[ParserProcess]:
 async def test_a_small_body_starts_nothing(parsers: ParserProcess) -> None:
     assert (await ask(parsers, chat("hello"))).request.model == "one"
     assert parsers.pid is None
-    assert parsers._starting is None
 
 
 async def test_a_large_body_is_the_same_from_either_process(parsers: ParserProcess) -> None:
-    here = await ask(parsers, chat())  # while the worker starts
+    here = await parse_body("chat", chat(), BodyLimits(1_000_000), "/v1/chat/completions", "", {"content-type": "application/json"})
     pid = await ready(parsers)
     there = await ask(parsers, chat())
     assert there == here
@@ -76,61 +103,93 @@ async def test_errors_are_the_same_from_either_process(parsers: ParserProcess) -
         errors.append(caught.value)
     assert errors[0].param == "messages[0].content[100]"
     assert errors[1].param == "messages[0].content[0]"
+    parsers._limits = BodyLimits(1_000_000)
     with pytest.raises(PayloadTooLarge):
         await ask(parsers, b"[" * 1_000_000)
 
 
-async def test_a_worker_that_is_killed_is_replaced(parsers: ParserProcess) -> None:
+@pytest.mark.usefixtures("not_here")
+async def test_a_worker_that_is_killed_fails_only_its_own_body(parsers: ParserProcess) -> None:
     pid = await ready(parsers)
-    worker = psutil.Process(pid)
-    worker.suspend()
-    under_way = [asyncio.create_task(ask(parsers, chat())) for _ in range(2)]
-    async with asyncio.timeout(20):
-        while not parsers._turn.locked():  # noqa: ASYNC110 - the first one is with the worker
-            await asyncio.sleep(0)
-    worker.kill()
-    for task in under_way:
-        with pytest.raises(Unavailable, match="Repeat the request"):
-            await task
+    killed = asyncio.create_task(ask_slow(parsers))
+    queued = [asyncio.create_task(ask(parsers, chat(str(n) * LARGE_BYTES))) for n in range(3)]
+    await working(parsers, pid, killed)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="Repeat the request"):
+        await killed
+    for number, task in enumerate(queued):
+        assert (await task).engine_request.body == chat(str(number) * LARGE_BYTES)
     assert await ready(parsers) != pid
+
+
+@pytest.mark.usefixtures("not_here")
+async def test_a_body_that_takes_too_long_fails_alone(parsers: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = await ready(parsers)
+    monkeypatch.setattr(parser_process, "_JOB_S", 0.5)
+    stop(pid)
+    hung = asyncio.create_task(ask(parsers, chat("a" * LARGE_BYTES)))
+    await asyncio.sleep(0)
+    queued = asyncio.create_task(ask(parsers, chat()))
+    with pytest.raises(DeadlineExceeded, match="smaller") as caught:
+        await hung
+    assert caught.value.should_retry is False
+    monkeypatch.setattr(parser_process, "_JOB_S", 30.0)
+    assert (await queued).engine_request.body == chat()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_after_a_crash_no_large_body_is_parsed_here(parsers: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = await ready(parsers)
+    killed = asyncio.create_task(ask_slow(parsers))
+    await working(parsers, pid, killed)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(Unavailable):
+        await killed
+    with monkeypatch.context() as patch:
+        patch.setattr(parser_process, "parser_module", lambda: "no.such.module")
+        with pytest.raises(Unavailable, match="cannot be started"):
+            await ask(parsers, chat())
+    assert (await ask(parsers, chat())).request.model == "one"
 
 
 async def test_a_client_that_leaves_spoils_no_other_body(parsers: ParserProcess) -> None:
     pid = await ready(parsers)
-    psutil.Process(pid).suspend()
+    stop(pid)
     leaving = asyncio.create_task(ask(parsers, chat("a" * LARGE_BYTES)))
     async with asyncio.timeout(20):
         while not parsers._turn.locked():  # noqa: ASYNC110 - it is with the worker
             await asyncio.sleep(0)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    assert (await ask(parsers, chat())).engine_request.body == chat()
-    await ready(parsers)
+    assert await ready(parsers) != pid
     parsed = await ask(parsers, chat("b" * LARGE_BYTES))
     assert isinstance(parsed.request, ChatCompletionRequest)
     assert parsed.request.messages[0].content == "b" * LARGE_BYTES
 
 
+async def test_a_body_with_too_many_prompts_is_refused_in_the_worker(parsers: ParserProcess, not_here: None) -> None:
+    """The gateway does not receive the prompts: reading them would block it."""
+    body = json.dumps({"model": "one", "prompt": ["word"] * LARGE_BYTES}).encode()
+    with pytest.raises(InvalidRequest, match="65536 prompts, and the limit is 2048"):
+        await parsers.parse("completion", body, "/v1/completions", "", {"content-type": "application/json"})
+    assert parsers.pid is not None
+
+
 async def test_a_worker_that_does_not_start_costs_nothing_but_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser_process, "parser_module", lambda: "no.such.module")
-    parsers = ParserProcess(max_values=1_000_000)
+    parsers = ParserProcess(BodyLimits(1_000_000))
     try:
         for _ in range(2):
             assert (await ask(parsers, chat())).request.model == "one"
-            assert parsers._starting is not None
-            await asyncio.wait_for(parsers._starting, 30)
             assert parsers.pid is None
     finally:
         await parsers.close()
 
 
 async def test_it_ends_when_idle_and_with_its_gateway() -> None:
-    parsers = ParserProcess(max_values=1_000_000, idle_s=0.05)
+    parsers = ParserProcess(BodyLimits(1_000_000), idle_s=0.05)
     try:
-        worker = parsers._worker
         await ask(parsers, chat())
-        assert parsers._starting is not None
-        await parsers._starting
         worker = parsers._worker
         assert worker is not None
         assert await asyncio.wait_for(worker.wait(), 30) == 0

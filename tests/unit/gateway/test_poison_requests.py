@@ -62,7 +62,8 @@ def test_alone_it_takes_two_engines() -> None:
 def test_engines_that_were_killed_are_not_its_doing() -> None:
     """Killed engines do not count against a request.
 
-    Chaos seed 1: two kills of the engine that served a request alone failed that request as their cause.
+    Chaos seed 1: two kills of the engine that served a request alone failed that request as their
+    cause.
     """
     world = World()
     world.ready("e0")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE, WordLevel
+from tokenizers.normalizers import Replace, StripAccents
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split, Whitespace
+from tokenizers.pre_tokenizers import Sequence as PreSequence
 from transformers import AutoTokenizer
 
 from services.gateway.adapters.chat_template import ChatTemplate, Unrenderable
 from services.gateway.adapters.prompt_length import PromptLengthChecker, TokenCounter
+from services.gateway.adapters.token_bound import longest_token_bytes
 from services.gateway.adapters.tokenizer_files import NAMES, TokenizerFiles
 from services.loader.adapters.small_files import read_part
 from shared.contracts.loader import ModelFilePart, ReadModelFile
@@ -79,7 +89,7 @@ async def test_a_conversation_has_as_many_tokens_as_in_the_engine(
     request = ChatCompletionRequest.model_validate({"model": "m"} | conversation)
     counter = TokenCounter.from_files({name: (model / name).read_bytes() for name in NAMES if (model / name).exists()})
     assert counter is not None
-    assert counter.count_chat(request, "") == engines_count(AutoTokenizer.from_pretrained(model), request)
+    assert counter.count_chat(request, "", 10**6) == engines_count(AutoTokenizer.from_pretrained(model), request)
 
 
 async def test_what_cannot_be_rendered_is_left_to_the_engine(model: Path) -> None:
@@ -143,3 +153,72 @@ def test_only_named_files_are_given_away(model: Path) -> None:
         ReadModelFile.model_validate({"source": str(model), "name": "../config.json"})
     with pytest.raises(NotFound):
         read_part(SOURCES, ReadModelFile(source=str(model), name="special_tokens_map.json"))
+
+
+def bpe(pre_tokenizer: Any, normalizer: Any = None, added: AddedToken | None = None, *, byte_fallback: bool = False) -> Tokenizer:
+    letters = ByteLevel.alphabet() if not byte_fallback else [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {token: number for number, token in enumerate([*sorted(letters), "ab", "abab"])}
+    tokenizer = Tokenizer(BPE(vocab | {"a": 300, "b": 301} if byte_fallback else vocab, [], byte_fallback=byte_fallback))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if added is not None:
+        tokenizer.add_tokens([added])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "longest"),
+    [
+        (bpe(ByteLevel(add_prefix_space=False)), 4),
+        (bpe(Metaspace(), Replace(" ", "▁"), byte_fallback=True), 6),
+        (bpe(ByteLevel(), added=AddedToken("<|sixteen bytes|>", rstrip=False)), 17),
+        (bpe(ByteLevel(), added=AddedToken("<|x|>", rstrip=True)), None),
+        (bpe(ByteLevel(), StripAccents()), None),
+        (bpe(ByteLevel(), Replace("ab", "")), None),
+        (bpe(PreSequence([Split(" ", "removed"), ByteLevel()])), None),
+        (bpe(Whitespace()), None),
+        (Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]")), None),
+    ],
+    ids=["bytes", "byte fallback", "added", "strips", "normalizes", "shortens", "drops", "drops spaces", "unknown words"],
+)
+def test_a_token_stands_for_a_bounded_number_of_bytes(tokenizer: Tokenizer, longest: int | None) -> None:
+    assert longest_token_bytes(tokenizer) == longest
+
+
+@given(st.text(max_size=200))
+def test_a_text_has_no_fewer_tokens_than_its_bytes_prove(text: str) -> None:
+    tokenizer = bpe(ByteLevel(add_prefix_space=False))
+    assert len(tokenizer.encode(text).ids) * 4 >= len(text.encode())
+
+
+async def test_a_prompt_that_cannot_fit_is_not_tokenized(model: Path) -> None:
+    counter = TokenCounter.from_files({"tokenizer.json": (model / "tokenizer.json").read_bytes()})
+    assert counter is not None
+    longest = counter._longest_token_bytes
+    assert longest is not None
+    counter._tokenizer = None
+    count = counter.count_longest(["x", "a" * (64 * longest + 1)], 64)
+    assert count == 65, "a lower bound"
+    assert counter.count_longest(["a" * 2_000_000], 2_000_000) is None, "left to the engine"
+
+
+@pytest.mark.parametrize("unit", ["1 ", "a", "word ", " ", "日本 "])
+async def test_counting_does_not_block_the_loop(model: Path, unit: str) -> None:
+    """The loop waits for the interpreter lock for less than 50 ms, at the longest text."""
+    counter = TokenCounter.from_files({"tokenizer.json": (model / "tokenizer.json").read_bytes()})
+    assert counter is not None
+    text = unit * ((1 << 20) // len(unit.encode()))
+    peaks = []
+    for _ in range(3):  # other work on the machine may delay the loop as well
+        counting = asyncio.create_task(asyncio.to_thread(counter.count_longest, [text], 10**9))
+        worst_s = 0.0
+        while not counting.done():
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            worst_s = max(worst_s, time.perf_counter() - began - 0.001)
+        assert await counting
+        peaks.append(worst_s)
+        if worst_s < 0.05:
+            break
+    assert min(peaks) < 0.05

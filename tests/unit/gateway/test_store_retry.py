@@ -34,7 +34,8 @@ class Operation:
 async def test_an_outage_that_begins_late_is_outlasted() -> None:
     """Retries outlast an outage that begins late.
 
-    Chaos seed 1: a response was followed for a minute; NATS stopped then, and the first failure was final.
+    Chaos seed 1: a response was followed for a minute; NATS stopped then, and the first failure was
+    final.
     """
     request = object.__new__(IdempotentRequest)
     assert await request._retry(Operation(3, 0.25)) == "done"

@@ -39,8 +39,8 @@ def write(directory: Path, tensors: Mapping[str, tuple[int, ...]] | None = None,
         }
     shapes |= dict(tensors or {})
     save_file({n: np.ones(s, dtype) for n, s in shapes.items()}, directory / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"]}
-    (directory / "adapter_config.json").write_text(json.dumps(told | config))
+    defaults = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(defaults | config))
     return directory
 
 
@@ -48,7 +48,7 @@ def inspect(directory: Path) -> ModelInfo:
     return inspected(directory)
 
 
-def test_what_is_said_of_an_adapter(tmp_path: Path) -> None:
+def test_inspection_of_an_adapter(tmp_path: Path) -> None:
     down = {
         f"base_model.model.{DOWN.format(1)}.lora_A.weight": (2, 160),
         f"base_model.model.{DOWN.format(1)}.lora_B.weight": (64, 2),
@@ -84,7 +84,7 @@ def test_its_revision_changes_with_its_settings(tmp_path: Path) -> None:
     assert inspect(tmp_path / "a").revision != before
 
 
-def test_a_model_tells_its_matrices(tmp_path: Path) -> None:
+def test_inspection_lists_a_model_s_matrices(tmp_path: Path) -> None:
     weights = {f"model.layers.{i}.q.weight": np.ones((4, 8), np.float32) for i in range(3)} | {
         "norm.weight": np.ones(4, np.float32)
     }
@@ -141,7 +141,7 @@ def test_pickled_weights_are_to_be_converted(tmp_path: Path) -> None:
 # Holders.
 
 
-def test_an_adapter_is_let_go_with_its_instance() -> None:
+def test_an_adapter_is_released_with_its_instance() -> None:
     p = loaded("a", "b")
     p.do(Attach(10, adapter_holder("a", 1), card("w2"), "complete"))
     p.do(Attach(11, adapter_holder("b", 1), card("w2"), "complete"))
@@ -167,5 +167,5 @@ def test_an_adapter_stays_while_its_instance_is_known() -> None:
     assert not any(e.holders for e in p.state.entries.values())
 
 
-def test_holders_tell_their_instance() -> None:
+def test_a_holder_s_name_contains_its_instance() -> None:
     assert (instance_of("i-1"), instance_of(adapter_holder("i-1", 3))) == ("i-1", "i-1")

@@ -43,15 +43,15 @@ def test_which_file_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "said"),
+    ("present", "message"),
     [
         ({"config.json"}, "has no weights"),
         ({"pytorch_model.bin"}, "PyTorch weights only"),
         ({SHARD, OTHER}, f"no {INDEX}"),
     ],
 )
-def test_weights_that_cannot_be_taken(present: set[str], said: str) -> None:
-    with pytest.raises(CheckpointInvalid, match=said):
+def test_weights_that_cannot_be_taken(present: set[str], message: str) -> None:
+    with pytest.raises(CheckpointInvalid, match=message):
         weight_names(present, "m")
 
 

@@ -53,7 +53,7 @@ def test_attaches_are_answered_when_their_wait_is_over() -> None:
     assert p.do(Completed("w1", 1)) == (WriteRecord("w1"), Attached(2, "w1"))
 
 
-def test_a_failure_is_told_to_who_waits_and_to_holders_who_ask_later() -> None:
+def test_a_failure_is_sent_to_waiters_and_to_holders_that_attach_later() -> None:
     p = Played()
     p.do(Prepare(1, "late", card(), 1))
     p.do(Attach(2, "a", card(), "index"))
@@ -62,7 +62,7 @@ def test_a_failure_is_told_to_who_waits_and_to_holders_who_ask_later() -> None:
     assert p.do(Attach(4, "new", card(), "complete")) == (StartRun("w1", 2, card()),)
 
 
-def test_a_run_that_has_ended_is_not_heard_any_more() -> None:
+def test_events_of_an_ended_run_are_ignored() -> None:
     failed = Played()
     failed.do(Attach(1, "a", card(), "index"))
     failed.do(Failed("w1", 1, ERROR))
@@ -104,7 +104,7 @@ def test_a_load_that_ends_while_called_off_is_removed() -> None:
     assert p.do(Reclaimed("w1", 1, 100)) == (Freed(2, 100),)
 
 
-def test_who_comes_while_weights_leave_gets_a_fresh_load() -> None:
+def test_an_attach_during_an_eviction_gets_a_new_load() -> None:
     p = loaded("a")
     assert p.do(Release(5, "a")) == VACATE
     assert p.do(Attach(6, "b", card(), "index")) == ()
@@ -130,7 +130,7 @@ def test_an_abandoned_attach_is_not_answered_and_still_holds() -> None:
     assert "a" in p.state.entries["w1"].holders
 
 
-def test_holders_the_nodeagent_lost_are_let_go() -> None:
+def test_holders_that_the_nodeagent_lost_are_released() -> None:
     p = loaded("a", "b")
     p.now = 1.0
     p.do(NodeReported(frozenset({"b"})))

@@ -77,7 +77,7 @@ class Shell(RuleBasedStateMachine):
         self.cancelled: set[int] = set()
         self.owned: dict[int, tuple[int, ...]] = {}
         self.vacating: dict[int, Vacate] = {}
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         self.memory: dict[int, int] = {}
         self.records: set[str] = set()
         self.arenas: dict[int, OpenArena] = {}
@@ -117,7 +117,7 @@ class Shell(RuleBasedStateMachine):
                     assert self.played.state.entries[effect.weights_id].stage in (Stage.COMPLETE, Stage.CACHED)
                     self.records.add(effect.weights_id)
                 case Accepted() | Attached() | Freed() | Refused():
-                    assert effect.reply in self.replies, "an answer to nobody"
+                    assert effect.reply in self.replies, "an answer without a request"
                     assert effect.reply not in self.answered, "answered twice"
                     self.answered.add(effect.reply)
                     if isinstance(effect, Attached):
@@ -130,7 +130,7 @@ class Shell(RuleBasedStateMachine):
         assert not set(grant.chunks) & set(others), "a chunk with two owners"
         self.owned[grant.run] = grant.chunks
         needs = dict(zip(grant.chunks, parts(SIZES[self.running[grant.run]]), strict=True))
-        assert all(self.memory.get(c, 0) <= n for c, n in needs.items()), "more memory than is told"
+        assert all(self.memory.get(c, 0) <= n for c, n in needs.items()), "more memory than is reported"
         promised = {c: n for run, chunks in self.owned.items() for c, n in zip(chunks, parts(self.size(run)), strict=True)}
         assert sum((self.memory | promised).values()) <= self.physical, "memory promised twice"
 
@@ -150,7 +150,7 @@ class Shell(RuleBasedStateMachine):
         self.replies[number] = what
         return number
 
-    # -- requests ------------------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @rule(i=INSTANCES, w=WEIGHTS, old=st.booleans(), background=st.booleans(), device=DEVICES)
     def prepare(self, i: str, w: str, old: bool, background: bool, device: str | None) -> None:
@@ -180,7 +180,7 @@ class Shell(RuleBasedStateMachine):
         self.answered.add(number)
         self.do(Abandoned(number))
 
-    # -- workers --------------------------------------------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), step=st.sampled_from(["on", "on", "on", "on", "on", "progress", "fail", "end"]))
@@ -236,8 +236,8 @@ class Shell(RuleBasedStateMachine):
             late: The release is answered before proof that no process maps the chunks.
         """
         order = self.vacating[data.draw(st.sampled_from(sorted(self.vacating)))]
-        if late and order.weights_id is not None and order.run not in self.told:
-            self.told.add(order.run)
+        if late and order.weights_id is not None and order.run not in self.reported:
+            self.reported.add(order.run)
             self.do(Reclaimed(order.weights_id, order.run, 0))
             return
         self.given_back(order, lacking)
@@ -259,7 +259,7 @@ class Shell(RuleBasedStateMachine):
             self.memory.pop(chunk, None)
         self.memory |= dict.fromkeys(order.chunks[: order.keep], CHUNK_BYTES)
         self.do(Vacated(order.run, self.room))
-        if order.weights_id is not None and order.run not in self.told:
+        if order.weights_id is not None and order.run not in self.reported:
             self.do(Reclaimed(order.weights_id, order.run, 0))
 
     @rule(run=st.integers(0, 3), w=WEIGHTS)
@@ -282,7 +282,7 @@ class Shell(RuleBasedStateMachine):
         if really == 7:
             self.do(Stop())
 
-    # -- invariants -----------------------------------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------
 
     @invariant()
     def consistent(self) -> None:
@@ -311,17 +311,17 @@ class Shell(RuleBasedStateMachine):
                     assert entry.run not in self.owned
                     assert entry.holders
                 case Stage.LEAVING:
-                    assert entry.run in self.cancelled or entry.run in self.vacating or entry.run in self.told
+                    assert entry.run in self.cancelled or entry.run in self.vacating or entry.run in self.reported
                     assert bool(entry.holders) == (entry.again is not None)
             if entry.stage in (Stage.INDEXED, Stage.COMPLETE, Stage.CACHED):
                 assert set(entry.arenas) == {h.device for h in entry.holders.values()} - {None}
                 assert {a.number for a in entry.arenas.values()} == {n for n, a in self.arenas.items() if a.run == entry.run}
         assert set(state.closing_arenas) == self.closing
         assert len(held) == len(set(held)), "an instance holds two models"
-        assert {*self.owned, *self.running} <= {e.run for e in state.entries.values()}, "memory or a run that nobody knows of"
+        assert {*self.owned, *self.running} <= {e.run for e in state.entries.values()}, "memory or a run without an entry"
 
     @invariant()
-    def chunks_are_somebody_s(self) -> None:
+    def every_chunk_has_one_owner(self) -> None:
         if not hasattr(self, "played"):
             return
         table = self.played.state.chunks
@@ -334,7 +334,7 @@ class Shell(RuleBasedStateMachine):
         assert set(everyone) <= set(range(CHUNKS))
         assert {k: o.chunks for k, o in table.owned.items()} == self.owned
         assert {k: d.chunks for k, d in table.doomed.items()} == {k: v.chunks for k, v in self.vacating.items()}
-        assert set(self.memory) <= set(everyone), "memory that nobody is charged with"
+        assert set(self.memory) <= set(everyone), "memory without an owner"
         waiting = any(e.wants for e in self.played.state.entries.values())
         pending = any(d.keep for d in table.doomed.values())
         assert waiting or pending or table.charged <= table.budget, "over the budget"

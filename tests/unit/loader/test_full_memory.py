@@ -34,7 +34,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.parametrize("cached", [False, True])
-def test_somebody_else_takes_the_memory_meanwhile(tmp_path: Path, small: Path, cached: bool) -> None:
+def test_another_process_takes_the_memory_meanwhile(tmp_path: Path, small: Path, cached: bool) -> None:
     model = tmp_path / "model"
     write_checkpoint(model, tensors(megabytes=50))
     for path in model.iterdir():

@@ -79,12 +79,12 @@ def test_what_a_head_says(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQIQIQ", 9, 9, 1, 9, 1, 9, 1), "nested"),
     ],
 )
-def test_lies_are_told_by_name(tmp_path: Path, data: bytes, words: str) -> None:
+def test_malformed_fields_are_named(tmp_path: Path, data: bytes, words: str) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(data)
-    with pytest.raises(CheckpointInvalid, match=words) as told:
+    with pytest.raises(CheckpointInvalid, match=words) as caught:
         read_gguf(file)
-    assert str(file) in str(told.value)
+    assert str(file) in str(caught.value)
 
 
 @given(st.integers(0, len(gguf(*SOUND)) - 1), st.integers(0, 255))

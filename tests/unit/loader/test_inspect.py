@@ -106,7 +106,7 @@ def test_the_dtype_of_most_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error", "message"),
     [
         ({"architectures": ["T5ForConditionalGeneration"]}, UnsupportedArchitecture, "T5ForConditionalGeneration"),
         ({"architectures": ["BertForSequenceClassification"], "model_type": "bert"}, UnsupportedArchitecture, "supported are"),
@@ -121,8 +121,8 @@ def test_the_dtype_of_most_bytes(tmp_path: Path) -> None:
         ({"model_type": "novel", "max_position_embeddings": None}, CheckpointInvalid, "does not say max_position_embeddings"),
     ],
 )
-def test_what_cannot_be_served(tmp_path: Path, change: dict[str, Any], error: type[ThawError], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_what_cannot_be_served(tmp_path: Path, change: dict[str, Any], error: type[ThawError], message: str) -> None:
+    with pytest.raises(error, match=message):
         described(tmp_path, {**CONFIG, **change})
 
 

@@ -50,7 +50,7 @@ def test_requests_go_before_background_loads_until_they_are_hurried() -> None:
     st.sets(st.integers(0, 5)),
     st.data(),
 )
-def test_every_chunk_is_read_once_and_nobody_of_a_class_is_ahead_by_more_than_a_turn(
+def test_every_chunk_is_read_once_and_loads_of_a_class_take_turns(
     chunks: list[int], how: links.Order, background: set[int], data: st.DataObject
 ) -> None:
     found = line(how, *chunks, background=frozenset(background))
@@ -96,12 +96,12 @@ class Gate:
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
         self._let = threading.Semaphore(0)
-        self._came = threading.Semaphore(0)
+        self._begun_reads = threading.Semaphore(0)
 
     def reader(self, name: str) -> object:
         def read(piece: Piece) -> None:
             self.begun.append((name, piece.index))
-            self._came.release()
+            self._begun_reads.release()
             assert self._let.acquire(timeout=20)
 
         return read
@@ -110,14 +110,14 @@ class Gate:
         self._let.release(count)
 
     def await_begun(self) -> None:
-        assert self._came.acquire(timeout=20)
+        assert self._begun_reads.acquire(timeout=20)
 
 
 def transfer(gate: Gate, name: str, count: int, **options: object) -> Transfer:
     return Transfer(pieces(count), gate.reader(name), **options)  # type: ignore[arg-type]  # passed through
 
 
-def test_a_link_serves_loads_as_the_line_says_and_tells_of_it() -> None:
+def test_a_link_serves_loads_in_queue_order_and_reports_them() -> None:
     gate, link = Gate(), Link("ssd:x", 1)
     background = link.submit(transfer(gate, "background", 3, background=True))
     gate.await_begun()
@@ -138,7 +138,7 @@ def test_a_link_serves_loads_as_the_line_says_and_tells_of_it() -> None:
     link.close()
 
 
-def test_a_load_called_off_ends_at_its_next_piece_and_others_go_on() -> None:
+def test_a_cancelled_load_ends_at_its_next_piece_and_others_continue() -> None:
     gate, link, cancelled = Gate(), Link("x", 1), threading.Event()
     gone, stays = link.submit(transfer(gate, "gone", 9, cancelled=cancelled)), link.submit(transfer(gate, "stays", 2))
     gate.await_begun()
@@ -165,7 +165,7 @@ def test_the_first_error_ends_a_load_when_no_thread_reads_for_it_any_more() -> N
 
     failing = link.submit(Transfer(pieces(5), read))
     assert not failing._over.wait(0.2)  # its first piece is still being read
-    gate._came.release()
+    gate._begun_reads.release()
     with pytest.raises(OSError, match="broken"):
         failing.result()
     assert link.status().queued_bytes == 0

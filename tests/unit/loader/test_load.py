@@ -52,8 +52,8 @@ def evict(directory: Path) -> None:
 def cached(directory: Path) -> Iterator[None]:
     """Keep the files in the page cache.
 
-    A machine short of memory evicts pages that were only read. Where the limit of locked memory refuses the
-    lock, the mapping alone makes that unlikely.
+    A machine short of memory evicts pages that were only read. Where the limit of locked memory
+    refuses the lock, the mapping alone makes that unlikely.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     mappings = [np.memmap(path, mode="r") for path in directory.iterdir()]
@@ -178,15 +178,15 @@ def test_the_index_is_there_before_the_data(tmp_path: Path, name: str) -> None:
 def test_called_off_within_a_chunk(tmp_path: Path, name: str) -> None:
     write_sparse_checkpoint(tmp_path, 64 * CHUNK_BYTES)
     cancelled = threading.Event()
-    told: list[int] = []
+    progress: list[int] = []
 
     def on_loaded(count: int) -> None:
-        told.append(count)
+        progress.append(count)
         cancelled.set()
 
     with pytest.raises(Cancelled):
         load_segment(tmp_path, name, ReadOptions(threads=2), cancelled=cancelled, on_loaded=on_loaded)
-    assert len(told) <= 2
+    assert len(progress) <= 2
     assert not (SHM / name).exists()
 
 
@@ -195,12 +195,12 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change:
     write_checkpoint(tmp_path, tensors(megabytes=50))
     evict(tmp_path)
     path = tmp_path / "model.safetensors"
-    told = False
+    has_changed = False
 
     def on_loaded(_: int) -> None:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal has_changed
+        if not has_changed:
+            has_changed = True
             if change == "touch":
                 os.utime(path, ns=(1, 1))
             else:
@@ -304,8 +304,8 @@ def test_every_way_of_reading_gives_the_same_bytes(tmp_path: Path, name: str, op
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"), [({"threads": 0}, "at least one"), ({"chunk_bytes": 0}, "multiple"), ({"chunk_bytes": 5000}, "multiple")]
+    ("wrong", "message"), [({"threads": 0}, "at least one"), ({"chunk_bytes": 0}, "multiple"), ({"chunk_bytes": 5000}, "multiple")]
 )
-def test_options_that_would_never_end_or_read_unaligned(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_options_that_would_never_end_or_read_unaligned(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ReadOptions(**wrong)

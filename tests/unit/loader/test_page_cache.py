@@ -30,12 +30,12 @@ def drop(path: Path) -> None:
 def cached(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY)
     try:
-        told = cached_bytes(fd, 0, path.stat().st_size)
+        nbytes = cached_bytes(fd, 0, path.stat().st_size)
     finally:
         os.close(fd)
-    if told is None:
-        pytest.skip("this kernel does not tell what the page cache holds (Linux 6.5 does)")
-    return told
+    if nbytes is None:
+        pytest.skip("this kernel does not report the page cache (Linux 6.5 does)")
+    return nbytes
 
 
 def test_what_was_read_is_cached_and_what_was_dropped_is_not(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def mapped_huge(pool: PoolMemory) -> int:
     return resident(pool, "ShmemPmdMapped")
 
 
-def test_a_sparse_pool_costs_nothing_and_chunks_come_and_go(pool: PoolMemory) -> None:
+def test_a_sparse_pool_costs_no_memory_and_chunks_are_allocated_and_freed(pool: PoolMemory) -> None:
     assert pool.allocated() == 0
     pool.populate(3 * CHUNK_BYTES, CHUNK_BYTES)
     pool.allocate(5 * CHUNK_BYTES, 8192)
@@ -97,18 +97,18 @@ def test_complete_chunks_leave_the_loader_s_page_tables(pool: PoolMemory, tmp_pa
     assert pool.allocated() == region.nbytes
 
 
-def test_page_locked_chunks_stay_mapped_and_are_let_go_before_their_memory_goes(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+def test_page_locked_chunks_stay_mapped_and_are_unlocked_before_they_are_freed(tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
     pool = PoolMemory(
         None,
         2 * CHUNK_BYTES,
-        on_populated=lambda a, n: told.append(("lock", a, n)),
-        on_punch=lambda a, n: told.append(("unlock", a, n)),
+        on_populated=lambda a, n: calls.append(("lock", a, n)),
+        on_punch=lambda a, n: calls.append(("unlock", a, n)),
     )
     pool.prepare(1)
     pool.zap(1)
     assert pool.punch([1]) == CHUNK_BYTES
-    (first, address, length), second = told
+    (first, address, length), second = calls
     assert (first, length) == ("lock", CHUNK_BYTES)
     assert second == ("unlock", address, CHUNK_BYTES)
     pool.close()
@@ -162,7 +162,7 @@ def shell(pool: PoolMemory) -> Iterator[Shell]:
     shell.reclaimer.close()
 
 
-def test_memory_nobody_maps_is_given_back(pool: PoolMemory, shell: Shell) -> None:
+def test_unmapped_memory_is_freed(pool: PoolMemory, shell: Shell) -> None:
     for chunk in (1, 2):
         pool.prepare(chunk)
     shell.reclaimer.start(Vacate(7, (1, 2), 2 * CHUNK_BYTES, 1, "w"))
@@ -172,7 +172,7 @@ def test_memory_nobody_maps_is_given_back(pool: PoolMemory, shell: Shell) -> Non
     assert resident(pool) == CHUNK_BYTES  # ready for the next load
 
 
-def test_memory_is_not_called_free_while_somebody_maps_it(pool: PoolMemory, shell: Shell) -> None:
+def test_memory_is_not_reported_free_while_a_process_maps_it(pool: PoolMemory, shell: Shell) -> None:
     pool.prepare(3)
     with mapper(pool.path, extents((3,), 4096)) as process:
         assert process.stdin is not None

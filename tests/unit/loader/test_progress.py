@@ -11,7 +11,7 @@ from services.loader.domain.events import Event, Fetched, Progressed
 from tests.unit.loader.played import card
 
 
-def test_the_last_word_is_told_though_nothing_follows_it() -> None:
+def test_the_last_progress_is_reported_though_none_follows() -> None:
     events: queue.Queue[Event] = queue.Queue()
     now = 100.0
     progress = Progress(events.put, lambda: now)
@@ -46,7 +46,7 @@ class ClosedMeanwhile(threading.Event):
         return was_set
 
 
-def test_close_ends_the_thread_whenever_it_comes() -> None:
+def test_close_ends_the_thread_at_any_time() -> None:
     progress = Progress(lambda event: None, lambda: 100.0)
     progress._closing = ClosedMeanwhile(progress)
     progress.begin(StartRun("w", 1, card("w")), remote=False)

@@ -122,7 +122,7 @@ def test_another_node_s_memory_is_left_alone(tmp_path: Path, records: Records, p
 
 
 def test_one_loader_at_a_time(tmp_path: Path, records: Records) -> None:
-    with pytest.raises(Conflict, match="another loader runs"), Records(tmp_path / "loader", "thaw-x-").sole():
+    with pytest.raises(Conflict, match="Another loader runs"), Records(tmp_path / "loader", "thaw-x-").sole():
         pass
 
 

@@ -84,19 +84,19 @@ def test_reading_waits_for_its_turn() -> None:
 
 def test_closing_ends_who_waits() -> None:
     ring = Ring(4 * CHUNK_BYTES, 1)
-    told: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def read() -> None:
         try:
             ring.enter(2 * CHUNK_BYTES)
         except Cancelled as e:
-            told.append(e)
+            errors.append(e)
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     ring.close()
     thread.join(WITHIN_S)
-    assert told
+    assert errors
 
 
 def test_a_kernel_that_does_not_move_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

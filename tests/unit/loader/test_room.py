@@ -32,7 +32,7 @@ def test_a_load_that_fails_midway_gives_its_chunks_back() -> None:
     assert p.state.chunks == Chunks(64)
 
 
-def test_more_than_there_is_is_denied_and_nobody_leaves_for_it() -> None:
+def test_more_than_the_whole_budget_is_refused_without_an_eviction() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "index"))
     assert p.do(LaidOut("w1", 1, 65 * CHUNK_BYTES, 1 << 40)) == (Deny(1),)
@@ -58,7 +58,7 @@ def cached(p: Played) -> set[str]:
     return {e.weights_id for e in p.state.entries.values() if e.stage is Stage.CACHED}
 
 
-def test_what_is_let_go_stays_cached_and_is_there_at_once() -> None:
+def test_released_weights_stay_cached_and_are_attached_at_once() -> None:
     p = dram(2, budget=4)
     assert cached(p) == {"w1"}
     assert p.effects[-2:] == [WriteRecord("w1"), Freed(101, 0, 2 * CHUNK_BYTES)]
@@ -66,7 +66,7 @@ def test_what_is_let_go_stays_cached_and_is_there_at_once() -> None:
     assert p.state.chunks.charged == 0
 
 
-def test_the_least_recently_used_leave_for_what_comes() -> None:
+def test_the_least_recently_used_weights_are_evicted_for_a_load() -> None:
     p = dram(2, 2, budget=4)
     p.do(Attach(10, "x", card("w1"), "index"))
     p.now = 10.0
@@ -78,7 +78,7 @@ def test_the_least_recently_used_leave_for_what_comes() -> None:
     assert cached(p) == {"w1", "w3"}
 
 
-def test_weights_that_leave_as_they_are_let_go_are_not_written_down() -> None:
+def test_weights_evicted_when_released_are_not_recorded() -> None:
     p = Played(State(chunks=Chunks(64, 2 * CHUNK_BYTES)))
     for number in (1, 2):
         p.do(Attach(number, f"i{number}", card(f"w{number}"), "complete"))

@@ -46,7 +46,7 @@ def test_a_real_file_reads_as_the_reference_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "too short"),
         (b"1234567", "too short"),
@@ -88,15 +88,15 @@ def test_a_real_file_reads_as_the_reference_does(tmp_path: Path) -> None:
         (file_of({"a": tensor(dtype="F" * 5000)}, b"12345678"), "unknown dtype 'FFF"),
     ],
 )
-def test_lies_are_named(data: bytes, said: str) -> None:
-    with pytest.raises(CheckpointInvalid, match=said) as caught:
+def test_lies_are_named(data: bytes, message: str) -> None:
+    with pytest.raises(CheckpointInvalid, match=message) as caught:
         parse(data)
     assert "x.safetensors" in caught.value.message
     assert len(caught.value.message) < 500
 
 
 @pytest.mark.parametrize(
-    ("header", "said"),
+    ("header", "message"),
     [
         (b"{" + b",".join(b'"%d":{}' % n for n in range(1_000_000)) + b',"999999":{}}', "'999999' occurs twice"),
         (
@@ -106,9 +106,9 @@ def test_lies_are_named(data: bytes, said: str) -> None:
     ],
     ids=["names", "dimensions"],
 )
-def test_a_lie_of_many_parts_is_found_out_in_time(header: bytes, said: str) -> None:
+def test_a_lie_of_many_parts_is_found_out_in_time(header: bytes, message: str) -> None:
     """An invalid header of many parts is found fast: pairwise checks would take hours."""
-    with pytest.raises(CheckpointInvalid, match=said):
+    with pytest.raises(CheckpointInvalid, match=message):
         parse(file_of(header, b"1234"))
 
 

@@ -35,7 +35,7 @@ def left(place: Path, name: str = "thaw-0123abcd-pool") -> Path:
     return path
 
 
-def test_a_pool_that_nobody_has_is_removed(place: Path) -> None:
+def test_an_unused_pool_is_removed(place: Path) -> None:
     left(place)
     other = left(place, "somebody-elses-pool")
     assert sweep() == ["thaw-0123abcd-pool"]
@@ -52,7 +52,7 @@ def test_a_pool_that_an_engine_has_mapped_stays(place: Path) -> None:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         file.close()
         assert sweep() == []
-    assert sweep() == [path.name], "now nobody has"
+    assert sweep() == [path.name], "now no process has"
 
 
 def test_a_loaders_own_pool_stays(place: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_same_as_all_at_once_in_the_order_of_the_files(tmp_path: Path) -> No
         np.testing.assert_array_equal(found[name].numpy(), value)
 
 
-def test_the_first_come_while_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_tensors_arrive_while_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=2)
     held = Held(monkeypatch)
     stream = TensorStream(tmp_path)
@@ -87,7 +87,7 @@ def test_leaving_early_ends_the_reading(tmp_path: Path, monkeypatch: pytest.Monk
     assert threading.active_count() == threads
 
 
-def test_what_fails_midway_is_told_and_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_midway_is_raised_and_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=40), shards=2)
     gc.collect()
     before = mappings()
@@ -106,6 +106,6 @@ def test_what_fails_midway_is_told_and_keeps_no_memory(tmp_path: Path, monkeypat
     assert mappings() == before
 
 
-def test_what_is_not_there_is_told_at_the_first_step(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_reported_at_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match="does not exist"):
         next(iter(TensorStream(tmp_path / "nothing")))

@@ -150,7 +150,7 @@ def test_a_timed_load_accounts_for_every_byte(tmp_path: Path) -> None:
     assert report["cpu_seconds"] > 0
 
 
-def test_the_command_tells_a_refusal_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_refusal_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nothing")]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "checkpoint_invalid"
 

@@ -21,7 +21,7 @@ def record(number: int, **more: object) -> MigrationRecord:
     return MigrationRecord.model_validate(fields | more)
 
 
-def test_the_oldest_that_nobody_works_on() -> None:
+def test_the_oldest_unclaimed_migration_is_claimed() -> None:
     leases = Leases()
     leases.replace([record(2), record(1), record(0, owner="x"), record(-1, state="done")], 10.0)
     assert claimable(leases, 10.0) == record(1)

@@ -35,7 +35,7 @@ def test_a_request_moves_in_shrinking_rounds() -> None:
     assert world.engines["b"].prepared == {}
 
 
-def test_an_instance_moves_with_all_it_serves_and_what_comes_meanwhile() -> None:
+def test_an_instance_moves_with_its_requests_and_those_that_arrive_meanwhile() -> None:
     world = World()
     requests = [world.request() for _ in range(5)]
     world.migrator()
@@ -49,7 +49,7 @@ def test_an_instance_moves_with_all_it_serves_and_what_comes_meanwhile() -> None
     assert len(world.record(order).requests) == 6
 
 
-def test_what_cannot_move_is_told_and_stays() -> None:
+def test_a_request_that_cannot_move_is_reported_and_stays() -> None:
     world = World()
     fixed, free = world.request(fixed="an embedding"), world.request()
     record = world.migrate()
@@ -74,7 +74,8 @@ def test_what_would_not_converge_is_given_up_unharmed() -> None:
 def test_one_late_round_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One late round does not end a migration.
 
-    Measured with two vLLMs that share two cores: round times in ms, and the source's new tokens meanwhile.
+    Measured with two vLLMs that share two cores: round times in ms, and the source's new tokens
+    meanwhile.
     """
     world = World()
     late = [(859.0, 27), (181.0, 12), (93.0, 16), (30.0, 4)]

@@ -35,7 +35,7 @@ def test_what_follows(gap: int, last_gap: int, rounds: int, speed: Speed, rate: 
     total=st.integers(1, 100_000),
     pause=st.floats(0, 500),
 )
-def test_every_move_comes_to_a_decision_in_few_rounds(a: float, b: float, rate: float, total: int, pause: float) -> None:
+def test_every_migration_is_decided_in_few_rounds(a: float, b: float, rate: float, total: int, pause: float) -> None:
     speed, gap, last = Speed(a, b), total, total
     for rounds in range(1, MAX_ROUNDS + 2):
         last, gap = gap, int(rate / 1e3 * speed.of(gap))
@@ -43,7 +43,7 @@ def test_every_move_comes_to_a_decision_in_few_rounds(a: float, b: float, rate: 
         if step != "round":
             assert step == "hand_over" or rate * a >= 500.0 or speed.of(gap) > pause
             return
-    raise AssertionError("it goes on for ever")
+    raise AssertionError("it never ends")
 
 
 @given(st.floats(0.05, 2.0), st.floats(5.0, 100.0))
@@ -67,7 +67,8 @@ def test_one_freak_measurement_moves_it_by_a_bounded_step() -> None:
 def test_an_engines_first_round_may_be_a_freak_too() -> None:
     """An engine's first round may be an outlier.
 
-    Measured with vLLM: 2.9 s, then always 0.1 s. That would end a migration that is nearly complete.
+    Measured with vLLM: 2.9 s, then always 0.1 s. That would end a migration that is nearly
+    complete.
     """
     speed = learned(Speed(), 51, 2_888.0)
     assert speed.of(51) == pytest.approx(2_888.0)

@@ -72,7 +72,7 @@ def test_rounds_are_spans_of_a_trace_that_is_linked(spans: InMemorySpanExporter)
     assert made.end_time - made.start_time == 20_000_000
 
 
-def test_a_later_owner_goes_on_with_the_trace_and_tells_its_own_rounds_only(spans: InMemorySpanExporter) -> None:
+def test_a_later_owner_continues_the_trace_and_exports_only_its_own_rounds(spans: InMemorySpanExporter) -> None:
     first = MigrationSpan(record(1))
     taken = ended(record(1)).model_copy(update={"traceparent": first.traceparent})
     second = MigrationSpan(taken)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
+from services.migrator.domain.decide import begin, decide
 from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
 from services.migrator.domain.leases import Leases, claimable
-from services.migrator.domain.machine import begin, decide
 from services.migrator.domain.rounds import Speed
 from services.migrator.domain.work import Options, Work, base_of
 from shared.contracts.base import ErrorBody, Message
@@ -106,7 +106,10 @@ class Migrator:
     unsaved: MigrationRecord | None = None
     ended: list[Ended] = field(default_factory=list)
     turn: int = 0
-    """Number of migrations taken up so far. Replies to an earlier one's requests are dropped, as its tasks have ended."""
+    """Number of migrations taken up so far.
+
+    Replies to an earlier one's requests are dropped, as its tasks have ended.
+    """
 
     def look(self) -> None:
         """Read the bucket, write changes, and take up migrations without an owner."""

@@ -298,7 +298,9 @@ def test_a_holder_without_an_instance_is_released_after_a_while() -> None:
 
 
 def test_an_engine_that_stops_by_itself_while_it_starts_leaves_no_deadline_behind() -> None:
-    """Found by the state machine: the kill and the start's own time-out passed together, and the loop spun."""
+    """Found by the state machine: the kill and the start's own time-out passed together, and the
+    loop spun.
+    """
     world = World()
     loading(world)
     world.hear(e.EngineReported(report("i", "stopped", 7)))

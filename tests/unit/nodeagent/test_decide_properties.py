@@ -26,7 +26,8 @@ ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
 class NodeMachine(RuleBasedStateMachine):
     """A node under random events.
 
-    The real state is separate from the node's view of it: `alive` are processes, `held` are weights at the loader.
+    The real state is separate from the node's view of it: `alive` are processes, `held` are weights
+    at the loader.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class NodeMachine(RuleBasedStateMachine):
         for instance_id, was in before.ledger.bookings.items():
             now = self.world.state.ledger.bookings.get(instance_id)
             if now is not None and now.bytes_each < was.bytes_each:
-                assert isinstance(event, e.Suspended | e.Resumed | e.EngineExited), "bytes given away that nobody proved free"
+                assert isinstance(event, e.Suspended | e.Resumed | e.EngineExited), "bytes granted that were not proved free"
 
     def check_given_back(self, before: NodeState) -> None:
         for gone in set(before.ledger.bookings) - set(self.world.state.ledger.bookings):

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from services.nodeagent import meter as meters
+from services.nodeagent.adapters import meter as meters
+from services.nodeagent.adapters.meter import Meter
 from services.nodeagent.devices.port import DeviceInfo
 from services.nodeagent.devices.weights import weights_on_gpu
-from services.nodeagent.meter import Meter
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import WEIGHTS_ON_GPU, Capability, InstanceState
 from tests.unit.nodeagent.world import World

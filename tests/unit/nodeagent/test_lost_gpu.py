@@ -11,9 +11,9 @@ from typing import Any
 import pynvml
 import pytest
 
+from services.nodeagent.adapters.meter import Meter
 from services.nodeagent.devices import inventory
 from services.nodeagent.devices.cuda import CudaDevice
-from services.nodeagent.meter import Meter
 from services.nodeagent.settings import NodeagentSettings
 from shared.errors import DeviceFailed, DeviceMissing
 from tests.unit.nodeagent.world import World
@@ -106,7 +106,7 @@ async def test_what_was_measured_stands_while_it_is_lost(meter: Meter, nvml: Nvm
     nvml.lost = {0}
     for _ in range(3):
         await meter.measure_all()
-    assert (meter.private("a"), meter.used("cuda:0"), generated()) == (60, 60, 2), "each reading is told of once"
+    assert (meter.private("a"), meter.used("cuda:0"), generated()) == (60, 60, 2), "each reading is logged once"
     nvml.lost, nvml.used = set(), 40
     await meter.measure_all()
     assert (meter.private("a"), meter.used("cuda:0"), generated()) == (40, 40, 2)

@@ -87,7 +87,7 @@ def test_4_a_resume_while_it_drains_has_it_serve_again(w: World) -> None:
     w.hear(e.SuspendCommand(suspend(), 2))
     effects = w.hear(e.ResumeCommand(resume(), 3))
     assert e.Resume("i", None) in effects
-    assert not w.hear(e.PauseAnswered("i", False)), "the answer comes too late"
+    assert not w.hear(e.PauseAnswered("i", False)), "the answer is too late"
     w.hear(e.Resumed("i", 60))
     assert w["i"].state is READY
     assert w["i"].suspend_state.resumes == 0
@@ -224,13 +224,13 @@ def test_a_new_agent_finds_a_suspended_engine_suspended(w: World) -> None:
     assert new["i"].state is RESUMING
 
 
-@pytest.mark.parametrize("stage", ["held", "freezing", "suspended, thawed by somebody", "resuming"])
+@pytest.mark.parametrize("stage", ["held", "freezing", "suspended, thawed by another process", "resuming"])
 def test_a_new_agent_brings_back_what_was_half_way(w: World, stage: str) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     if stage != "held":
         w.hear(e.PauseAnswered("i", False))
-    if stage in ("suspended, thawed by somebody", "resuming"):
+    if stage in ("suspended, thawed by another process", "resuming"):
         w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     if stage == "resuming":
         w.hear(e.ResumeCommand(resume(), 3))

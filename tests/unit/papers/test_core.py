@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from bench.papers.core import Claim, Estimate, Options, Result, Row, estimate, printed, summary, write
+from bench.papers.core import Claim, Estimate, Options, Result, Row, claims_of, estimate, printed, summary, write
 from bench.papers.traffic import SHAREGPT, azure_like, bursts, shares
 
 
@@ -31,9 +31,10 @@ def test_an_estimate_is_the_mean_with_students_interval() -> None:
     ("ours", "paper", "verdict"),
     [
         (Estimate(10, 9, 11, 5), 12.0, "yes"),  # within a quarter
-        (Estimate(10, 4.5, 15, 5), 15.0, "yes"),  # within the interval
         (Estimate(10, 9, 11, 5), 15.0, "no"),
-        (Estimate(10, -50, 70, 5), 60.0, "unsure"),  # an interval that carries no information
+        (Estimate(10, 5.5, 14.5, 5), 14.0, "unsure"),  # only the interval holds it
+        (Estimate(10, 3, 17, 5), 11.0, "unsure"),  # an interval that carries no information
+        (Estimate(10, -50, 70, 5), 60.0, "unsure"),
         (estimate([]), 1.0, "unsure"),
     ],
 )
@@ -41,11 +42,49 @@ def test_verdicts(ours: Estimate, paper: float, verdict: str) -> None:
     assert Claim("1", "", ours, paper).verdict == verdict
 
 
-def test_an_order_holds_or_not_or_the_interval_says_nothing() -> None:
-    assert Claim("1", "", estimate([1.0]), holds=True).verdict == "yes"
-    assert Claim("1", "", estimate([1.0]), holds=False).verdict == "no"
-    assert Claim("1", "", Estimate(0.9, 0.7, 1.1, 3), holds=True, bound=1.0).verdict == "unsure"
-    assert Claim("1", "", Estimate(0.9, 0.8, 0.95, 3), holds=True, bound=1.0).verdict == "yes"
+@pytest.mark.parametrize(
+    ("ours", "paper", "verdict"),
+    [
+        (1.03, 1.12, "no"),  # 8 % apart as a ratio; a quarter of the effect
+        (1.11, 1.12, "yes"),
+        (1.58, 1.87, "no"),
+        (3.82, 4.74, "yes"),
+        (0.37, 0.23, "no"),  # within a quarter of the reduction, far from the ratio
+    ],
+)
+def test_a_ratio_is_judged_by_its_effect_too(ours: float, paper: float, verdict: str) -> None:
+    assert Claim("1", "", estimate([ours]), paper, neutral=1.0).verdict == verdict
+
+
+def test_a_share_near_one_is_judged_in_points() -> None:
+    assert Claim("1", "", estimate([0.83]), 0.97, points=0.1).verdict == "no"
+    assert Claim("1", "", estimate([0.89]), 0.97, points=0.1).verdict == "yes"
+    assert Claim("1", "", estimate([0.11]), 0.04, points=0.1).verdict == "no"
+
+
+def test_an_order_needs_a_margin_and_an_interval_on_one_side() -> None:
+    assert Claim("1", "", estimate([0.97]), below=1.0).verdict == "no"
+    assert Claim("1", "", estimate([0.9]), below=1.0).verdict == "yes"
+    assert Claim("1", "", estimate([1.2]), below=1.0).verdict == "no"
+    assert Claim("1", "", estimate([1.2]), above=1.0).verdict == "yes"
+    assert Claim("1", "", Estimate(0.9, 0.7, 1.1, 3), below=1.0).verdict == "unsure"
+    assert Claim("1", "", Estimate(0.9, 0.8, 0.95, 3), below=1.0).verdict == "yes"
+
+
+def test_a_stated_interval_or_bound() -> None:
+    assert Claim("1", "", estimate([1.07]), low=1.08, high=1.19).verdict == "no"
+    assert Claim("1", "", estimate([1.1]), low=1.08, high=1.19).verdict == "yes"
+    assert Claim("1", "", Estimate(1.1, 1.0, 1.2, 3), low=1.08, high=1.19).verdict == "unsure"
+    assert Claim("1", "", estimate([0.96]), at_least=0.99).verdict == "no"
+    assert Claim("1", "", Estimate(0.9, 0.7, 1.1, 3), at_least=0.8).verdict == "unsure"
+    assert Claim("1", "", estimate([57.0]), at_most=63).verdict == "yes"
+    assert Claim("1", "", estimate([57.0]), at_most=63).stated == "<= 63.0"
+
+
+def test_thaws_own_comparison_can_be_equal() -> None:
+    assert Claim("ours", "", Estimate(1.0, 1.0, 1.0, 10), below=1.0, own=True).verdict == "equal"
+    assert Claim("ours", "", Estimate(0.97, 0.96, 0.98, 10), below=1.0, own=True).verdict == "yes"
+    assert Claim("ours", "", Estimate(1.03, 1.02, 1.04, 10), below=1.0, own=True).verdict == "no"
 
 
 def test_ratios_are_taken_seed_by_seed() -> None:
@@ -56,15 +95,19 @@ def test_ratios_are_taken_seed_by_seed() -> None:
 def test_results_as_a_table_and_as_json(tmp_path: Path) -> None:
     result = Result("name", "title", [Row({"policy": "a"}, [{"x": 1.0}, {"x": 2.0}], {"x": 3.0})])
     result.number("§1", "stated", result.rows[0]["x"], 1.5)
+    result.below("§1", "missing", estimate([]))
     text = printed(result)
     assert "| a | 1.50 [-4.85, 7.85] (paper 3.00) |" in text
-    assert "| §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | yes |" in text
+    assert "| §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | unsure |" in text
     write([result], tmp_path, {"seeds": 2})
     document = json.loads((tmp_path / "name.json").read_text())
     assert document["rows"][0]["figures"]["x"]["seeds"] == 2
-    assert document["claims"][0]["agrees"] == "yes"
+    assert document["rows"][0]["runs"]["x"] == [1.0, 2.0]
+    assert [c["agrees"] for c in document["claims"]] == ["unsure", "unsure"]
+    assert claims_of(document)[0] == Claim("§1", "stated", Estimate(1.5, -4.853, 7.853, 2), 1.5)
     assert document["settings"] == {"seeds": 2}
-    assert "| name (2 x 1) | §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | yes |" in summary(tmp_path)
+    assert "| name (2 x 1) | §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | unsure |" in summary(tmp_path)
+    assert summary(tmp_path).startswith("Of 2 statements of the papers 0 agree, 0 do not, and 2 are unsure.")
     assert "plot only" in printed(Result("n", "t", [Row({}, [{"x": 1.0}])]))
 
 

@@ -14,8 +14,8 @@ from bench.papers.__main__ import EXPERIMENTS, constants
 from bench.papers.core import Options, printed
 
 ROOT = Path(__file__).parents[3]
-LARGE = {"torpor_fig10": 16, "torpor_fig11": (480, 560), "torpor_fig14": (500, 1000), "torpor_fig16": 16, "thaw_beside": 16}
-SCALE = {"torpor_fig11": 0.02, "torpor_fig14": 0.02, "torpor_fig16": 0.05}
+LARGE = {"torpor_fig10": 16, "torpor_fig16": 16, "thaw_beside": 16}
+SCALE = {"torpor_fig10": 0.015, "torpor_fig11": 0.02, "torpor_fig14": 0.02, "torpor_fig16": 0.02}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

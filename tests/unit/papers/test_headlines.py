@@ -1,7 +1,7 @@
 """Each paper's first claim, and that of Thaw's profile, in short runs.
 
-The runs have few seeds. The same seeds give the same figures, so only a change of the code makes a test fail. docs/papers.md has long runs
-of more seeds.
+The runs have few seeds. The same seeds give the same figures, so only a change of the code makes a
+test fail. docs/papers.md has long runs of more seeds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def test_thaw_is_as_good_as_the_papers_policy_on_its_own_experiment(name: str) -
 def test_thaw_is_ahead_on_the_mix() -> None:
     """Thaw beats the papers' policies on the mix of workloads.
 
-    Two policies are compared, the best ones there; the others queue, and take far longer to simulate.
+    Two policies are compared, the best ones there; the others queue, and take far longer to
+    simulate.
     """
     setting = thaw_beside.settings(replace(SHORT, scale=1.0))[-1]
     assert setting.name == "mixed"

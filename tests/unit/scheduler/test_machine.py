@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.scheduler.domain.busy import is_busy, is_node_lost_soon
+from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
-from services.scheduler.domain.events import Recovered
+from services.scheduler.domain.events import Recovered, Tick
 from services.scheduler.domain.lifecycle.scale_down import stop_reason
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
@@ -31,6 +33,8 @@ NAMES = ("a", "b", "c", "pinned", "many")
 NODES = ("n1", "n2")
 name = st.sampled_from(NAMES)
 node = st.sampled_from(NODES)
+IDLE_S = 1.0
+"""Between ticks of an idle scheduler."""
 
 
 class Cluster(RuleBasedStateMachine):
@@ -41,7 +45,7 @@ class Cluster(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.w = World(policy=Policy(profile=PROFILES[self.profile], preempt_after_s=5.0, starve_after_s=20.0))
-        self.heard_stops = 0
+        self.checked_stops = 0
         self.silent: set[str] = set()
         self.waiting: dict[str, int] = {}
 
@@ -53,17 +57,24 @@ class Cluster(RuleBasedStateMachine):
             agent.capabilities, agent.snapshot_budget = (Capability(name="suspend:cpu", available=True),), 10_000 * MIB
         for n in NAMES:
             replicas = {"min": 0, "max": 2 if n == "many" else 1}
-            # Its engine reads its weights itself: its start may wait on its node for a victim's bytes.
+            # Its engine reads its weights itself: its start may wait on its node for a victim's
+            # bytes.
             hosted: dict[str, Any] = {"engine": "vllm", "memory": 324 * MIB} if n == "c" else {}
             self.w.model(n, pin=n == "pinned", park=n in NAMES[:2], keep_alive=20, replicas=replicas, **hosted)
 
     def speakers(self) -> tuple[str, ...]:
         return tuple(n for n in NODES if n not in self.silent)
 
-    @rule(model=name, waiting=st.integers(0, 30), in_flight=st.integers(0, 30), age=st.integers(0, 20_000), came=st.integers(0, 90))
-    def demand(self, model: str, waiting: int, in_flight: int, age: int, came: int = 0) -> None:
+    @rule(
+        model=name,
+        waiting=st.integers(0, 30),
+        in_flight=st.integers(0, 30),
+        age=st.integers(0, 20_000),
+        arrivals=st.integers(0, 90),
+    )
+    def demand(self, model: str, waiting: int, in_flight: int, age: int, arrivals: int = 0) -> None:
         self.waiting[model] = waiting
-        self.w.demand(model, waiting, in_flight=in_flight, oldest_wait_ms=age, window=came // 2, peak=came)
+        self.w.demand(model, waiting, in_flight=in_flight, oldest_wait_ms=age, window=arrivals // 2, peak=arrivals)
 
     @rule(model=name, others_serve=st.booleans())
     def bring_up(self, model: str, others_serve: bool) -> None:
@@ -87,7 +98,7 @@ class Cluster(RuleBasedStateMachine):
         for _ in range(round(seconds / step)):
             self.w.now += step
             self.w.hear(*self.speakers()) if self.speakers() else None
-            self.w.tick(heard=False)
+            self.w.tick(nodes_report=False)
             for model, waiting in self.waiting.items():
                 if waiting:
                     self.w.demand(model, waiting)
@@ -172,37 +183,46 @@ class Cluster(RuleBasedStateMachine):
                 assert booked.held_bytes - booked.leaving_bytes <= booked.budget_bytes, (
                     "only for bytes that are leaving does anything wait there"
                 )
-                assert staying <= booked.budget_bytes, "more is claimed than will come free"
+                assert staying <= booked.budget_bytes, "more is claimed than will be free"
 
     @invariant()
     def indexes_are_what_the_tables_say(self) -> None:
         kept = self.w.state
-        anew = ClusterState(epoch=kept.epoch, keep_alive_rule=kept.keep_alive_rule)
+        rebuilt = ClusterState(epoch=kept.epoch, keep_alive_rule=kept.keep_alive_rule)
         tables = (kept.models, kept.nodes, kept.presence, kept.loaders, kept.reports, kept.estimates, kept.instances)
-        apply(anew, [Put(e) for table in tables for e in table.values()])
-        assert anew.bookings == kept.bookings
-        assert anew.claimed == kept.claimed
+        apply(rebuilt, [Put(e) for table in tables for e in table.values()])
+        assert rebuilt.bookings == kept.bookings
+        assert rebuilt.claimed == kept.claimed
         for index in ("by_model", "by_node", "by_device", "in_memory", "on_disk", "measured_on"):
-            had, have = getattr(anew, index), getattr(kept, index)
+            had, have = getattr(rebuilt, index), getattr(kept, index)
             assert {k: set(v) for k, v in had.items()} == {k: set(v) for k, v in have.items()}, index
-        assert (anew.aliases, anew.kept_running, anew.deadlines) == (kept.aliases, kept.kept_running, kept.deadlines)
+        assert (rebuilt.aliases, rebuilt.kept_running, rebuilt.deadlines) == (kept.aliases, kept.kept_running, kept.deadlines)
 
     @invariant()
-    def whoever_time_makes_leave_is_due_by_then(self) -> None:
+    def every_instance_that_time_evicts_is_due_by_then(self) -> None:
         for later in (0.0, 5.0, 1000.0):
             tx = Transaction(self.w.state, self.w.now + later, self.w.policy)
             leaving = {i.instance_id for i in self.w.state.instances.values() if i.leaving == "no" and stop_reason(tx, i)}
             assert leaving <= {i.instance_id for i in tx.due_instances()}
 
     @invariant()
-    def nobody_is_thrown_out_unasked(self) -> None:
+    def between_rare_ticks_time_changes_nothing(self) -> None:
+        w = self.w
+        if not (is_busy(w.state, w.now, w.policy, IDLE_S) or is_node_lost_soon(w.state, w.now, w.policy, IDLE_S)):
+            for later in (w.now + 0.25, w.now + 0.75):
+                decision = decide(w.state, Tick(later), later, w.policy)
+                assert not decision.changes
+                assert not decision.effects
+
+    @invariant()
+    def pinned_instances_are_not_evicted(self) -> None:
         stops = self.w.sent(SendStop)
-        for stop in stops[self.heard_stops :]:
+        for stop in stops[self.checked_stops :]:
             command = stop.command
             if command.reason.startswith("makes room"):
                 running = self.w.agents[stop.node].instances.get(command.instance_id)
                 assert running is None or running.command.card.name != "pinned"
-        self.heard_stops = len(stops)
+        self.checked_stops = len(stops)
 
     @invariant()
     def never_more_than_asked_for(self) -> None:
@@ -243,8 +263,8 @@ class Cluster(RuleBasedStateMachine):
                 if w.demand(n, 1).outlook == "ready":
                     served.add(n)
                     w.demand(n, 0)
-        told = {e.event.model for e in w.sent(PublishLoadFailed)[before:]}
-        assert wanted <= served | told, (wanted - served, w.state.unschedulable)
+        failed = {e.event.model for e in w.sent(PublishLoadFailed)[before:]}
+        assert wanted <= served | failed, (wanted - served, w.state.unschedulable)
         waiting_wakes = [x for x in w.state.waiters.values() if x.kind == "wake"]
         assert not waiting_wakes, waiting_wakes
         answers = [e.waiter for e in w.sent(ReplyTo)]

@@ -50,8 +50,8 @@ def test_a_sleep_calls_off_the_wake_before_it(w: World) -> None:
     w.model("a")
     waiter = w.wake("a")
     w.sleep("a")
-    told = w.answer(waiter)
-    assert (told.code, "was put to sleep" in told.message) == ("conflict", True)
+    refusal = w.answer(waiter)
+    assert (refusal.code, "was put to sleep" in refusal.message) == ("conflict", True)
     w.finish_stops()
     w.tick(5)
     assert len(w.starts("a")) == 1
@@ -78,7 +78,7 @@ def test_sleep_answers_with_the_bytes_freed(w: World) -> None:
     assert isinstance(answer, ModelAsleep)
     assert answer.freed_bytes == 324 * MIB
     w.tick(5)
-    assert len(w.starts("a")) == 1, "replicas.min rests until somebody asks"
+    assert len(w.starts("a")) == 1, "replicas.min is not enforced until a request arrives"
     w.demand("a")
     assert len(w.starts("a")) == 2
 
@@ -123,7 +123,7 @@ def test_min_replicas_are_kept_up(w: World) -> None:
     assert len(w.starts("a")) == 4
 
 
-def test_a_start_nobody_waits_for_is_cancelled(w: World) -> None:
+def test_a_start_without_waiters_is_cancelled(w: World) -> None:
     w.node()
     w.model("a")
     w.demand("a", 1, gateway="g1")
@@ -163,12 +163,12 @@ def test_more_replicas_when_the_queue_asks_and_memory_allows(w: World) -> None:
     assert len(w.starts("a")) == 2, "max is two"
 
 
-@pytest.mark.parametrize(("told", "instances"), [({}, 2), ({"window": 9}, 3), ({"window": 1, "peak": 14}, 4)])
-def test_what_came_in_the_last_window_is_expected_again(w: World, told: dict[str, Any], instances: int) -> None:
+@pytest.mark.parametrize(("arrivals", "instances"), [({}, 2), ({"window": 9}, 3), ({"window": 1, "peak": 14}, 4)])
+def test_arrivals_of_the_last_window_are_expected_again(w: World, arrivals: dict[str, Any], instances: int) -> None:
     w.node(budget=4000 * MIB)
     w.model("a", replicas={"min": 0, "max": 8}, max_concurrency=8)
     w.up("a").active = 8
     for _ in range(2):
-        w.demand("a", 4, in_flight=8, **told)
+        w.demand("a", 4, in_flight=8, **arrivals)
         w.tick(1.1)
     assert len(w.starts("a")) == instances

@@ -64,7 +64,7 @@ def test_a_node_fewer_is_one_fewer_to_go_to() -> None:
     w.node("n1", ONE)
     w.node("n2", ONE)
     w.model("a")
-    assert ask(w, "a").plan.chosen is not None, "nobody asks for it: one request is supposed"
+    assert ask(w, "a").plan.chosen is not None, "without demand, one request is assumed"
     assert [c.node for c in ask(w, "a", AssumeNoNode(node="n1")).plan.candidates] == ["n2"]
     assert ask(w, "a", AssumeNoNode(node="n1"), AssumeNoNode(node="n2")).plan.chosen is None
 

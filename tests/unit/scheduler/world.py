@@ -283,10 +283,10 @@ class World:
         for name in names or tuple(self.agents):
             self.send(NodeStatusReceived(self.now, self.agents[name].status(self.now)))
 
-    def tick(self, seconds: float = 0.0, *, heard: bool = True) -> None:
-        """Let time pass; nodes report unless `heard` is False."""
+    def tick(self, seconds: float = 0.0, *, nodes_report: bool = True) -> None:
+        """Let time pass; nodes report unless `nodes_report` is False."""
         self.now += seconds
-        if heard:
+        if nodes_report:
             self.hear()
         self.send(Tick(self.now))
 

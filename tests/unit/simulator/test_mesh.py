@@ -59,7 +59,7 @@ def test_a_cold_start_takes_as_long_as_its_slowest_link_and_a_warm_request_none(
     assert served[0].ttft == pytest.approx(4.5)
 
 
-def test_what_left_comes_back_from_memory_and_what_no_disk_has_from_afar() -> None:
+def test_evicted_models_are_loaded_from_memory_and_uncached_ones_from_the_remote_source() -> None:
     brief = BIG.model_copy(update={"keep_alive": 1.0})
     outcome = run([ask(0), ask(60)], groups=[brief])
     assert outcome.loads == {"ssd": 1, "dram": 1}
@@ -93,7 +93,7 @@ def test_a_batching_engine_prefills_and_decodes() -> None:
     assert [s.in_time for s in served] == [False, True, True, True]
 
 
-def test_a_model_that_fits_nowhere_is_told() -> None:
+def test_a_model_that_fits_nowhere_is_reported() -> None:
     huge = BIG.model_copy(update={"weights_gb": 30.0, "copies": 1})
     outcome = run([ask(0, "big"), ask(1, "big")], groups=[huge])
     assert (outcome.failed, outcome.lost, outcome.served) == (2, 0, [])
@@ -107,7 +107,9 @@ def test_a_model_that_fits_nowhere_is_told() -> None:
     st.sampled_from([-1.0, 2.0, 300.0]),
     st.integers(1, 2),
 )
-def test_whatever_comes_nothing_is_lost_or_booked_twice(seed: int, rps: float, cv: float, keep_alive: float, replicas: int) -> None:
+def test_no_request_is_lost_and_no_memory_booked_twice_under_any_workload(
+    seed: int, rps: float, cv: float, keep_alive: float, replicas: int
+) -> None:
     groups = [BIG.model_copy(update={"keep_alive": keep_alive, "replicas_max": replicas})]
     requests = synthetic(Synthetic(rps, 60, cv), names_of(groups), seed)
     before = MeshNode.status

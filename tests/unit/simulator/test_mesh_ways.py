@@ -61,7 +61,7 @@ def run(cluster: ClusterFile, models: Sequence[ModelGroup], requests: Sequence[R
     return Simulation(cluster, models, profile_named(profile)).run(requests)
 
 
-def test_who_is_suspended_comes_back_from_its_snapshot() -> None:
+def test_a_suspended_instance_is_resumed_from_its_snapshot() -> None:
     requests = [ask(0, "m-0"), ask(60, "m-1"), ask(120, "m-0")]
     pair = [MODEL.model_copy(update={"copies": 2})]
     outcome = run(machines(1, can=frozenset({"suspend"})), pair, requests)
@@ -98,27 +98,29 @@ def test_what_is_brought_ahead_is_not_fetched_again_and_gives_way(ahead: str | N
 
 
 @pytest.mark.parametrize("profile", ["thaw", "serverlessllm"])
-def test_what_serves_moves_and_goes_on_with_its_tokens(profile: str) -> None:
-    # Only node-0's disk has the large one, and the small one serves there; on node-1 either needs a remote fetch.
+def test_a_serving_instance_is_migrated_with_its_tokens(profile: str) -> None:
+    # Only node-0's disk has the large one, and the small one serves there; on node-1 either needs a
+    # remote fetch.
     small = MODEL.model_copy(update={"name": "small", "weights_gb": 2.0, "resume_s": 0.1})
     other, large = small.model_copy(update={"name": "other"}), MODEL.model_copy(update={"name": "large", "weights_gb": 14.5})
     cluster = machines(2, can=frozenset({"migrate"}), links=LinkSpeeds(remote=0.1, ssd=5, device=20))
     outcome = run(cluster, [small, other, large], [ask(0, "small", 601), ask(20, "large")], profile)
-    moved, came = sorted(outcome.served, key=lambda s: s.at)
+    moved, preempting = sorted(outcome.served, key=lambda s: s.at)
     assert (outcome.migrations, outcome.preemptions, outcome.restarts) == (1, 0, 0)
-    assert came.queued == pytest.approx(20.5 + 0.7 + 0.3 + 4.5, abs=1.5)  # fetched, migrated in rounds, stopped, then loaded
+    assert preempting.queued == pytest.approx(20.5 + 0.7 + 0.3 + 4.5, abs=1.5)  # fetched, migrated in rounds, stopped, then loaded
     assert 0.1 <= moved.pause <= 0.5
     assert moved.ended == pytest.approx(moved.queued + 0.1 + 60.0 + moved.pause, abs=0.2)
 
 
 @pytest.mark.parametrize("failover", ["resume", "restart"])
-def test_requests_of_a_node_that_fails_go_on_elsewhere(failover: str) -> None:
+def test_requests_of_a_failed_node_are_resumed_elsewhere(failover: str) -> None:
     failures = Failures(events=(Failure(node="node-0", at=10, seconds=30),))
     cluster = machines(2, failures=failures, runtime={"failover": failover, "ssd_copies": "full"})
     outcome = run(cluster, [MODEL], [ask(0, "m", 101)])
     (served,) = outcome.served
     assert (outcome.restarts, outcome.loads) == (1, {"ssd": 2})
-    # The gateway asks after ten seconds of silence, when the scheduler has long marked the node lost. Then a start.
+    # The gateway asks after ten seconds of silence, when the scheduler has long marked the node
+    # lost. Then a start.
     ready = pytest.approx(20.3 + 4.5, abs=0.3)
     tokens = {"resume": 55, "restart": 0}[failover]
     prompt = (100 + tokens) / 1000
@@ -126,7 +128,7 @@ def test_requests_of_a_node_that_fails_go_on_elsewhere(failover: str) -> None:
     assert served.pause > 14
 
 
-def test_a_node_that_comes_back_is_used_again() -> None:
+def test_a_recovered_node_is_used_again() -> None:
     failures = Failures(events=(Failure(node="node-0", at=10, seconds=20),))
     outcome = run(machines(1, failures=failures), [MODEL], [ask(0, "m"), ask(40, "m")])
     first, second = outcome.served

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from shared.errors import InvalidRequest
 from simulator.__main__ import main
+from simulator.config import ClusterFile, ModelsFile, read
 from simulator.plots import interval
 from simulator.report import TIERS
 
@@ -89,7 +91,7 @@ def test_an_interval_over_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "told"),
+    ("file", "text", "expected"),
     [
         ("cluster.yaml", CLUSTER.replace("devices: 2", "devices: 0"), "cluster.yaml: nodes.0.devices"),
         ("cluster.yaml", CLUSTER.replace("container_s", "kontainer_s"), "cluster.yaml: runtime.startup.kontainer_s"),
@@ -102,19 +104,53 @@ def test_an_interval_over_seeds() -> None:
         ),
         ("models.yaml", MODELS.replace("copies: 2", "kinds: [h100]"), "a may only be on devices of kind h100"),
         ("models.yaml", "models: [", "models.yaml cannot be read"),
+        ("models.yaml", "- a", "models.yaml: the file: must be a mapping of keys to values"),
     ],
 )
 def test_a_file_that_cannot_be_meant(
-    order: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: str, text: str, told: str
+    order: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: str, text: str, expected: str
 ) -> None:  # fmt: skip
     (tmp_path / file).write_text(text)
     status, document = sent(order, capsys, monkeypatch)
     assert status == 1
-    assert told in document["error"]["message"]
+    assert expected in document["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("right", "wrong", "fault"),
+    [
+        ("device_gb", "device_gbs", "nodes.0.device_gbs: unknown key; did you mean device_gb?"),
+        ("ssd: 5", "sdd: 5", "nodes.0.links.sdd: unknown key; did you mean ssd?"),
+        ("container_s", "contaner_s", "runtime.startup.contaner_s: unknown key; did you mean container_s?"),
+        ("nodes", "node", "node: unknown key; did you mean nodes?"),
+        (
+            "remote: 1",
+            "xyz: 1",
+            "nodes.0.links.xyz: unknown key; allowed are bus, bus_devices, device, peer, remote, sequential, ssd",
+        ),
+        ("devices: 2, ", "", "nodes.0.devices: this key is required"),
+    ],
+)
+def test_a_mistyped_key_is_named_with_the_one_that_was_meant(tmp_path: Path, right: str, wrong: str, fault: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER.replace(right, wrong, 1))
+    with pytest.raises(InvalidRequest) as refused:
+        read(path, ClusterFile)
+    assert refused.value.message.startswith(f"{path}: {fault}")
+    assert "at least 1 item" not in refused.value.message
+    if "did you mean" in fault:
+        assert refused.value.message == f"{path}: {fault}"  # not a missing key in addition
+
+
+def test_a_mistyped_key_in_one_of_several_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(MODELS.replace("seconds", "secnds"))
+    with pytest.raises(InvalidRequest, match=r"models\.0\.service\.fixed\.secnds: unknown key; did you mean seconds\?$"):
+        read(path, ModelsFile)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
     [
         ({"rps": 0}, "--rps must be positive"),
         ({"rps": -1}, "--rps must be positive"),
@@ -128,8 +164,8 @@ def test_a_file_that_cannot_be_meant(
     ],
 )
 def test_an_order_that_cannot_be_meant(
-    order: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], told: str
+    order: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: str
 ) -> None:
     status, document = sent({**order, **more}, capsys, monkeypatch)
     assert status == 1
-    assert told in document["error"]["message"]
+    assert expected in document["error"]["message"]

@@ -91,7 +91,7 @@ def run(cluster: ClusterFile, profile: str, seed: int, rps: float, cv: float) ->
     st.sampled_from([None, 60.0]),
     st.sampled_from([None, "elastic", "exclusive"]),
 )
-def test_whatever_comes(profile: str, seed: int, rps: float, cv: float, plain: bool, mtbf: float | None, kind: str | None) -> None:
+def test_any_workload(profile: str, seed: int, rps: float, cv: float, plain: bool, mtbf: float | None, kind: str | None) -> None:
     links = LinkSpeeds(
         remote=1, ssd=4, device=12, bus=18, peer=20, sequential=frozenset() if plain else frozenset({"remote", "ssd"})
     )

@@ -32,22 +32,22 @@ def test_two_of_different_models_share_the_link() -> None:
     assert [s.queued for s in outcome.served] == pytest.approx([20, 20])
 
 
-def test_a_fetch_goes_on_for_those_who_stay_and_ends_with_the_last() -> None:
+def test_a_fetch_continues_for_the_remaining_readers_and_ends_with_the_last() -> None:
     clock = Clock()
-    node, fetches, came = SimNode("n", GROUP, clock), Fetches(), list[str]()
-    leave = fetches.join(node, WHOLE, (node.nic,), 10e9, lambda: came.append("first"))
+    node, fetches, completed = SimNode("n", GROUP, clock), Fetches(), list[str]()
+    leave = fetches.join(node, WHOLE, (node.nic,), 10e9, lambda: completed.append("first"))
     clock.at(5.0, leave)
 
     def join() -> None:
-        fetches.join(node, WHOLE, (node.nic,), 10e9, lambda: came.append("second"))
+        fetches.join(node, WHOLE, (node.nic,), 10e9, lambda: completed.append("second"))
 
     clock.at(4.0, join)
     clock.run(until=lambda: clock.now >= 10.0)
-    assert came == ["second"]
+    assert completed == ["second"]
     assert not fetches.under_way(WHOLE)
 
-    alone = fetches.join(node, WHOLE, (node.nic,), 10e9, lambda: came.append("third"))
+    alone = fetches.join(node, WHOLE, (node.nic,), 10e9, lambda: completed.append("third"))
     assert fetches.expected(node, "a", (node.nic,), 10e9) == pytest.approx(10.0)
     alone()
     assert not node.network.flows
-    assert came == ["second"]
+    assert completed == ["second"]

@@ -54,7 +54,7 @@ def test_a_cold_start_takes_as_long_as_its_slowest_link_and_a_warm_request_none(
     assert served[0].ttft == pytest.approx(4.5)
 
 
-def test_what_left_comes_back_from_memory_and_what_no_disk_has_from_afar() -> None:
+def test_evicted_models_are_loaded_from_memory_and_uncached_ones_from_the_remote_source() -> None:
     brief = BIG.model_copy(update={"keep_alive": 1.0})
     outcome = run([ask(0), ask(60)], groups=[brief])
     assert {k: v for k, v in outcome.loads.items() if v} == {"ssd": 1, "dram": 1}
@@ -87,11 +87,12 @@ def test_prompts_that_wait_are_computed_in_one_pass() -> None:
     served = sorted(
         run([ask(at, "chat", 100, 2) for at in (0, 50, 50.05, 50.05, 50.1)], groups=[group]).served, key=lambda s: s.number
     )
-    # The first request is computed alone, in 50 ms and 100 for the prompt; later ones wait for the next pass, over all three.
+    # The first request is computed alone, in 50 ms and 100 for the prompt; later ones wait for the
+    # next pass, over all three.
     assert [round(s.at + s.ttft, 6) for s in served[1:]] == [50.15, 50.5, 50.5, 50.5]
 
 
-def test_a_model_that_fits_nowhere_is_told() -> None:
+def test_a_model_that_fits_nowhere_is_reported() -> None:
     huge = BIG.model_copy(update={"weights_gb": 30.0, "copies": 1})
     outcome = run([ask(0, "big"), ask(1, "big")], groups=[huge])
     assert (outcome.failed, outcome.lost, outcome.served) == (2, 0, [])

@@ -89,7 +89,7 @@ def test_elastic_kv_takes_memory_with_the_request_and_weights_make_room() -> Non
     assert outcome.lost == 0
 
 
-def test_bytes_come_from_a_peer_while_the_model_executes_there() -> None:
+def test_bytes_are_copied_from_a_peer_while_the_model_executes_there() -> None:
     profile = replace(PLAIN, keep=keep_until_needed, uses=frozenset({"peer_copy"}))
     links = LinkSpeeds(remote=1, ssd=1, device=10, bus=10, peer=40)
     runtime = Runtime(in_dram=True, exclusive=True)
@@ -107,7 +107,7 @@ def test_neighbours_share_their_bus() -> None:
     assert [s.ttft for s in slow.served] == pytest.approx([2.0, 2.0])
 
 
-def test_who_can_go_on_elsewhere_is_preempted_or_moves_and_its_pause_is_counted() -> None:
+def test_resumable_requests_are_preempted_or_migrated_and_their_pause_is_counted() -> None:
     node = {"devices": 1, "device_gb": 12, "dram_gb": 100, "ssd_gb": 0}
     slow = NodeGroup.model_validate({"name": "slow", **node, "kind": "slow", "links": LinkSpeeds(remote=1, ssd=1, device=20)})
     other = NodeGroup.model_validate({"name": "other", **node, "kind": "other", "links": LinkSpeeds(remote=5, ssd=1, device=20)})
@@ -116,7 +116,8 @@ def test_who_can_go_on_elsewhere_is_preempted_or_moves_and_its_pause_is_counted(
     outcome = simulate(machines, models, [ask(0, "free", 100, 201), ask(10, "bound", 1, 1)], shepherd.PROFILE)
     assert outcome.preemptions == 1
     first = next(s for s in outcome.served if s.model == "free")
-    # It began at 2 s. At 10 s it is preempted, loads for 10 s on the slow node, and has caught up 8 s later.
+    # It began at 2 s. At 10 s it is preempted, loads for 10 s on the slow node, and has caught up
+    # 8 s later.
     assert first.pause == pytest.approx(10 + 8)
     assert first.ended == pytest.approx(20 + 0.1 + 20)
     moved = simulate(machines, models, [ask(0, "free", 100, 201), ask(10, "bound", 1, 1)], serverlessllm.PROFILE)
@@ -126,11 +127,12 @@ def test_who_can_go_on_elsewhere_is_preempted_or_moves_and_its_pause_is_counted(
     assert next(s for s in moved.served if s.model == "bound").queued > 10  # it waits until the other one has migrated
 
 
-def test_who_is_suspended_comes_back_from_its_snapshot() -> None:
+def test_a_suspended_instance_is_resumed_from_its_snapshot() -> None:
     models = [model("a", snapshot_gb=4), model("b", weights_gb=15)]
     runtime = Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1))
     outcome = simulate(cluster(runtime), models, [ask(0, "a"), ask(10, "b"), ask(20, "a")], swapservellm.PROFILE)
-    # Containers take 3 s, in which a's 4 GB make room for b. b's 15 GB at 20 GB/s make room for a, which resumes in 0.2 s.
+    # Containers take 3 s, in which a's 4 GB make room for b. b's 15 GB at 20 GB/s make room for a,
+    # which resumes in 0.2 s.
     assert [s.queued for s in outcome.served] == pytest.approx([3.5, 3.75, 0.75 + 0.2 + 0.1])
     assert outcome.suspensions == 2
     assert loads(outcome) == {"dram": 2, "snapshot": 1}
@@ -147,7 +149,7 @@ def spread_out(**runtime: object) -> ClusterFile:
     return ClusterFile(nodes=(node,), runtime=Runtime.model_validate({"cache_dram": False, "cache_ssd": False, **runtime}))
 
 
-def test_a_pipeline_fetches_a_quarter_on_each_server_and_goes_on_as_one() -> None:
+def test_a_pipeline_fetches_a_quarter_on_each_server_and_continues_on_one() -> None:
     profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
     outcome = simulate(spread_out(), [pipeline()], [ask(0, "p", 100, 201)], profile)
     (served,) = outcome.served
@@ -169,7 +171,7 @@ def test_a_pipeline_becomes_as_many_instances_as_are_wanted() -> None:
 
 
 @pytest.mark.parametrize("failover", ["resume", "restart"])
-def test_requests_of_a_node_that_fails_go_on_or_begin_again(failover: str) -> None:
+def test_requests_of_a_failed_node_are_resumed_or_restarted(failover: str) -> None:
     node = NodeGroup(count=2, devices=1, device_gb=20, dram_gb=100, links=LinkSpeeds(remote=1, ssd=1, device=20))
     failures = Failures(events=(Failure(node="node-0", at=6, seconds=100),))
     runtime = Runtime.model_validate({"in_dram": True, "failover": failover})
@@ -177,7 +179,8 @@ def test_requests_of_a_node_that_fails_go_on_or_begin_again(failover: str) -> No
     outcome = simulate(machines, [model("a", service=LONG)], [ask(0, "a", 100, 101)], PLAIN)
     (served,) = outcome.served
     assert outcome.restarts == 1
-    # It began at 0.5 s. At 6 s the other node loads for 0.5 s; the prompt takes 0.1 s again, and with it the earlier tokens.
+    # It began at 0.5 s. At 6 s the other node loads for 0.5 s; the prompt takes 0.1 s again, and
+    # with it the earlier tokens.
     tokens = int((6 - 0.6) / 0.1) + 1
     ends = {"resume": 6.5 + (100 + tokens) / 1000 + (101 - tokens) * 0.1, "restart": 6.5 + 0.1 + 10.0}
     assert served.ended == pytest.approx(ends[failover], abs=0.02)

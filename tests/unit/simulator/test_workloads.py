@@ -55,7 +55,7 @@ def test_levels_of_locality() -> None:
     assert lengths[2] == pytest.approx(4 / (1 - 1 / 8), rel=0.1)  # a new run is of the same model once in eight
 
 
-def test_a_burst_comes_faster() -> None:
+def test_a_burst_has_a_higher_rate() -> None:
     requests = synthetic(Synthetic(10, 300, bursts=(Burst(100, 100, 5),)), MODELS, 1)
     counts = [sum(begin <= r.at < begin + 100 for r in requests) for begin in (0, 100, 200)]
     assert counts[1] / counts[0] == pytest.approx(5, rel=0.2)
@@ -84,7 +84,7 @@ def test_our_own_columns_and_their_faults(tmp_path: Path) -> None:
     assert [r.at for r in read_trace(path, MODELS, speed=2)] == [0.5, 1.25]
     with pytest.raises(InvalidRequest, match="line 3: no model 'b'"):
         read_trace(path, ["a"])
-    for text, told in (
+    for text, expected in (
         ("at,model\n1,a\n", "has no columns prompt_tokens, output_tokens"),
         ("", "is empty"),
         ("at,model,prompt_tokens,output_tokens\nsoon,a,1,2\n", "line 2"),
@@ -93,7 +93,7 @@ def test_our_own_columns_and_their_faults(tmp_path: Path) -> None:
         ("at,model,prompt_tokens,output_tokens\n", "holds no request"),
     ):
         path.write_text(text)
-        with pytest.raises(InvalidRequest, match=told):
+        with pytest.raises(InvalidRequest, match=expected):
             read_trace(path, MODELS)
     with pytest.raises(InvalidRequest, match="cannot be read"):
         read_trace(tmp_path / "none.csv", MODELS)

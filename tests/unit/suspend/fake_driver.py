@@ -17,7 +17,8 @@ LEGAL = {
 class FakeDriver:
     """A fake driver.
 
-    `fails` holds calls that fail, as (call, pid). Device bytes exist while a process is not checkpointed.
+    `fails` holds calls that fail, as (call, pid). Device bytes exist while a process is not
+    checkpointed.
     """
 
     def __init__(self, held: dict[int, int]) -> None:

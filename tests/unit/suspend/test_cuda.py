@@ -151,7 +151,7 @@ async def test_a_restore_that_fails_says_so(driver: FakeDriver) -> None:
     with pytest.raises(RestoreFailed, match=f"restore of pid {A}"):
         await w.resume(target())
     driver.states[A] = State.FAILED
-    with pytest.raises(RestoreFailed, match=f"the driver failed for pid {A}"):
+    with pytest.raises(RestoreFailed, match=f"The driver failed for pid {A}"):
         await w.resume(target())
 
 

@@ -100,7 +100,8 @@ async def test_on_cpu_what_lay_in_swap_all_along_has_to_be_there_too(there: int,
 async def test_elsewhere_what_was_freed_has_to_be_there_again() -> None:
     """On other devices, all freed bytes must be back.
 
-    The snapshot's size does not matter: a sleeping engine keeps none, and one written to swap keeps less.
+    The snapshot's size does not matter: a sleeping engine keeps none, and one written to swap keeps
+    less.
     """
     instance = suspended("sleep", frees=900, left=100, snapshot=0)
     assert await make_suspender(1000, SuspendMethod("sleep")).resume(instance, "sleep") == 1000 * MIB

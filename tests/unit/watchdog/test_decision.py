@@ -44,12 +44,12 @@ def test_ten_seconds_without_a_heartbeat_are_a_hang(state: str) -> None:
     assert hung_at(silent(range(30), state)) == 10
 
 
-def test_a_heartbeat_starts_the_count_anew() -> None:
+def test_a_heartbeat_restarts_the_count() -> None:
     looks = [*silent(range(10)), *silent(range(10, 19), beats=6), *silent(range(19, 40), beats=7)]
     assert hung_at(looks) == 29
 
 
-def test_a_watcher_that_did_not_run_blames_nobody() -> None:
+def test_a_watcher_that_did_not_run_reports_no_hang() -> None:
     """A watcher that did not run reports no false hang.
 
     An hour of a sleeping laptop, or a stopped process tree, counts as the longest step only.

@@ -83,7 +83,7 @@ class Admin:
 
     async def _request_scheduler(self, message: MeshRequest, reply: type[Message]) -> Response:
         try:
-            answer = await self._gateway.mesh.request(subjects.ADMIN, message, reply)
+            answer = await self._gateway.mesh.request(subjects.ADMIN, message, reply, with_reports=True)
         except Unreachable as e:
             raise Unreachable(
                 "No scheduler is the leader: it is stopped, starting, or PostgreSQL refuses it. See `thaw logs scheduler`"
@@ -98,7 +98,8 @@ class Admin:
         body = validate_body(AddModels, await read_body(request.scope, request.receive, limit))
         if not self._gateway.authorizer.guards_admin:
             _refuse_commands(body.specs)
-        return await self._request_scheduler(AddModels(specs=body.specs, prune=body.prune, reread=body.reread), ModelsAdded)
+        command = AddModels(specs=body.specs, prune=body.prune, reread=body.reread, replace=body.replace)
+        return await self._request_scheduler(command, ModelsAdded)
 
     async def remove_model(self, request: Request) -> Response:
         """Remove a model; with `?adapters=true` its LoRA adapters too."""
@@ -138,7 +139,7 @@ class Admin:
         body = validate_body(NewKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
         if body.scope == "admin" and not self._gateway.authorizer.guards_admin:
             raise PermissionDenied(
-                "An admin API without a key cannot create admin keys. Start the gateway with THAW_ADMIN_KEY, and send that key.",
+                "An admin API without a key cannot create admin keys. Start the gateway with THAW_ADMIN_KEY, and send that key",
                 param="scope",
             )
         key = ApiKey(name=body.name, scope=body.scope, created=int(time.time()))
@@ -153,7 +154,7 @@ class Admin:
         subject = {name: request.query_params.get(name) or None for name in ("model", "plan", "request", "about")}
         if not any(subject.values()):
             raise InvalidRequest(
-                "explain needs a model, a plan or a request. Add ?model=NAME, ?plan=ID or ?request=ID", param="model"
+                "Explain needs a model, a plan or a request. Add ?model=NAME, ?plan=ID or ?request=ID", param="model"
             )
         query = ExplainPlan(
             model=subject["model"],
@@ -177,7 +178,7 @@ class Admin:
         """List migrations, the latest first; `?limit=` at most."""
         limit = request.query_params.get("limit", "50")
         if not limit.isdigit() or not 0 < int(limit) <= 1000:
-            raise InvalidRequest("limit must be a number from 1 to 1000", param="limit")
+            raise InvalidRequest("'limit' must be a number from 1 to 1000", param="limit")
         view = ViewMigrations(migration_id=request.path_params.get("migration_id"), limit=int(limit))
         return await self._request_scheduler(view, MigrationsViewed)
 
@@ -244,7 +245,7 @@ def _refuse_commands(specs: Iterable[ModelSpec]) -> None:
         if fields := code_fields(spec):
             raise PermissionDenied(
                 f"{spec.name}: an admin API without a key accepts no {' and no '.join(fields)}. "
-                "Start the gateway with THAW_ADMIN_KEY.",
+                "Start the gateway with THAW_ADMIN_KEY",
                 param=fields[0],
             )
 
@@ -266,5 +267,5 @@ def _deadline(request: Request, kind: type[MeshRequest]) -> int:
     except ValueError as e:
         raise InvalidRequest(f"timeout={value!r} is not a number of seconds", param="timeout") from e
     if not 0 < seconds <= 86_400:
-        raise InvalidRequest("timeout must be between 0 and 86400 seconds", param="timeout")
+        raise InvalidRequest("'timeout' must be between 0 and 86400 seconds", param="timeout")
     return max(1, int(seconds * 1e3))

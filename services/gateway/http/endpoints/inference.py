@@ -108,7 +108,6 @@ class Inference:
             parsed = replace(parsed, engine_request=replace(parsed.engine_request, lora_adapter=adapter))
         check_model(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
-            gateway.request_limits.check(parsed.request)
             await gateway.prompt_lengths.check(parsed.request, card)
         response_id, created, key = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time()), None
         if (name := idempotency_key_of(scope)) is not None:

@@ -1,9 +1,11 @@
 """Parsing of large bodies in a worker process.
 
 A JSON parser holds the interpreter lock for a whole body: 1 MB made to be slow delays every other
-request by 20 ms. Bodies of `LARGE_BYTES` or more go to one worker process, in order. It starts with
-the first large body, which the gateway parses itself without waiting; the next ones wait until the
-worker is ready. The worker ends when no large body has arrived for a while.
+request by 20 ms. Bodies of `LARGE_BYTES` or more go to one worker process, in order. The first one
+starts it, and it ends when no large body has arrived for a while.
+
+A body whose worker crashes or exceeds the time limit is refused; the bodies behind it go to the
+next worker. Once a worker has crashed, the gateway parses no large body itself. See docs/adr/0053.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ import sys
 from collections.abc import Mapping
 
 from services.gateway.http.parsing.parser_worker import LENGTH, Job
-from services.gateway.http.parsing.request_parser import ParsedRequest, parse_body
+from services.gateway.http.parsing.request_parser import BodyLimits, ParsedRequest, parse_body
 from shared.contracts.base import ErrorBody
 from shared.contracts.inference import Endpoint
-from shared.errors import Unavailable, from_body
+from shared.errors import DeadlineExceeded, Unavailable, from_body
 
 log = logging.getLogger(__name__)
 
 LARGE_BYTES = 64 * 1024
-_START_S = 60.0
-_JOB_S = 60.0
+_START_S = 30.0
+_JOB_S = 20.0
+"""Longest time for one body; 8 MB take less than a second on an idle machine."""
 _IDLE_S = 300.0
 _MAX_RESULT_BYTES = 1 << 30
 
@@ -33,13 +36,13 @@ _MAX_RESULT_BYTES = 1 << 30
 class ParserProcess:
     """Parse request bodies, large ones in a worker process."""
 
-    def __init__(self, max_values: int, *, idle_s: float = _IDLE_S) -> None:
-        self._max_values = max_values
+    def __init__(self, limits: BodyLimits, *, idle_s: float = _IDLE_S) -> None:
+        self._limits = limits
         self._idle_s = idle_s
         self._turn = asyncio.Lock()
         self._worker: asyncio.subprocess.Process | None = None
         self._is_ready = False
-        self._starting: asyncio.Task[None] | None = None
+        self._has_crashed = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -52,13 +55,14 @@ class ParserProcess:
 
         Raises:
             ThawError: The body is refused; see `parse_body`.
-            Unavailable: The worker process ended, or took too long.
+            Unavailable: The worker process crashed on this body, or none starts after a crash.
+            DeadlineExceeded: The worker process took too long.
         """
-        if len(body) < LARGE_BYTES or not await self._has_worker():
-            return await parse_body(endpoint, body, self._max_values, route, query, headers)
-        job = Job(endpoint, body, self._max_values, route, query, headers)
-        async with self._turn:
-            result = await self._run(job)
+        result = None
+        if len(body) >= LARGE_BYTES:
+            result = await self._parse_in_worker(Job(endpoint, body, self._limits, route, query, headers))
+        if result is None:
+            return await parse_body(endpoint, body, self._limits, route, query, headers)
         if isinstance(result, ErrorBody):
             raise from_body(result)
         return ParsedRequest(result.request, result.engine_request.with_body(body))
@@ -67,55 +71,59 @@ class ParserProcess:
         """End the worker process."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
         await self._end()
 
-    async def _has_worker(self) -> bool:
-        """Whether a worker accepts jobs.
+    async def _parse_in_worker(self, job: Job) -> ParsedRequest | ErrorBody | None:
+        """Run a job in its turn; None if there is no worker."""
+        async with self._turn:
+            try:
+                worker = await self._ready_worker()
+                return await self._run(worker, job) if worker is not None else None
+            except asyncio.CancelledError:
+                await self._end()  # its result would be read as that of the next job
+                raise
 
-        Waits for one that is starting, and starts one if there is none.
-        """
-        while self._starting is not None and not self._starting.done():  # another body may start the next worker meanwhile
-            await asyncio.shield(self._starting)
+    async def _ready_worker(self) -> asyncio.subprocess.Process | None:
+        """Return a worker that accepts jobs; None if it does not start."""
         if self._is_ready and self._worker is not None and self._worker.returncode is None:
-            return True
-        self._is_ready = False
-        self._starting = asyncio.create_task(self._start(), name="parser")
-        return False
-
-    async def _start(self) -> None:
+            return self._worker
         await self._end()
-        command = (sys.executable, "-m", parser_module())
         try:
-            self._worker = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20
-            )
-            async with asyncio.timeout(_START_S):
-                await self._receive(self._worker)
+            return await self._start()
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as e:
-            log.warning("failed to start the parser process; the gateway parses large bodies", extra={"error": repr(e)})
             await self._end()
-            return
-        self._is_ready = True
-        self._await_idle()
+            log.warning("failed to start the parser process", extra={"error": repr(e)})
+            if self._has_crashed:
+                raise Unavailable("The process that parses large bodies cannot be started. Repeat the request later") from e
+            return None
 
-    async def _run(self, job: Job) -> ParsedRequest | ErrorBody:
-        worker = self._worker
-        if worker is None or not self._is_ready:  # ended while this body waited for its turn
-            raise _worker_ended()
+    async def _start(self) -> asyncio.subprocess.Process:
+        command = (sys.executable, "-m", parser_module())
+        pipe = asyncio.subprocess.PIPE
+        self._worker = worker = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20)
+        async with asyncio.timeout(_START_S):
+            await self._receive(worker)
+        self._is_ready = True
+        return worker
+
+    async def _run(self, worker: asyncio.subprocess.Process, job: Job) -> ParsedRequest | ErrorBody:
         self._await_idle()
         try:
             async with asyncio.timeout(_JOB_S):
                 return await self._exchange(worker, job)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError) as e:
-            log.warning("parser process failed", extra={"error": repr(e), "body_bytes": len(job.body)})
-            await self._end()
-            raise _worker_ended() from e
-        except asyncio.CancelledError:
-            await self._end()  # its result would be read as that of the next job
-            raise
+        except TimeoutError as e:
+            await self._on_crash(e, job)
+            raise DeadlineExceeded(
+                f"The body could not be parsed within {_JOB_S:g} s. Send a smaller or a simpler one", should_retry=False
+            ) from e
+        except (OSError, asyncio.IncompleteReadError) as e:
+            await self._on_crash(e, job)
+            raise Unavailable("The process that parses large bodies ended while it parsed this one. Repeat the request") from e
+
+    async def _on_crash(self, error: Exception, job: Job) -> None:
+        log.warning("parser process failed", extra={"error": repr(error), "body_bytes": len(job.body)})
+        self._has_crashed = True
+        await self._end()
 
     async def _exchange(self, worker: asyncio.subprocess.Process, job: Job) -> ParsedRequest | ErrorBody:
         assert worker.stdin is not None
@@ -159,7 +167,3 @@ class ParserProcess:
 def parser_module() -> str:
     """Return the name of the worker's module."""
     return "services.gateway.http.parsing.parser_worker"
-
-
-def _worker_ended() -> Unavailable:
-    return Unavailable("The process that parses large bodies ended. Repeat the request")

@@ -7,6 +7,8 @@ standard output in the same form, and ends with its input, so that it never outl
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -14,14 +16,16 @@ import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from services.gateway.http.parsing.request_parser import ParsedRequest, parse_body
+from services.gateway.http.parsing.request_parser import BodyLimits, ParsedRequest, parse_body
 from shared.contracts.base import ErrorBody
 from shared.contracts.inference import Endpoint
-from shared.errors import ThawError
+from shared.errors import PayloadTooLarge, ThawError
 
+log = logging.getLogger(__name__)
 LENGTH = struct.Struct("!Q")
-_NICENESS = 5
+_NICENESS = 10
 """Small bodies, which the gateway parses itself, take precedence."""
 
 
@@ -31,7 +35,7 @@ class Job:
 
     endpoint: Endpoint
     body: bytes
-    max_values: int
+    limits: BodyLimits
     route: str
     query: str
     headers: Mapping[str, str]
@@ -44,16 +48,28 @@ def run_job(job: Job) -> ParsedRequest | ErrorBody:
         The request without its body, which the gateway has, or the error that refuses it.
     """
     try:
-        parsed = asyncio.run(parse_body(job.endpoint, job.body, job.max_values, job.route, job.query, job.headers))
+        parsed = asyncio.run(parse_body(job.endpoint, job.body, job.limits, job.route, job.query, job.headers))
     except ThawError as e:
         return e.body()
+    except MemoryError:
+        return PayloadTooLarge("The body needs more memory to be parsed than there is. Send a smaller one").body()
+    except Exception:  # the next body needs this process
+        log.exception("failed to parse a body")
+        return ThawError("The body could not be parsed because of an internal error").body()
     return replace(parsed, engine_request=replace(parsed.engine_request, body=b""))
+
+
+def _be_killed_first() -> None:
+    """Have the kernel kill this process rather than the gateway when memory runs out."""
+    with contextlib.suppress(OSError):  # no such file on other systems
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def main() -> None:
     """Serve jobs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by a terminal; the gateway ends this process
     os.nice(_NICENESS)
+    _be_killed_first()
     jobs, results = sys.stdin.buffer, sys.stdout.buffer
     results.write(LENGTH.pack(0))  # ready
     results.flush()

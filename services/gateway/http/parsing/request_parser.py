@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from services.gateway.domain.engine_request import EngineRequest
+from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.domain.request_validation import check_supported
 from services.gateway.http.parsing.json_cost import check_json_cost
 from services.gateway.http.parsing.multipart import is_form, text_fields
@@ -32,6 +33,19 @@ REQUESTS: dict[Endpoint, type[AnyRequest]] = {
 
 
 @dataclass(frozen=True)
+class BodyLimits:
+    """Limits on one body.
+
+    Attributes:
+        values: Most values of a JSON body; see `json_cost`.
+        counts: Most prompts, choices, messages and so on.
+    """
+
+    values: int
+    counts: RequestLimits = RequestLimits()
+
+
+@dataclass(frozen=True)
 class ParsedRequest:
     """A valid request; its model has not been looked up yet."""
 
@@ -44,24 +58,27 @@ class ParsedRequest:
 
 
 async def parse_body(
-    endpoint: Endpoint, body: bytes, max_values: int, route: str, query: str, headers: Mapping[str, str]
+    endpoint: Endpoint, body: bytes, limits: BodyLimits, route: str, query: str, headers: Mapping[str, str]
 ) -> ParsedRequest:
     """Parse and validate a body.
 
     Args:
-        max_values: Most values of a JSON body; see `json_cost`.
+        limits: Limits on what the body may hold.
         route: Path of the request.
         query: Query string of the request.
         headers: Headers of the request, with lower-case names.
 
     Raises:
-        InvalidRequest: The body is no valid request.
+        InvalidRequest: The body is no valid request, or exceeds a limit.
         PayloadTooLarge: The body holds too many values.
     """
     if not is_form(headers.get("content-type", "")):
-        await check_json_cost(body, max_values)
+        await check_json_cost(body, limits.values)
     if endpoint != "other":
-        return parse(endpoint, body)
+        parsed = parse(endpoint, body)
+        if not isinstance(parsed.request, OtherRequest):
+            limits.counts.check(parsed.request)
+        return parsed
     return await parse_passthrough(body, route, query, headers)
 
 

@@ -78,7 +78,7 @@ def execute(tx: Transaction, event: AdminRequested) -> None:
 def find_model(state: ClusterState, name: str) -> Model:
     model = state.model_named(name)
     if model is None:
-        raise ModelNotFound(f"no model {name!r} is registered; see `thaw models list`", param="model")
+        raise ModelNotFound(f"No model {name!r} is registered; see `thaw models list`", param="model")
     return model
 
 
@@ -95,7 +95,7 @@ def check_names(state: ClusterState, specs: tuple[ModelSpec, ...], prune: bool) 
     """Raise if names clash, before anything is read or changed."""
     twice = [name for name, count in Counter(s.name for s in specs).items() if count > 1]
     if twice:
-        raise InvalidRequest(f"named twice: {', '.join(sorted(twice))}; every model needs a name of its own", param="specs")
+        raise InvalidRequest(f"Named twice: {', '.join(sorted(twice))}; every model needs a name of its own", param="specs")
     new = {s.name: s for s in specs}
     kept = {} if prune else {n: m.card.spec for n, m in state.models.items() if n not in new}
     everyone = kept | new
@@ -105,11 +105,27 @@ def check_names(state: ClusterState, specs: tuple[ModelSpec, ...], prune: bool) 
             owners.setdefault(alias, []).append(spec.name)
     clashes = [f"{alias!r} ({' and '.join(sorted(names))})" for alias, names in sorted(owners.items()) if len(names) > 1]
     if clashes:
-        raise Conflict(f"names and aliases must be unique; these are not: {', '.join(clashes)}", param="aliases")
+        raise Conflict(f"Names and aliases must be unique; these are not: {', '.join(clashes)}", param="aliases")
+
+
+def check_sources(state: ClusterState, specs: Iterable[ModelSpec], may_replace: bool) -> None:
+    """Raise `Conflict` if a registered model would get another source, unless `may_replace`.
+
+    Users and passwords in URLs do not count: they may be renewed.
+    """
+    for spec in () if may_replace else specs:
+        model = state.models.get(spec.name)
+        if model is not None and (old := model.card.spec.public_source) != spec.public_source:
+            raise Conflict(
+                f"{spec.name} is registered with another source ({old}). Set `replace` (`thaw models add --replace`) to change it to "
+                f"{spec.public_source}, or take another name",
+                param="replace",
+            )
 
 
 def _add(tx: Transaction, event: AddModelsRequested) -> None:
     check_names(tx.state, event.specs, event.prune)
+    check_sources(tx.state, event.specs, event.replace)
     added: list[str] = []
     changed: list[str] = []
     unchanged: list[str] = []
@@ -194,7 +210,7 @@ def _remove(tx: Transaction, model: Model) -> None:
     if plan is not None and plan.outcome == "pending" and plan.instance_id is None:
         tx.put(plan.model_copy(update={"outcome": "cancelled"}))
     tx.emit(DeleteCatalog(model.key))
-    _cancel_wakes(tx, model, ModelNotFound(f"the model {model.key!r} was removed"))
+    _cancel_wakes(tx, model, ModelNotFound(f"The model {model.key!r} was removed"))
 
 
 def _wake(tx: Transaction, event: WakeRequested) -> None:
@@ -230,7 +246,7 @@ def _sleep(tx: Transaction, event: SleepRequested) -> None:
 def _change_node(tx: Transaction, event: ChangeNodeRequested) -> None:
     node = tx.state.nodes.get(event.node)
     if node is None:
-        raise NotFound(f"no node {event.node!r}; see `thaw node list`", param="node")
+        raise NotFound(f"No node {event.node!r}; see `thaw node list`", param="node")
     match event.action:
         case "cordon":
             tx.put(replace(node, cordoned=True))

@@ -32,7 +32,9 @@ def load_s(nbytes: int, slowest: float, queue_s: float = 0.0) -> float:
 
 
 def resume_s(tokens_in: float, tokens_out: float, per_token: float, fixed: float) -> float:
-    """Return a·(t_in + t_out) + b (ServerlessLLM §6.2): seconds to recompute the KV cache elsewhere."""
+    """Return a·(t_in + t_out) + b (ServerlessLLM §6.2): seconds to recompute the KV cache
+    elsewhere.
+    """
     return per_token * (tokens_in + tokens_out) + fixed
 
 

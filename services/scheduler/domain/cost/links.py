@@ -38,11 +38,12 @@ def afar(status: LoaderStatus) -> float | None:
     return link.bytes_per_second if link is not None else None
 
 
-def busy_until(heard_at: float, status: LoaderStatus | None, decided: Sequence[tuple[float, int]]) -> float:
-    """Return when the queue of a node's links will be empty, on the clock of `heard_at`; 0: it is.
+def busy_until(reported_at: float, status: LoaderStatus | None, decided: Sequence[tuple[float, int]]) -> float:
+    """Return when the queue of a node's links will be empty, on the clock of `reported_at`; 0: it
+    is.
 
     Args:
-        heard_at: When the loader last reported.
+        reported_at: When the loader last reported.
         status: Its report.
         decided: Loads that the report may not include, each as (time of the decision, bytes).
     """
@@ -51,9 +52,9 @@ def busy_until(heard_at: float, status: LoaderStatus | None, decided: Sequence[t
     if status is not None:
         queue_s = max([link.finish_ms or 0.0 for link in status.links], default=0.0) / 1e3
         if queue_s > NEGLIGIBLE_S:
-            until = heard_at + queue_s
+            until = reported_at + queue_s
         speed = status.bytes_per_second or speed
     for when, nbytes in sorted(decided):
-        if status is None or when > heard_at:
+        if status is None or when > reported_at:
             until = max(until, when) + nbytes / speed
     return until

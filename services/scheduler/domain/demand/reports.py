@@ -24,7 +24,7 @@ def apply_demand(tx: Transaction, event: DemandReceived) -> None:
     if model is None:
         return
     name = model.key
-    asked_anew = bool(reported.waiting) and not tx.state.waiting_count(name)
+    is_first_waiting = bool(reported.waiting) and not tx.state.waiting_count(name)
     since = event.at - reported.oldest_wait_ms / 1e3
     waiting = reported.waiting
     failure_history = tx.state.failures.get(name)
@@ -41,7 +41,7 @@ def apply_demand(tx: Transaction, event: DemandReceived) -> None:
         parents = parents or old.traceparents
     entry = GatewayDemand(reported.gateway, waiting, reported.in_flight, since, event.at, parents, reported.window, reported.peak)
     _keep(tx, name, (*others, entry) if waiting or reported.in_flight else others)
-    if asked_anew:
+    if is_first_waiting:
         usage = tx.state.usage_history.get(name)
         tx.put(UsageHistory(name, tx.now) if usage is None else usage.used_at(tx.now))
 
@@ -74,7 +74,7 @@ def reply_to_demand(tx: Transaction, event: DemandReceived) -> None:
     model = tx.state.serving_model(event.demand.model)
     if model is None:
         name = event.demand.model
-        tx.emit(ReplyTo(event.waiter, ModelNotFound(f"no model {name!r} is registered; see `thaw models list`").body()))
+        tx.emit(ReplyTo(event.waiter, ModelNotFound(f"No model {name!r} is registered; see `thaw models list`").body()))
         return
     live = tx.state.live_instances(model)
     if any(i.state is InstanceState.READY for i in live):

@@ -2,8 +2,7 @@
 
 The scheduler counts requests that engines completed, and requests that waited for a start longer
 than `slo.ttft`. The counts are volatile: a new leader starts at zero. Alpha of the queue adapts
-once
-in a period, for profiles with `slo_queue`.
+once in a period, for profiles with `slo_queue`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def start_bytes(state: ClusterState, card: ModelCard, kind: str | None = None) -
     """Return the bytes that a start books on devices of a kind (None: of the largest need).
 
     A measurement replaces the estimate of the runtime's share. Weights and KV cache are guaranteed
-    to
-    the engine and never booked below their size. The built-in engine keeps to its configured bytes.
+    to the engine and never booked below their size. The built-in engine keeps to its configured
+    bytes.
     """
     configured = need_of(card)
     measured = state.measured.get(card.name)
@@ -63,7 +63,9 @@ def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
 
 
 def _measured(s: InstanceStatus) -> int:
-    """Return the measured bytes; 0 before the first request, when the engine has not used all memory."""
+    """Return the measured bytes; 0 before the first request, when the engine has not used all
+    memory.
+    """
     if s.state.parked:
         return s.suspension.need_bytes
     return s.memory.private + s.memory.weights if s.state is InstanceState.READY and s.load.completed and s.memory.private else 0

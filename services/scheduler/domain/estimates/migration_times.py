@@ -16,7 +16,7 @@ LEAST_S = 0.002
 
 
 def learn_migration_times(tx: Transaction, record: MigrationRecord) -> None:
-    """Learn from the rounds of a migration: b from short rounds, a from what longer ones add to b."""
+    """Learn from a migration's rounds: b from short ones, a from what longer ones take beyond b."""
     times = tx.state.migration_times.get(record.model) or MigrationTimes(record.model)
     per_token, fixed = times.per_token, times.fixed
     for r in record.rounds:

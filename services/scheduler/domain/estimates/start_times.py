@@ -77,7 +77,7 @@ class Prediction:
 
 
 class Forecast:
-    """Predicted start times of one model on many nodes; nodes that do not differ share one result."""
+    """Predicted start times of one model on many nodes; equal nodes share one result."""
 
     def __init__(self, state: ClusterState, card: ModelCard, now: float | None = None) -> None:
         """Create a forecast.
@@ -93,7 +93,7 @@ class Forecast:
         """Nodes without its bytes load them over their links to remote sources."""
         self._anywhere = _values(state, card.name, ANYWHERE)
         self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
-        """Milliseconds of the phases that load no weights, on nodes without their own measurements."""
+        """Milliseconds of the phases that load no weights, on nodes without measurements."""
         self._before, self._engine, self._after = _parts(self._fixed) if self._anywhere else _PRIOR_PARTS
         own = self._anywhere.get("load") if self._loads_itself else None
         self._own_load = own.value if own is not None else None
@@ -241,7 +241,7 @@ _PRIOR_PARTS = _parts(PRIOR_MS)
 
 @lru_cache(maxsize=4096)
 def _prior(load_ms: float, source: str) -> Prediction:
-    """Return the prediction for a model without measurements on an ordinary node; its error is 0."""
+    """Return the prediction for an unmeasured model on an ordinary node; its error is 0."""
     phases = {**PRIOR_MS, "load": load_ms, **({"fetch": load_ms} if source == "remote" else {})}
     before, engine, after = _PRIOR_PARTS
     ms = before + max(load_ms, engine) + after
@@ -291,7 +291,8 @@ def resumes_faster(state: ClusterState, i: Instance) -> bool:
 
 
 def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
-    """Return the estimates after a finished plan: of the model on its node, anywhere, and of the node.
+    """Return the estimates after a finished plan: of the model on its node, anywhere, and of the
+    node.
 
     The time that a start waited for a new zygote is not a sample of the next start.
     """

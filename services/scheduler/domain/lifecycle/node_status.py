@@ -71,7 +71,7 @@ def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
         case InstanceState.FAILED if i.ready_at is None and _no_room(s):
             on_start_refused(tx, i)
         case InstanceState.FAILED if i.ready_at is None:
-            on_start_failed(tx, i, s.error or EngineFailed(f"the start of {i.label} failed on {i.node}").body())
+            on_start_failed(tx, i, s.error or EngineFailed(f"The start of {i.label} failed on {i.node}").body())
         case InstanceState.FAILED:
             on_crash(tx, i, s.error or EngineFailed(f"{i.label} failed on {i.node}").body())
         case InstanceState.STOPPED if i.leaving == "no" and i.ready_at is None:

@@ -41,7 +41,7 @@ def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
 
 
 def _placed(tx: Transaction, model: Model, needed: ScaleUp) -> Placement:
-    """Place a replica on a node without the model if one has room, for availability and bandwidth."""
+    """Place a replica on a node without the model, if possible: for availability and bandwidth."""
     waited, kept = needed.waited_s(tx.now), needed.trigger == "min_replicas"
     if tx.state.live_instances(model):
         alone = place(tx, model, waited, extra=needed.is_extra, min_replicas_only=kept, spread=True)

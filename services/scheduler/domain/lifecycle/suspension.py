@@ -25,9 +25,8 @@ def choose_suspensions(
 ) -> dict[str, bool]:
     """Choose which of `victims` are suspended; the others are stopped.
 
-    At least `short` bytes come free. Candidates are those for which `worth` holds; instances that
-    keep
-    most of their memory when suspended are stopped first.
+    At least `short` bytes are freed. Candidates are those for which `worth` holds; instances that
+    keep most of their memory when suspended are stopped first.
     """
     chosen = {i.instance_id: can_suspend(tx.state, i) and worth(tx.state, i) for i in victims}
     coming = sum(suspend_frees_bytes(tx.state, i) if chosen[i.instance_id] else held_bytes(tx.state, i) for i in victims)

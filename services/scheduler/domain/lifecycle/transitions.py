@@ -246,7 +246,7 @@ def _learn(tx: Transaction, plan: PlanRecord) -> None:
 
 
 def on_plan_clock(spans: tuple[PhaseSpan, ...], age: float) -> tuple[PhaseSpan, ...]:
-    """Convert spans relative to now into milliseconds since the demand arrived `age` seconds ago."""
+    """Convert spans relative to now into milliseconds since the demand, `age` seconds ago."""
     return tuple(s.model_copy(update={"start_ms": s.start_ms + age * 1e3}) for s in spans)
 
 

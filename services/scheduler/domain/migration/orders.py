@@ -46,7 +46,7 @@ def request_migration(tx: Transaction, event: MigrationRequested) -> None:
     try:
         source = tx.state.instances.get(event.instance_id)
         if source is None:
-            raise NotFound(f"no instance {event.instance_id!r}; see `thaw ps`", param="instance_id")
+            raise NotFound(f"No instance {event.instance_id!r}; see `thaw ps`", param="instance_id")
         model = _check(tx, source, event)
         move = Migration(
             f"m-{tx.next_token():x}",
@@ -81,18 +81,18 @@ def _check(tx: Transaction, source: Instance, event: MigrationRequested) -> Mode
     if event.node:
         node = tx.state.nodes.get(event.node)
         if node is None:
-            raise NotFound(f"no node {event.node!r}; see `thaw node list`", param="node")
+            raise NotFound(f"No node {event.node!r}; see `thaw node list`", param="node")
         if event.device and event.device not in {x.device_id for x in node.devices}:
             raise NotFound(f"{event.node} has no device {event.device!r}", param="device")
         if event.node == source.node and (not event.device or source.device_ids == (event.device,)):
             raise InvalidRequest(f"{source.label} is on {event.node} already", param="node")
     elif event.device:
-        raise InvalidRequest("the destination names a device without its node. Write --to NODE:DEVICE", param="device")
+        raise InvalidRequest("The destination names a device without its node. Write --to NODE:DEVICE", param="device")
     for other in tx.state.migrations.values():
         if event.request_id is None and other.is_whole_instance and other.source == source.instance_id:
             raise Conflict(f"{source.label} is just being moved ({other.migration_id})")
         if other.destination == source.instance_id:
-            raise Conflict(f"requests are just being moved to {source.label} ({other.migration_id})")
+            raise Conflict(f"Requests are just being moved to {source.label} ({other.migration_id})")
     return model
 
 
@@ -203,7 +203,7 @@ def _advance(tx: Transaction, move: Migration) -> None:
     source = tx.state.instances.get(move.source)
     model = tx.state.models.get(move.model)
     if source is None or model is None or source.generation != model.card.generation:
-        _fail_migration(tx, move, NotFound(f"the instance {move.source} has gone").body())
+        _fail_migration(tx, move, NotFound(f"The instance {move.source} has gone").body())
         return
     if move.waiter is None and tx.idle_since(move.source) is not None:
         tx.drop(Migration, move.migration_id)  # nothing is left to migrate; the source stops by itself

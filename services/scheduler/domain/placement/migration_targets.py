@@ -29,10 +29,8 @@ def migration_targets(tx: Transaction, i: Instance, owner: Model, here: Booking)
     2. Devices with enough free memory that the model's placement rules allow.
 
     A model over several devices migrates to as many devices of one node. Such a target names the
-    node
-    only ("node/"), and the placement of the destination chooses the devices. `here`, the device to
-    be
-    cleared, is never a target.
+    node only ("node/"), and the placement of the destination chooses the devices. `here`, the
+    device to be cleared, is never a target.
     """
     if "migrate" not in tx.policy.capabilities or "migrate" not in tx.policy.profile.uses:
         return ()

@@ -117,7 +117,7 @@ def _load(tx: Transaction, devices: tuple[DeviceView, ...], prediction: Predicti
 
 
 def _targets_conflict(clearance: Clearance, devices: tuple[Booking, ...]) -> bool:
-    """True if victims would migrate to a device that is to be cleared, or two to the same device."""
+    """True if a victim would migrate to a device to be cleared, or two to the same device."""
     to = list(clearance.moves.values())
     return len(devices) > 1 and (len(set(to)) < len(to) or not {b.key for b in devices}.isdisjoint(to))
 

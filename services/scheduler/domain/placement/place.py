@@ -14,8 +14,7 @@
 Everything that 4 to 7 allow is an option. The profile chooses the victims and the option
 (policies/port.py). Of many devices only a shortlist is considered (shortlist.py). A model that has
 waited for `starve_after_s` is placed by Thaw's own profile. An extra replica stops after 6 and
-never
-displaces a model with demand. Pure: the state is only read.
+never displaces a model with demand. Pure: the state is only read.
 """
 
 from __future__ import annotations

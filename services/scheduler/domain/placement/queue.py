@@ -51,8 +51,7 @@ def _together(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
     """Order simultaneous demand by regret: models that lose most if another takes their best place.
 
     Which of them arrived first is chance, and their total wait is not. Beyond `AT_ONCE` models,
-    most
-    find no room anyway.
+    most find no room anyway.
     """
     if not 1 < len(ordered) <= AT_ONCE:
         return ordered

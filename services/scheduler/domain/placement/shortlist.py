@@ -1,15 +1,13 @@
 """Shortlists of devices: those on which the model can be ready soonest, best first.
 
-Only the best devices are considered in full and recorded in the plan. They are taken from the orders
-that
-the bookings maintain (state/booking_index.py). Examined one by one are only devices that differ
-from
-the others: those that this decision has changed, those of nodes that have started the model or have
-its weights, and those where it has just failed. Nodes with busy links come after idle ones. The
-order is that of the rules of place.py:
+Only the best devices are considered in full and recorded in the plan. They are taken from the
+orders that the bookings maintain (state/booking_index.py). Examined one by one are only devices
+that differ from the others: those that this decision has changed, those of nodes that have started
+the model or have its weights, and those where it has just failed. Nodes with busy links are after
+idle ones. The order is that of the rules of place.py:
 
-A. The model fits now. Exact: the first device is the best one. The list also has the few nodes that have
-   its weights and would be sooner although idle instances must leave.
+A. The model fits now. Exact: the first device is the best one. The list also has the few nodes that
+   have its weights and would be sooner although idle instances must leave.
 B. It fits once the stopping instances are gone. Exact too.
 C. It may fit once idle instances are evicted; the device with the longest-idle instance is first.
 D. It may fit once serving instances are gone.
@@ -107,7 +105,9 @@ class _Search:
         )
 
     def sooner_with_idle_gone(self, need: int, than: Booking) -> list[Booking]:
-        """Return known nodes' devices that are ready sooner than `than` although idle instances leave."""
+        """Return known nodes' devices that are ready sooner than `than` although idle instances
+        leave.
+        """
         if not self._forecast.known_nodes:
             return []
         limit = self._forecast.on(than, leaving=False)[1]
@@ -147,7 +147,7 @@ class _Search:
         return map(_device, merge(self._of_classes(of_class), apart) if apart else self._of_classes(of_class))
 
     def _of_classes(self, of_class: OfClass) -> Iterator[Ranked]:
-        """Yield the devices class by class, the soonest first; nodes with busy links come last."""
+        """Yield the devices class by class, the soonest first; those with busy links are last."""
         for busy in (False, True) if self._any_busy else (False,):
             self._busy = busy
             for ms, classes in groupby(self._view.fastest_first(is_remote=self._forecast.is_remote), key=self._ms_of):

@@ -97,7 +97,7 @@ def _copies(tx: Transaction, owner: Model | None) -> int:
 
 
 def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
-    """Return the seconds to have the instance back: resumed if it can be suspended, else restarted."""
+    """Return the seconds to have the instance back: to resume it if possible, else restart it."""
     restart = restart_s(tx.state, owner.card, b)
     if i.state.parked:
         return restart

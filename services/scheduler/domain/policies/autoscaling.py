@@ -1,9 +1,10 @@
 """HydraServe §6.1: the sliding-window autoscaler, and the groups in which a surge is started.
 
-"The number of requests received in the previous window is recorded and used to predict the maximum number of requests likely to arrive in the next
-window. The required number of workers is then determined based on the current waiting queue length combined with the predicted maximum."
-The paper does not state the window; the published code (LLMServe/hydraserve, scripts/kubernetes/vllm/src/scheduler.py, autoscaling_time_window)
-has 1 second.
+"The number of requests received in the previous window is recorded and used to predict the maximum
+number of requests likely to arrive in the next window. The required number of workers is then
+determined based on the current waiting queue length combined with the predicted maximum." The paper
+does not state the window; the published code (LLMServe/hydraserve,
+scripts/kubernetes/vllm/src/scheduler.py, autoscaling_time_window) has 1 second.
 """
 
 from __future__ import annotations

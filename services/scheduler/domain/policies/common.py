@@ -49,7 +49,7 @@ def evict_lru(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance
     return in_order(sorted(inactive(device, ask.model), key=lambda r: (r.last_used, r.key)), short)
 
 
-def evict_nobody(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
+def evict_none(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
     """Evict nothing before its keep-alive ends."""
     return None
 

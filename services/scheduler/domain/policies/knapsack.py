@@ -1,17 +1,21 @@
-"""The least total time in which a device's instances free enough bytes, by unloading or moving (ServerlessLLM §6.2).
+"""The least total time in which a device's instances free enough bytes, by unloading or moving
+(ServerlessLLM §6.2).
 
-The paper names "a dynamic programming approach to minimize migration time" and gives no recurrence; this one is ours. Victims 1..n of a
-device hold s_i bytes. Victim i can move to device d in t(i, d) seconds (loading its model there, and a·(t_in + t_out) + b to take over the
-tokens), where F_d bytes are free. An idle victim is unloaded in `unload_s`. Let T(i, f, u) be the least total time in which the first i
-victims free f bytes (counted up to `short`) with u_d bytes taken at each destination:
+The paper names "a dynamic programming approach to minimize migration time" and gives no recurrence;
+this one is ours. Victims 1..n of a device hold s_i bytes. Victim i can move to device d in t(i, d)
+seconds (loading its model there, and a·(t_in + t_out) + b to take over the tokens), where F_d bytes
+are free. An idle victim is unloaded in `unload_s`. Let T(i, f, u) be the least total time in which
+the first i victims free f bytes (counted up to `short`) with u_d bytes taken at each destination:
 
     T(0, 0, 0) = 0
-    T(i, f, u) = min( T(i-1, f, u)                                          i stays
-                    , T(i-1, f', u)                       if i is idle       it is unloaded
-                    , min over d of T(i-1, f', u - s_i·e_d) + t(i, d)        it moves, while u_d <= F_d )      with f = min(short, f' + s_i)
+    T(i, f, u) = min( T(i-1, f, u)                                    i stays
+                    , T(i-1, f', u)                 if i is idle       it is unloaded
+                    , min over d of T(i-1, f', u - s_i·e_d) + t(i, d)  it moves, while u_d <= F_d )
+      with f = min(short, f' + s_i)
 
-The answer is the least T(n, short, u) over all u. Ties: fewer victims first, then the least recently used. States that another state
-dominates are dropped, and so are states that cost more than a complete plan, which keeps the table small.
+The answer is the least T(n, short, u) over all u. Ties: fewer victims first, then the least
+recently used. States that another state dominates are dropped, and so are states that cost more
+than a complete plan, which keeps the table small.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ class MigrationTarget:
 
     Attributes:
         device: A device; for a resident on several devices a node ("node/"), whose placement
-            chooses
-            them.
+            chooses them.
         total_s: Seconds to load the model there (0 if it is there) and to resume the requests.
             Migrations to devices of one node load one after another.
         free_bytes: Free bytes on each device.
@@ -99,7 +98,7 @@ class Resident:
     Less where requests execute while the weights arrive (Torpor §4.3).
     """
     resume_s: float | None = None
-    """Seconds to migrate its requests, a·(t_in + t_out) + b (ServerlessLLM §6.2); None: impossible."""
+    """Seconds to migrate its requests: a·(t_in + t_out) + b (ServerlessLLM §6.2), or None."""
     move_to: str = ""
     """The device that `resume_s` is for."""
     moves: tuple[MigrationTarget, ...] = ()

@@ -10,15 +10,13 @@ the probability that they are used.
 - Victims: of idle instances, the cheapest that free enough by Tangram's cost p · (s/b) · alpha
   (§3.2.2), where p is the probability of use before they would stop anyway, and s/b the delay of
   their next request; starts for parking first. If they do not suffice, serving ones: migrated in
-  the
-  least total time (ServerlessLLM §6.2), or preempted, low priority and short queues first
+  the least total time (ServerlessLLM §6.2), or preempted, low priority and short queues first
   (SwapServeLLM §3.5), where waiting would take longer than the preemption costs.
 - Option: the least sum of its own time and the others' loss per waiting request. A load that shares
-  a
-  bus costs the neighbour its duration (Torpor §5.3). Sharing a device slows both (HydraServe §4.1).
-  Devices of a recent failure come last, and preemption is used without alternative only. Options
-  that meet the objective come first, and of those the one with the least shared device: spare
-  latency is worth less than speed under contention.
+  a bus costs the neighbour its duration (Torpor §5.3). Sharing a device slows both (HydraServe
+  §4.1). Devices of a recent failure are last, and preemption is used without alternative only.
+  Options that meet the objective are first, and of those the one with the least shared device:
+  spare latency is worth less than speed under contention.
 - Scale: HydraServe's autoscaler (§6.1) from waiting, running and, for batching engines, expected
   requests.
 """
@@ -39,10 +37,8 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
     """Order asks.
 
     Higher priority first, extra replicas last. Then objectives that can still be met, of functions
-    that
-    become compliant by it (Torpor §5.2), the earliest deadline first. Then missed objectives and
-    asks
-    without one, the longest wait first.
+    that become compliant by it (Torpor §5.2), the earliest deadline first. Then missed objectives
+    and asks without one, the longest wait first.
     """
     high = torpor_queue.high_priority(book, alpha) if book and len(asks) > 1 else frozenset()
 
@@ -76,10 +72,8 @@ def _loss(r: Resident) -> float:
     """Return the expected cost of eviction in seconds (Tangram, Eq. 2).
 
     A start for parking costs nothing, nor does one of several replicas (Torpor §5.3: one replica
-    per
-    model while memory is full). What counts is the delay of its next request, not the load time: 0
-    if
-    it executes while the bytes arrive (a light model of Torpor's).
+    per model while memory is full). What counts is the delay of its next request, not the load
+    time: 0 if it executes while the bytes arrive (a light model of Torpor's).
     """
     if r.state == "starting" or r.replicas > 1:
         return 0.0
@@ -91,7 +85,9 @@ def _loss(r: Resident) -> float:
 
 
 def _cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
-    """Return the cheapest victims that free enough: by cost per byte without surplus, or a single one."""
+    """Return the cheapest victims that free enough: by cost per byte without surplus, or a single
+    one.
+    """
     if sum([r.nbytes for r in idle]) < short:
         return None
     ordered = sorted(idle, key=lambda r: (_loss(r) / max(1, r.nbytes), r.replicas == 1, r.last_used, r.key))
@@ -224,10 +220,8 @@ def scale(demand: Demand) -> int:
     """Return the replica target.
 
     One instance while requests wait; more if waiting and running requests, with the expected ones
-    for
-    batching engines, exceed their capacity. With one request per instance, an instance for an
-    expected
-    request would displace one for a waiting request.
+    for batching engines, exceed their capacity. With one request per instance, an instance for an
+    expected request would displace one for a waiting request.
     """
     wanted = demand.live
     if demand.waiting:

@@ -8,7 +8,6 @@ period and the floor are Thaw's choice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 
 from services.scheduler.domain.policies.port import Ask, Usage
 
@@ -41,25 +40,26 @@ def high_priority(book: Mapping[str, Usage], alpha: float) -> frozenset[str]:
     """Return the functions with high priority.
 
     In ascending order of RRC, the largest k with sum over j <= k of max(RRC_j, 0) <= alpha · sum
-    over all
-    of max(RRC_i, 0).
+    over all of max(RRC_i, 0). Compliant functions add nothing to either sum.
     """
-    rrc = sorted((required_requests(u), name) for name, u in book.items())
-    limit = alpha * sum(max(0.0, r) for r, _ in rrc)
+    if alpha >= 1.0:
+        return frozenset(book)
+    rrc = {name: required_requests(u) for name, u in book.items()}
+    late = sorted([(needed, name) for name, needed in rrc.items() if needed > 0])
+    limit = alpha * sum(needed for needed, _ in late)
     total = 0.0
-    within = []
-    for needed, name in rrc:
-        total += max(0.0, needed)
-        within.append((total <= limit or alpha >= 1.0, name))
-    return frozenset(name for _, name in takewhile(lambda w: w[0], within))
+    for number, (needed, _) in enumerate(late):
+        total += needed
+        if total > limit:
+            return frozenset(rrc).difference([name for _, name in late[number:]])
+    return frozenset(rrc)
 
 
 def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
     """Order asks by two queues.
 
     High priority: larger RRC first, so that a nearly compliant function goes before compliant ones.
-    Low
-    priority, after these: smaller RRC first. At equal RRC the longest wait first.
+    Low priority, after these: smaller RRC first. At equal RRC the longest wait first.
     """
     high = high_priority(book, alpha)
 
@@ -76,8 +76,7 @@ def next_alpha(alpha: float, last_ratio: float, ratio: float) -> float:
     """Return the next alpha (Algorithm 2).
 
     Doubled up to 1 if the compliant ratio rose by more than the threshold, halved down to the floor
-    if
-    it fell by more.
+    if it fell by more.
     """
     if ratio - last_ratio > THRESHOLD:
         return min(alpha * SCALE, 1.0)

@@ -108,7 +108,7 @@ def _placed(tx: Transaction, model: Model, rooms: list[FreeDevice]) -> Placement
 
 
 def device_sets_of(rooms: list[FreeDevice], devices: int) -> list[FreeDevices]:
-    """Return the device sets for an engine: single devices, or the freest of one kind on each node."""
+    """Return the device sets for an engine: single devices, or each node's freest of one kind."""
     if devices == 1:
         return [(r,) for r in rooms]
     alike: dict[tuple[str, str], list[FreeDevice]] = {}

@@ -7,8 +7,7 @@ The probability that a model is requested within the horizon h follows from its 
 - period: with nearly constant intervals, whether the next arrival is due within h.
 
 The highest of the three counts. A likely model without an instance and without weights in any
-memory
-is prefetched
+memory is prefetched
 
 1. while no request waits and nothing is being started, so that requests keep links and memory;
 2. to a node that may run it, has idle links, and has no prefetch under way;
@@ -17,8 +16,7 @@ is prefetched
 
 The loader drops a prefetch when a request waits there; it is chosen again afterwards. Useless
 prefetches are cancelled. Each Tick examines a part of the models, so that its cost does not grow
-with
-their number. Pure.
+with their number. Pure.
 """
 
 from __future__ import annotations

@@ -136,7 +136,9 @@ class ClusterState:
         return self.models.get(name) or self.models.get(self.aliases.get(name, ""))
 
     def serving_model(self, name: str) -> Model | None:
-        """Return the model whose instances serve `name`: a model, a LoRA adapter, or `base:adapter`."""
+        """Return the model whose instances serve `name`: a model, a LoRA adapter, or
+        `base:adapter`.
+        """
         prefix, _, last = name.rpartition(":")
         model = self.model_named(last)
         if model is None or model.card.spec.base is None:

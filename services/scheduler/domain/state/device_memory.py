@@ -33,7 +33,8 @@ def suspend_frees_bytes(state: ClusterState, i: Instance) -> int:
 
 
 def resume_need_bytes(state: ClusterState, i: Instance) -> int:
-    """Return the bytes that a suspended instance needs on all devices to resume, held ones included.
+    """Return the bytes that a suspended instance needs on all devices to resume, held ones
+    included.
 
     Measured where that is known.
     """

@@ -186,10 +186,10 @@ def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence
 def _update_link_queue(state: ClusterState, node: str) -> None:
     """Store when the queue of the node's links will be empty (cost/links.py)."""
     loader = state.loaders.get(node)
-    heard_at = loader.last_message_at if loader is not None else 0.0
+    reported_at = loader.last_message_at if loader is not None else 0.0
     there = [state.instances[i] for i in state.loading_on.get(node, ())]
-    decided = [load for i in there if (load := _pending_load(i)) is not None and load[0] > heard_at and not _resident(state, i)]
-    until = busy_until(heard_at, loader.status if loader is not None else None, decided)
+    decided = [load for i in there if (load := _pending_load(i)) is not None and load[0] > reported_at and not _resident(state, i)]
+    until = busy_until(reported_at, loader.status if loader is not None else None, decided)
     if until <= 0.0:
         _forget(state, "links_busy_until", node)
     elif state.links_busy_until.get(node) != until:

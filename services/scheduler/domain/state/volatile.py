@@ -231,7 +231,7 @@ class MeasuredMemory:
 
 @value(frozen=True, slots=True)
 class Cooldown:
-    """An instance that was busy, or a device (node/device) that refused, not asked before `until`."""
+    """A busy instance, or a device (node/device) that refused: not asked before `until`."""
 
     subject: str
     until: float
@@ -250,8 +250,7 @@ class Estimate:
     """Learned quantities of starting a model on a node.
 
     By quantity: milliseconds of a phase, or bytes per second ("bandwidth:ssd"). An empty model: of
-    the
-    node, whatever the model.
+    the node, whatever the model.
     """
 
     model: str

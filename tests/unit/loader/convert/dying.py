@@ -1,7 +1,8 @@
 """Conversions killed at their first, second, … call that changes the disk.
 
-Each runs in a process of its own: `python -m tests.unit.loader.convert.dying SRC DST`. It prints a line of JSON for each death, with the
-call and the files beside DST; the last line is the conversion that survived.
+Each runs in a process of its own: `python -m tests.unit.loader.convert.dying SRC DST`. It prints a
+line of JSON for each death, with the call and the files beside DST; the last line is the conversion
+that survived.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from weights.convert import job
 _CALLS = ("pwrite", "ftruncate", "fsync", "rename", "mkdir")
 
 
-def _deadly(name: str, call: Callable[..., Any], left: list[int], tell: int) -> Callable[..., Any]:
+def _deadly(name: str, call: Callable[..., Any], left: list[int], write_end: int) -> Callable[..., Any]:
     def dies(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
-            os.write(tell, name.encode())
+            os.write(write_end, name.encode())
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*args, **kwargs)
 
     return dies
 
 
-def _child(source: Path, destination: Path, number: int, tell: int) -> None:
+def _child(source: Path, destination: Path, number: int, write_end: int) -> None:
     left = [number]
     for name in _CALLS:
-        setattr(os, name, _deadly(name, getattr(os, name), left, tell))
+        setattr(os, name, _deadly(name, getattr(os, name), left, write_end))
     job.convert(source, destination)
     os._exit(0)
 
@@ -44,13 +45,13 @@ def main() -> None:
     number, status = 0, -1
     while status != 0:
         number += 1
-        listen, tell = os.pipe()
+        read_end, write_end = os.pipe()
         if (pid := os.fork()) == 0:
-            _child(source, destination, number, tell)
-        os.close(tell)
+            _child(source, destination, number, write_end)
+        os.close(write_end)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with os.fdopen(listen) as told:
-            call = told.read()
+        with os.fdopen(read_end) as report:
+            call = report.read()
         beside = sorted(p.name for p in destination.parent.iterdir())
         sys.stdout.write(json.dumps({"call": call, "status": status, "beside": beside}) + "\n")
         if destination.exists() and status:

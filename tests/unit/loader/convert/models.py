@@ -63,7 +63,8 @@ def same(weights: Weights, found: Mapping[str, Stored]) -> bool:
 def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     """Return a small model.
 
-    Two of its tensors are tied, one is transposed in memory, one has no elements, one no dimensions.
+    Two of its tensors are tied, one is transposed in memory, one has no elements, one no
+    dimensions.
     """
     random = torch.Generator().manual_seed(seed)
     embedding = torch.randn(40, 16, generator=random).to(torch.bfloat16)

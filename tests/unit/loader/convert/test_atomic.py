@@ -69,7 +69,7 @@ def test_called_off(tmp_path: Path, number: signal.Signals) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-def test_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
+def test_a_conversion_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     """A conversion ends if its parent does.
 
     `thaw convert` was killed: its child notices, and does not continue for hours.

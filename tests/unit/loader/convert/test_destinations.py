@@ -34,7 +34,7 @@ def test_a_destination_that_is_taken(tmp_path: Path) -> None:
     assert stored(tmp_path / "out") == before
     with pytest.raises(Unavailable, match="does not exist; make it first"):
         convert(source, tmp_path / "no" / "such")
-    with pytest.raises(Unavailable, match="no directory can be made in /proc"):
+    with pytest.raises(Unavailable, match="No directory can be made in /proc"):
         convert(source, Path("/proc/x"))
 
 
@@ -42,9 +42,9 @@ def test_a_destination_that_is_taken(tmp_path: Path) -> None:
     ("code", "remedy"), [(errno.ENAMETOOLONG, "choose a shorter name"), (errno.EMFILE, "ulimit -n"), (errno.EIO, "check the disk")]
 )
 def test_what_a_disk_refuses_has_its_remedy(code: int, remedy: str) -> None:
-    told = disk_error(Path("/out/x"), OSError(code, os.strerror(code)))
-    assert told.message.startswith(f"/out/x could not be written: {os.strerror(code)}; ")
-    assert remedy in told.message
+    error = disk_error(Path("/out/x"), OSError(code, os.strerror(code)))
+    assert error.message.startswith(f"/out/x could not be written: {os.strerror(code)}; ")
+    assert remedy in error.message
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_two_conversions_to_one_destination(tmp_path: Path) -> None:
 
     def progress(stage: str, done: int, total: int) -> None:
         if not refused:
-            with pytest.raises(Conflict, match="another process is converting") as caught:
+            with pytest.raises(Conflict, match="Another process is converting") as caught:
                 convert(source, tmp_path / "out")
             refused.append(caught.value)
 

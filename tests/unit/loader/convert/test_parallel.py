@@ -157,7 +157,7 @@ def test_slices_larger_than_a_piece(dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "error", "said"),
+    ("config", "ranks", "error", "message"),
     [
         (LLAMA, 4, CheckpointInvalid, "num_key_value_heads = 2, which cannot be divided by 4"),
         ({**LLAMA, "vocab_size": 63}, 2, CheckpointInvalid, "'lm_head.weight' of shape .* cannot be divided evenly by 2"),
@@ -172,16 +172,16 @@ def test_slices_larger_than_a_piece(dim: int) -> None:
         ({**LLAMA, "hidden_size": "wide"}, 2, UnsupportedArchitecture, "transformers cannot read"),
     ],
 )
-def test_what_cannot_be_divided(tmp_path: Path, config: dict[str, Any], ranks: int, error: type[ThawError], said: str) -> None:
+def test_what_cannot_be_divided(tmp_path: Path, config: dict[str, Any], ranks: int, error: type[ThawError], message: str) -> None:
     (tmp_path / "m").mkdir()
     save_file({"lm_head.weight": torch.zeros(63, 32), "other": torch.zeros(1)}, tmp_path / "m" / "model.safetensors")
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         convert(tmp_path / "m", tmp_path / "out", ranks)
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-def test_a_plan_that_does_not_tell() -> None:
+def test_a_plan_without_the_needed_fields() -> None:
     plan = plan_of(QWEN3_MOE, 2)
     with pytest.raises(UnsupportedArchitecture, match=r"does not say how to divide model\.layers\.0\.mlp\.experts\.0\.w1\.weight"):
         plan.split("model.layers.0.mlp.experts.0.w1.weight", "F32", (4, 4))

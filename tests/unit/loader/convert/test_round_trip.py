@@ -125,7 +125,7 @@ def test_tensors_larger_than_a_piece(tmp_path: Path) -> None:
     assert all(found[name].data == array.tobytes() for name, array in weights.items())
 
 
-def test_what_lies_beside_the_weights_comes_along(tmp_path: Path) -> None:
+def test_files_beside_the_weights_are_copied(tmp_path: Path) -> None:
     source = write_torch(tmp_path / "m", some_weights())
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling" / "config.json").write_text("{}")

@@ -75,7 +75,7 @@ def test_pickles_are_not_loaded_as_they_are(tmp_path: Path) -> None:
             open_path(path)
 
 
-# -- unsupported files -----------------------------------------------------------------------------------------------------------
+# -- unsupported files -----------------------------------------------------------------------------
 
 
 class Evil:
@@ -109,7 +109,7 @@ def quantised() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (lambda: [torch.zeros(2)], "no tensors by name"),
         (dict, "no tensors by name"),
@@ -122,9 +122,9 @@ def quantised() -> torch.Tensor:
         (lambda: {"a" * 5000: torch.zeros(1)}, "name"),
     ],
 )
-def test_what_is_no_plain_tensor(tmp_path: Path, content: Callable[[], Any], said: str) -> None:
+def test_what_is_no_plain_tensor(tmp_path: Path, content: Callable[[], Any], message: str) -> None:
     torch.save(content(), tmp_path / "some.pt")
-    with pytest.raises(CheckpointInvalid, match=said) as caught:
+    with pytest.raises(CheckpointInvalid, match=message) as caught:
         convert(tmp_path / "some.pt", tmp_path / "out")
     assert str(tmp_path / "some.pt") in caught.value.message
     assert {p.name for p in tmp_path.iterdir()} == {"some.pt"}
@@ -169,7 +169,7 @@ def test_a_compressed_archive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda m: (m / "pytorch_model-00002-of-00002.bin").unlink(), "00002-of-00002.bin is missing"),
         (
@@ -185,10 +185,10 @@ def test_a_compressed_archive(tmp_path: Path) -> None:
         (lambda m: (m / "pytorch_model.bin.index.json").unlink(), "several PyTorch files and no pytorch_model.bin.index.json"),
     ],
 )
-def test_shards_that_do_not_fit_together(tmp_path: Path, spoil: Callable[[Path], object], said: str) -> None:
+def test_shards_that_do_not_fit_together(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
     write_torch_shards(tmp_path / "m", untied())
     spoil(tmp_path / "m")
-    with pytest.raises(CheckpointInvalid, match=said):
+    with pytest.raises(CheckpointInvalid, match=message):
         convert(tmp_path / "m", tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
@@ -215,10 +215,10 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("nothing", "does not exist"), ("empty", "has no weights"), ("done", "converted already")]
+    ("path", "message"), [("nothing", "does not exist"), ("empty", "has no weights"), ("done", "converted already")]
 )
-def test_sources_that_are_none(tmp_path: Path, path: str, said: str) -> None:
+def test_sources_that_are_none(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     convert(write_torch(tmp_path / "m", some_weights()), tmp_path / "done")
-    with pytest.raises(CheckpointInvalid, match=said):
+    with pytest.raises(CheckpointInvalid, match=message):
         convert(tmp_path / path, tmp_path / "out")

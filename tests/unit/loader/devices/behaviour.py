@@ -54,7 +54,7 @@ class DeviceBehaviour:
     def arena(self, device: Device) -> Arena:
         return device.allocate(Place("w", SEGMENT, "thaw-test"))
 
-    def test_bytes_in_any_order_arrive_and_the_watermark_tells(self, arena: Arena, host: Host) -> None:
+    def test_bytes_arrive_in_any_order_and_the_watermark_follows(self, arena: Arena, host: Host) -> None:
         cuts = [0, *sorted(random.Random(7).sample(range(1, SEGMENT), 30)), SEGMENT]
         ranges = list(itertools.pairwise(cuts))
         first = ranges.pop(0)

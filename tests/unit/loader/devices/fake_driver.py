@@ -42,8 +42,9 @@ class FakeEvent:
 class FakeDriver:
     """A fake driver.
 
-    `gate` blocks all copies while it is clear. `copies` are (offset from the device memory's start, bytes, urgent) as issued. `fail_copy`
-    and `fail_event` make the next call of that kind fail; the driver reports both at the call and later.
+    `gate` blocks all copies while it is clear. `copies` are (offset from the device memory's start,
+    bytes, urgent) as issued. `fail_copy` and `fail_event` make the next call of that kind fail; the
+    driver reports both at the call and later.
     """
 
     def __init__(self, devices: int = 1) -> None:

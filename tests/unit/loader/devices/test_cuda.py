@@ -105,7 +105,7 @@ class TestCuda(DeviceBehaviour):
         assert all(n <= GROUP for _, n, _ in self.driver.copies)
 
     @pytest.mark.parametrize("fault", ["fail_copy", "fail_event"])
-    def test_what_the_driver_fails_with_reaches_whoever_waits(self, device: Device, host: Host, fault: str) -> None:
+    def test_a_driver_error_is_raised_to_the_waiter(self, device: Device, host: Host, fault: str) -> None:
         arena = device.allocate(Place("w", SEGMENT, "thaw-test"))
         setattr(self.driver, fault, True)
         arena.fill(0, host.address, SEGMENT)
@@ -119,7 +119,7 @@ class TestCuda(DeviceBehaviour):
         self.check(other, host)
         assert arena.release() == SEGMENT
 
-    def test_an_error_that_nobody_foresaw_ends_no_thread(self, device: Device, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unexpected_error_ends_no_thread(self, device: Device, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """An unexpected error ends no thread.
 
         A binding may refuse an argument: without the thread every later load would wait for ever.
@@ -165,7 +165,7 @@ class TestCuda(DeviceBehaviour):
         assert len(self.driver.copies) == 4
         assert device.queued_bytes == 0
 
-    def test_queue_and_bandwidth_are_told(self, device: Device, arena: Arena, host: Host) -> None:
+    def test_queue_and_bandwidth_are_reported(self, device: Device, arena: Arena, host: Host) -> None:
         before = device.bytes_per_second
         self.driver.gate.clear()
         arena.fill(0, host.address, SEGMENT)

@@ -36,13 +36,14 @@ class TestWithoutADriver:
         return CudaRuntime(module)
 
     def test_loading_refuses_in_words(self, runtime: CudaRuntime) -> None:
-        with pytest.raises(DeviceMissing, match=r"no CUDA device can be used here: .*driver"):
+        with pytest.raises(DeviceMissing, match=r"No CUDA device can be used here: .*driver"):
             load_cuda()
 
     def test_every_call_is_one_that_the_package_has(self, runtime: CudaRuntime) -> None:
         """Every call exists in the package.
 
-        Wrong names and arguments are AttributeErrors and TypeErrors; right ones reach the missing driver.
+        Wrong names and arguments are AttributeErrors and TypeErrors; right ones reach the missing
+        driver.
         """
         memory = mmap.mmap(-1, mmap.PAGESIZE)
         anchor = ctypes.c_char.from_buffer(memory)

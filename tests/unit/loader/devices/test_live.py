@@ -49,8 +49,8 @@ class GpuBench(Bench):
         return Runs(self.pool, self.sources, emit, Threads(2, 2), copies=copies), Reclaimer(self.pool, emit)
 
     async def engines_may_map(self, *, yes: bool = True) -> None:
-        said = (Capability(name=WEIGHTS_ON_GPU, available=yes),)
-        await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=said))
+        capabilities = (Capability(name=WEIGHTS_ON_GPU, available=yes),)
+        await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=capabilities))
 
     async def on(self, device: str, instance: str, card: ModelCard) -> WeightsAttached:
         asked = AttachWeights(instance_id=instance, card=card, until="complete", device=device)
@@ -92,7 +92,9 @@ async def card(bench: GpuBench, tmp_path: Path) -> ModelCard:
     return await bench.card(tmp_path / "m")
 
 
-async def test_chunks_reach_the_device_as_they_come_and_leave_with_the_last_holder(bench: GpuBench, card: ModelCard) -> None:
+async def test_chunks_reach_the_device_as_they_are_read_and_are_freed_with_the_last_holder(
+    bench: GpuBench, card: ModelCard
+) -> None:
     await bench.loader.handle(PrepareWeights(token=1 << 32, instance_id="a", card=card, device="cuda:0"))
     found = await bench.on("cuda:0", "a", card)
     assert isinstance(found.handle, CudaIpcHandle)
@@ -139,7 +141,7 @@ async def test_devices_in_parallel_each_with_its_own(bench: GpuBench, card: Mode
     assert list(bench.status().segments[0].on_devices) == ["cuda:1"]
 
 
-async def test_the_index_is_told_before_the_bytes_are_there(bench: GpuBench, card: ModelCard) -> None:
+async def test_the_index_is_reported_before_the_bytes_arrive(bench: GpuBench, card: ModelCard) -> None:
     bench.driver.gate.clear()
     index = await bench.loader.handle(AttachWeights(instance_id="a", card=card, until="index", device="cuda:0"))
     assert isinstance(index, WeightsAttached)
@@ -188,7 +190,7 @@ async def test_a_device_that_fails_keeps_nothing(bench: GpuBench, card: ModelCar
 
 
 @pytest.mark.parametrize("other_stays", [True, False])
-async def test_memory_that_a_broken_device_does_not_take_back_keeps_nobody_waiting(
+async def test_memory_that_a_broken_device_does_not_free_blocks_no_waiter(
     bench: GpuBench, card: ModelCard, monkeypatch: pytest.MonkeyPatch, other_stays: bool
 ) -> None:
     await bench.on("cuda:0", "a", card)
@@ -202,7 +204,7 @@ async def test_memory_that_a_broken_device_does_not_take_back_keeps_nobody_waiti
         patched.setattr(bench.driver, "free", broken)
         patched.setattr(bench.driver, "unregister", lambda address: broken(bench.driver.pinned.pop(address)))
         async with asyncio.timeout(10):
-            assert (await bench.release("a")).device_bytes == 0, "nothing is told to be free that is not"
+            assert (await bench.release("a")).device_bytes == 0, "no byte is reported free that is not"
     bench.driver.memory.clear()
     if other_stays:
         await bench.release("host")
@@ -230,7 +232,7 @@ async def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
     assert bench.on_device(found) == bench.in_host_memory(found)
 
 
-async def test_cached_weights_come_back_to_a_device(tmp_path: Path) -> None:
+async def test_cached_weights_are_copied_to_a_device_again(tmp_path: Path) -> None:
     bench = GpuBench(tmp_path / "home", budget=4 * CHUNK_BYTES)
     await bench.engines_may_map()
     write_checkpoint(tmp_path / "m", tensors(1.2 * CHUNK_BYTES / 1e6))

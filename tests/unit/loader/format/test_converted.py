@@ -101,7 +101,7 @@ def partitions(**change: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "no valid index"),
         (b"\xff\xfe", "no valid index"),
@@ -165,8 +165,8 @@ def partitions(**change: Any) -> dict[str, Any]:
         (sealed(index()) + b" ", "checksum is wrong"),
     ],
 )
-def test_lies_are_named(data: bytes, said: str) -> None:
-    with pytest.raises(CheckpointInvalid, match=said) as caught:
+def test_lies_are_named(data: bytes, message: str) -> None:
+    with pytest.raises(CheckpointInvalid, match=message) as caught:
         parse_index(data, "m/thaw.index.json")
     assert caught.value.message.startswith("m/thaw.index.json ")
     assert len(caught.value.message) < 500
@@ -252,7 +252,7 @@ def test_small_lies_take_little_memory() -> None:
         tracemalloc.stop()
 
 
-# -- in a directory --------------------------------------------------------------------------------------------------------------
+# -- in a directory --------------------------------------------------------------------------------
 
 
 def write(directory: Path, content: bytes = VALID) -> Path:
@@ -280,7 +280,7 @@ def pipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda m: (m / NAME).unlink(), f"{NAME} is missing"),
         (lambda m: os.truncate(m / NAME, 4095), f"{NAME} has 4095 bytes instead of 4096"),
@@ -294,7 +294,7 @@ def pipe(path: Path) -> None:
         (lambda m: os.truncate(m / INDEX_NAME, 100), "no valid index"),
     ],
 )
-def test_directories_that_are_damaged(tmp_path: Path, spoil: Callable[[Path], object], said: str) -> None:
+def test_directories_that_are_damaged(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
     spoil(write(tmp_path / "m"))
-    with pytest.raises(CheckpointInvalid, match=said):
+    with pytest.raises(CheckpointInvalid, match=message):
         open_checkpoint(tmp_path / "m")

@@ -50,9 +50,9 @@ def closed() -> Iterator[Path]:
 
 def test_no_access_on_the_way(door: Door, closed: Path) -> None:
     if os.geteuid():
-        pytest.skip("needs root, to become somebody else")
-    told = rf"{closed}.* cannot be looked at: Permission denied; correct the path, or the permissions"
-    with unprivileged(), pytest.raises(CheckpointInvalid, match=told):
+        pytest.skip("needs root, to become another user")
+    message = rf"{closed}.* cannot be looked at: Permission denied; correct the path, or the permissions"
+    with unprivileged(), pytest.raises(CheckpointInvalid, match=message):
         door(closed)
 
 
@@ -75,7 +75,7 @@ def test_nothing_there_and_a_file_on_the_way(tmp_path: Path) -> None:
             load_private(path)
 
 
-def test_a_user_whom_nobody_knows() -> None:
+def test_a_user_without_a_passwd_entry() -> None:
     with pytest.raises(CheckpointInvalid, match="unknown user"):
         expanded("~nobody-of-that-name/m")
 

@@ -128,7 +128,7 @@ def test_what_makes_room() -> None:
     assert plan_eviction(entries, 20, 100, 10) == ("half",), "the disk is full, whatever the budget"
 
 
-def test_what_is_still_to_come_counts_too() -> None:
+def test_bytes_still_to_be_fetched_count_too() -> None:
     entries = [entry("old", 1), entry("half", 9, in_use=True, complete=False, due=40)]
     assert plan_eviction(entries, 40, 100, 1000) == ()
     assert plan_eviction(entries, 50, 100, 1000) == ("old",)

@@ -28,11 +28,11 @@ def record(name: str, state: MigrationState = "done") -> MigrationRecord:
     )
 
 
-def test_what_the_bucket_lets_go_for_its_age_is_let_go_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_the_bucket_expires_are_dropped_here(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(clock, "now", lambda: now)
-    heard: list[Event] = []
-    copy = Migrations(cast(Mesh, None), heard.append)
+    events: list[Event] = []
+    copy = Migrations(cast(Mesh, None), events.append)
     for found in (record("old"), record("stuck", "preparing"), record("busy", "preparing")):
         copy.put(found.migration_id, found.model_dump_json().encode())
     now += MIGRATION_KEPT_S / 2
@@ -41,6 +41,6 @@ def test_what_the_bucket_lets_go_for_its_age_is_let_go_here(monkeypatch: pytest.
     copy.put("new", record("new").model_dump_json().encode())
     assert {r.migration_id for r in copy.latest(None, 100)} == {"busy", "new"}
     # A migration without changes for so long has no worker: its waiting clients get an end.
-    told = [(e.record.migration_id, e.record.state) for e in heard if isinstance(e, MigrationUpdated)]
-    assert told[-1] == ("stuck", "cancelled")
-    assert ("old", "cancelled") not in told
+    states = [(e.record.migration_id, e.record.state) for e in events if isinstance(e, MigrationUpdated)]
+    assert states[-1] == ("stuck", "cancelled")
+    assert ("old", "cancelled") not in states

@@ -24,8 +24,8 @@ def base_info(source: str = "/m/a", *modules: LinearShape) -> ModelInfo:
 
 
 def adapter_info(*modules: LinearShape) -> ModelInfo:
-    told = AdapterInfo(rank=4, alpha=8, made_for="org/base", modules=modules or (Q,))
-    return model_info("/a/sql", MIB).model_copy(update={"adapter": told, "context_length": 1, "architecture": "LoRA"})
+    adapter = AdapterInfo(rank=4, alpha=8, made_for="org/base", modules=modules or (Q,))
+    return model_info("/a/sql", MIB).model_copy(update={"adapter": adapter, "context_length": 1, "architecture": "LoRA"})
 
 
 def spec(name: str = "sql", base: str | None = "a", **more: Any) -> ModelSpec:
@@ -34,7 +34,7 @@ def spec(name: str = "sql", base: str | None = "a", **more: Any) -> ModelSpec:
 
 def add(w: World, *specs: ModelSpec, prune: bool = False, **infos: Any) -> Any:
     w._asked += 1
-    return w.admin(AddModelsRequested(w.now, f"x{w._asked}", specs, infos, prune))
+    return w.admin(AddModelsRequested(w.now, f"x{w._asked}", specs, infos, prune, replace=True))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_an_adapter_gets_what_its_base_lends_it(w: World) -> None:
     assert any(e.card == card for e in w.sent(PutCatalog))
 
 
-def test_model_and_adapter_may_come_together_in_any_order(w: World) -> None:
+def test_model_and_adapter_may_be_registered_together_in_any_order(w: World) -> None:
     answer = add(w, spec(base="b"), ModelSpec(name="b", source="/m/b"), sql=adapter_info(), b=base_info("/m/b"))
     assert answer.added == ("sql", "b")
 
@@ -116,8 +116,8 @@ def test_what_does_not_fit_is_refused(w: World, asked: ModelSpec, info: ModelInf
     add(w, hosted, hosted=base_info("/m/h"))
     if asked.base == "sql":
         add(w, spec(), sql=adapter_info())
-    told: dict[str, Any] = {asked.name: info}
-    answer = add(w, asked, **told)
+    infos: dict[str, Any] = {asked.name: info}
+    answer = add(w, asked, **infos)
     assert isinstance(answer, ErrorBody)
     assert answer.code == code, answer.message
     assert asked.name == "sql" or asked.name not in w.state.models

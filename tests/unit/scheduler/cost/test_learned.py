@@ -65,7 +65,7 @@ def test_a_change_that_lasts_is_followed(value: float, factor: float) -> None:
     assert known.value == pytest.approx(value * factor, rel=0.05)
 
 
-def test_what_takes_no_time_can_come_to_take_some() -> None:
+def test_an_estimate_of_zero_can_grow() -> None:
     known = after([0.0] * 10, 0.0)
     for _ in range(60):
         known = observe(known, 100.0, 0.0, least=10.0)

@@ -142,7 +142,7 @@ def test_what_it_needs_on_one_kind_of_device_says_nothing_of_another(w: World) -
     assert start_bytes(w.state, card, "cpu") == start_bytes(w.state, card) == configured - 2000 * MIB
 
 
-def test_a_model_that_was_changed_is_measured_anew(w: World) -> None:
+def test_a_changed_model_is_measured_again(w: World) -> None:
     w.node(budget=8000 * MIB)
     configured = hosted(w)
     measured(w, "a", configured - 2000 * MIB)

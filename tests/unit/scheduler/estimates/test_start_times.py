@@ -67,7 +67,7 @@ def test_a_zygotes_own_start_is_paid_once(w: World) -> None:
     assert known(w.state, "n", "init") == pytest.approx(480)
 
 
-def test_what_comes_from_memory_says_nothing_of_the_disk(w: World) -> None:
+def test_loads_from_memory_do_not_change_the_disk_s_estimate(w: World) -> None:
     teach(w.state, plan(span(Phase.LOAD, 1), span(Phase.PROFILE, 100), source="dram", resident_bytes=WEIGHTS))
     assert set(w.state.estimates[estimate_key("a", "n")].parameters) == {"profile"}
 
@@ -108,7 +108,8 @@ def test_how_long_victims_take_is_learned_of_a_node(w: World) -> None:
 def test_what_was_waited_before_the_decision_is_not_the_victims(w: World) -> None:
     """The wait before the decision does not count for the victim.
 
-    A model waited three seconds for another model's turn to end, and half a second for its teardown.
+    A model waited three seconds for another model's turn to end, and half a second for its
+    teardown.
     """
     spans = (span(Phase.RESERVE, 2800), span(Phase.RESERVE, 400, start_ms=2800), span(Phase.INIT, 300, start_ms=3200))
     waited = plan(*spans, clearing="evict", way="evict_then_load", took_ms=700.0).model_copy(update={"measured_ms": 3500.0})
@@ -119,7 +120,8 @@ def test_what_was_waited_before_the_decision_is_not_the_victims(w: World) -> Non
 def test_the_first_start_of_another_engine_counts_whole(w: World) -> None:
     """The first start of another engine counts in full.
 
-    vLLM takes half a minute, the builtin engine half a second: a bound by that prior would give two seconds.
+    vLLM takes half a minute, the builtin engine half a second: a bound by that prior would give two
+    seconds.
     """
     w.model("v", engine="vllm")
     spans = (span(Phase.CONTAINER, 480), span(Phase.INIT, 24_000, start_ms=480), span(Phase.PROFILE, 70, start_ms=24_480))
@@ -137,7 +139,7 @@ def loader(w: World, node: str, *links: LinkStatus, **more: object) -> None:
     w.send(LoaderStatusReceived(w.now, status))
 
 
-def test_what_is_queued_on_a_link_comes_first(w: World) -> None:
+def test_loads_queued_on_a_link_delay_a_start(w: World) -> None:
     idle = forecast(w, "n")[0]["load"]
     loader(w, "n", LinkStatus(link="ssd:a", finish_ms=3000.0), bytes_per_second=1e9)
     assert forecast(w, "n")[0]["load"] == pytest.approx(idle + 3000)
@@ -147,7 +149,7 @@ def test_what_is_queued_on_a_link_comes_first(w: World) -> None:
     assert not w.state.links_busy_until
 
 
-def test_a_start_that_its_loader_has_not_heard_of_is_queued_too(w: World) -> None:
+def test_a_start_that_its_loader_has_not_received_delays_too(w: World) -> None:
     loader(w, "n", bytes_per_second=1e9)
     w.now += 0.1
     w.demand("a")

@@ -33,7 +33,8 @@ def test_a_failed_start_is_tried_once_more_elsewhere(w: World) -> None:
 def test_a_start_whose_engine_was_killed_is_tried_more_often(w: World) -> None:
     """A start whose engine was killed is retried more often.
 
-    Chaos seed 2: an engine host that was killed twice while it started had its waiting requests fail.
+    Chaos seed 2: an engine host that was killed twice while it started had its waiting requests
+    fail.
     """
     w.node("n1")
     w.model("a")
@@ -58,7 +59,7 @@ def test_killed_starts_do_not_excuse_those_that_fail_by_themselves(w: World) -> 
     assert w.sent(PublishLoadFailed)
 
 
-def test_an_invalid_model_is_told_at_once(w: World) -> None:
+def test_an_invalid_model_fails_its_requests_at_once(w: World) -> None:
     w.node()
     w.model("a")
     w.demand("a")
@@ -66,13 +67,13 @@ def test_an_invalid_model_is_told_at_once(w: World) -> None:
     assert len(w.starts("a")) == 1
     assert w.sent(PublishLoadFailed)[0].event.error.code == "checkpoint_invalid"
     w.demand("a", oldest_wait_ms=500)
-    assert len(w.starts("a")) == 1, "those waiters are being told"
+    assert len(w.starts("a")) == 1, "those waiters are being answered"
     w.now += 0.1
     w.demand("a", oldest_wait_ms=0)
     assert len(w.starts("a")) == 2, "the next request may try again"
 
 
-def test_a_refused_reservation_is_placed_anew(w: World) -> None:
+def test_a_refused_reservation_is_placed_again(w: World) -> None:
     w.node("n1")
     w.model("a")
     agent = w.agents.pop("n1")  # it receives nothing

@@ -32,7 +32,7 @@ def two(w: World, **second: Any) -> Running:
 
 def test_it_is_sent_when_its_victim_has_nothing_more_to_do(w: World) -> None:
     victim = two(w, **HOSTED, priority=3)
-    assert not w.starts("b"), "its node has not said yet that the victim drains"
+    assert not w.starts("b"), "its node has not reported yet that the victim drains"
     w.hear()
     assert victim.state is DRAINING
     (start,) = w.starts("b")

@@ -69,7 +69,7 @@ def test_a_silent_node_is_lost_and_readopted(w: World) -> None:
     agent = w.node("n1")
     w.model("a")
     w.up("a")
-    w.tick(6, heard=False)
+    w.tick(6, nodes_report=False)
     assert not w.state.instances
     assert w.demand("a").outlook == "waiting"
     w.hear()
@@ -84,7 +84,7 @@ def test_what_was_replaced_meanwhile_is_stopped_on_return(w: World) -> None:
     w.node("n2")
     w.now += 6
     w.hear("n2")
-    w.tick(heard=False)
+    w.tick(nodes_report=False)
     w.demand("a")
     w.hear("n2")
     assert [s.node for s in w.starts("a")] == ["n1", "n2"]

@@ -31,7 +31,7 @@ def asleep(w: World, model: str = "a", *, left: int = 0, resume_ms: float = 100.
     return running
 
 
-def test_sleep_suspends_and_tells_what_came_free(w: World) -> None:
+def test_sleep_suspends_and_reports_the_freed_bytes(w: World) -> None:
     w.node()
     w.model("a")
     w.can_suspend(w.up("a"))
@@ -45,7 +45,7 @@ def test_sleep_suspends_and_tells_what_came_free(w: World) -> None:
     assert answer.freed_bytes == 7
 
 
-def test_sleep_while_it_comes_back_is_no_stop(w: World) -> None:
+def test_sleep_during_a_resume_does_not_stop_the_instance(w: World) -> None:
     w.node()
     running = asleep(w)
     w.demand("a", 1)
@@ -61,8 +61,8 @@ def test_sleep_while_it_comes_back_is_no_stop(w: World) -> None:
 def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> None:
     """A victim that its node has not assessed yet is suspended.
 
-    Two models take turns on a device that holds one: the instance just started makes room before its node knows whether it can be
-    suspended.
+    Two models take turns on a device that holds one: the instance just started makes room before
+    its node knows whether it can be suspended.
     """
     w.node(budget=NEED + 100 * MIB)
     w.model("a")
@@ -75,7 +75,7 @@ def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> 
     assert not w.sent(SendStop)
 
 
-def test_a_victim_that_starts_anew_sooner_than_it_comes_back_is_stopped(w: World) -> None:
+def test_a_victim_that_starts_faster_than_it_resumes_is_stopped(w: World) -> None:
     """A victim that restarts faster than it resumes is stopped.
 
     An example is a builtin engine whose weights stay in host memory, where swap is slow.
@@ -207,7 +207,7 @@ def test_what_a_suspended_one_has_left_can_be_had_too(w: World) -> None:
     assert w.of("b", READY)
 
 
-def test_no_room_to_come_back_waits_for_the_idle_to_leave(w: World) -> None:
+def test_a_resume_without_room_waits_until_idle_instances_are_evicted(w: World) -> None:
     w.node(budget=TWO)
     running = asleep(w, "a")
     w.model("b")
@@ -225,7 +225,7 @@ def test_no_room_to_come_back_waits_for_the_idle_to_leave(w: World) -> None:
     assert running.state is READY
 
 
-def test_a_claim_to_come_back_that_nobody_wants_stays_suspended(w: World) -> None:
+def test_a_waiting_resume_without_demand_stays_suspended(w: World) -> None:
     w.node(budget=400 * MIB)
     running = asleep(w, "a")
     w.model("b")
@@ -249,7 +249,7 @@ def test_a_slow_restore_loses_against_a_quick_start_elsewhere(w: World) -> None:
     assert len(w.starts("a")) == 2
 
 
-def test_one_that_is_gone_when_it_should_come_back_is_started_anew(w: World) -> None:
+def test_an_instance_that_is_gone_at_its_resume_is_started_cold(w: World) -> None:
     w.node()
     running = asleep(w)
     running.state = InstanceState.STOPPED

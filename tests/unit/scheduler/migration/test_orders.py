@@ -73,7 +73,7 @@ def test_an_instance_is_started_where_requests_are_to_go_then_ordered_and_stoppe
     (record,) = orders(world)
     assert (record.source_instance, record.instance_id) == (source.command.instance_id, started.command.instance_id)
     assert record.request_id is None
-    assert not world.stops("a"), "an operator's move may fail; then the source goes on"
+    assert not world.stops("a"), "an operator's move may fail; then the source continues"
     world.tick(30.0)
     assert world.answer(waiter) is None
     end(world, record)
@@ -143,7 +143,7 @@ def test_what_cannot_move_is_refused(world: World) -> None:
     assert "being moved to" in world.answer(ask(world, started)).message
 
 
-def test_where_there_is_no_room_an_operator_is_told(world: World) -> None:
+def test_an_operator_s_migration_without_room_is_refused(world: World) -> None:
     source = serving(world)
     world.agents[other(world, source)].budget = 0
     world.hear()
@@ -152,7 +152,7 @@ def test_where_there_is_no_room_an_operator_is_told(world: World) -> None:
     assert world.state.migrations == {}
 
 
-def test_a_destination_that_fails_to_start_is_told(world: World) -> None:
+def test_a_destination_that_fails_to_start_is_reported(world: World) -> None:
     source = serving(world)
     waiter = ask(world, source)
     for r in world.of("a", InstanceState.LOADING):
@@ -239,7 +239,7 @@ def test_a_new_leader_takes_over_what_was_ordered(world: World) -> None:
     assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
 
 
-def test_an_end_that_no_leader_heard_is_made_up_for(world: World) -> None:
+def test_an_end_that_no_leader_received_is_applied_later(world: World) -> None:
     source = serving(world)
     ask(world, source)
     world.get_ready("a")
@@ -367,7 +367,8 @@ def ways_of(world: World, device: str = "cuda:0") -> list[tuple[str, int]]:
 def test_one_device_that_holds_the_whole_is_no_way_out_of_several() -> None:
     """A multi-device victim has no destination on a single device with enough room.
 
-    The scheduler drains no instance without a destination: the larger model waits, or preempts at its time.
+    The scheduler drains no instance without a destination: the larger model waits, or preempts at
+    its time.
     """
     world = wide_victim(("single", 1, 2000 * MIB))
     assert ways_of(world) == []
@@ -400,7 +401,7 @@ def test_requests_over_several_devices_move_to_several() -> None:
     assert (record.reason, record.node, record.instance_id) == ("placement", "twin", destination.command.instance_id)
 
 
-def test_placement_rules_hold_for_where_requests_go_on() -> None:
+def test_placement_rules_apply_to_the_destination_of_requests() -> None:
     world = crowded()
     world.model("small", 100 * MIB, placement={"devices": ["big/*"]})
     world.model("large", 350 * MIB)

@@ -13,7 +13,7 @@ from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 
 
-def test_the_less_busy_of_two_hot_ones_goes_to_a_device_that_serves_nobody() -> None:
+def test_the_less_busy_of_two_hot_instances_moves_to_an_idle_device() -> None:
     serving = [
         BusyInstance("i", "n1/cpu:0", 10, 8, 8),
         BusyInstance("j", "n1/cpu:0", 10, 5, 8),
@@ -23,7 +23,7 @@ def test_the_less_busy_of_two_hot_ones_goes_to_a_device_that_serves_nobody() -> 
     assert propose_move(serving, [FreeDevice("n2/cpu:0", 50), FreeDevice("n3/cpu:0", 5)]) is None
 
 
-def test_a_cold_one_goes_to_the_others_so_that_its_device_comes_free() -> None:
+def test_a_cold_instance_moves_to_the_others_and_frees_its_device() -> None:
     serving = [BusyInstance("i", "n1/cpu:0", 10, 1, 8), BusyInstance("j", "n2/cpu:0", 30, 1, 8)]
     rooms = [FreeDevice("n1/cpu:0", 90), FreeDevice("n2/cpu:0", 70), FreeDevice("n3/cpu:0", 100)]
     assert propose_move(serving, rooms) == ("i", "n2/cpu:0")
@@ -38,7 +38,7 @@ DEVICES = [f"n{i}/cpu:0" for i in range(4)]
     st.lists(st.tuples(st.sampled_from(DEVICES), st.integers(1, 50), st.integers(1, 8)), max_size=10),
     st.integers(min_value=200, max_value=600),
 )
-def test_it_comes_to_rest(drawn: list[tuple[str, int, int]], budget: int) -> None:
+def test_rebalancing_converges(drawn: list[tuple[str, int, int]], budget: int) -> None:
     serving = [BusyInstance(f"i{n}", device, nbytes, active, 8) for n, (device, nbytes, active) in enumerate(drawn)]
     for _ in range(60):
         held = {d: sum(s.nbytes for s in serving if s.device == d) for d in DEVICES}
@@ -49,7 +49,7 @@ def test_it_comes_to_rest(drawn: list[tuple[str, int, int]], budget: int) -> Non
         assert mover.device != move[1]
         assert mover.nbytes <= budget - held[move[1]]
         serving = [replace(s, device=move[1]) if s is mover else s for s in serving]
-    raise AssertionError("it goes on for ever")
+    raise AssertionError("it never ends")
 
 
 def crowded(every: float) -> World:

@@ -8,7 +8,8 @@ from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import Agent, World
 
-# A model of 100 MiB of weights needs 100 + 32 (KV) + 192 (runtime) MiB: two fit 700 MiB, three do not.
+# A model of 100 MiB of weights needs 100 + 32 (KV) + 192 (runtime) MiB: two fit 700 MiB, three do
+# not.
 TWO = 700 * MIB
 assert CAPABILITIES["builtin"].runtime_bytes == 192 * MIB
 
@@ -129,7 +130,7 @@ def test_7_who_waits_too_long_may_displace_one_that_serves(w: World) -> None:
     assert len(w.starts("c")) == 1
 
 
-def test_7_the_shortest_queue_goes_first_whoever_holds_it(w: World) -> None:
+def test_7_the_shortest_queue_goes_first_in_gateway_or_engine(w: World) -> None:
     """The victim with the shortest queue goes first, in engine and gateway together.
 
     Engines run as many requests as they can at once; gateways queue the others.
@@ -148,7 +149,7 @@ def test_7_the_shortest_queue_goes_first_whoever_holds_it(w: World) -> None:
     assert not stop.command.only_if_idle
 
 
-def test_7_one_that_has_refused_as_busy_is_drained_though_its_node_has_not_said_so_yet(w: World) -> None:
+def test_7_a_victim_that_refused_as_busy_is_drained_before_its_node_reports_it(w: World) -> None:
     agent = three(w)
     a, b = w.up("a"), w.up("b")
     for seconds in range(14):
@@ -179,7 +180,7 @@ def test_8_what_is_in_the_way_is_named(w: World) -> None:
     assert w.state.last_plan_of("c").outcome == "cancelled"  # type: ignore[union-attr]
 
 
-def test_a_replica_more_displaces_nobody_who_has_demand(w: World) -> None:
+def test_an_extra_replica_evicts_no_instance_with_demand(w: World) -> None:
     w.node(budget=TWO)
     w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
     w.model("b")
@@ -215,7 +216,7 @@ def test_7_an_extra_replica_never_drains_who_serves_and_rests_when_pressure_is_o
     assert not w.stops("b")
 
 
-def test_6_an_extra_replica_takes_the_place_of_one_that_nobody_wants(w: World) -> None:
+def test_6_an_extra_replica_evicts_an_instance_without_demand(w: World) -> None:
     agent = w.node(budget=TWO)
     w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
     w.model("b")

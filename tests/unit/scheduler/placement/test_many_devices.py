@@ -81,7 +81,7 @@ def test_the_one_that_may_leave_is_found_however_many_may_not() -> None:
     assert len(w.stops(f"m{MANY - 1}")) == 1
 
 
-def test_what_waits_for_one_of_many_devices_is_told_why() -> None:
+def test_a_wait_for_one_of_many_devices_is_explained() -> None:
     w = full()
     for agent in w.agents.values():
         for r in agent.instances.values():

@@ -51,14 +51,15 @@ def test_2_without_nodes_demand_waits_then_fails(w: World) -> None:
 def test_2_only_the_time_without_a_node_counts(w: World) -> None:
     """Only time without a node counts toward the failure of a wait.
 
-    Chaos seed 1: requests that had waited long for other reasons failed when the nodes did not report for a moment.
+    Chaos seed 1: requests that had waited long for other reasons failed when the nodes did not
+    report for a moment.
     """
     w.node("n1")
     w.model("a")
-    w.tick(6.0, heard=False)
+    w.tick(6.0, nodes_report=False)
     w.demand("a", oldest_wait_ms=60_000)
     assert not w.sent(PublishLoadFailed)
-    w.tick(25.0, heard=False)
+    w.tick(25.0, nodes_report=False)
     w.demand("a", oldest_wait_ms=85_000)
     assert w.sent(PublishLoadFailed)[0].event.error.code == "unavailable"
 
@@ -71,7 +72,7 @@ def test_2_a_node_that_appears_takes_what_waits(w: World) -> None:
     assert w.starts("a")[0].command.plan_id == plan
 
 
-def test_3_what_can_never_fit_is_told_at_once(w: World) -> None:
+def test_3_a_model_that_can_never_fit_fails_at_once(w: World) -> None:
     w.model("big", weights=2000 * MIB)
     w.node(budget=1000 * MIB)
     w.demand("big")
@@ -83,7 +84,7 @@ def test_3_what_can_never_fit_is_told_at_once(w: World) -> None:
     assert w.state.last_plan_of("big").way == "impossible"  # type: ignore[union-attr]
 
 
-def test_the_loader_is_told_which_gpu_the_builtin_engine_computes_on(w: World) -> None:
+def test_the_loader_receives_the_gpu_of_the_builtin_engine(w: World) -> None:
     w.node().devices = ("cuda:0",)
     w.hear("n1")
     w.model("a")

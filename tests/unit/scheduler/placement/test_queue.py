@@ -31,14 +31,15 @@ def holds(w: World, node: str, *models: str) -> None:
 
 
 def demands(w: World, *models: str) -> None:
-    heard = tuple(DemandReceived(w.now, Demand(gateway="g", model=m, waiting=1), f"w-{m}") for m in models)
-    w.send(DemandBatch(w.now, heard))
+    received = tuple(DemandReceived(w.now, Demand(gateway="g", model=m, waiting=1), f"w-{m}") for m in models)
+    w.send(DemandBatch(w.now, received))
 
 
 def test_who_has_nowhere_else_goes_first() -> None:
     """A model with one suitable node goes first.
 
-    Both models are fastest on the same node; the one whose weights are on both nodes can use the other.
+    Both models are fastest on the same node; the one whose weights are on both nodes can use the
+    other.
     """
     w = World()
     for name in ("fast", "slow"):
@@ -51,7 +52,7 @@ def test_who_has_nowhere_else_goes_first() -> None:
     assert {s.command.card.name: s.node for s in w.starts("anywhere") + w.starts("picky")} == {"picky": "fast", "anywhere": "slow"}
 
 
-def test_everybody_is_answered() -> None:
+def test_every_request_is_answered() -> None:
     w = World()
     w.node("n", ONE)
     for name in ("a", "b"):
@@ -92,7 +93,7 @@ def waits_for(profile: str, asks: Callable[[int], Iterable[str]], places: int, o
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
-def test_nobody_starves_whatever_the_profile(profile: str) -> None:
+def test_no_model_starves_under_any_profile(profile: str) -> None:
     """No model starves under any profile.
 
     Others keep the only device busy; the model is served within the bound.
@@ -103,10 +104,11 @@ def test_nobody_starves_whatever_the_profile(profile: str) -> None:
 
 @settings(max_examples=15)
 @given(st.integers(1, 3), st.lists(st.sets(st.sampled_from([f"high{n}" for n in range(5)])), min_size=1, max_size=8))
-def test_nobody_starves_whoever_else_asks(places: int, turns: list[set[str]]) -> None:
+def test_no_model_starves_under_others_demand(places: int, turns: list[set[str]]) -> None:
     """No model starves under any demand of others.
 
-    Only models that have waited as long go before it, each for one turn: until it may be preempted and is gone.
+    Only models that have waited as long go before it, each for one turn: until it may be preempted
+    and is gone.
     """
     others = tuple(sorted(set().union(*turns)))
     served, policy = waits_for("thaw", lambda step: sorted(turns[step % len(turns)]), places, others)

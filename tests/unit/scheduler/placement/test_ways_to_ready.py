@@ -25,7 +25,7 @@ def w() -> World:
     return world
 
 
-def tell(w: World, node: str, *cached: CachedModel, queue_ms: float = 0.0) -> None:
+def report_loader(w: World, node: str, *cached: CachedModel, queue_ms: float = 0.0) -> None:
     links = (
         LinkStatus(link="ssd:a", bytes_per_second=2e8, finish_ms=queue_ms),
         LinkStatus(link="remote:b", bytes_per_second=5e7),
@@ -78,7 +78,7 @@ def test_from_memory_disk_or_afar_by_the_slowest_link_on_the_way(w: World, tier:
     far = source.model_copy(update={"source": "s3://bucket/m"})
     model = w.state.models["m"]
     object.__setattr__(model.card, "info", far)
-    tell(w, "n1", *([cached("m", tier)] if tier != "remote" else []))
+    report_loader(w, "n1", *([cached("m", tier)] if tier != "remote" else []))
     w.demand("m")
     found = chosen(w, "m")
     assert (found.ready_by, found.source) == ("load", tier)
@@ -87,9 +87,9 @@ def test_from_memory_disk_or_afar_by_the_slowest_link_on_the_way(w: World, tier:
     assert found.predicted.get("fetch", 0.0) == pytest.approx(expected if tier == "remote" else 0.0)
 
 
-def test_the_queue_of_its_links_comes_on_top(w: World) -> None:
+def test_the_queue_of_its_links_is_added(w: World) -> None:
     w.model("m")
-    tell(w, "n1", cached("m", "ssd"), queue_ms=4000.0)
+    report_loader(w, "n1", cached("m", "ssd"), queue_ms=4000.0)
     w.demand("m")
     found = chosen(w, "m")
     assert found.queued_ms == pytest.approx(4000.0)

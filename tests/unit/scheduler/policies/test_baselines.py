@@ -46,7 +46,7 @@ def test_victims_by_last_use_and_by_loading() -> None:
     assert baselines.evict_first_in(ask(), view, 10, 0.0) == Clearance("evict", ("b",), 10)
 
 
-def test_early_binding_evicts_nobody_and_has_one_instance() -> None:
+def test_early_binding_evicts_no_instance_and_has_one() -> None:
     assert baselines.NATIVE.clear(ask(), device("n/g", resident("a")), 10, 0.0) is None
     options = [option("n0/g0", free=5), option("n1/g0", free=9)]
     assert baselines.bound(ask(), options, "") == options[1]

@@ -32,7 +32,8 @@ WAYS = {"hydraserve": "pipeline", "torpor": "peer", "tangram": "reuse"}
 def machines(profile: str, capabilities: frozenset[str] = EVERY_CAPABILITY) -> tuple[ClusterFile, list[ModelGroup], list[Request]]:
     """Return a cluster for the profile, with models and requests.
 
-    For pipelines it has four nodes of a slow network, else one node whose devices copy to each other and keep evicted weights.
+    For pipelines it has four nodes of a slow network, else one node whose devices copy to each
+    other and keep evicted weights.
     """
     pipelines = profile == "hydraserve"
     links = LinkSpeeds(remote=1, ssd=1, device=5, peer=None if pipelines else 50)

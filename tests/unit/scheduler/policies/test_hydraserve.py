@@ -29,7 +29,8 @@ def server(n: int, free: float = 22.0, network: float = 2.0, pcie: float = 10.0,
 def test_equation_1_by_hand() -> None:
     """Equation 1 equals the values computed by hand.
 
-    12 GB over 4 servers of 2 GB/s and 10 GB/s: 3 · (1/2 + 1/10) = 1.8 s; prefill 1.5 · (4 - 1 + 1/4) = 4.875 s; 4 hops.
+    12 GB over 4 servers of 2 GB/s and 10 GB/s: 3 · (1/2 + 1/10) = 1.8 s; prefill 1.5 · (4 - 1 +
+    1/4) = 4.875 s; 4 hops.
     """
     four = [server(n) for n in range(4)]
     assert ttft_in_turn(12 * GB, 4, 1, four, TIMES) == pytest.approx(8.0 + 1.8 + 4.875 + 0.008)
@@ -44,7 +45,8 @@ def test_equation_2_by_hand() -> None:
 def test_equation_5_by_hand() -> None:
     """Equation 5 equals the values computed by hand.
 
-    Fetching 12 GB takes 6 s, less than container, context and libraries (8 s); at 1 GB/s it takes 12 s and hides them.
+    Fetching 12 GB takes 6 s, less than container, context and libraries (8 s); at 1 GB/s it takes
+    12 s and hides them.
     """
     assert ttft_overlapped(12 * GB, 1, 1, [server(0)], TIMES) == pytest.approx(8.0 + 1.5 + 0.002)
     assert ttft_overlapped(12 * GB, 1, 1, [server(0, network=1.0)], TIMES) == pytest.approx(12.0 + 1.5 + 0.002)

@@ -32,7 +32,7 @@ def test_no_protected_victim_enough_freed_and_the_same_again(name: str, view: De
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_the_order_loses_and_invents_nobody(name: str) -> None:
+def test_the_order_is_a_permutation(name: str) -> None:
     asks = [ask(f"m{n % 3}", waited=float(n * 7 % 5), request_id=str(n)) for n in range(9)]
     book = {f"m{n}": Usage(f"m{n}", 10 * n, 9 * n) for n in range(3)}
     ordered = PROFILES[name].order(asks, book, 0.5)

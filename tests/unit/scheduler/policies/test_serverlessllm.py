@@ -100,10 +100,11 @@ def test_one_that_cannot_move_stays_and_the_single_destination_of_a_view_is_used
     assert found == Clearance("migrate", ("busy",), 10, 3.0, 3.0, {"busy": "s2/0"})
 
 
-def test_the_server_with_the_least_startup_time_is_chosen_even_if_somebody_has_to_move_first() -> None:
+def test_the_server_with_the_least_startup_time_is_chosen_even_if_an_instance_must_migrate_first() -> None:
     """The scheduler picks the server with the least start-up time, migration included.
 
-    §5.1: model B is in DRAM of server 2, whose device serves A, and on the SSD of server 1, whose device is free.
+    §5.1: model B is in DRAM of server 2, whose device serves A, and on the SSD of server 1, whose
+    device is free.
     """
     from_ssd = option("s1/0", seconds=5.0)
     migrate = option("s2/0", seconds=1.5 + 0.8, clearance=Clearance("migrate", ("A",), 10, 1.5, 1.5, {"A": "s1/0"}))
@@ -113,7 +114,7 @@ def test_the_server_with_the_least_startup_time_is_chosen_even_if_somebody_has_t
     assert serverlessllm.choose(ask(), [], "") is None
 
 
-def test_shepherd_interrupts_where_serverlessllm_migrates_and_nobody_who_has_nowhere_to_go() -> None:
+def test_shepherd_preempts_where_serverlessllm_migrates_except_instances_without_another_device() -> None:
     long, brief = (resident(k, 10, moves=(MigrationTarget("s2/0", t, 10),)) for k, t in (("long", 7.0), ("brief", 4.5)))
     assert shepherd.clear(ask(), device("s1/0", long, brief), 10, 0.0) == Clearance("preempt", ("brief",), 10, 0.0, 4.5)
     idle = device("s1/0", long, resident("idle", 10, "idle"))
@@ -124,7 +125,8 @@ def test_shepherd_interrupts_where_serverlessllm_migrates_and_nobody_who_has_now
 def test_many_victims_stay_within_the_table() -> None:
     """Many victims stay within the table.
 
-    Sixteen busy instances have three destinations each (4^16 assignments): bounded work, and a valid plan.
+    Sixteen busy instances have three destinations each (4^16 assignments): bounded work, and a
+    valid plan.
     """
     moves = tuple(MigrationTarget(f"s{d}/0", 1.0 + d, 120) for d in range(3))
     victims = [EvictionCandidate(f"v{n}", 10 + n, float(n), moves) for n in range(16)]

@@ -13,7 +13,7 @@ from simulator.policies.tangram_packing import Packing, Region, evict, merge_all
 from tests.unit.scheduler.policies.views import ask, device, option
 
 
-def test_requests_in_their_order_take_the_device_that_needs_least_loading_and_nobody_gets_it_twice() -> None:
+def test_requests_in_order_take_the_device_that_needs_least_loading_each_device_once() -> None:
     """Requests in order take the device that loads least; each device is taken once.
 
     Both prefer g0; the first gets it, the second g1, the third finds none.
@@ -50,7 +50,8 @@ def test_what_costs_least_to_miss_leaves_first_and_active_models_never() -> None
 def test_the_papers_example_ends_with_a_merge_cost_of_one() -> None:
     """The paper's example ends with a merge cost of one.
 
-    Fig. 6: allocated 1 and 3 of 12, so that merging all costs 4; split at the 3 (gain 3), the left half still has to move the 1.
+    Fig. 6: allocated 1 and 3 of 12, so that merging all costs 4; split at the 3 (gain 3), the left
+    half still has to move the 1.
     """
     regions = [Region(2), Region(1, "x"), Region(2), Region(3, "y"), Region(4)]
     tensors = {"large": 4, "small": 4}

@@ -32,7 +32,7 @@ def test_the_least_missed_leave() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.floats(0, 9)), max_size=6), st.integers(1, 30))
-def test_enough_is_freed_and_nobody_leaves_for_nothing(sizes: list[tuple[int, float, float]], short: int) -> None:
+def test_enough_is_freed_and_no_instance_is_evicted_in_vain(sizes: list[tuple[int, float, float]], short: int) -> None:
     there = [idle(f"r{n}", size, miss, again) for n, (size, miss, again) in enumerate(sizes)]
     found = clear(ASK, device(*there), short, 0.0)
     assert (found is None) == (sum(r.nbytes for r in there) < short)
@@ -51,7 +51,7 @@ def test_who_serves_moves_rather_than_being_interrupted() -> None:
     assert (found.how, found.moves, found.delay_s) == ("migrate", {"a": "n/1"}, 0.5)
 
 
-def test_nobody_is_interrupted_who_is_done_sooner_than_back() -> None:
+def test_an_instance_that_finishes_before_it_could_restart_is_not_preempted() -> None:
     nearly = Resident("a", "a", 10, "serving", active=1, resume_s=1.0, remaining_s=0.5, reload_s=5)
     assert clear(ASK, device(nearly), 10, 0.0) is None
 
@@ -63,7 +63,7 @@ def test_own_time_and_what_others_lose_are_one_sum() -> None:
     assert choose(crowd, [options[0], options[2]], "") is options[2], "many wait: what one other loses counts less"
 
 
-def test_not_where_it_has_failed_and_nobody_interrupted_while_there_is_another_way() -> None:
+def test_a_device_of_a_recent_failure_is_avoided_and_preemption_is_the_last_resort() -> None:
     failed, interrupts, slow = option("a/0", 1.0, failed=True), option("b/0", 1.0, how="preempt"), option("c/0", 50.0)
     assert choose(ASK, [failed, interrupts, slow], "") is slow
     assert choose(ASK, [failed, interrupts], "") is interrupts
@@ -113,7 +113,9 @@ def test_objectives_that_can_be_met_go_first_the_earliest_before_others() -> Non
     )
     assert [a.model for a in order([late, none, has_time, soon], {}, 0.5)] == ["soon", "has-time", "none", "late"]
     far = {"soon": Usage("soon", 100, 0), "has-time": Usage("has-time", 100, 100)}
-    assert order([soon, has_time], far, 0.5)[0] is has_time, "a function that is far from complying comes after one that does"
+    assert order([soon, has_time], far, 0.5)[0] is has_time, (
+        "a function that is far from complying is placed after one that complies"
+    )
 
 
 def test_in_time_where_devices_are_shared_least_else_as_soon_as_possible() -> None:

@@ -80,7 +80,8 @@ def test_second_replicas_go_first_then_light_models_then_the_heavy_one_used_long
 def test_rrc_is_what_is_still_to_be_served_in_time() -> None:
     """RRC is the number of requests still to be served in time.
 
-    p = 0.98, 100 requests, 95 in time: (98 - 95) / 0.02 = 150; and 150 more in time make exactly 98 %.
+    p = 0.98, 100 requests, 95 in time: (98 - 95) / 0.02 = 150; and 150 more in time make exactly
+    98 %.
     """
     usage = Usage("f", 100, 95)
     assert required_requests(usage) == pytest.approx(150)
@@ -100,7 +101,8 @@ def book(*needed: float) -> dict[str, Usage]:
 def test_the_largest_k_within_alpha_of_all_that_is_needed_is_high_priority() -> None:
     """The largest k whose sum is within alpha of the total has high priority.
 
-    RRCs are 0, 10, 20, 30, 60 in total. Half is 30: the first three; a sixth is 10: two; zero: those that comply.
+    RRCs are 0, 10, 20, 30, 60 in total. Half is 30: the first three; a sixth is 10: two; zero:
+    those that comply.
     """
     b = book(-4, 10, 20, 30)
     assert high_priority(b, 0.5) == {"f0", "f1", "f2"}
@@ -115,7 +117,7 @@ def test_high_priority_begins_with_the_nearly_compliant_and_low_priority_with_th
     assert [a.model for a in ordered] == ["f2", "f1", "f0", "f3", "f4"]
 
 
-def test_of_one_function_the_longest_waiting_goes_first_and_one_not_heard_of_is_high() -> None:
+def test_the_longest_waiting_request_of_a_function_goes_first_and_an_unknown_function_is_high() -> None:
     asks = [Ask("f1", 1, waited_s=1.0), Ask("f1", 1, waited_s=2.0), Ask("new", 1, waited_s=0.0)]
     ordered = order(asks, book(50, 60), 0.1)
     assert [(a.model, a.waited_s) for a in ordered] == [("new", 0.0), ("f1", 2.0), ("f1", 1.0)]

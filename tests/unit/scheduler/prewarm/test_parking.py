@@ -108,10 +108,10 @@ def test_what_does_not_fit_now_waits_and_smaller_ones_pass(w: World) -> None:
     assert seen(w, "small").state == "parked"
     assert seen(w, "big").state == "waiting"
     assert "n1/cpu:0: needs" in seen(w, "big").reason
-    assert not w.sent(SendStop), "nobody leaves for it"
+    assert not w.sent(SendStop), "no instance is evicted for it"
 
 
-def test_requests_come_first(w: World) -> None:
+def test_requests_go_before_parking(w: World) -> None:
     able(w)
     w.model("real")
     w.demand("real")
@@ -184,7 +184,7 @@ def test_one_that_turns_out_to_be_of_no_use_is_stopped_and_says_why(w: World) ->
     able(w)
     w.model("a", park=True)
     w.tick(1)
-    warm(w, reason="it comes back no sooner (2.00 s) than it starts cold (1.00 s)")
+    warm(w, reason="it resumes no sooner (2.00 s) than it starts cold (1.00 s)")
     w.tick(1)
     assert not w.sent(SendStop), "its node may not have looked yet"
     w.tick(30)
@@ -244,7 +244,7 @@ def test_room_for_snapshots_is_counted(w: World) -> None:
     assert "THAW_SNAPSHOT_BYTES" in seen(w, "b").reason
 
 
-def test_a_node_that_comes_back_empty_is_parked_on_again(w: World) -> None:
+def test_models_are_parked_again_on_a_node_that_restarted_empty(w: World) -> None:
     agent = able(w)
     w.model("a", park=True)
     w.tick(1)
@@ -268,7 +268,7 @@ def test_one_that_dies_while_parked_is_parked_again_but_not_for_ever(w: World) -
     assert len(w.starts("a")) == 3
 
 
-def test_a_new_leader_goes_on_after_it_has_heard_of_requests() -> None:
+def test_a_new_leader_continues_after_requests_have_reported() -> None:
     w = World(policy=Policy(demand_grace_s=3.0))
     able(w)
     w.state.recovered_at = w.now
@@ -279,7 +279,7 @@ def test_a_new_leader_goes_on_after_it_has_heard_of_requests() -> None:
     assert w.starts("a")
 
 
-def test_told_to_sleep_it_stays_told(w: World) -> None:
+def test_a_model_put_to_sleep_stays_asleep(w: World) -> None:
     able(w)
     w.model("a", park=True, replicas={"min": 1, "max": 1})
     warm(w)
@@ -294,7 +294,7 @@ def test_told_to_sleep_it_stays_told(w: World) -> None:
     assert seen(w, "a").state == "parked"
 
 
-def test_a_floor_that_never_fits_holds_nobody_up(w: World) -> None:
+def test_a_floor_that_never_fits_blocks_no_other_model(w: World) -> None:
     able(w, 400 * MIB)
     w.model("pinned", 10 * MIB, pin=True)
     w.up("pinned")

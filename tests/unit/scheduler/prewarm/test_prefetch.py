@@ -16,7 +16,7 @@ from tests.unit.scheduler.world import World
 ROOM = 1000 * MIB
 
 
-def tell(
+def report_loader(
     w: World,
     node: str = "n1",
     *,
@@ -67,11 +67,11 @@ def prefetched(w: World) -> list[tuple[str, str, str]]:
 
 def test_a_likely_model_is_brought_to_an_idle_node_once() -> None:
     w = world()
-    tell(w)
+    report_loader(w)
     w.tick(0.25)
     w.tick(0.25)
     assert prefetched(w) == [("n1", "m", "dram")]
-    tell(w, cached=("m",))
+    report_loader(w, cached=("m",))
     w.tick(0.25)
     assert not w.state.prefetches
 
@@ -82,11 +82,11 @@ def test_not_while_requests_wait_or_links_are_busy_or_it_is_off() -> None:
     w.up("full")
     w.model("other")
     w.demand("other")
-    tell(w)
+    report_loader(w)
     w.tick(0.25)
     assert prefetched(w) == []
     w.demand("other", 0)
-    tell(w, queue_ms=900.0)
+    report_loader(w, queue_ms=900.0)
     w.tick(0.25)
     assert prefetched(w) == []
 
@@ -95,37 +95,37 @@ def test_nothing_likelier_is_pushed_out() -> None:
     w = world()
     w.model("often")
     used_to_be_asked_for(w, "often", every=5.0, times=6)
-    tell(w, cached=("often",), used=ROOM)
+    report_loader(w, cached=("often",), used=ROOM)
     w.tick(0.25)
     assert prefetched(w) == []
     w.model("never")
-    tell(w, cached=("never",), used=ROOM)
+    report_loader(w, cached=("never",), used=ROOM)
     w.tick(0.25)
     assert ("n1", "m", "dram") in prefetched(w)
 
 
-def test_one_that_its_loader_dropped_is_chosen_anew_after_a_while_and_one_under_way_is_not() -> None:
+def test_a_dropped_prefetch_is_chosen_again_after_a_while_and_a_running_one_is_not() -> None:
     w = world()
-    tell(w)
+    report_loader(w)
     w.tick(0.25)
     assert len(prefetched(w)) == 1
     w.tick(1.0)
     under_way = (
         SegmentStatus(weights_id="rev-/m/m", model="m", segment="s", total_bytes=9, loaded_bytes=1, holders=("prefetch:1",)),
     )
-    tell(w, segments=under_way)
+    report_loader(w, segments=under_way)
     w.tick(AGAIN_S)
-    tell(w, segments=under_way)
+    report_loader(w, segments=under_way)
     w.tick(1.0)
     assert len(prefetched(w)) == 1
-    tell(w)
+    report_loader(w)
     w.tick(0.25)
     assert prefetched(w) == [("n1", "m", "dram")] * 2
 
 
 def test_it_is_called_off_when_it_is_of_no_use() -> None:
     w = world()
-    tell(w)
+    report_loader(w)
     w.tick(0.25)
     w.admin(RemoveModelRequested(w.now, "removal", "m"))
     w.tick(0.25)

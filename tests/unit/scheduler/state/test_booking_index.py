@@ -129,12 +129,12 @@ def test_the_shortlists_are_those_of_a_look_at_everything(tx: Transaction, need:
 
 
 @given(drafts)
-def test_a_table_made_anew_has_the_same_orders(tx: Transaction) -> None:
+def test_a_rebuilt_table_has_the_same_orders(tx: Transaction) -> None:
     kept = tx.origin.bookings
     assert isinstance(kept, BookingTable)
-    anew = BookingTable(kept.items())
-    assert (kept.classes, kept.most_free_first, kept.budgets) == (anew.classes, anew.most_free_first, anew.budgets)
-    assert (kept.fastest_first, kept.fastest_remote_first) == (anew.fastest_first, anew.fastest_remote_first)
+    rebuilt = BookingTable(kept.items())
+    assert (kept.classes, kept.most_free_first, kept.budgets) == (rebuilt.classes, rebuilt.most_free_first, rebuilt.budgets)
+    assert (kept.fastest_first, kept.fastest_remote_first) == (rebuilt.fastest_first, rebuilt.fastest_remote_first)
     copied = tx.origin.fork().bookings
     assert isinstance(copied, BookingTable)
     for key in list(copied):

@@ -1,0 +1,1 @@
+"""Adapters of the nodeagent: measurements, status, records on disk."""

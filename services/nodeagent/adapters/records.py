@@ -1,0 +1,119 @@
+"""Records on disk from which the next agent adopts running engines.
+
+There is one file per instance, and the newest epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from services.nodeagent.domain.state import Instance
+from shared.contracts.base import Frozen
+from shared.contracts.phases import PhaseSpan
+from shared.errors import Conflict
+
+log = logging.getLogger(__name__)
+
+
+class Record(Frozen):
+    """The record of one instance.
+
+    Args:
+        machine_boot: The kernel's boot id: monotonic times and pids are invalid after a reboot.
+        phases: Phases of the start, with times on the monotonic clock.
+    """
+
+    version: int = 1
+    machine_boot: str
+    instance: Instance
+    phases: tuple[PhaseSpan, ...] = ()
+
+
+class Records:
+    """Files under `<node_state>/agent`, each replaced atomically.
+
+    A disk error is logged and serving continues; adoption may fail later.
+    """
+
+    def __init__(self, agent_directory: Path) -> None:
+        self._directory = agent_directory / "instances"
+        self._epoch = agent_directory / "epoch"
+        self._lock = agent_directory / "lock"
+        self._boot = machine_boot()
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @contextmanager
+    def sole(self) -> Iterator[None]:
+        """Be the only agent of this node.
+
+        Raises:
+            Conflict: Another agent runs with this state, and would start and stop the same engines.
+        """
+        fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                raise Conflict(
+                    f"Another nodeagent runs with {self._lock.parent}; stop it, or give this one another THAW_NODE or THAW_HOME"
+                ) from e
+            yield
+        finally:
+            os.close(fd)
+
+    def save(self, instance: Instance, phases: tuple[PhaseSpan, ...]) -> None:
+        record = Record(machine_boot=self._boot, instance=instance, phases=phases)
+        _replace(self._directory / f"{instance.instance_id}.json", record.model_dump_json())
+
+    def forget(self, instance_id: str) -> None:
+        (self._directory / f"{instance_id}.json").unlink(missing_ok=True)
+
+    def load(self) -> Iterator[Record]:
+        """Every readable record of this boot; records of earlier boots are removed."""
+        for path in sorted(self._directory.glob("*.json")):
+            try:
+                record = Record.model_validate_json(path.read_bytes())
+            except (OSError, ValidationError) as e:
+                log.error("failed to read an instance record; it is set aside", extra={"path": str(path), "error": str(e)})
+                with contextlib.suppress(OSError):
+                    path.rename(path.with_suffix(".unreadable"))
+                continue
+            if record.machine_boot != self._boot:
+                path.unlink(missing_ok=True)
+                continue
+            yield record
+
+    def save_epoch(self, epoch: int) -> None:
+        _replace(self._epoch, str(epoch))
+
+    def epoch(self) -> int:
+        try:
+            return int(self._epoch.read_text())
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as e:
+            log.error("failed to read the newest epoch; starting from 0", extra={"path": str(self._epoch), "error": str(e)})
+            return 0
+
+
+def machine_boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".new")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError as e:
+        log.error("failed to write a record", extra={"path": str(path), "error": str(e)})

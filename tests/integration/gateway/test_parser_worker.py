@@ -1,0 +1,58 @@
+"""A body that kills the process which parses it costs no other client anything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import httpx
+import psutil
+
+from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
+from tests.support.fake_engine import FakeNode
+
+URL = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+SLOW = b'{"model":"alpha","prompt":[' + b"[1]," * 200_000 + b"[1]]}"
+LARGE = chat(user="x" * 100_000)
+
+
+def workers() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if any("parser_worker" in part for part in child.cmdline()):
+                found.append(child)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+async def send_slow(gateway: Served) -> httpx.Response:
+    return await gateway.http.post("/v1/completions", content=SLOW, headers=JSON, timeout=60)
+
+
+async def test_a_killed_parser_costs_one_request(node: FakeNode, serve: ServeFn) -> None:
+    await node.engine("alpha")
+    async with serve(max_body_values=1_000_000_000, max_prompts=1) as gateway:
+        await until_listed(gateway, CARDS)
+        assert (await gateway.http.post(URL, json=LARGE)).status_code == 200
+        (worker,) = workers()
+        before = worker.cpu_times().user
+
+        async def is_parsing() -> bool:
+            return worker.cpu_times().user > before + 0.05
+
+        killed = asyncio.create_task(send_slow(gateway))
+        await until(is_parsing, within=30)
+        queued = asyncio.create_task(gateway.http.post(URL, json=LARGE, timeout=60))
+        small = await gateway.http.post(URL, json=chat())
+        os.kill(worker.pid, signal.SIGKILL)
+        answer = await killed
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert "Repeat the request" in answer.json()["error"]["message"]
+        assert (await queued).status_code == small.status_code == 200
+        assert [w.pid for w in workers()] != [worker.pid], "another worker"
+        again = await send_slow(gateway)
+        assert again.status_code in (400, 413), again.text

@@ -1,0 +1,124 @@
+"""The documentation builds as a site: every page is in the navigation, every link works, no other
+file is in it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+_ASSETS = {"404.html", "assets", "search", "sitemap.xml", "sitemap.xml.gz"}
+_needs_mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("material") is None,
+    reason="mkdocs-material is not installed: pip install -c constraints.txt -e .[docs]",
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml without its Python objects."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def _entries(nav: list[Any]) -> Iterator[str]:
+    for item in nav:
+        if isinstance(item, dict):
+            for below in item.values():
+                yield from _entries(below)
+        else:
+            yield item
+
+
+def test_the_navigation_lists_every_page_once() -> None:
+    """A new page of docs/ needs a line in mkdocs.yml; decisions are listed by site_hook.py."""
+    listed = list(_entries(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"]))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert {page for page in listed if not page.startswith(("adr/", "repository/"))} == {
+        p for p in pages if not p.startswith("adr/")
+    }
+    assert "adr/" in listed
+
+
+def _copy(to: Path) -> Path:
+    """Copy what the site is made of, without what git ignores."""
+    for name in ("mkdocs.yml", "docs", "thaw.example.yaml"):
+        source = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, to / name, ignore=ignored) if source.is_dir() else shutil.copy(source, to / name)
+    for page in ROOT.glob("*.md"):
+        shutil.copy(page, to / page.name)
+    return to
+
+
+def _build(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode of the hook lies in docs/
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = _copy(tmp_path_factory.mktemp("site"))
+    built = _build(root)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return root / "build/docs"
+
+
+@_needs_mkdocs
+def test_the_strict_build_has_every_page_and_nothing_but_what_pages_link_to(site: Path) -> None:
+    files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
+    ours = {file for file in files if file.split("/")[0] not in _ASSETS}
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {page.replace("README.html", "index.html") for page in pages} <= ours
+    linked = set().union(*(_links(site / page) for page in ours if page.endswith(".html")))
+    assert {site / file for file in ours} - linked == set()
+    assert not [file for file in files if "__pycache__" in file or file.endswith((".py", ".pyc", ".toml"))]
+
+
+@_needs_mkdocs
+def test_every_link_of_the_site_leads_to_a_file_of_it(site: Path) -> None:
+    broken = {(page, link) for page in site.rglob("*.html") for link in _links(page) if not link.is_file()}
+    assert not broken
+    assert site / "repository/thaw.example.yaml" in _links(site / "getting-started.html")
+    assert site / "security.html" in _links(site / "repository/SECURITY.html")
+    assert site / "performance.d/index.html" in _links(site / "performance.html")
+    assert site / "performance.d/soak.json" in _links(site / "performance.d/index.html")
+
+
+@_needs_mkdocs
+@pytest.mark.parametrize(
+    "link", ["[a](missing.md)", "[a](../missing.yaml)", "[a](clients.md#no-such-heading)"], ids=["page", "file", "heading"]
+)
+def test_a_broken_link_fails(tmp_path: Path, link: str) -> None:
+    root = _copy(tmp_path)
+    with (root / "docs/gpu.md").open("a") as page:
+        page.write(f"\n{link}\n")
+    built = _build(root)
+    assert built.returncode != 0
+    assert "gpu.md" in built.stdout + built.stderr
+
+
+def _links(page: Path) -> set[Path]:
+    """Return the files that the page refers to, except other sites' and the theme's (404 has
+    absolute ones).
+    """
+    if page.name == "404.html":
+        return set()
+    targets = re.findall(r'(?:href|src)="([^"#?]+)[^"]*"', page.read_text())
+    local = [unquote(target) for target in targets if not re.match(r"[a-z]+:|//|/", target)]
+    return {Path(os.path.normpath(page.parent / target)) for target in local}

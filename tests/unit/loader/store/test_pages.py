@@ -1,0 +1,216 @@
+"""The store of pages: conservation after every event, and what is reclaimed first."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from weights.store.pages import (
+    Reservation,
+    Store,
+    StoredUnit,
+    audit,
+    complete,
+    give_back,
+    lend,
+    missing_bytes,
+    release,
+    reserve,
+)
+from weights.store.units import PAGE_BYTES, Unit
+
+PAGES = 24
+
+
+def unit(key: str, pages: int = 1, offset: int = 0) -> Unit:
+    return Unit(key, offset, pages * PAGE_BYTES - 7)
+
+
+def recency(stored: StoredUnit) -> float:
+    return stored.used_at
+
+
+def reserved(store: Store, holder: str, *units: Unit, now: float = 0.0, model: str = "m") -> Reservation:
+    found = reserve(store, holder, model, units, now, recency)
+    assert found is not None
+    assert audit(found.store) == []
+    return found
+
+
+def loaded(store: Store, holder: str, *units: Unit, now: float = 0.0, model: str = "m") -> Store:
+    found = reserved(store, holder, *units, now=now, model=model)
+    return complete(found.store, [u.key for u in found.missing])
+
+
+def test_the_second_load_copies_only_what_is_missing() -> None:
+    base, head = unit("base", 8), unit("head", 2)
+    store, handed = release(loaded(Store.empty(PAGES), "a", base), "a", 1.0)
+    assert handed == {}
+    assert (store.mapped_pages, store.reusable_pages) == (0, 8)
+    assert missing_bytes(store, [base, head, head]) == head.nbytes
+    found = reserved(store, "b", base, head)
+    assert [u.key for u in found.missing] == ["head"]
+    assert found.store.units["base"].pages == store.units["base"].pages
+
+
+def test_running_instances_share_units_and_are_charged_once() -> None:
+    store = loaded(Store.empty(PAGES), "a", unit("base", 8))
+    store = loaded(store, "b", unit("base", 8))
+    assert store.mapped_pages == 8
+    store, _ = release(store, "a", 1.0)
+    assert (store.mapped_pages, store.reusable_pages) == (8, 0)
+
+
+def test_mapped_units_are_never_reclaimed() -> None:
+    store = loaded(Store.empty(PAGES), "a", unit("used", 20))
+    assert reserve(store, "b", "m", [unit("new", 5)], 1.0, recency) is None
+    assert lend(store, "kv", 5, recency) is None
+
+
+def test_reclaiming_takes_the_least_expected_cost_first_and_no_more_than_it_needs() -> None:
+    store = Store.empty(PAGES)
+    for key, at in (("cheap", 3.0), ("dear", 1.0), ("middle", 2.0)):
+        store, _ = release(loaded(store, key, unit(key, 8), now=at), key, at)
+    costs = {"cheap": 1.0, "middle": 2.0, "dear": 3.0}
+    found = reserve(store, "b", "m", [unit("new", 10)], 4.0, lambda u: costs[u.key])
+    assert found is not None
+    assert found.reclaimed == ("cheap", "middle")
+    assert audit(found.store) == []
+
+
+def test_reclaiming_gives_up_the_end_of_a_model_first() -> None:
+    layers = [unit(f"layer{n}", 4, offset=n * 100) for n in range(6)]
+    store, _ = release(loaded(Store.empty(PAGES), "a", *layers), "a", 1.0)
+    found = reserve(store, "b", "other", [unit("new", 6)], 2.0, lambda u: 1.0)
+    assert found is not None
+    assert found.reclaimed == ("layer5", "layer4")
+
+
+def test_a_load_does_not_reclaim_what_it_is_about_to_reuse() -> None:
+    store, _ = release(loaded(Store.empty(PAGES), "a", unit("base", 20)), "a", 1.0)
+    assert reserve(store, "b", "m", [unit("base", 20), unit("more", 5)], 2.0, recency) is None
+    assert missing_bytes(store, [unit("base", 20)]) == 0
+
+
+def test_a_unit_being_filled_is_handed_on_when_its_filler_ends() -> None:
+    store = reserved(Store.empty(PAGES), "a", unit("base", 4)).store
+    found = reserved(store, "b", unit("base", 4))
+    assert found.missing == ()
+    store, handed = release(found.store, "a", 1.0)
+    assert handed == {"b": ("base",)}
+    store, handed = release(store, "b", 2.0)
+    assert (handed, store.units, len(store.free)) == ({}, {}, PAGES)
+
+
+def test_a_borrower_cannot_give_back_what_it_does_not_have() -> None:
+    lent = lend(Store.empty(PAGES), "kv", 2, recency)
+    assert lent is not None
+    with pytest.raises(ValueError, match="does not have pages"):
+        give_back(lent[0], "other", lent[0].lent["kv"])
+
+
+def test_the_audit_finds_each_kind_of_damage() -> None:
+    store = Store(3, units={"u": StoredUnit("u", PAGE_BYTES + 1, (0,), frozenset(), filler="gone")}, lent={"kv": (0, 7)}, free=(1,))
+    assert audit(store) == [
+        "page 0: unit u, lent to kv",
+        "page 7 is beyond the pool's 3",
+        "page 2 is nowhere",
+        f"unit u of {PAGE_BYTES + 1} bytes has 1 pages",
+        "unit u is incomplete, and no holder's run fills it",
+    ]
+
+
+MODELS = {
+    "base": [unit("b0", 3), unit("b1", 2, 100), unit("b2", 4, 200)],
+    "tuned": [unit("b0", 3), unit("b1", 2, 100), unit("t2", 4, 200)],
+    "other": [unit("o0", 5), unit("o1", 5, 100)],
+}
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Random loads, failures, releases and KV caches over a few models that share units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Store.empty(PAGES)
+        self.holders: dict[str, str] = {}
+        self.to_fill: dict[str, set[str]] = {}
+        self.numbers = count()
+        self.now = 0.0
+
+    @rule(model=st.sampled_from(sorted(MODELS)))
+    def reserve(self, model: str) -> None:
+        self.now += 1
+        holder = f"i{next(self.numbers)}"
+        before, units = self.store, MODELS[model]
+        found = reserve(before, holder, model, units, self.now, recency)
+        fits = sum(u.pages for u in units if u.key not in before.units) <= len(before.free) + sum(
+            len(s.pages) for s in before.units.values() if s.is_reusable and s.key not in {u.key for u in units}
+        )
+        assert (found is not None) == fits
+        if found is None:
+            return
+        self.store = found.store
+        self.holders[holder] = model
+        self.to_fill[holder] = {u.key for u in found.missing}
+        assert {u.key for u in found.missing} == {u.key for u in units} - before.units.keys()
+        for key in found.reclaimed:
+            assert before.units[key].is_reusable
+        for key in before.units.keys() & found.store.units.keys():
+            assert before.units[key].pages == found.store.units[key].pages, "no byte moves"
+
+    @precondition(lambda self: any(self.to_fill.values()))
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(sorted(h for h, keys in self.to_fill.items() if keys)))
+        key = data.draw(st.sampled_from(sorted(self.to_fill[holder])))
+        self.to_fill[holder].remove(key)
+        self.store = complete(self.store, [key])
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """An instance ends, or is killed, at any point of its load."""
+        self.now += 1
+        holder = data.draw(st.sampled_from(sorted(self.holders)))
+        del self.holders[holder]
+        orphaned = self.to_fill.pop(holder)
+        self.store, handed = release(self.store, holder, self.now)
+        assert {k for keys in handed.values() for k in keys} == {k for k in orphaned if k in self.store.units}
+        for other, keys in handed.items():
+            self.to_fill[other].update(keys)
+
+    @rule(borrower=st.sampled_from(("kv1", "kv2")), pages=st.integers(1, 6))
+    def lend(self, borrower: str, pages: int) -> None:
+        available = len(self.store.free) + self.store.reusable_pages
+        lent = lend(self.store, borrower, pages, recency)
+        assert (lent is not None) == (pages <= available)
+        if lent is not None:
+            assert lent[0].lent_pages == self.store.lent_pages + pages
+            self.store = lent[0]
+
+    @precondition(lambda self: self.store.lent)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        borrower = data.draw(st.sampled_from(sorted(self.store.lent)))
+        pages = data.draw(st.sets(st.sampled_from(self.store.lent[borrower]), min_size=1))
+        self.store = give_back(self.store, borrower, pages)
+
+    @invariant()
+    def is_conserved(self) -> None:
+        store = self.store
+        assert audit(store) == []
+        assert len(store.free) + store.mapped_pages + store.reusable_pages + store.lent_pages == PAGES
+
+    @invariant()
+    def holders_have_all_their_units(self) -> None:
+        for holder, model in self.holders.items():
+            assert all(holder in self.store.units[u.key].holders for u in MODELS[model])
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

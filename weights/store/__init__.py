@@ -1,0 +1,1 @@
+"""Device memory as a pool of pages with content-addressed units of weights (ADR 0054)."""

@@ -1,0 +1,84 @@
+"""The memory of a separate cpu device (ADR 0054).
+
+Units are copied into pages, and engines map them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+from shared.contracts.segment import Extent
+from shared.mapping import coalesced
+from weights.pool.memory import Hook, PoolMemory
+from weights.store.pages import StoredUnit
+from weights.store.units import PAGE_BYTES
+
+
+class PageMemory:
+    """Pages of one file of shared memory, each without memory until it is first written.
+
+    Methods may be called from several threads, for different pages.
+    """
+
+    def __init__(self, name: str | None, count: int, *, keep: bool = False, on_populated: Hook | None = None) -> None:
+        """Create a file of `count` pages.
+
+        Args:
+            name: Name of the file under /dev/shm; None: without a name, removed with its last
+                mapping.
+            count: Number of pages.
+            keep: Use an existing file unchanged.
+            on_populated: Called with address and length of a page that was populated.
+        """
+        self._pool = PoolMemory(name, count * PAGE_BYTES, chunk_bytes=PAGE_BYTES, keep=keep, on_populated=on_populated)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file, to map extents of."""
+        return self._pool.fd
+
+    def write(self, unit: StoredUnit, offset: int, address: int, nbytes: int) -> None:
+        """Copy `nbytes` from host memory at `address` to `offset` in the unit.
+
+        Raises:
+            ValueError: The range is outside the unit.
+            OSError: Shared memory is full (ENOSPC).
+        """
+        if offset < 0 or nbytes <= 0 or offset + nbytes > unit.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} do not lie in a unit of {unit.nbytes} bytes")
+        while nbytes:
+            page, within = unit.pages[offset // PAGE_BYTES], offset % PAGE_BYTES
+            length = min(nbytes, PAGE_BYTES - within)
+            self._pool.populate(page * PAGE_BYTES, PAGE_BYTES)
+            with self._pool.view(page * PAGE_BYTES + within, length) as view:
+                ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(view)), address, length)
+            offset, address, nbytes = offset + length, address + length, nbytes - length
+
+    def free(self, pages: Iterable[int]) -> int:
+        """Free the memory of pages that no process maps.
+
+        Returns the bytes that the file has less.
+        """
+        return self._pool.punch(pages)
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of memory that the file has."""
+        return self._pool.allocated()
+
+    def mapped_by_others(self) -> dict[int, list[int]]:
+        """Return the pages that other processes map, and these processes."""
+        return self._pool.mapped_by_others()
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Unmap. The file stays, with what it holds, unless `unlink`."""
+        self._pool.close(unlink=unlink)
+
+
+def extents_of(units: Sequence[StoredUnit]) -> tuple[Extent, ...]:
+    """Return the runs of the file that an engine maps, in order, to see one unit after the other.
+
+    Each unit begins on a page of its own (`units.AddressRange`).
+    """
+    pages = (Extent(offset=page * PAGE_BYTES, nbytes=PAGE_BYTES) for unit in units for page in unit.pages)
+    return tuple(coalesced(list(pages)))

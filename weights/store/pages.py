@@ -1,0 +1,240 @@
+"""Track the pages of one device: which unit or borrower has each (ADR 0054).
+
+Only the functions of this module change the store, which has values only. A page is at any time
+
+- free,
+- in one unit: `filling` until its bytes are there, `mapped` while it has holders, else `reusable`,
+- or lent to one borrower, for a KV cache.
+
+A holder or borrower is removed only after it is proved that its process maps nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from weights.store.units import Unit, pages_of
+
+Cost = Callable[["StoredUnit"], float]
+"""Expected cost of having to load a unit again (Tangram Eq. 2)."""
+
+
+@dataclass(frozen=True)
+class StoredUnit:
+    """A unit in the device's memory.
+
+    Attributes:
+        pages: The pages of its bytes, in order.
+        holders: Instances that map it.
+        filler: The holder whose load run copies its bytes; None once all of them are there.
+        model: The model that used it last, to whose expected use its cost refers.
+        offset: Its place in that model's segment: units of a model are reclaimed from the end.
+        used_at: Monotonic seconds of its last reservation or release.
+    """
+
+    key: str
+    nbytes: int
+    pages: tuple[int, ...]
+    holders: frozenset[str]
+    filler: str | None = None
+    model: str = ""
+    offset: int = 0
+    used_at: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.filler is None
+
+    @property
+    def is_reusable(self) -> bool:
+        return self.is_complete and not self.holders
+
+
+@dataclass(frozen=True)
+class Store:
+    """All pages of one device.
+
+    Attributes:
+        count: All pages.
+        units: By key.
+        lent: Pages by borrower.
+        free: Free pages, the next one to take last.
+    """
+
+    count: int
+    units: Mapping[str, StoredUnit] = field(default_factory=dict)
+    lent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    free: tuple[int, ...] = ()
+
+    @classmethod
+    def empty(cls, count: int) -> Store:
+        return cls(count, free=tuple(range(count - 1, -1, -1)))
+
+    @property
+    def mapped_pages(self) -> int:
+        return sum(len(u.pages) for u in self.units.values() if not u.is_reusable)
+
+    @property
+    def reusable_pages(self) -> int:
+        return sum(len(u.pages) for u in self.units.values() if u.is_reusable)
+
+    @property
+    def lent_pages(self) -> int:
+        return sum(map(len, self.lent.values()))
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The result of `reserve`.
+
+    Attributes:
+        store: The changed store.
+        missing: Units that the caller has to fill, in order.
+        reclaimed: Keys of units that were given up for them.
+    """
+
+    store: Store
+    missing: tuple[Unit, ...]
+    reclaimed: tuple[str, ...]
+
+
+def missing_bytes(store: Store, units: Iterable[Unit]) -> int:
+    """Return the bytes of `units` that a load would have to copy, each unit once."""
+    absent = {u.key: u.nbytes for u in units if u.key not in store.units}
+    return sum(absent.values())
+
+
+def reserve(store: Store, holder: str, model: str, units: Sequence[Unit], now: float, cost: Cost) -> Reservation | None:
+    """Give `holder` all of `units`: those in the store as they are, pages for the others.
+
+    Reusable units of least cost are reclaimed as needed. A unit that another holder's run is
+    filling is shared, and is not in `missing`.
+
+    Returns:
+        None if the pages do not suffice; the store is unchanged then.
+    """
+    wanted = {u.key: u for u in units}
+    absent = {k: u for k, u in wanted.items() if k not in store.units}
+    cleared = _reclaim(store, sum(u.pages for u in absent.values()), wanted.keys(), cost)
+    if cleared is None:
+        return None
+    store, reclaimed = cleared
+    free = list(store.free)
+    stored = dict(store.units)
+    for key, unit in wanted.items():
+        if key in absent:
+            pages = tuple(free.pop() for _ in range(unit.pages))
+            stored[key] = StoredUnit(key, unit.nbytes, pages, frozenset({holder}), holder, model, unit.offset, now)
+        else:
+            before = stored[key]
+            stored[key] = replace(before, holders=before.holders | {holder}, model=model, offset=unit.offset, used_at=now)
+    return Reservation(replace(store, units=stored, free=tuple(free)), tuple(absent.values()), reclaimed)
+
+
+def complete(store: Store, keys: Iterable[str]) -> Store:
+    """Mark units whose bytes are all there."""
+    return replace(store, units={**store.units, **{k: replace(store.units[k], filler=None) for k in keys}})
+
+
+def release(store: Store, holder: str, now: float) -> tuple[Store, Mapping[str, tuple[str, ...]]]:
+    """Remove a holder that maps nothing any more.
+
+    Complete units stay, reusable. Incomplete ones are freed, or handed to another of their holders.
+
+    Returns:
+        The changed store, and the keys of units that other holders' runs have to fill now.
+    """
+    stored, free = dict(store.units), list(store.free)
+    handed: dict[str, tuple[str, ...]] = {}
+    for key, unit in store.units.items():
+        if holder not in unit.holders:
+            continue
+        left = unit.holders - {holder}
+        if not left and not unit.is_complete:
+            del stored[key]
+            free += reversed(unit.pages)
+            continue
+        filler = unit.filler
+        if filler == holder:
+            filler = min(left)
+            handed[filler] = (*handed.get(filler, ()), key)
+        stored[key] = replace(unit, holders=left, filler=filler, used_at=now)
+    return replace(store, units=stored, free=tuple(free)), handed
+
+
+def lend(store: Store, borrower: str, pages: int, cost: Cost) -> tuple[Store, tuple[str, ...]] | None:
+    """Lend pages to a KV cache, in addition to what it has; reusable units are reclaimed as needed.
+
+    Returns:
+        The changed store and the keys of reclaimed units; None if the pages do not suffice.
+    """
+    cleared = _reclaim(store, pages, (), cost)
+    if cleared is None:
+        return None
+    store, reclaimed = cleared
+    rest = len(store.free) - pages
+    granted = tuple(reversed(store.free[rest:]))
+    lent = {**store.lent, borrower: (*store.lent.get(borrower, ()), *granted)}
+    return replace(store, lent=lent, free=store.free[:rest]), reclaimed
+
+
+def give_back(store: Store, borrower: str, pages: Iterable[int]) -> Store:
+    """Take pages back from a borrower that unmapped them.
+
+    Raises:
+        ValueError: The borrower does not have one of them.
+    """
+    returned = frozenset(pages)
+    had = store.lent.get(borrower, ())
+    if not returned <= set(had):
+        raise ValueError(f"{borrower} does not have pages {sorted(returned - set(had))}")
+    kept = tuple(p for p in had if p not in returned)
+    lent = {b: p for b, p in store.lent.items() if b != borrower} | ({borrower: kept} if kept else {})
+    return replace(store, lent=lent, free=(*store.free, *sorted(returned, reverse=True)))
+
+
+def _reclaim(store: Store, pages: int, keep: Iterable[str], cost: Cost) -> tuple[Store, tuple[str, ...]] | None:
+    """Free at least `pages` pages; None if that is impossible.
+
+    Units in `keep` are not reclaimed. Of equal cost the least recently used goes first, and of one
+    model the unit nearest to its end: what remains is a prefix.
+    """
+    short = pages - len(store.free)
+    if short <= 0:
+        return store, ()
+    kept = frozenset(keep)
+    candidates = [u for u in store.units.values() if u.is_reusable and u.key not in kept]
+    if sum(len(u.pages) for u in candidates) < short:
+        return None
+    stored, free = dict(store.units), list(store.free)
+    reclaimed = []
+    for unit in sorted(candidates, key=lambda u: (cost(u), u.used_at, u.model, -u.offset)):
+        if len(free) >= pages:
+            break
+        del stored[unit.key]
+        free += reversed(unit.pages)
+        reclaimed.append(unit.key)
+    return replace(store, units=stored, free=tuple(free)), tuple(reclaimed)
+
+
+def audit(store: Store) -> list[str]:
+    """Return the violations of conservation (invariant 12); none in a correct store."""
+    found = []
+    owners: dict[int, list[str]] = {}
+    for owner, pages in (
+        ("free", store.free),
+        *((f"unit {u.key}", u.pages) for u in store.units.values()),
+        *((f"lent to {b}", p) for b, p in store.lent.items()),
+    ):
+        for page in pages:
+            owners.setdefault(page, []).append(owner)
+    found += [f"page {page}: {', '.join(who)}" for page, who in sorted(owners.items()) if len(who) > 1]
+    found += [f"page {page} is beyond the pool's {store.count}" for page in sorted(owners) if not 0 <= page < store.count]
+    found += [f"page {page} is nowhere" for page in range(store.count) if page not in owners]
+    for unit in store.units.values():
+        if len(unit.pages) != pages_of(unit.nbytes):
+            found.append(f"unit {unit.key} of {unit.nbytes} bytes has {len(unit.pages)} pages")
+        if unit.filler is not None and unit.filler not in unit.holders:
+            found.append(f"unit {unit.key} is incomplete, and no holder's run fills it")
+    return found

@@ -1,0 +1,143 @@
+"""Cut a checkpoint into units: what is hashed, shared, reclaimed and mapped (ADR 0054).
+
+A unit is a tensor of at least a page, or neighbours in the order of the file that together reach a
+page. Units tile the tensors of a segment: every tensor is in exactly one unit, tensors that share
+bytes (tied embeddings) are in the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shared.contracts.segment import SegmentTensor
+
+PAGE_BYTES = 2 * 1024 * 1024
+"""The granularity of CUDA's virtual memory management."""
+
+
+def pages_of(nbytes: int) -> int:
+    """Return the number of pages that hold `nbytes`."""
+    return -(-nbytes // PAGE_BYTES)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A range of a segment, with the identity of its content.
+
+    Attributes:
+        key: Equal keys mean equal bytes, tensor by tensor.
+        offset: First byte in the segment.
+        nbytes: Bytes of the range, padding between its tensors included.
+    """
+
+    key: str
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def pages(self) -> int:
+        return pages_of(self.nbytes)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes of the segment that tensors occupy; tensors may overlap."""
+
+    offset: int
+    end: int
+    tensors: tuple[SegmentTensor, ...]
+
+
+def cut_units(tensors: Iterable[SegmentTensor], digests: Mapping[str, str], weights_id: str) -> tuple[Unit, ...]:
+    """Return the units of a segment, in the order of their offsets.
+
+    Args:
+        tensors: The segment's tensors. Tensors without bytes belong to no unit.
+        digests: SHA-256 of a tensor's bytes by its name, as far as they are known.
+        weights_id: Identity of the weights, for units with an unknown digest: these are shared with
+            no other weights.
+    """
+    groups: list[list[_Range]] = []
+    for found in _ranges(tensors):
+        if groups and _size(groups[-1]) < PAGE_BYTES and found.end - found.offset < PAGE_BYTES:
+            groups[-1].append(found)
+        else:
+            groups.append([found])
+    return tuple(_unit(group, digests, weights_id) for group in groups)
+
+
+def _size(group: Sequence[_Range]) -> int:
+    return group[-1].end - group[0].offset
+
+
+def _ranges(tensors: Iterable[SegmentTensor]) -> list[_Range]:
+    """Join tensors that share bytes; order by offset."""
+    found: list[_Range] = []
+    for tensor in sorted((t for t in tensors if t.nbytes), key=lambda t: (t.offset, -t.nbytes, t.name)):
+        end = tensor.offset + tensor.nbytes
+        if found and tensor.offset < found[-1].end:
+            last = found[-1]
+            found[-1] = _Range(last.offset, max(last.end, end), (*last.tensors, tensor))
+        else:
+            found.append(_Range(tensor.offset, end, (tensor,)))
+    return found
+
+
+def _unit(group: Sequence[_Range], digests: Mapping[str, str], weights_id: str) -> Unit:
+    start, nbytes = group[0].offset, _size(group)
+    digest = hashlib.sha256()
+    for tensor in (t for found in group for t in found.tensors):
+        content = digests.get(tensor.name)
+        if content is None:
+            private = hashlib.sha256(f"{weights_id}\0{start}\0{nbytes}".encode()).hexdigest()
+            return Unit(f"private:{private}", start, nbytes)
+        digest.update(f"{tensor.offset - start}\0{tensor.nbytes}\0{content}\n".encode())
+    return Unit(f"sha256:{digest.hexdigest()}", start, nbytes)
+
+
+@dataclass(frozen=True)
+class AddressRange:
+    """The contiguous addresses that an engine maps for some units, each from a page on.
+
+    Attributes:
+        units: In order of their offsets in the segment.
+        starts: Offset of each unit in the range, in bytes.
+        nbytes: Length of the range, whole pages.
+    """
+
+    units: tuple[Unit, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+
+    def place(self, tensor: SegmentTensor) -> int:
+        """Return the offset of a tensor in the range.
+
+        Raises:
+            KeyError: The tensor is in none of the units.
+        """
+        for unit, start in zip(self.units, self.starts, strict=True):
+            if unit.offset <= tensor.offset and tensor.offset + tensor.nbytes <= unit.end:
+                return start + tensor.offset - unit.offset
+        raise KeyError(tensor.name)
+
+
+def address_range(units: Sequence[Unit]) -> AddressRange:
+    """Return the address range of `units`; a unit that appears twice is mapped twice.
+
+    Raises:
+        ValueError: The units overlap or are not in order.
+    """
+    if any(a.end > b.offset for a, b in pairwise(units)):
+        raise ValueError("the units overlap or are not in order")
+    starts, at = [], 0
+    for unit in units:
+        starts.append(at)
+        at += unit.pages * PAGE_BYTES
+    return AddressRange(tuple(units), tuple(starts), at)

@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import machine, median, spread, write
+from shared.ports import free_port
 from thaw.demo.models import make_demo_model
-from thaw.launcher.plan import free_port
 
 PROMPT = "Say something about winter."
 PEER = """

@@ -33,11 +33,11 @@ from bench.fidelity_replay import NAMES, compared, mean_of, measured
 from bench.report import machine
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import LoadTrace, RequestTrace
+from shared.ports import free_port
 from simulator.workloads.request import Request
 from simulator.workloads.synthetic import Synthetic, synthetic
 from thaw.cli.demo import budget_for_two
 from thaw.demo.models import make_demo_model
-from thaw.launcher.plan import free_port
 
 FIRST = "first"
 """A model that is asked for before anything is recorded."""

@@ -35,7 +35,8 @@ from rich.table import Table
 
 from bench.prepared_engine import FREE
 from bench.report import write
-from bench.warm_targets import Processes, free_port, start_nats
+from bench.warm_targets import Processes, start_nats
+from shared.ports import free_port
 
 SEED = 1
 _INTERVAL_S = 0.005

@@ -41,8 +41,8 @@ from rich.table import Table
 from bench.report import median, spread, write
 from bench.suspend_size import beside_the_disk, sizes
 from shared.errors import DeviceMissing
+from shared.ports import free_port
 from thaw.demo.models import make_demo_model
-from thaw.launcher.plan import free_port
 
 MIB = 1 << 20
 DEVICE, PINNED = "device", "pinned_copy_gb_per_s"

@@ -10,7 +10,6 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ import torch
 from bench.loader_case import checksum
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import Unreachable
+from shared.ports import free_port
 from weights.client import Weights, attach
 
 _RANGE_BYTES = 16 * 1024 * 1024
@@ -85,12 +85,6 @@ def web_server(directory: Path) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from thaw.launcher.plan import free_port
+from shared.ports import free_port
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.servers import free_port, wait_for_port
+from shared.ports import free_port
+from tests.support.servers import wait_for_port
 
 _TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 

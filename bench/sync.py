@@ -18,7 +18,8 @@ import nats
 from nats.js import JetStreamContext
 from nats.js.api import PersistMode, StorageType, StreamConfig
 
-from thaw.launcher.plan import free_port, listen_fault
+from shared.ports import free_port
+from thaw.launcher.plan import listen_fault
 from thaw.launcher.servers import nats_program
 
 _BYTES = b"x" * 300

@@ -31,8 +31,8 @@ from rich.table import Table
 from bench.report import median, write
 from services.enginehost.drivers.overlay import plugin_path
 from shared.contracts.loader_socket import loader_socket
+from shared.ports import free_port
 from thaw.demo.models import make_demo_model
-from thaw.launcher.plan import free_port
 from weights.client import attach
 
 CASES = ("auto", "files", "loader", "cached")

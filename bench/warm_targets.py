@@ -21,6 +21,7 @@ import psutil
 import yaml
 
 from bench.prepared_engine import FREE, PACED
+from shared.ports import free_port
 from thaw.launcher.servers import MAX_PAYLOAD, nats_program
 
 DIRECT, THAW, LITELLM = "direct", "thaw", "litellm"
@@ -38,12 +39,6 @@ class Target:
     name: str
     port: int
     processes: dict[str, psutil.Process]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Processes:

@@ -25,13 +25,13 @@ from bench.chaos.load import Served
 from services.nodeagent.suspend.cgroups import hierarchies
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
+from shared.ports import free_port
 from shared.settings import NodeSettings
 from shared.sizing import need_of
 from tests.support.adapters import write_adapter
 from tests.support.launcher import ROOT, Thaw
 from tests.support.mesh import listens, mapped_bytes
 from tests.support.real_engines import WHOLE, directory
-from tests.support.servers import free_port
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 

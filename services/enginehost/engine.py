@@ -27,7 +27,7 @@ from services.enginehost.runtimes.endpoint import (
     choose_process_endpoint,
 )
 from services.enginehost.runtimes.port import Activity, EngineExit, Running
-from services.enginehost.runtimes.process import EngineProcess, free_port
+from services.enginehost.runtimes.process import EngineProcess
 from services.enginehost.runtimes.spare import Spare
 from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart, HostedEngine
@@ -36,6 +36,7 @@ from shared.enginelog import log_tail
 from shared.engines.status_reporter import StatusReporter
 from shared.environment import REFERENCE, referenced
 from shared.errors import EngineFailed, EngineKilled
+from shared.ports import free_port
 from shared.processes import mark_of
 from shared.telemetry.timeline import Timeline
 

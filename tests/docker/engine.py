@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.servers import free_port
+from shared.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("compose/locks", "services", "shared", "simulator", "thaw", "weights")

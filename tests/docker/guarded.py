@@ -13,8 +13,9 @@ import nats
 from nats.aio.client import Client
 
 from shared.messaging.mesh import inbox_prefix
+from shared.ports import free_port
 from tests.docker.engine import ROOT
-from tests.support.servers import free_port, wait_for_port, wheel_script
+from tests.support.servers import wait_for_port, wheel_script
 from thaw.secrets import SERVICES, make_secrets, node_user
 
 COMPOSE = ROOT / "compose"

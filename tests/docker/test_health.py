@@ -19,8 +19,9 @@ from shared.contracts import subjects
 from shared.contracts.admin import ClusterView, ViewCluster
 from shared.contracts.loader import LoaderStatus
 from shared.messaging import Mesh
+from shared.ports import free_port
 from shared.settings import CommonSettings
-from tests.support.servers import NatsServer, free_port
+from tests.support.servers import NatsServer
 
 
 async def health(service: str, **environment: str) -> tuple[int | None, str]:

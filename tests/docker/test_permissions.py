@@ -21,9 +21,9 @@ import pytest
 
 from shared.contracts import subjects
 from shared.contracts.channels import CHANNELS
+from shared.ports import free_port
 from tests.docker.guarded import NODES, Guarded
 from tests.support.launcher import ROOT, until
-from tests.support.servers import free_port
 from thaw.demo.models import make_demo_model
 from thaw.secrets import SERVICES, node_user
 

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from shared.ports import free_port
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
 from tests.support.otlp import OtlpReceiver
-from tests.support.servers import free_port
 
 MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "15"))
 """`make test-long` sets a thousand."""

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
+from shared.ports import free_port
 from tests.support.launcher import Thaw
-from tests.support.servers import free_port
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 

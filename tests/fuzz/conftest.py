@@ -16,9 +16,10 @@ from pydantic import SecretStr
 
 from services.gateway.app import app
 from services.gateway.settings import GatewaySettings
+from shared.ports import free_port
 from shared.telemetry.ids import SystemIds
 from tests.support.fake_engine import FakeNode, card_of
-from tests.support.servers import NatsServer, free_port
+from tests.support.servers import NatsServer
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ import psutil
 
 from services.enginehost.runtimes import reaper
 from shared.contracts.segment import segment_prefix
-from tests.support.servers import free_port
+from shared.ports import free_port
 from thaw.cli.app import main
 from thaw.launcher.processes import MARK
 

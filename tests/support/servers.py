@@ -21,12 +21,7 @@ import httpx
 import psutil
 
 from shared.messaging.bounds import max_file_store
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+from shared.ports import free_port
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None, within: float = 15.0, host: str = "127.0.0.1") -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 import psutil
 
 import thaw
+from shared.ports import free_port
 from thaw.errors import CommandError
 from thaw.launcher.home import Home, write_private
 from thaw.launcher.leftovers import Leftovers, find_leftovers, forget, sweep
 from thaw.launcher.logfiles import tail
-from thaw.launcher.plan import MeshPlan, free_port, listen_fault, read_plan
+from thaw.launcher.plan import MeshPlan, listen_fault, read_plan
 from thaw.launcher.processes import MARK, Identity
 from thaw.launcher.status import MeshStatus, read_status, running_status
 

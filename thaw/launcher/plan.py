@@ -108,12 +108,6 @@ def read_plan(home: Home) -> MeshPlan:
     return MeshPlan.model_validate(stored)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])
-
-
 def listen_fault(host: str, port: int) -> OSError | None:
     """What keeps a server from listening there now; None: nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -10,10 +10,11 @@ import os
 import re
 from dataclasses import dataclass
 
+from shared.ports import free_port
 from thaw.config.load import MeshConfig, NodeConfig, SchedulerConfig
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
-from thaw.launcher.plan import MeshPlan, NodePlan, credentials_of, free_port
+from thaw.launcher.plan import MeshPlan, NodePlan, credentials_of
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8080
 MEMORY_SHARE = 0.7
@@ -89,6 +90,8 @@ def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: in
         if dram is None and len(names) > 1 and "THAW_DRAM_BYTES" not in os.environ:
             dram = int(available_memory * DRAM_SHARE / len(names))
         nodes.append(NodePlan(name=name, devices=devices, dram=dram))
+    nats_port = wanted.mesh.nats_port or free_port(avoid={wanted.port_or_default})
+    postgres_port = wanted.mesh.postgres_port or free_port(avoid={wanted.port_or_default, nats_port})
     return MeshPlan(
         host=wanted.host_or_default,
         port=wanted.port_or_default,
@@ -96,8 +99,8 @@ def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: in
         nodes=tuple(nodes),
         credentials=credentials_of(home, wanted.mesh.admin_key or os.environ.get("THAW_ADMIN_KEY")),
         api_keys=wanted.api_key_hashes,
-        nats_port=wanted.mesh.nats_port or free_port(),
-        postgres_port=wanted.mesh.postgres_port or free_port(),
+        nats_port=nats_port,
+        postgres_port=postgres_port,
         nats_url=os.environ.get("THAW_NATS_URL") or None,
         database_url=os.environ.get("THAW_DATABASE_URL") or None,
         environment=wanted.environment,

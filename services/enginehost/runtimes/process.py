@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,16 +31,6 @@ _SPAWN = Path(spawn.__file__)
 _REAPER = Path(reaper.__file__)
 _REAPER_WITHIN_S = 30.0
 _LEFTOVERS_WITHIN_S = 2.0
-
-
-def free_port(host: str) -> int:
-    """A port that is free now.
-
-    If another process takes it before the engine does, `owns_port` detects that later.
-    """
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])
 
 
 def clean_environment(mark: str, added: Mapping[str, str]) -> dict[str, str]:

@@ -17,8 +17,9 @@ from pydantic import SecretStr
 from services.gateway.app import app
 from services.gateway.settings import GatewaySettings
 from shared.contracts.models import ModelCard
+from shared.ports import free_port
 from tests.support.fake_engine import FakeNode, card_of
-from tests.support.servers import NatsServer, free_port
+from tests.support.servers import NatsServer
 
 CARDS = (
     card_of("alpha", aliases=("a", "org/alpha")),

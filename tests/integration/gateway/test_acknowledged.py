@@ -21,7 +21,8 @@ from nats.js.api import PersistMode
 
 from shared.contracts import subjects
 from shared.messaging.streams import ensure_trace_stream, idempotency_bucket, keys_bucket
-from tests.support.servers import free_port, wait_for_port
+from shared.ports import free_port
+from tests.support.servers import wait_for_port
 from thaw.launcher.home import Home
 from thaw.launcher.plan import Credentials, MeshPlan
 from thaw.launcher.servers import nats_program, write_nats_config

@@ -21,10 +21,11 @@ from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
 from shared.contracts.node import InstanceState
 from shared.errors import Conflict, EngineFailed
+from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.integration.gateway.test_process import answers, spawn
 from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, drain, speak
-from tests.support.servers import NatsServer, free_port
+from tests.support.servers import NatsServer
 
 URL = "/v1/chat/completions"
 TEXT = "".join(WORDS)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import httpx
 
+from shared.ports import free_port
 from tests.integration.gateway.conftest import chat, until
 from tests.support.fake_engine import FakeNode, hang
-from tests.support.servers import NatsServer, free_port
+from tests.support.servers import NatsServer
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 
+from shared.ports import free_port
 from thaw.launcher.listeners import VARIABLE, Listeners
-from thaw.launcher.plan import free_port
 
 SERVER = f"""
 import os, socket

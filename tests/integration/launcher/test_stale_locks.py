@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared.ports import free_port
 from tests.support.launcher import until
 from tests.support.stopping import stop
 from thaw.launcher import stale_locks
 from thaw.launcher.home import Home
-from thaw.launcher.plan import MeshPlan, credentials_of, free_port
+from thaw.launcher.plan import MeshPlan, credentials_of
 from thaw.launcher.servers import locate_postgres, prepare_postgres
 from thaw.launcher.stale_locks import LockFile, remove_stale_locks
 

@@ -16,12 +16,13 @@ import asyncpg
 import httpx
 import pytest
 
+from shared.ports import free_port
 from tests.support.launcher import Thaw
 from tests.support.servers import NatsServer
 from thaw.errors import CommandError
 from thaw.launcher import preflight, unprivileged
 from thaw.launcher.home import Home, write_private
-from thaw.launcher.plan import MeshPlan, credentials_of, free_port
+from thaw.launcher.plan import MeshPlan, credentials_of
 from thaw.launcher.probes import until_ready
 from thaw.launcher.processes import Identity, identify, start_time
 from thaw.launcher.servers import locate_postgres, prepare_postgres

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import CheckpointInvalid, Unavailable
+from shared.ports import free_port
 from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from weights.tiers.http import HttpTier
@@ -34,17 +35,6 @@ class Nginx:
     certificate: Path
 
 
-def free_ports(count: int) -> list[int]:
-    socks = [socket.socket() for _ in range(count)]
-    try:
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
-    finally:
-        for sock in socks:
-            sock.close()
-
-
 @pytest.fixture(scope="module")
 def nginx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
     home = tmp_path_factory.mktemp("nginx")
@@ -56,7 +46,7 @@ def nginx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
         check=True,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    plain, secure = free_ports(2)
+    plain, secure = free_port(), free_port()
     paths = "".join(f"{kind}_temp_path {home}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     (home / "conf").write_text(
         f"{'user root; ' if os.getuid() == 0 else ''}daemon off; worker_processes 1; pid {home}/pid; error_log {home}/error.log; "

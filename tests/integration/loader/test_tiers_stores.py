@@ -22,6 +22,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from shared.errors import CheckpointInvalid, InvalidModel, Unavailable
+from shared.ports import free_port
 from tests.support.sources import inspected, sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from weights.tiers.object_store import ObjectStoreTier
@@ -34,13 +35,6 @@ AZURITE_ACCOUNT = "devstoreaccount1"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Public credentials, the same for every azurite."""
 ANYBODY = {"Authorization": "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def listening(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -14,6 +14,7 @@ from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 from pydantic import SecretStr
 
+from shared import tasks
 from shared.messaging import Mesh, buckets
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.consumers import watching
@@ -89,10 +90,7 @@ async def watched(mesh: Mesh) -> AsyncIterator[RecordedChanges]:
     try:
         yield changes
     finally:
-        # Python 3.11 swallows a cancellation that arrives together with an entry.
-        while not running.done():
-            running.cancel()
-            await asyncio.wait([running], timeout=0.01)
+        await tasks.end(running)
 
 
 async def consumers(mesh: Mesh) -> int:

@@ -27,8 +27,8 @@ from services.nodeagent.settings import NodeagentSettings
 from services.scheduler.app import run as scheduler
 from services.scheduler.settings import SchedulerSettings
 from shared.messaging import Mesh
+from shared.ports import free_port
 from tests.support.launcher import ROOT
-from tests.support.servers import free_port
 
 WITHIN_S = 30.0
 REFUSED = "NATS error"

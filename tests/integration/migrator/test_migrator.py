@@ -8,8 +8,9 @@ import urllib.request
 
 from shared.contracts.migration import LEASE_S
 from shared.messaging.streams import migrations_bucket
+from shared.ports import free_port
 from tests.integration.migrator.conftest import Site
-from tests.support.servers import NatsServer, free_port
+from tests.support.servers import NatsServer
 
 
 async def test_an_instance_is_emptied(site: Site) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from services.gateway.settings import GatewaySettings
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState, NodeStatus
+from shared.ports import free_port
 from tests.integration.gateway.conftest import Served
 from tests.integration.scheduler.conftest import Site
 from tests.support.fake_engine import Behaviour, FakeEngine, speak
 from tests.support.fake_node import FakeInstance, FakeNode
-from tests.support.servers import free_port
 
 
 @dataclass

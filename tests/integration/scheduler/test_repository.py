@@ -18,8 +18,8 @@ from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, M
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.plans import Candidate, PlanRecord
+from shared.ports import free_port
 from tests.support.fake_node import model_info
-from tests.support.servers import free_port
 
 
 def card(name: str) -> ModelCard:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.chaos.balancer import Balancer
-from tests.support.servers import free_port
+from shared.ports import free_port
 
 
 class Echo:

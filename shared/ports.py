@@ -1,0 +1,63 @@
+"""Free TCP ports for servers that this machine starts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST = 20_000
+_EPHEMERAL = 32_768
+# Neighbouring process ids get different ports; nothing picks more than this many at a time.
+_PER_PROCESS = 8
+_calls = itertools.count()
+
+
+def free_port(host: str = "127.0.0.1", avoid: Collection[int] = ()) -> int:
+    """Return a port on which a server can listen now.
+
+    The port is below the ephemeral range: the kernel gives ports of that range to any outgoing
+    connection, so a server that starts there later, or again, can find its port taken. Processes
+    that pick at the same time pick different ports. If no port below the range is free, the kernel
+    picks one.
+
+    Args:
+        host: Address to listen on.
+        avoid: Ports that are promised to other servers.
+
+    Raises:
+        OSError: This machine does not have the address `host`.
+    """
+    ports = range(_FIRST, _first_ephemeral())
+    for _ in ports:
+        port = ports[(os.getpid() * _PER_PROCESS + next(_calls)) % len(ports)]
+        if port not in avoid and _is_free(host, port):
+            return port
+    return _bound(host, 0)
+
+
+def _first_ephemeral() -> int:
+    try:
+        first = int(_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = _EPHEMERAL
+    return max(first, _FIRST + 1)
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        _bound(host, port)
+    except OSError:
+        # Raised again by the last attempt if it is not the port but the host.
+        return False
+    return True
+
+
+def _bound(host: str, port: int) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind((host, port))
+        return int(s.getsockname()[1])

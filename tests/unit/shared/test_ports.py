@@ -1,0 +1,41 @@
+"""Free ports are below the ephemeral range and differ."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from shared import ports
+from shared.ports import free_port
+
+
+def test_ports_are_different_and_not_ephemeral() -> None:
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    picked = [free_port() for _ in range(20)]
+    assert len(set(picked)) == 20
+    assert max(picked) < ephemeral
+
+
+def test_a_port_in_use_or_avoided_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, avoided = free_port(), free_port()
+    monkeypatch.setattr(ports, "_first_ephemeral", lambda: max(taken, avoided) + 1)
+    monkeypatch.setattr(ports, "_FIRST", min(taken, avoided))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", taken))
+        server.listen()
+        for _ in range(30):
+            assert free_port(avoid={avoided}) not in {taken, avoided}
+
+
+def test_without_a_free_port_below_the_range_the_kernel_picks(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = free_port()
+    monkeypatch.setattr(ports, "_FIRST", only)
+    monkeypatch.setattr(ports, "_first_ephemeral", lambda: only + 1)
+    assert free_port(avoid={only}) != only
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(OSError, match="annot assign"):
+        free_port("192.0.2.1")

@@ -45,10 +45,10 @@ class Served:
         self.base = f"{scheme}://127.0.0.1:{settings.gateway_port}"
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(app(settings, self.stop))
-        self.http = httpx.AsyncClient(base_url=self.base, timeout=20, verify=_trust(settings))
+        self.http = httpx.AsyncClient(base_url=self.base, timeout=60, verify=_trust(settings))
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while True:
                 if self.task.done():
                     raise RuntimeError(f"the gateway ended: {self.task.result()}")
@@ -59,7 +59,7 @@ class Served:
 
     async def close(self) -> int:
         self.stop.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             status = await self.task
         await self.http.aclose()
         return status
@@ -113,7 +113,7 @@ async def _listed(served: Served, count: int) -> bool:
     return len((await served.http.get("/v1/models")).json()["data"]) >= count
 
 
-async def until(true: Callable[[], Awaitable[bool]], within: float = 10.0) -> None:
+async def until(true: Callable[[], Awaitable[bool]], within: float = 60.0) -> None:
     async with asyncio.timeout(within):
         while not await true():  # noqa: ASYNC110 - the condition is behind HTTP: there is no event to await
             await asyncio.sleep(0.02)

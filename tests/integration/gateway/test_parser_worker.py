@@ -8,9 +8,15 @@ import signal
 
 import httpx
 import psutil
+import pytest
 
-from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
+from services.gateway.http.parsing.parser_process import ParserProcess
+from services.gateway.http.parsing.parser_worker import Job
+from services.gateway.http.parsing.request_parser import ParsedRequest
+from shared.contracts.base import ErrorBody
+from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
 from tests.support.fake_engine import FakeNode
+from tests.support.stopping import stop
 
 URL = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -33,19 +39,31 @@ async def send_slow(gateway: Served) -> httpx.Response:
     return await gateway.http.post("/v1/completions", content=SLOW, headers=JSON, timeout=60)
 
 
-async def test_a_killed_parser_costs_one_request(node: FakeNode, serve: ServeFn) -> None:
+@pytest.fixture
+def with_worker(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[bytes]:
+    """Receive each body as the gateway gives it to its worker."""
+    bodies = asyncio.Queue[bytes]()
+    exchange = ParserProcess._exchange
+
+    async def observed(self: ParserProcess, worker: asyncio.subprocess.Process, job: Job) -> ParsedRequest | ErrorBody:
+        bodies.put_nowait(job.body)
+        return await exchange(self, worker, job)
+
+    monkeypatch.setattr(ParserProcess, "_exchange", observed)
+    return bodies
+
+
+async def test_a_killed_parser_costs_one_request(node: FakeNode, serve: ServeFn, with_worker: asyncio.Queue[bytes]) -> None:
     await node.engine("alpha")
     async with serve(max_body_values=1_000_000_000, max_prompts=1) as gateway:
         await until_listed(gateway, CARDS)
         assert (await gateway.http.post(URL, json=LARGE)).status_code == 200
+        await with_worker.get()
         (worker,) = workers()
-        before = worker.cpu_times().user
-
-        async def is_parsing() -> bool:
-            return worker.cpu_times().user > before + 0.05
-
+        stop(worker.pid)  # it cannot finish the next body
         killed = asyncio.create_task(send_slow(gateway))
-        await until(is_parsing, within=30)
+        async with asyncio.timeout(60):
+            assert await with_worker.get() == SLOW
         queued = asyncio.create_task(gateway.http.post(URL, json=LARGE, timeout=60))
         small = await gateway.http.post(URL, json=chat())
         os.kill(worker.pid, signal.SIGKILL)

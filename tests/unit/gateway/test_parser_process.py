@@ -39,23 +39,15 @@ async def ready(parsers: ParserProcess) -> int:
     return parsers.pid
 
 
-async def working(parsers: ParserProcess, pid: int, task: asyncio.Task[ParsedRequest]) -> None:
-    """Wait until the worker has used CPU time for a body."""
-    worker = psutil.Process(pid)
-    before = worker.cpu_times().user
+async def parsing(parsers: ParserProcess, body: bytes) -> asyncio.Task[ParsedRequest]:
+    """Give a body to the worker, which is stopped and cannot finish it."""
+    assert parsers.pid is not None
+    stop(parsers.pid)
+    task = asyncio.create_task(ask(parsers, body))
     async with asyncio.timeout(30):
-        while worker.cpu_times().user < before + 0.05:
-            assert not task.done()
+        while not parsers._turn.locked():  # noqa: ASYNC110 - the worker has the body
             await asyncio.sleep(0)
-
-
-def slow(prompts: int = 3_000_000) -> bytes:
-    """Return a body that takes a worker a second or more."""
-    return b'{"model":"one","prompt":[' + b"[1]," * prompts + b"[1]]}"
-
-
-async def ask_slow(parsers: ParserProcess) -> ParsedRequest:
-    return await parsers.parse("completion", slow(), "/v1/completions", "", {"content-type": "application/json"})
+    return task
 
 
 @pytest.fixture
@@ -111,9 +103,8 @@ async def test_errors_are_the_same_from_either_process(parsers: ParserProcess) -
 @pytest.mark.usefixtures("not_here")
 async def test_a_worker_that_is_killed_fails_only_its_own_body(parsers: ParserProcess) -> None:
     pid = await ready(parsers)
-    killed = asyncio.create_task(ask_slow(parsers))
+    killed = await parsing(parsers, chat())
     queued = [asyncio.create_task(ask(parsers, chat(str(n) * LARGE_BYTES))) for n in range(3)]
-    await working(parsers, pid, killed)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(Unavailable, match="Repeat the request"):
         await killed
@@ -126,9 +117,7 @@ async def test_a_worker_that_is_killed_fails_only_its_own_body(parsers: ParserPr
 async def test_a_body_that_takes_too_long_fails_alone(parsers: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = await ready(parsers)
     monkeypatch.setattr(parser_process, "_JOB_S", 0.5)
-    stop(pid)
-    hung = asyncio.create_task(ask(parsers, chat("a" * LARGE_BYTES)))
-    await asyncio.sleep(0)
+    hung = await parsing(parsers, chat("a" * LARGE_BYTES))
     queued = asyncio.create_task(ask(parsers, chat()))
     with pytest.raises(DeadlineExceeded, match="smaller") as caught:
         await hung
@@ -140,8 +129,7 @@ async def test_a_body_that_takes_too_long_fails_alone(parsers: ParserProcess, mo
 
 async def test_after_a_crash_no_large_body_is_parsed_here(parsers: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = await ready(parsers)
-    killed = asyncio.create_task(ask_slow(parsers))
-    await working(parsers, pid, killed)
+    killed = await parsing(parsers, chat())
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(Unavailable):
         await killed
@@ -154,11 +142,7 @@ async def test_after_a_crash_no_large_body_is_parsed_here(parsers: ParserProcess
 
 async def test_a_client_that_leaves_spoils_no_other_body(parsers: ParserProcess) -> None:
     pid = await ready(parsers)
-    stop(pid)
-    leaving = asyncio.create_task(ask(parsers, chat("a" * LARGE_BYTES)))
-    async with asyncio.timeout(20):
-        while not parsers._turn.locked():  # noqa: ASYNC110 - it is with the worker
-            await asyncio.sleep(0)
+    leaving = await parsing(parsers, chat("a" * LARGE_BYTES))
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     assert await ready(parsers) != pid

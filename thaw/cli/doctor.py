@@ -16,7 +16,8 @@ from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.remote_checks import examine_remote
 from thaw.launcher import swap
-from thaw.launcher.checks import Finding, examine
+from thaw.launcher.checks import examine
+from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home
 from thaw.launcher.status import running_status
 from thaw.units import format_size

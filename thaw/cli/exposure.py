@@ -9,7 +9,7 @@ from shared.contracts.keys import KeyList
 from thaw.cli.api import Api
 from thaw.config.load import MeshConfig
 from thaw.errors import CommandError
-from thaw.launcher.checks import Finding
+from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home
 from thaw.launcher.plan import MeshPlan, read_plan
 from thaw.launcher.planning import Wanted

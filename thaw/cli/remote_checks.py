@@ -13,7 +13,7 @@ import httpx
 from shared.contracts.admin import ClusterView
 from thaw.cli.api import Api
 from thaw.errors import CommandError
-from thaw.launcher.checks import Finding
+from thaw.launcher.finding import Finding
 
 _WITHIN = httpx.Timeout(5.0, connect=3.0)
 

@@ -28,12 +28,13 @@ from thaw.launcher.plan import MeshPlan, NodePlan, read_plan
 from thaw.launcher.planning import Wanted, make_plan
 from thaw.launcher.preflight import SERVICES_BYTES, available_memory, check_room
 from thaw.launcher.processes import Identity
+from thaw.launcher.server_checks import check_servers
 from thaw.launcher.status import MeshStatus, running_status
 
 
 @verb
 def up(
-    demo: Annotated[bool, typer.Option("--demo", help="Make three demo models and ask each something.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Create three demo models and send each a request.")] = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave the mesh running in the background.")] = False,
     nodes: Annotated[
         int | None, typer.Option(min=1, max=64, help="Nodes to run on this machine (1, or those of mesh.nodes).")
@@ -134,6 +135,8 @@ def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: C
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _interrupt)
     survives = control.has_survivors(home, plan)
+    if not survives:
+        check_servers(plan)
     supervisor = _launch(home, plan, out, survives=survives)
     try:
         return supervisor, _furnish(home, file, plan, specs, budget, out)
@@ -202,7 +205,9 @@ def _launch(home: Home, plan: MeshPlan, out: Console, *, survives: bool) -> Iden
     try:
         with out.status("starting") as status:
             if not out.is_terminal:
-                out.print("starting NATS, PostgreSQL and the services")
+                own = (("NATS", plan.nats_url), ("PostgreSQL", plan.database_url))
+                started = [name for name, external in own if external is None]
+                out.print(f"starting {', '.join(started)}{' and ' if started else ''}the services")
 
             def report(now: MeshStatus) -> None:
                 for name, service in now.services.items():
@@ -254,8 +259,7 @@ def _stay(home: Home, supervisor: Identity) -> None:
 
 @verb
 def down(as_json: Json = False) -> Document:
-    """Stop the mesh of this machine in order, and clean up whatever is left of it, also after a
-    crash.
+    """Stop the mesh of this machine, and remove what a crash has left of it.
 
     Example: [bold]thaw down[/]
     """

@@ -10,10 +10,8 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -21,25 +19,18 @@ from thaw.errors import CommandError
 from thaw.launcher import servers, swap, unprivileged
 from thaw.launcher.control import check_port
 from thaw.launcher.engine_checks import installed
+from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.leftovers import SHM, find_leftovers
 from thaw.launcher.planning import Wanted
 from thaw.launcher.preflight import SERVICES_BYTES, available_memory, free_disk, free_shared_memory
+from thaw.launcher.server_checks import check_nats, check_postgres
 from thaw.launcher.status import running_status
 from thaw.units import format_size
 
 GIB = 1024**3
 CHECKPOINT_DRIVER = 570
 """The first major version of the NVIDIA driver that has checkpoint calls."""
-_CONNECT_S = 3.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    subject: str
-    level: Literal["ok", "warn", "fail"]
-    text: str
-    remedy: str = ""
 
 
 def examine(home: Home) -> Iterator[Finding]:
@@ -55,8 +46,8 @@ def examine(home: Home) -> Iterator[Finding]:
     nats_url = os.environ.get("THAW_NATS_URL") or (endpoints or {}).get("nats_url")
     database_url = os.environ.get("THAW_DATABASE_URL") or (endpoints or {}).get("database_url")
     yield _port(home)
-    yield asyncio.run(_nats(str(nats_url))) if nats_url else _own_nats()
-    yield asyncio.run(_postgres(str(database_url))) if database_url else _own_postgres(home)
+    yield asyncio.run(check_nats(str(nats_url))) if nats_url else _own_nats()
+    yield asyncio.run(check_postgres(str(database_url))) if database_url else _own_postgres(home)
     yield from _leftovers(home)
 
 
@@ -206,60 +197,6 @@ def _own_nats() -> Finding:
         return Finding("nats", "fail", e.what, e.remedy)
 
 
-async def _nats(url: str) -> Finding:
-    import nats
-    from nats.errors import Error
-    from nats.js.errors import Error as JetStreamError
-
-    from shared.messaging.mesh import requires_tls
-
-    place = _without_secrets(url)
-    errors: list[Exception] = []
-
-    async def note(error: Exception) -> None:
-        errors.append(error)
-
-    try:
-        client = await nats.connect(
-            url.split(","),
-            connect_timeout=_CONNECT_S,
-            allow_reconnect=False,
-            max_reconnect_attempts=1,
-            error_cb=note,
-            tls_handshake_first=requires_tls(url.split(",")),
-        )
-    except (Error, OSError, TimeoutError) as e:
-        why = errors[0] if errors else e
-        return Finding(
-            "nats",
-            "fail",
-            f"{place} does not answer: {str(why) or type(why).__name__}",
-            "Start it, or correct THAW_NATS_URL and its credentials.",
-        )
-    try:
-        limit = client.max_payload
-        try:
-            await client.jetstream().account_info()
-        except (JetStreamError, Error, TimeoutError):
-            return Finding(
-                "nats", "fail", f"{place} has no JetStream", "Thaw keeps its catalogue and traces there: run nats-server with -js."
-            )
-    finally:
-        await client.close()
-    if limit < 1024 * 1024:
-        return Finding(
-            "nats",
-            "fail",
-            f"{place} takes messages up to {format_size(limit)} only",
-            "Set max_payload to 1MB at least, 8MB better.",
-        )
-    if limit < 8 * 1000 * 1000:
-        return Finding(
-            "nats", "warn", f"{place} takes messages up to {format_size(limit)}", "Long prompts need more: set max_payload to 8MB."
-        )
-    return Finding("nats", "ok", f"{place}, JetStream on, messages up to {format_size(limit)}")
-
-
 def _own_postgres(home: Home) -> Finding:
     try:
         postgres = servers.locate_postgres(home)
@@ -272,32 +209,6 @@ def _own_postgres(home: Home) -> Finding:
     return Finding(
         "postgres", "warn", f"user namespaces are refused; as root it would run as nobody, with its data in {postgres.data}"
     )
-
-
-async def _postgres(url: str) -> Finding:
-    import asyncpg
-
-    place = _without_secrets(url)
-    try:
-        connection = await asyncpg.connect(url.replace("+asyncpg", ""), timeout=_CONNECT_S, target_session_attrs="read-write")
-    except (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError) as e:
-        remedy = "Correct the user, password and database of THAW_DATABASE_URL."
-        return Finding("postgres", "fail", f"{place} runs but refuses the login: {e}", remedy)
-    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.TargetServerAttributeNotMatched, ValueError) as e:
-        remedy = "Start it, or correct THAW_DATABASE_URL and its credentials."
-        return Finding("postgres", "fail", f"{place} does not answer: {str(e) or type(e).__name__}", remedy)
-    try:
-        version = connection.get_server_version()
-    finally:
-        await connection.close()
-    if version.major < 14:
-        return Finding("postgres", "fail", f"{place} is PostgreSQL {version.major}", "Thaw needs 14 or later.")
-    return Finding("postgres", "ok", f"{place}, PostgreSQL {version.major}.{version.minor}")
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url.split(",")[0])
-    return f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
 
 
 def _leftovers(home: Home) -> Iterator[Finding]:

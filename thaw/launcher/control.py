@@ -228,7 +228,7 @@ def check_crashes(home: Home, status: MeshStatus) -> None:
 
 
 def _last_words(home: Home, service: str) -> str:
-    lines = [line for line in tail(home.log(service), 20) if line.strip()]
+    lines = [words for line in tail(home.log(service), 20) if (words := line.strip(" |+-"))]  # an exception group's frame
     return lines[-1][:400] if lines else "it left no log"
 
 

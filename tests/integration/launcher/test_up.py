@@ -167,6 +167,29 @@ def test_external_servers_are_used_and_the_endpoint_may_speak_https(thaw: Thaw, 
     assert findings["nats"]["level"] == findings["postgres"]["level"] == "ok"
 
 
+def test_an_external_server_that_cannot_be_used_is_named_at_once(thaw: Thaw, database_url: str) -> None:
+    port = free_port()
+    guarded = NatsServer(config='authorization { user: "thaw", password: "right" }')
+    try:
+        for variable, url, words, remedy in (
+            ("THAW_NATS_URL", f"nats://127.0.0.1:{port}", f"NATS: 127.0.0.1:{port} does not answer", "THAW_NATS_URL"),
+            ("THAW_NATS_URL", f"nats://thaw:wrong@127.0.0.1:{guarded.port}", "runs but refuses the login", "credentials"),
+            ("THAW_DATABASE_URL", f"{database_url}_not", "runs but refuses the login", "THAW_DATABASE_URL"),
+            ("THAW_DATABASE_URL", f"postgresql://thaw:wrong@127.0.0.1:{port}/thaw", "does not answer", "THAW_DATABASE_URL"),
+            ("THAW_DATABASE_URL", "mysql://thaw:wrong@127.0.0.1/thaw", "cannot be read", "postgresql://user"),
+        ):
+            thaw.environment[variable] = url
+            error = thaw.error("up", "--detach", "--port", str(thaw.port))
+            del thaw.environment[variable]
+            assert error["code"] == "server_unusable"
+            assert words in error["message"]
+            assert "wrong" not in error["message"]
+            assert remedy in error["remedy"]
+    finally:
+        guarded.close()
+    assert not (thaw.home / "run" / "supervisor.json").exists()
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: an ordinary user runs PostgreSQL as it is")
 @pytest.mark.parametrize("namespaces", [True, False])

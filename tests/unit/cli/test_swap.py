@@ -10,7 +10,7 @@ import pytest
 
 from thaw.errors import CommandError
 from thaw.launcher import checks, swap
-from thaw.launcher.checks import Finding
+from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home
 
 

@@ -1,0 +1,14 @@
+"""What a check of `thaw doctor` found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    level: Literal["ok", "warn", "fail"]
+    text: str
+    remedy: str = ""

@@ -173,12 +173,3 @@ async def _broadcast(mesh: Mesh, loader: Loader, sharing: Sharing, subject: str)
         await asyncio.sleep(_BETWEEN_STATUSES_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(loader.changed.wait(), STATUS_INTERVAL_S - _BETWEEN_STATUSES_S)
-
-
-async def _first(*events: asyncio.Event) -> None:
-    waits = [asyncio.create_task(e.wait(), name="wait") for e in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for w in waits:
-            w.cancel()

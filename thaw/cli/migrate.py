@@ -22,15 +22,18 @@ from thaw.errors import CommandError
 @verb
 def migrate(
     what: Annotated[
-        str, typer.Argument(help="An instance's id, as `thaw ps` shows it, or a request's (the x-request-id of its answer).")
+        str,
+        typer.Argument(
+            help="A request's id (the x-request-id of its answer), or an instance's, as `thaw ps` shows it.", metavar="REQUEST"
+        ),
     ],
     to: Annotated[
         str | None, typer.Option("--to", help="Node, or NODE:DEVICE, e.g. node-1:cpu:0; the scheduler chooses by default.")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the end.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the migration to end.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Move a running request, or everything that an instance serves, to another node.
+    """Move a running request, or all requests of an instance, to another node.
 
     Example: [bold]thaw migrate i-100000002 --to node-1[/]
     """
@@ -39,6 +42,8 @@ def migrate(
     if to is not None and not node:
         raise CommandError(f"--to {to} names no node.", "Write NODE or NODE:DEVICE.", code="bad_target")
     is_instance = _is_instance(api.cluster(), what)
+    if not is_instance and what.startswith("i-"):
+        raise CommandError(f"No instance {what!r} is running now.", "`thaw ps` lists the instances.", code="not_found")
     try:
         records = api.migrate(what, is_instance=is_instance, node=node or None, device=device or None, wait=not detach)
     except CommandError as e:

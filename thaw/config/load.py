@@ -261,8 +261,10 @@ class _Check:
         try:
             directory = (self._directory / Path(os.path.expandvars(source)).expanduser()).resolve()
             if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
-                what = "is a file, not a directory or .gguf file" if directory.is_file() else None
-                fault = f"{directory} {what}" if what else f"there is no directory {directory}"
+                kind = "file" if directory.suffix == ".gguf" and not directory.exists() else "directory"
+                fault = f"there is no {kind} {directory}"
+                if directory.is_file():
+                    fault = f"{directory} is a file, not a directory or .gguf file"
                 self._tree.fault((*path, "source"), f"given {source!r}; {fault}")
         except (OSError, RuntimeError) as e:  # no access on the way to it, a name too long, an unknown user's home
             self._tree.fault((*path, "source"), f"given {source!r}, which cannot be looked at ({e})")

@@ -32,6 +32,8 @@ TOKENIZERS = (
     {"sentencepiece.bpe.model"},
 )
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_OTHER_SUFFIXES = (".json", ".gguf", ".jinja", ".md", ".txt", ".yaml")
+"""Of files that a person may name in place of the weights beside them."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ def open_path(path: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
         return open_checkpoint(path, rank, ranks)
     if path.name.endswith(TORCH_SUFFIXES):
         raise CheckpointInvalid(f"{path} is a PyTorch file (pickles are never loaded as they are): thaw convert {path} DST")
+    if path.suffix in _OTHER_SUFFIXES:
+        raise CheckpointInvalid(f"{path} is not a weights file; name its directory {path.parent} or a .safetensors file")
     return Checkpoint(path.parent, check_files(None, (_open_file(path),), str(path.parent)))
 
 

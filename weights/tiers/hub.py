@@ -58,7 +58,7 @@ def open_hub(source: str, backoff: Backoff | None = None) -> Tier:
             return cached
         if offline():
             raise Unavailable(
-                f"{source} is not (whole) in the local cache and HF_HUB_OFFLINE is set: unset it or download it first"
+                f"{source} is not complete in the local cache, and HF_HUB_OFFLINE is set: unset it or download the model first"
             )
     try:
         commit, listing = _ask(repo, revision)
@@ -181,7 +181,7 @@ def _typed(repo: str, revision: str | None) -> Iterator[None]:
         raise _http_error(where, e) from e
     except (httpx2.HTTPError, OSError) as e:
         raise Unavailable(
-            f"{where} is not (whole) in the local cache and the hub cannot be reached ({type(e).__name__}): check network, proxy and "
+            f"{where} is not complete in the local cache, and the hub cannot be reached ({type(e).__name__}): check network, proxy and "
             "HF_ENDPOINT",
             should_retry=True,
         ) from e

@@ -87,6 +87,11 @@ models:
     assert file.models[0].engine_args["adapter_cache_bytes"] == 2**30
 
 
+def test_a_missing_gguf_file_is_called_a_file(tmp_path: Path) -> None:
+    errors = lines(tmp_path, "models:\n  - {name: a, source: ./a.gguf, engine: llamacpp}\n")
+    assert errors[0].endswith(f"there is no file {tmp_path}/a.gguf")
+
+
 def test_faults_of_adapters_have_their_place(tmp_path: Path) -> None:
     errors = lines(
         tmp_path,

@@ -47,6 +47,7 @@ def test_for_people_and_checked_again_later(tmp_path: Path, capsys: pytest.Captu
     ("arguments", "status", "code", "expected"),
     [
         (["missing", "out"], 1, "checkpoint_invalid", "does not exist"),
+        (["m/tokenizer.json", "out"], 1, "checkpoint_invalid", "is not a weights file; name its directory"),
         (["m", "m"], 1, "conflict", "is there already"),
         (["m", "/proc/out"], 1, "unavailable", "No directory can be made in /proc"),
         (["m", "missing/out"], 1, "unavailable", "missing does not exist; make it first"),

@@ -38,6 +38,13 @@ def test_a_bad_path_is_a_typed_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(tmp_path) in error["message"]
 
 
+def test_a_file_beside_the_weights_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path)
+    assert main(["load", str(tmp_path / "config.json"), "--json"]) == 1
+    message = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert message == f"{tmp_path}/config.json is not a weights file; name its directory {tmp_path} or a .safetensors file"
+
+
 def test_a_place_of_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "ftp://host/m", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["message"].startswith(

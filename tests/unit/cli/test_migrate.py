@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 
+import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from shared.contracts.admin import ClusterView
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
+from thaw.cli import migrate as verbs
+from thaw.cli.app import app
 from thaw.cli.listing import show_migrations, summary
 from thaw.cli.migrate import concerning, describe, show_moves
 
@@ -49,6 +55,21 @@ def test_one_line_describes_the_outcome() -> None:
     assert "nothing \\[there]" in describe(failed)
     given_up = DONE.model_copy(update={"state": "given_up", "requests": (MovedRequest(request_id="q-1", reason="it was over"),)})
     assert describe(given_up).endswith("it was over")
+
+
+def test_an_unknown_instance_is_not_called_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Empty:
+        @classmethod
+        def find(cls) -> Empty:
+            return cls()
+
+        def cluster(self) -> ClusterView:
+            return ClusterView(scheduler="s", epoch=1)
+
+    monkeypatch.setattr(verbs, "Api", Empty)
+    result = CliRunner().invoke(app, ["migrate", "i-5", "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.output)["error"]["message"] == "No instance 'i-5' is running now."
 
 
 def test_those_under_way_are_listed_and_the_others_summed_up() -> None:

@@ -172,7 +172,7 @@ class ModelOptions(Strict):
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Options of the engine, as it names them.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model's files contain.")
     memory: int | None = Field(
-        default=None, gt=0, description="Bytes of its device that one instance needs; by default reckoned from the model's files."
+        default=None, gt=0, description="Bytes of its device that one instance needs; by default computed from the model's files."
     )
     command: tuple[str, ...] = Field(
         default=(),

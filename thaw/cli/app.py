@@ -20,36 +20,36 @@ COMMANDS = (
         "up",
         "Start the mesh on this machine: NATS, PostgreSQL, gateway, scheduler, and a nodeagent with a loader for each node.",
     ),
-    Entry("down", "up", "down", "Stop the mesh of this machine in order, and clean up whatever is left of it, also after a crash."),
+    Entry("down", "up", "down", "Stop the mesh of this machine, and remove what a crash has left of it."),
     Entry(
         "ps",
         "ps",
         "ps",
-        "Show models, instances, devices, memory, state, idle time; and requests on their way to another instance.",
+        "Show models, instances, devices, memory and migrations.",
     ),
     Entry("models", "models", "app", "Models: register, list, show, remove."),
-    Entry("keys", "keys", "app", "API keys of the endpoint: make one, list them, revoke one."),
-    Entry("wake", "wake", "wake", "Make a model ready on a device, and wait until it is."),
-    Entry("sleep", "wake", "sleep", "Have a model leave its devices; running requests finish first."),
-    Entry("chat", "chat", "chat", "Chat with a model; a sleeping one is woken."),
+    Entry("keys", "keys", "app", "API keys: add, list, revoke."),
+    Entry("wake", "wake", "wake", "Start or resume a model, and wait until it is ready."),
+    Entry("sleep", "wake", "sleep", "Free a model's devices after its running requests."),
+    Entry("chat", "chat", "chat", "Chat with a model; it is started or resumed first if necessary."),
     Entry(
         "trace",
         "trace",
         "trace",
-        "Draw the waterfall of a request, and of the model load that it waited for; and how it moved between engines.",
+        "Draw the phases of a request's time to the first token, its model's load and its hand-overs.",
     ),
     Entry(
         "explain",
         "explain",
         "explain",
-        "Explain a placement decision: what was chosen, what was considered, why, and the result.",
+        "Explain a placement decision: the chosen device, the cost of every option, and the outcome.",
     ),
-    Entry("migrate", "migrate", "migrate", "Move a running request, or everything that an instance serves, to another node."),
+    Entry("migrate", "migrate", "migrate", "Move a running request, or all requests of an instance, to another node."),
     Entry(
         "logs",
         "logs",
         "logs",
-        "Show the log of a service (of every node, if it has several), or of an engine by its instance's id.",
+        "Show the log of a service, or of an engine by its instance's id.",
     ),
     Entry(
         "convert",
@@ -58,14 +58,14 @@ COMMANDS = (
         "Convert a checkpoint into aligned, hashed partitions that load straight into memory. Pickles are not executed.",
     ),
     Entry("import", "importing", "app", "Write a thaw.yaml from the configuration of another server."),
-    Entry("load", "load", "load", "Time one load of a checkpoint into memory; the memory is given back."),
+    Entry("load", "load", "load", "Time one load of a checkpoint into memory, and free the memory."),
     Entry(
         "simulate",
         "simulate",
         "simulate",
-        "Simulate a cluster: scheduling policies on devices, links and requests that exist in time only.",
+        "Simulate scheduling policies on a cluster's nodes, models and requests.",
     ),
-    Entry("node", "node", "app", "Nodes: list them, keep new instances off one, empty one."),
+    Entry("node", "node", "app", "Nodes: list, cordon, uncordon, drain."),
     Entry(
         "doctor",
         "doctor",
@@ -79,8 +79,8 @@ COMMANDS = (
 app = typer.Typer(
     name="thaw",
     cls=group_of(COMMANDS),
-    help="Many LLMs on few devices: an idle model costs no device memory, and a request wakes it.",
-    epilog="Start with `thaw up --demo`; every command explains itself with --help and prints JSON with --json.",
+    help="Serve many LLMs on few devices: an idle model uses no device memory, and a request starts or resumes it.",
+    epilog="Start with `thaw up --demo`. Every command has an example in its --help, and prints JSON with --json.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -97,7 +97,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -21,14 +21,14 @@ from thaw.units import format_duration
 def chat(
     model: Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="MODEL")],
     prompt: Annotated[
-        str | None, typer.Argument(help="What to say; without it, a conversation (Ctrl-D ends it).", metavar="PROMPT")
+        str | None, typer.Argument(help="The message; without it, a conversation (Ctrl-D ends it).", metavar="PROMPT")
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the answer at most.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: greedy.")] = None,
     as_json: Json = False,
 ) -> Document | None:
-    """Chat with a model; a sleeping one is woken.
+    """Chat with a model; it is started or resumed first if necessary.
 
     Example: [bold]thaw chat demo-60m "Hello"[/]
     """

@@ -30,12 +30,13 @@ def convert(
         typer.Argument(help="A model or LoRA adapter directory, or one .safetensors, .bin or .pt file.", metavar="SRC"),
     ],
     destination: Annotated[
-        Path | None, typer.Argument(help="The directory to make. Left out with --verify: check the converted SRC.", metavar="[DST]")
+        Path | None,
+        typer.Argument(help="The directory to create; omit it with --verify to check a converted SRC.", metavar="[DST]"),
     ] = None,
     tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, max=1024, help="Divide the weights for so many devices.", metavar="N")
+        int, typer.Option("--tensor-parallel", min=1, max=1024, help="Number of devices to divide the weights for.", metavar="N")
     ] = 1,
-    verify: Annotated[bool, typer.Option("--verify", help="Read what was written, and compare every tensor's hash.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the result again, and compare every tensor's hash.")] = False,
     as_json: Json = False,
 ) -> Document:
     """Convert a checkpoint into aligned, hashed partitions that load straight into memory. Pickles

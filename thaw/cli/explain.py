@@ -29,11 +29,12 @@ def explain(
         str, typer.Argument(help="A model, a request's id (the x-request-id of its answer), or a plan.", metavar="SUBJECT")
     ],
     what_if: Annotated[
-        list[str] | None, typer.Option("--what-if", help=f"Suppose another cluster; nothing is done: {_FORMS}.", metavar="CHANGE")
+        list[str] | None,
+        typer.Option("--what-if", help=f"Explain for a changed cluster, without acting:  {_FORMS}.", metavar="CHANGE"),
     ] = None,
     as_json: Json = False,
 ) -> Document:
-    """Explain a placement decision: what was chosen, what was considered, why, and the result.
+    """Explain a placement decision: the chosen device, the cost of every option, and the outcome.
 
     Examples:
     [bold]thaw explain demo-250m[/]

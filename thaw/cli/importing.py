@@ -33,9 +33,7 @@ def llama_swap(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            "--memory", help="What one instance needs of its device, for models whose files Thaw does not read.", metavar="SIZE"
-        ),
+        typer.Option("--memory", help="Device memory of one instance, for models whose files Thaw does not read.", metavar="SIZE"),
     ] = None,
     as_json: Json = False,
 ) -> Document:

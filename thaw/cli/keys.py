@@ -17,8 +17,8 @@ from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
 
-app = typer.Typer(help="API keys of the endpoint: make one, list them, revoke one.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="Name of the key: who or what it is for.", metavar="NAME")]
+app = typer.Typer(help="API keys: add, list, revoke.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name of the key, for example its user.", metavar="NAME")]
 
 
 @app.command()
@@ -28,8 +28,8 @@ def add(
     admin: Annotated[bool, typer.Option("--admin", help="For the admin API instead of inference.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Make an API key and show it, this once. With the first one, inference (or the admin API)
-    needs a key.
+    """Add an API key and show it once. As soon as a key exists, inference (or the admin API) needs
+    one.
 
     Example: [bold]thaw keys add alice[/]
     """
@@ -77,7 +77,7 @@ def list_keys(as_json: Json = False) -> Document:
 @app.command()
 @verb
 def revoke(name: Name, as_json: Json = False) -> Document:
-    """Make an API key invalid, at once and on every gateway.
+    """Revoke an API key at once, on every gateway.
 
     Example: [bold]thaw keys revoke alice[/]
     """

@@ -39,7 +39,7 @@ def load(
     report: Annotated[bool, typer.Option("--report", help="Show the bandwidth of each stage too.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Time one load of a checkpoint into memory; the memory is given back.
+    """Time one load of a checkpoint into memory, and free the memory.
 
     Files in the page cache are copied from there; bytes from a URL are not kept on the disk.
 

@@ -36,12 +36,11 @@ def logs(
             metavar="SERVICE",
         ),
     ],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue as lines are written.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log as it grows.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Number of last lines.")] = 50,
     as_json: Json = False,
 ) -> Document | None:
-    """Show the log of a service (of every node, if it has several), or of an engine by its
-    instance's id.
+    """Show the log of a service, or of an engine by its instance's id.
 
     Example: [bold]thaw logs nodeagent -f[/]
     """

@@ -26,13 +26,15 @@ from thaw.errors import CommandError
 from thaw.units import format_size, parse_duration, parse_size, written_duration
 
 app = typer.Typer(help="Models: register, list, show, remove.", no_args_is_help=True)
+_FIRST = ("name", "source", "aliases", "base")
+"""Options that `thaw models show` shows before the others."""
 Name = Annotated[str, typer.Argument(help="Name or alias of a model.", metavar="MODEL")]
 
 
 @app.command()
 @verb
 def add(
-    name: Annotated[str | None, typer.Argument(help="What requests will call it.", metavar="NAME")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of the model in requests.", metavar="NAME")] = None,
     source: Annotated[
         str | None,
         typer.Argument(
@@ -51,9 +53,7 @@ def add(
     priority: Annotated[int | None, typer.Option(help="-100 to 100; higher is served first.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")] = False,
     engine: Annotated[str | None, typer.Option(help="Served by vllm, llamacpp, … instead of the built-in engine.")] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="What an instance needs of its device, e.g. 6GiB (reckoned by default).")
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Device memory of one instance, e.g. 6GiB (computed by default).")] = None,
     base: Annotated[str | None, typer.Option(help="It is a LoRA adapter of this model (SOURCE in PEFT's layout).")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Change the source of a registered model.")] = False,
     as_json: Json = False,
@@ -242,8 +242,7 @@ def list_models(as_json: Json = False) -> Document:
 @app.command()
 @verb
 def show(model: Name, as_json: Json = False) -> Document:
-    """Show all there is to know of a model: how it is registered, what its files say, what it
-    needs.
+    """Show a model's options, its files and the memory that it needs.
 
     Example: [bold]thaw models show demo-60m[/]
     """
@@ -255,21 +254,24 @@ def show(model: Name, as_json: Json = False) -> Document:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     spec = card.spec.model_dump(mode="json") | {"source": card.spec.public_source}
-    for group in (spec, card.info.model_dump(mode="json", exclude={"source", "modules"})):
+    info = card.info.model_dump(mode="json", exclude={"source", "modules"})
+    for title, group in (("options", {k: spec[k] for k in _FIRST} | spec), ("from its files", info)):
+        table.add_row(f"[bold]{title}[/]")
         for key, value in group.items():
-            table.add_row(key, escape(option_text(value, key)))
+            table.add_row(f"  {key}", escape(option_text(value, key)))
+    table.add_row("[bold]in the mesh[/]")
     if adapters := [v.card.name for v in views if v.card.spec.base == card.name]:
-        table.add_row("adapters", ", ".join(adapters))
+        table.add_row("  adapters", ", ".join(adapters))
     table.add_row(
-        "needs",
+        "  needs",
         f"its base's memory, {format_size(card.info.weights_bytes)} of it"
         if card.spec.base is not None
         else f"{format_size(need.total)}: weights {format_size(need.weights)}, KV {format_size(need.kv)}, "
         f"runtime {format_size(need.runtime)}, converted {format_size(need.converted)}",
     )
-    table.add_row("generation", str(card.generation))
+    table.add_row("  generation", str(card.generation))
     if view.error:
-        table.add_row("last error", f"[red]{escape(view.error)}[/]")
+        table.add_row("  last error", f"[red]{escape(view.error)}[/]")
     out.print(table)
     return {**view.model_dump(mode="json"), "needs": {**vars(need), "total": need.total}}
 

@@ -15,7 +15,7 @@ from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.units import format_size
 
-app = typer.Typer(help="Nodes: list them, keep new instances off one, empty one.", no_args_is_help=True)
+app = typer.Typer(help="Nodes: list, cordon, uncordon, drain.", no_args_is_help=True)
 _LOOK_S = 0.25
 Node = Annotated[str, typer.Argument(help="Name of a node, as `thaw node list` shows it.", metavar="NODE")]
 
@@ -60,7 +60,7 @@ def cordon(node: Node, as_json: Json = False) -> Document:
 @app.command()
 @verb
 def uncordon(node: Node, as_json: Json = False) -> Document:
-    """Let a node take instances again.
+    """Allow new instances on a node again.
 
     Example: [bold]thaw node uncordon node-1[/]
     """
@@ -75,8 +75,7 @@ def drain(
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Empty a node: what it serves moves to other nodes, and what cannot move may finish within the
-    scheduler's drain_timeout.
+    """Empty a node: its requests move to other nodes, or finish within drain_timeout.
 
     Example: [bold]thaw node drain node-1[/]
     """

@@ -8,6 +8,7 @@ False); 2: bad usage.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -70,4 +71,14 @@ def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
         if document is not None and document.get("ok") is False:
             raise typer.Exit(1)
 
+    run.__doc__ = help_of(inspect.getdoc(function) or "")
     return run
+
+
+def help_of(docstring: str) -> str:
+    """Return a command's help: paragraphs without line breaks, and examples on lines of their own.
+
+    typer keeps a docstring's line breaks, which are too wide for a terminal of 80 columns.
+    """
+    paragraphs = docstring.split("\n\n")
+    return "\n\n".join(p if p.startswith("Example") else " ".join(p.split()) for p in paragraphs)

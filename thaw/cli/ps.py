@@ -44,8 +44,7 @@ _MORE_IN_USE = (
 
 @verb
 def ps(as_json: Json = False) -> Document:
-    """Show models, instances, devices, memory, state, idle time; and requests on their way to
-    another instance.
+    """Show models, instances, devices, memory and migrations.
 
     Example: [bold]thaw ps[/]
     """

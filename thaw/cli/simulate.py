@@ -47,11 +47,11 @@ def simulate(
     from_mesh: Annotated[
         bool,
         typer.Option(
-            "--from-mesh", help="Take the nodes, the models and the recorded requests of the running mesh in place of these files."
+            "--from-mesh", help="Simulate the nodes, models and recorded requests of the running mesh instead of these files."
         ),
     ] = False,
     keep: Annotated[
-        Path | None, typer.Option(help="With --from-mesh: keep the files that it makes there, to change them.", metavar="DIR")
+        Path | None, typer.Option(help="With --from-mesh: keep the generated files in this directory.", metavar="DIR")
     ] = None,
     workload: Annotated[
         Workload | None,
@@ -63,16 +63,16 @@ def simulate(
     policy: Annotated[
         str, typer.Option(help="Policies by name, comma-separated; a wrong one lists them all.", metavar="A,B,C")
     ] = "thaw",
-    seeds: Annotated[int, typer.Option(min=1, help="So many runs of each policy, with the seeds 0, 1 ...")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, with the seeds 0, 1, …")] = 1,
     mesh: Annotated[
         bool,
-        typer.Option(
-            "--mesh", help="The live scheduler's whole decision loop, its state and the mesh's messages, on the same machines."
-        ),
+        typer.Option("--mesh", help="Simulate the live scheduler's loop, state and messages too."),
     ] = False,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write all figures there; -: print them.", metavar="PATH")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file; -: print them.", metavar="PATH")
+    ] = None,
     plots: Annotated[
-        Path | None, typer.Option(help="Draw distributions and bars there (needs thaw-mesh\\[plots]).", metavar="DIR")
+        Path | None, typer.Option(help="Draw distributions and bars in this directory (needs thaw-mesh\\[plots]).", metavar="DIR")
     ] = None,
     trace: Annotated[
         Path | None,
@@ -82,16 +82,14 @@ def simulate(
             rich_help_panel=_TRACES,
         ),
     ] = None,
-    speed: Annotated[float, typer.Option(help="Replay so many times as fast.", rich_help_panel=_TRACES)] = 1.0,
+    speed: Annotated[float, typer.Option(help="Speed of the replay: 2 is twice as fast.", rich_help_panel=_TRACES)] = 1.0,
     duration: Annotated[float, typer.Option(min=1, help="Seconds in which requests arrive.", rich_help_panel=_DRAWN)] = 600.0,
     rps: Annotated[float, typer.Option(help="Requests a second, over all models.", rich_help_panel=_DRAWN)] = 1.0,
     cv: Annotated[
         float | None,
         typer.Option(help="Coefficient of variation of the times between arrivals (Gamma; 1: Poisson).", rich_help_panel=_DRAWN),
     ] = None,
-    each: Annotated[
-        bool, typer.Option("--each", help="Arrivals are a process of each model's own.", rich_help_panel=_DRAWN)
-    ] = False,
+    each: Annotated[bool, typer.Option("--each", help="Every model has its own arrival process.", rich_help_panel=_DRAWN)] = False,
     popularity: Annotated[
         Popularity, typer.Option(help="azure: log-normal, like Azure Functions.", rich_help_panel=_DRAWN)
     ] = Popularity.ZIPF,
@@ -115,12 +113,11 @@ def simulate(
         ),
     ] = None,
 ) -> Document:
-    """Simulate a cluster: scheduling policies on devices, links and requests that exist in time
-    only.
+    """Simulate scheduling policies on a cluster's nodes, models and requests.
 
-    Example: [bold]thaw simulate --cluster cluster.yaml --models models.yaml --policy
-    thaw,serverlessllm --rps 0.8 --cv 8 --seeds 3[/]
-    Example: [bold]thaw simulate --from-mesh --mesh --policy thaw,lru[/]
+    Examples:
+    [bold]thaw simulate --from-mesh --mesh --policy thaw,lru[/]
+    [bold]thaw simulate --cluster c.yaml --models m.yaml --rps 0.8 --cv 8[/]
     """
     chosen = workload or (Workload.TRACE if trace is not None or from_mesh else Workload.SYNTHETIC)
     if (trace is not None or from_mesh) < (chosen is Workload.TRACE) or (trace is not None and chosen is Workload.SYNTHETIC):

@@ -38,16 +38,16 @@ def _migrations(api: Api, request: RequestTrace) -> list[MigrationRecord]:
 @verb
 def trace(
     request_id: Annotated[
-        str | None, typer.Argument(help="A request's id (the x-request-id of its answer); the last request by default.")
+        str | None,
+        typer.Argument(help="A request's id (the x-request-id of its answer); the last request by default.", metavar="REQUEST"),
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option(help="Write all traces of requests that are kept, one JSON object a line, for thaw simulate.", metavar="FILE"),
+        typer.Option(help="Write all kept traces, one JSON object per line, for thaw simulate.", metavar="FILE"),
     ] = None,
     as_json: Json = False,
 ) -> Document:
-    """Draw the waterfall of a request, and of the model load that it waited for; and how it moved
-    between engines.
+    """Draw the phases of a request's time to the first token, its model's load and its hand-overs.
 
     Example: [bold]thaw trace[/]
     """

@@ -18,7 +18,7 @@ Model = Annotated[str, typer.Argument(help="Name or alias of a registered model.
 
 @verb
 def wake(model: Model, as_json: Json = False) -> Document:
-    """Make a model ready on a device, and wait until it is.
+    """Start or resume a model, and wait until it is ready.
 
     Example: [bold]thaw wake demo-60m[/]
     """
@@ -110,7 +110,7 @@ def departure(before: ClusterView, after: ClusterView, asleep: ModelAsleep) -> D
 
 @verb
 def sleep(model: Model, as_json: Json = False) -> Document:
-    """Have a model leave its devices; running requests finish first.
+    """Free a model's devices after its running requests.
 
     It is suspended where that is possible, else stopped; the next request wakes it.
 

@@ -50,6 +50,14 @@ def test_the_overview_says_what_the_command_says(entry: Entry) -> None:
     assert command.hidden == entry.hidden
 
 
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda e: e.name)
+def test_help_has_no_line_breaks_of_the_source(entry: Entry) -> None:
+    command = entry.load()
+    for described in (command, *getattr(command, "commands", {}).values()):
+        paragraphs = described.help.split("\n\n")
+        assert [p for p in paragraphs if "\n" in p and not p.startswith("Examples:")] == []
+
+
 def test_a_mistyped_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["modles"]) == 2
     assert "models" in capsys.readouterr().err

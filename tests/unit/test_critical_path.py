@@ -22,7 +22,7 @@ def span(phase: Phase, start: float, end: float) -> PhaseSpan:
 
 
 @given(st.lists(spans(), max_size=12), st.floats(min_value=1, max_value=1000))
-def test_it_tiles_the_interval_exactly(given_spans: list[PhaseSpan], end: float) -> None:
+def test_critical_path_tiles_the_interval_exactly(given_spans: list[PhaseSpan], end: float) -> None:
     path = critical_path(given_spans, 0, end)
     at = 0.0
     for segment in path:
@@ -33,7 +33,7 @@ def test_it_tiles_the_interval_exactly(given_spans: list[PhaseSpan], end: float)
     assert all(a.phase != b.phase for a, b in itertools.pairwise(path))
 
 
-def test_the_later_of_two_overlapping_phases_is_the_one_waited_for() -> None:
+def test_later_of_two_overlapping_phases_is_on_the_critical_path() -> None:
     path = critical_path(
         [
             span(Phase.CONTAINER, 10, 20),
@@ -56,5 +56,5 @@ def test_the_later_of_two_overlapping_phases_is_the_one_waited_for() -> None:
     ]
 
 
-def test_nothing_measured_is_all_waiting() -> None:
+def test_interval_without_spans_is_queue_time() -> None:
     assert [s.phase for s in critical_path([], 0, 5)] == [Phase.QUEUE]

@@ -27,7 +27,7 @@ from tests.support.hosted import MIB, hosted_card
         ({"engine": "vllm", "stop_signal": "SIGSTOP"}, "SIGTERM"),
     ],
 )
-def test_options_that_cannot_work_together(options: dict[str, Any], words: str) -> None:
+def test_conflicting_model_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         ModelSpec.model_validate({"name": "m", "source": "/m", **options})
 
@@ -38,7 +38,7 @@ def test_routes_are_the_engines_and_the_operators() -> None:
     assert routes_of(own) == ("/v1/rerank",)
 
 
-def test_what_an_engine_needs_is_booked_by_its_kind() -> None:
+def test_booked_memory_depends_on_the_kind_of_engine() -> None:
     need = need_of(hosted_card("/m", "vllm"))
     assert need.weights == 10 * MIB
     assert need.runtime == CAPABILITIES["vllm"].runtime_bytes
@@ -46,7 +46,7 @@ def test_what_an_engine_needs_is_booked_by_its_kind() -> None:
     assert need_of(hosted_card("/m", "llamacpp", dtype="float16")).converted == 0
 
 
-def test_keys_and_values_are_booked_in_the_type_that_is_computed_in() -> None:
+def test_kv_cache_is_booked_in_the_compute_dtype() -> None:
     card = hosted_card("/m", "builtin", context=1024 * 1024)
     wide = card.model_copy(update={"spec": card.spec.model_copy(update={"dtype": "float32"})})
     assert card.info.dtype == "bfloat16"
@@ -54,13 +54,13 @@ def test_keys_and_values_are_booked_in_the_type_that_is_computed_in() -> None:
 
 
 @pytest.mark.parametrize("mib", [1, 20, 100, 5000])
-def test_what_the_operator_says_is_what_is_booked(mib: int) -> None:
+def test_configured_memory_is_booked_exactly(mib: int) -> None:
     need = need_of(hosted_card("/m", "vllm", memory=mib * MIB))
     assert need.total == mib * MIB
     assert min(need.weights, need.converted, need.kv, need.runtime) >= 0
 
 
-def test_who_prepares_weights() -> None:
+def test_engines_that_load_weights_themselves_are_recognized() -> None:
     assert not ModelSpec(name="m", source="/m").loads_itself
     assert ModelSpec(name="m", source="/m", engine="vllm").loads_itself
     assert not ModelSpec(name="m", source="/m", engine="vllm", engine_args={"load_format": "thaw"}).loads_itself

@@ -12,7 +12,7 @@ from shared.errors import _BY_CODE, NotFound, ThawError, from_body
 
 
 @pytest.mark.parametrize("code", sorted(_BY_CODE))
-def test_round_trip(code: str) -> None:
+def test_error_survives_a_round_trip_over_the_wire(code: str) -> None:
     kind = _BY_CODE[code]
     error = kind("what happened", param="model", retry_after_ms=1500)
     back = from_body(ErrorBody.model_validate_json(error.body().model_dump_json()))
@@ -36,7 +36,7 @@ def test_codes_are_unique_and_the_docstring_is_the_default_message() -> None:
     assert str(_BY_CODE["queue_full"]()) == "Too many requests are waiting for this model; try again later."
 
 
-def test_no_other_module_defines_an_error_that_peers_could_not_raise_again() -> None:
+def test_errors_with_wire_codes_are_defined_in_one_module() -> None:
     names = {kind.__name__ for kind in _BY_CODE.values()}
     root = Path(__file__).parents[2]
     elsewhere = []
@@ -48,7 +48,7 @@ def test_no_other_module_defines_an_error_that_peers_could_not_raise_again() -> 
     assert elsewhere == []
 
 
-def test_the_tree_that_the_module_draws_is_the_one_there_is() -> None:
+def test_error_tree_in_the_docstring_equals_the_real_one() -> None:
     """The error tree in the module's docstring equals the real one.
 
     Names, depths, codes, and the status of every class that sets one.
@@ -71,7 +71,7 @@ def test_an_unknown_code_from_a_newer_peer_is_still_an_error() -> None:
     assert type(from_body(ErrorBody(code="from_the_future", message="m"))) is ThawError
 
 
-def test_a_message_too_long_to_be_sent_keeps_its_beginning_and_its_remedy() -> None:
+def test_oversize_error_message_keeps_its_beginning_and_its_remedy() -> None:
     error = NotFound("tensor " + "x" * 10_000_000 + " is not there; download it again")
     assert error.message.startswith("tensor xxx")
     assert error.message.endswith("xxx is not there; download it again")

@@ -69,9 +69,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("spoil", "says"), FAULTS)
 @pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_a_directory_that_another_user_could_have_made_is_refused(
-    place: Path, spoil: Callable[[Path], None], says: str, mode: int
-) -> None:
+def test_directory_that_another_user_could_own_is_refused(place: Path, spoil: Callable[[Path], None], says: str, mode: int) -> None:
     directory = place / "state"
     make_private(directory, mode)
     require_private(directory, mode)
@@ -81,7 +79,7 @@ def test_a_directory_that_another_user_could_have_made_is_refused(
 
 
 @pytest.mark.parametrize(("spoil", "says"), [f for f in FAULTS if f.values[0] is not a_file])
-def test_thaw_takes_no_such_state_directory(
+def test_untrusted_state_directory_is_refused(
     place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], says: str
 ) -> None:
     monkeypatch.setenv("THAW_HOME", str(place / "state"))
@@ -92,7 +90,7 @@ def test_thaw_takes_no_such_state_directory(
     assert refused.value.code == "state_directory"
 
 
-def test_secrets_are_not_taken_from_a_directory_that_others_read(place: Path) -> None:
+def test_secrets_directory_readable_by_others_is_refused(place: Path) -> None:
     home = Home(place / "state")
     home.create()
     home.root.chmod(0o755)
@@ -102,7 +100,7 @@ def test_secrets_are_not_taken_from_a_directory_that_others_read(place: Path) ->
         home.create()
 
 
-def test_what_lies_below_a_directory_of_ours_alone_may_be_looser(place: Path) -> None:
+def test_looser_mode_is_accepted_below_a_private_directory(place: Path) -> None:
     (place / "private").mkdir(mode=0o700)
     loose = place / "private" / "loose"
     loose.mkdir()
@@ -121,7 +119,7 @@ def test_a_marker_in_another_users_directory_requires_keys(place: Path) -> None:
     assert marker.read() == {"inference", "admin"}
 
 
-def test_small_files_have_no_place_under_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_are_not_stored_under_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "shared"))
     sharing = Sharing(LoaderSettings(home=tmp_path / "home", peer_host=""))
     assert all((tmp_path / "home") in p.parents for p in sharing.sources._small)

@@ -7,7 +7,7 @@ import asyncio
 from shared.tasks import end
 
 
-async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
+async def test_task_that_swallows_cancellations_is_cancelled_again_until_it_ends() -> None:
     swallowed = 0
 
     async def stubborn() -> None:
@@ -27,7 +27,7 @@ async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
     assert swallowed == 3
 
 
-async def test_a_task_that_failed_is_over_too() -> None:
+async def test_ending_a_failed_task_keeps_its_exception() -> None:
     async def fail() -> None:
         raise OSError
 

@@ -12,7 +12,7 @@ class Clock:
         return self.now
 
 
-def test_spans_are_relative_to_their_sending_and_placed_at_their_receipt() -> None:
+def test_spans_are_sent_relative_and_placed_at_their_receipt() -> None:
     theirs, mine = Clock(1000.0), Clock(5.0)
     sender, receiver = Timeline("loader", theirs), Timeline("gateway", mine)
     with sender.phase(Phase.LOAD, bytes=7):
@@ -27,7 +27,7 @@ def test_spans_are_relative_to_their_sending_and_placed_at_their_receipt() -> No
     assert (round(phase.start_ms), round(phase.duration_ms), phase.process) == (250, 250, "loader")
 
 
-def test_an_open_phase_is_not_exported_and_a_second_end_has_no_effect() -> None:
+def test_open_phase_is_not_exported_and_a_second_end_has_no_effect() -> None:
     clock = Clock(0.0)
     timeline = Timeline("engine", clock)
     timeline.begin(Phase.INIT)

@@ -25,7 +25,7 @@ def words() -> ModuleType:
 
 
 @pytest.mark.parametrize("folder", ["compose", "services", "shared", "simulator", "thaw", "weights"])
-def test_the_product_s_messages_have_the_form(words: ModuleType, folder: str) -> None:
+def test_error_messages_of_the_product_have_the_required_form(words: ModuleType, folder: str) -> None:
     errors = words.error_classes((ROOT / "shared/errors.py").read_text())
     assert "ModelNotFound" in errors
     faults = [

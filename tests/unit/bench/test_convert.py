@@ -39,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_layouts_are_what_they_are_called(root: Path) -> None:
+def test_layouts_have_the_alignment_of_their_name(root: Path) -> None:
     odd = {t.offset % 2 for f in open_checkpoint(root / "unaligned").files for t in f.header.tensors}
     even = {t.offset % 2 for f in open_checkpoint(root / "aligned").files for t in f.header.tensors}
     assert (odd, even) == ({1}, {0})

@@ -40,7 +40,7 @@ def test_a_first_suspension_is_set_against_the_disks_best() -> None:
     assert "size.3_gib_first_over_disk" not in found
 
 
-def test_on_a_gpu_what_is_restored_is_set_against_pinned_copies() -> None:
+def test_gpu_restore_speed_is_compared_with_pinned_copies() -> None:
     figures = Figures()
     figures.add(DEVICE, PINNED, 50.0)
     figures.add("vllm", "freed_mib", 40e9 / MIB)
@@ -50,9 +50,7 @@ def test_on_a_gpu_what_is_restored_is_set_against_pinned_copies() -> None:
     assert found["vllm.restored_over_pinned_copy"] == pytest.approx(0.8)
 
 
-def test_without_the_gpu_that_is_asked_for_nothing_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_requested_gpu_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def missing(index: int) -> float:
         raise DeviceMissing(f"there is no GPU {index}")
 

@@ -27,7 +27,7 @@ def test_texts_are_counted_however_the_stream_is_cut(size: int) -> None:
     assert events.done
 
 
-def test_a_stream_is_not_done_before_its_last_event() -> None:
+def test_stream_is_not_done_before_its_last_event() -> None:
     events = Events()
     assert events.feed(STREAM.removesuffix(b"data: [DONE]\n\n")) == 2
     assert not events.done
@@ -42,33 +42,33 @@ def test_an_error_in_a_stream_is_raised() -> None:
     ("values", "percent", "expected"),
     [([3.0], 50, 3.0), ([4, 1, 3, 2], 50, 2), ([4, 1, 3, 2], 99, 4), (range(1, 101), 99, 99), ([1, 2], 0, 1)],
 )
-def test_percentiles_are_values_that_were_measured(values: list[float], percent: float, expected: float) -> None:
+def test_percentiles_are_measured_values(values: list[float], percent: float, expected: float) -> None:
     assert percentile(values, percent) == expected
 
 
-def test_the_percentile_of_nothing_is_not_a_number() -> None:
+def test_percentile_of_no_values_is_nan() -> None:
     assert math.isnan(percentile([], 50))
 
 
-def test_a_summary_has_medians_and_the_rate() -> None:
+def test_summary_has_medians_and_the_token_rate() -> None:
     summary = Tally(ttft_ms=[1.0, 9.0, 2.0], gaps_ms=[0.0, 4.0], tokens=30, elapsed_s=2.0).summary()
     assert summary["ttft_p50_ms"] == 2.0
     assert summary["gap_mean_ms"] == 2.0
     assert summary["tokens_per_s"] == 15.0
 
 
-def test_a_request_says_how_long_it_is() -> None:
+def test_request_has_its_content_length() -> None:
     head, _, body = request_of("free", 7).partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
     assert b'"max_tokens": 7' in body
 
 
-def test_the_command_line() -> None:
+def test_command_line_is_parsed() -> None:
     options = parse(["--port=1", "--model=free", "--streams=4", "--seconds=0.5"])
     assert (options.port, options.streams, options.seconds, options.requests) == (1, 4, 0.5, 1)
 
 
-async def test_the_engine_sends_one_token_an_event() -> None:
+async def test_engine_sends_one_token_per_event() -> None:
     sent: list[dict[str, object]] = []
 
     async def receive() -> dict[str, object]:

@@ -22,7 +22,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), 0)
 
 
-def test_the_checkpoint_is_whole(files: list[Path]) -> None:
+def test_checkpoint_of_the_benchmark_is_valid(files: list[Path]) -> None:
     found = open_checkpoint(files[0].parent)
     assert [t.name for f in found.files for t in f.header.tensors] == ["model.embed_tokens.weight", "lm_head.weight"]
 
@@ -42,7 +42,7 @@ def test_every_loader_reads_the_same_bytes(files: list[Path]) -> None:
     assert len(checksums) == 1
 
 
-def test_a_loader_that_fails_says_why(files: list[Path]) -> None:
+def test_failed_loader_reports_its_error(files: list[Path]) -> None:
     with (
         Loading("safetensors", [files[0].with_name("none.safetensors")], {}) as loading,
         pytest.raises(RuntimeError, match="No such file"),
@@ -50,7 +50,7 @@ def test_a_loader_that_fails_says_why(files: list[Path]) -> None:
         loading.go()
 
 
-def test_a_loader_process_is_measured_over_its_socket(files: list[Path], tmp_path: Path) -> None:
+def test_loader_process_is_measured_over_its_socket(files: list[Path], tmp_path: Path) -> None:
     samples, total = Samples(tmp_path / "samples.json"), sum(f.stat().st_size for f in files)
     for name, values in (dram(files, 1) | remote(files, 1)).items():
         samples.add(name, *values)
@@ -60,7 +60,7 @@ def test_a_loader_process_is_measured_over_its_socket(files: list[Path], tmp_pat
     assert all(figures[f"remote.{way}_gb_per_s"] > 0 for way in REMOTE_WAYS)
 
 
-def test_ratios_compare_medians_of_one_state_of_the_cache() -> None:
+def test_ratios_compare_medians_of_one_cache_state() -> None:
     samples = Samples()
     speeds = {
         "thaw": (1.0, 3.0, 2.0),

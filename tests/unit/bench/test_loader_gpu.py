@@ -18,7 +18,7 @@ from tests.unit.loader.devices.fake_driver import FakeDriver
 from weights.devices.curve import Point
 
 
-def test_no_gpu_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_prints_one_line_and_returns_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def missing() -> None:
         raise DeviceMissing("No CUDA device can be used here")
 
@@ -27,7 +27,7 @@ def test_no_gpu_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "nothing measured: No CUDA device can be used here\n"
 
 
-def test_every_figure_and_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_returns_every_figure_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_gpu, "run_fio", lambda files, block, depth: (1e9, 0.1))
     driver = FakeDriver(2)
     bench = Bench(driver, [driver.facts(n) for n in (0, 1)], CHUNK + 4096, 1024 * 1024)
@@ -67,7 +67,7 @@ def test_without_fio_or_direct_io_the_rest_is_measured(tmp_path: Path, monkeypat
     assert "ssd_ratio" not in str(figures)
 
 
-def test_bytes_that_did_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bytes_on_the_device_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
     bench = Bench(driver, [driver.facts(0)], CHUNK, 1024 * 1024)
     real = driver.copy

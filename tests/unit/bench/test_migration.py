@@ -24,7 +24,7 @@ def stream(*times: float) -> Timed:
     return made
 
 
-def test_a_rate_counts_parts_of_tokens_at_its_ends() -> None:
+def test_rate_counts_fractions_of_tokens_at_its_ends() -> None:
     steady = stream(*(i / 10 for i in range(100)))
     assert rate([steady], 2.0, 4.0) == pytest.approx(10.0)
     assert rate([steady], 2.03, 2.09) == pytest.approx(10.0)
@@ -38,7 +38,7 @@ def test_a_pause_is_the_longest_gap_above_the_median() -> None:
     assert paused_ms(gaps, 1) == pytest.approx(40.0)
 
 
-def test_processes_keep_to_the_cores_of_their_node() -> None:
+def test_processes_are_pinned_to_the_cores_of_their_node() -> None:
     cores = sorted(os.sched_getaffinity(0))
     first, last = {cores[0]}, {cores[-1]}
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, "THAW_NODE": "node-0"})

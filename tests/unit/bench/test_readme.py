@@ -72,12 +72,12 @@ def headlines() -> list[str]:
     return [*cold_path(), *hot_swap(), loader()[2]]
 
 
-def test_readme_has_the_figures_of_its_benchmarks() -> None:
+def test_readme_contains_the_figures_of_its_benchmarks() -> None:
     _assert_contains("README.md", headlines())
 
 
 @pytest.mark.parametrize("expected", [cold_path, hot_swap, loader, migration, warm_path])
-def test_performance_has_the_figures_of_its_benchmarks(expected: Callable[[], list[str]]) -> None:
+def test_performance_page_contains_the_figures_of_its_benchmarks(expected: Callable[[], list[str]]) -> None:
     _assert_contains("docs/performance.md", expected())
 
 

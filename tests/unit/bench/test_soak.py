@@ -25,13 +25,13 @@ def samples(**series: list[float]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_line_has_its_slope() -> None:
+def test_slope_of_a_straight_line_is_exact() -> None:
     trend = theil_sen([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [5 + 3 * t for t in range(10)])
     assert (trend.slope, trend.low, trend.high) == (3, 3, 3)
     assert trend.rises
 
 
-def test_one_outlier_moves_nothing() -> None:
+def test_one_outlier_does_not_change_the_slope() -> None:
     values = [2.0 * t for t in range(20)]
     values[7] = 1e9
     assert theil_sen(range(20), values).slope == 2
@@ -46,7 +46,7 @@ def test_noise_without_a_slope_is_level_and_a_slope_under_noise_is_found() -> No
     assert trend.low < 1 < trend.high
 
 
-def test_a_random_walk_is_less_certain_than_noise_of_its_size() -> None:
+def test_random_walk_is_less_certain_than_noise_of_its_size() -> None:
     """A random walk's slope is less certain than that of noise of the same size.
 
     Neighbouring samples correlate, so they carry less information. An interval that ignored that
@@ -68,14 +68,14 @@ def test_too_few_samples_are_refused(count: int) -> None:
         theil_sen(range(count), [0.0] * count)
 
 
-def test_verdicts() -> None:
+def test_verdict_follows_from_slope_and_limit() -> None:
     level, slow, fast = Trend(0.0, -1.0, 1.0), Trend(1e6, 5e5, 2e6), Trend(1e8, 9e7, 2e8)
     verdicts = [Row("gateway", "private_bytes", 5e7, 6e7, t, 24e9, None).verdict for t in (level, slow, fast)]
     assert verdicts == ["level", "fits", "FILLS"]
     assert Row("stream X", "bytes", 5e7, 6e7, fast, 24e9, 2.5e8).verdict == "fits"
 
 
-def test_the_warm_up_is_left_out_and_rare_metrics_have_no_row() -> None:
+def test_warm_up_is_omitted_and_rare_metrics_have_no_row() -> None:
     grows_then_rests = [float(min(i, 9)) for i in range(121)]
     found = samples(gateway__fds=grows_then_rests, load__streamed=grows_then_rests)
     found[50]["census"]["others|fds"] = 3.0
@@ -83,7 +83,7 @@ def test_the_warm_up_is_left_out_and_rare_metrics_have_no_row() -> None:
     assert (row.name, row.metric, row.verdict, row.first, row.last) == ("gateway", "fds", "level", 9, 9)
 
 
-def test_what_fills_a_cache_and_stops_is_level_in_the_second_half() -> None:
+def test_cache_that_fills_and_stops_is_level_in_the_second_half() -> None:
     fills_then_rests = [1e6 * min(i, 60) for i in range(121)]
     (row,) = rows_of(samples(migrator__private_bytes=fills_then_rests), LIMITS)
     assert row.trend.slope > 0
@@ -91,13 +91,13 @@ def test_what_fills_a_cache_and_stops_is_level_in_the_second_half() -> None:
     assert row.late.slope == 0
 
 
-def test_logs_are_bounded_each_with_the_older_one_that_is_kept() -> None:
+def test_logs_are_bounded_including_the_rotated_file() -> None:
     sample = {"census": {"log of gateway|bytes": 1.0, "log of nats|bytes": 1.0}, "bounds": {}}
     assert bound_of("directory logs", "bytes", Trend(1, 1, 1), sample) == 4 * LIMIT_BYTES
     assert bound_of("log of nats", "bytes", Trend(1, 1, 1), sample) == LIMIT_BYTES
 
 
-def test_a_streams_own_limits_bound_a_month() -> None:
+def test_limits_of_a_stream_bound_its_month() -> None:
     sample = {
         "census": {"stream T|bytes": 1000.0, "stream T|messages": 10.0},
         "bounds": {"stream T|max_messages": 50.0, "stream T|max_age_s": 36_000.0, "stream U|max_bytes": 1.0},
@@ -122,7 +122,7 @@ def test_tenths_compare_warm_with_warm_and_cold_with_cold() -> None:
     assert cold_last.requests == 6
 
 
-def test_the_sum_of_all_processes_is_bounded_by_what_each_becomes() -> None:
+def test_sum_of_all_processes_is_bounded_by_their_bounds() -> None:
     def census(at: int) -> dict[str, float]:
         nats, gateway = 1e7 * at, 1e6 * at
         return {"nats|private_bytes": nats, "gateway|private_bytes": gateway, "mesh|private_bytes": nats + gateway}

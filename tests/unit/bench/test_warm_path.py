@@ -19,7 +19,7 @@ def samples_of(target: str, slower_ms: float, rate: float) -> dict[str, list[flo
     return paced | {f"{target}.4.free.tokens_per_s": [rate], f"{target}.4.paced.proxy_cpu_us_per_token": [1e6 / rate]}
 
 
-def test_figures_are_medians_what_is_added_and_ratios() -> None:
+def test_figures_are_medians_overheads_and_ratios() -> None:
     samples = samples_of("direct", 0.0, 60_000) | samples_of("thaw", 2.0, 40_000) | samples_of("litellm", 20.0, 2_000)
     figures = figures_of(samples, [4])
     assert figures["thaw.4.paced.ttft_p50_ms"] == 3.0
@@ -28,13 +28,13 @@ def test_figures_are_medians_what_is_added_and_ratios() -> None:
     assert figures["thaw_over_litellm.4.free.tokens_per_s"] == pytest.approx(20.0)
 
 
-def test_without_the_peer_nothing_is_compared_with_it() -> None:
+def test_figures_without_the_peer_have_no_comparison() -> None:
     figures = figures_of(samples_of("direct", 0.0, 60_000) | samples_of("thaw", 2.0, 40_000), [4])
     assert "thaw.4.added.gap_p99_ms" in figures
     assert not [name for name in figures if "litellm" in name]
 
 
-def test_the_command_line() -> None:
+def test_command_line_is_parsed() -> None:
     options = parse(["--streams", "1,8", "--litellm", "/opt/python"])
     assert options.streams == [1, 8]
     assert options.litellm == Path("/opt/python")

@@ -54,7 +54,7 @@ def ask(balancer: Balancer) -> tuple[socket.socket, str]:
     return connection, connection.recv(1).decode()
 
 
-def test_round_robin_and_who_serves_a_connection(echoes: list[Echo]) -> None:
+def test_connections_are_distributed_round_robin_and_attributed_to_gateways(echoes: list[Echo]) -> None:
     balancer = Balancer({"a": echoes[0].port, "b": echoes[1].port})
     try:
         asked = [ask(balancer) for _ in range(4)]
@@ -66,7 +66,7 @@ def test_round_robin_and_who_serves_a_connection(echoes: list[Echo]) -> None:
         balancer.close()
 
 
-def test_a_gateway_that_refuses_is_passed_over(echoes: list[Echo]) -> None:
+def test_refusing_gateway_is_skipped(echoes: list[Echo]) -> None:
     balancer = Balancer({"gone": free_port(), "a": echoes[0].port})
     try:
         for _ in range(3):

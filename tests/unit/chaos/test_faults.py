@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.chaos.faults import VICTIMS, Strike, count, plan
 
 
-def test_the_seed_decides() -> None:
+def test_fault_plan_depends_only_on_the_seed() -> None:
     assert plan(100, 1) == plan(100, 1)
     assert plan(100, 1) != plan(100, 2)
 
@@ -25,5 +25,5 @@ def test_faults_are_kills_stops_and_pairs_of_different_kinds() -> None:
     assert all(a.victim != b.victim and a.action == b.action == "kill" for a, b in pairs)
 
 
-def test_a_strike_always_chooses_one_that_is_there() -> None:
+def test_strike_always_chooses_an_existing_victim() -> None:
     assert [Strike("engine", "kill", pick).choose(3) for pick in (0.0, 0.34, 0.67, 0.999999)] == [0, 1, 2, 2]

@@ -34,25 +34,25 @@ def test_the_undisturbed_answer_is_right() -> None:
         (replace(GOOD, tokens=4), "wrong"),
     ],
 )
-def test_what_must_not_be(answer: Answer, fate: Fate) -> None:
+def test_faulty_answers_are_classified(answer: Answer, fate: Fate) -> None:
     assert judged(answer) == fate
 
 
-def test_a_stream_that_broke_without_its_gateway() -> None:
+def test_stream_broken_while_its_gateway_lives_counts_as_broken() -> None:
     assert judged(replace(GOOD, error="reset"), broken="reset at gateway.1") == "broken"
 
 
 @pytest.mark.parametrize("other", [replace(GOOD, response_id="id-2"), replace(GOOD, text="a b d"), replace(GOOD, finish="stop")])
-def test_two_answers_to_one_key(other: Answer) -> None:
+def test_different_answers_to_one_key_count_as_twice(other: Answer) -> None:
     assert judged(GOOD, other, job=KEYED) == "twice"
     assert judged(GOOD, GOOD, job=KEYED) == "ok"
 
 
-def test_a_repetition_that_fails_is_lost() -> None:
+def test_failed_repetition_counts_as_lost() -> None:
     assert judged(GOOD, Answer(error="503"), job=KEYED) == "lost"
 
 
-def test_a_sampled_answer_is_compared_with_its_repetition_only() -> None:
+def test_sampled_answer_is_compared_only_with_its_repetition() -> None:
     sampled = Answer("x y z", "length", 3, "id-1")
     assert judged(sampled, sampled, job=SAMPLED) == "ok"
     assert judged(sampled, GOOD, job=SAMPLED) == "twice"
@@ -67,5 +67,5 @@ def test_a_near_tie_is_no_fault_and_a_clear_difference_is() -> None:
     assert judged(replace(other, tokens=2), reference=replace(REFERENCE, ends=ends, gaps=(4.0, 4.0, 0.01))) == "wrong"
 
 
-def test_first_difference() -> None:
+def test_first_difference_of_two_texts_is_found() -> None:
     assert [first_difference(*p) for p in (("abc", "abd"), ("ab", "abc"), ("", "a"))] == [2, 2, 0]

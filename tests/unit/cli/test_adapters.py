@@ -21,7 +21,7 @@ def adapter(name: str) -> ModelView:
     return VIEW.model_copy(update={"card": VIEW.card.model_copy(update={"spec": spec, "info": info})})
 
 
-def test_an_adapter_is_shown_after_its_base_with_where_it_is_loaded() -> None:
+def test_adapter_is_listed_below_its_base_with_its_location() -> None:
     load = EngineLoad(adapters=(LoadedAdapter(name="sql", nbytes=3 << 20, active=2),))
     ready = instance(InstanceState.READY).model_copy(update={"load": load})
     cluster = ClusterView(

@@ -67,7 +67,7 @@ models:
     assert two.engine_args["kv_cache_bytes"] == 2**30
 
 
-def test_adapters_are_entries_of_their_base_or_of_their_own(tmp_path: Path) -> None:
+def test_adapters_are_entries_of_their_base_or_top_level_entries(tmp_path: Path) -> None:
     file = load(
         tmp_path,
         """
@@ -92,7 +92,7 @@ def test_a_missing_gguf_file_is_called_a_file(tmp_path: Path) -> None:
     assert errors[0].endswith(f"there is no file {tmp_path}/a.gguf")
 
 
-def test_faults_of_adapters_have_their_place(tmp_path: Path) -> None:
+def test_adapter_errors_name_line_and_key(tmp_path: Path) -> None:
     errors = lines(
         tmp_path,
         "models:\n  - name: a\n    source: hf://a/b\n    adapters:\n      a: hf://a/c\n      b: ./nowhere\n      'c d': hf://a/c\n"
@@ -104,7 +104,7 @@ def test_faults_of_adapters_have_their_place(tmp_path: Path) -> None:
     assert errors[3].startswith("f:8:33: models[1].adapters: must be a mapping of names to sources")
 
 
-def test_devices_take_sizes_and_shares(tmp_path: Path) -> None:
+def test_devices_accept_sizes_and_percentages(tmp_path: Path) -> None:
     file = load(tmp_path, "mesh:\n  nodes:\n    a: {cpu:0: 1500MiB, cuda:1: 90%}\n    b: {devices: {cpu:0: 1g}}\n    c:\n")
     assert file.mesh.nodes["a"].devices == {"cpu:0": 1500 * 2**20, "cuda:1": "90%"}
     assert file.mesh.nodes["b"].devices == {"cpu:0": 2**30}
@@ -123,7 +123,7 @@ def test_memory_for_cached_weights(tmp_path: Path) -> None:
     ]
 
 
-def test_all_errors_are_reported_together_with_their_places(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> None:
     errors = lines(
         tmp_path,
         """\
@@ -157,7 +157,7 @@ models:
     assert len(errors) == 11
 
 
-def test_an_error_in_the_defaults_is_reported_once_at_the_defaults(tmp_path: Path) -> None:
+def test_error_in_the_defaults_is_reported_once_at_the_defaults(tmp_path: Path) -> None:
     text = "defaults:\n  priority: 1000\nmodels:\n  - {name: a, source: hf://a/b}\n  - {name: b, source: hf://a/b}\n"
     assert lines(tmp_path, text) == ["f:2:3: defaults.priority: given 1000; allowed: 100 or less"]
 
@@ -170,7 +170,7 @@ def test_a_conflict_of_a_default_and_a_model_is_reported_at_the_model(tmp_path: 
 
 
 @pytest.mark.parametrize("second", ["name: a", "name: b\n    aliases: [a]", "name: b\n    aliases: [x, x]"])
-def test_names_and_aliases_are_given_once(tmp_path: Path, second: str) -> None:
+def test_duplicate_names_and_aliases_are_refused(tmp_path: Path, second: str) -> None:
     errors = lines(tmp_path, f"models:\n  - name: a\n    source: hf://a/b\n  - {second}\n    source: hf://a/b\n")
     assert len(errors) == 1
     assert "already; allowed: each once" in errors[0]
@@ -205,7 +205,7 @@ def test_names_and_aliases_are_given_once(tmp_path: Path, second: str) -> None:
         ("a: &x {b: 1}\n<<: 3\n", 1, "unknown key"),
     ],
 )
-def test_faults(tmp_path: Path, text: str, line: int, words: str) -> None:
+def test_invalid_entry_is_reported_with_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
     found = faults(tmp_path, text)
     assert len(found) == 1, [f.text("f") for f in found]
     assert found[0].line == line
@@ -219,7 +219,7 @@ def test_errors_of_conflicting_keys_do_not_print_the_values(tmp_path: Path) -> N
     assert fault.message == "engine: openai needs a command, or a container"
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="cannot be read"):
         load_config(tmp_path / "none.yaml")
 
@@ -227,12 +227,12 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("500ms", 0.5), ("30s", 30), ("5m", 300), ("1h30m", 5400), ("1.5h", 5400), ("2 min", 120), ("1d", 86400)]
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_parsed(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "5", "m", "5x", "-5m", "5m later", "1e3s"])
-def test_what_is_no_duration(text: str) -> None:
+def test_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_duration(text)
 
@@ -241,24 +241,24 @@ def test_what_is_no_duration(text: str) -> None:
     ("text", "size"),
     [("1500MiB", 1500 * 2**20), ("8GB", 8 * 10**9), ("2 g", 2**31), ("4096", 4096), ("1.5GiB", 3 * 2**29), ("12b", 12)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "lots", "5 parsecs", "GiB", "-1GiB"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_size(text)
 
 
-def test_figures_for_people() -> None:
+def test_sizes_and_durations_are_formatted_for_display() -> None:
     assert [format_size(v) for v in (0, 1023, 1536, 10 * 2**20, 1500 * 2**20, 3 * 2**40)] == [
         "0 B", "1023 B", "2 KiB", "10.0 MiB", "1.5 GiB", "3.0 TiB",
     ]  # fmt: skip
     assert [format_duration(v) for v in (0.0123, 1.25, 42, 600, 9000)] == ["12 ms", "1.2 s", "42 s", "10 min", "2.5 h"]
 
 
-def test_the_scheduling_policy_is_one_of_those_there_are(tmp_path: Path) -> None:
+def test_unknown_scheduling_policy_is_refused_with_the_known_names(tmp_path: Path) -> None:
     assert load(tmp_path, "scheduler: {policy: lru}").scheduler.policy == "lru"
     assert load(tmp_path, "models: []").scheduler.policy is None
     (fault,) = faults(tmp_path, "scheduler:\n  policy: lur\n")

@@ -18,7 +18,7 @@ from thaw.cli.app import main
 THAW = (sys.executable, "-m", "thaw.cli.app")
 
 
-def test_one_conversion_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversion_report_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = write_checkpoint(tmp_path / "m", tensors(megabytes=5))
     assert main(["convert", str(tmp_path / "m"), str(tmp_path / "out"), "--verify", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -57,7 +57,7 @@ def test_for_people_and_checked_again_later(tmp_path: Path, capsys: pytest.Captu
         (["m"], 1, "usage", "Name the directory"),
     ],
 )
-def test_refusals(
+def test_invalid_conversions_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

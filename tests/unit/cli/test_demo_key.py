@@ -30,7 +30,7 @@ NAMED = {"keys": [{"name": "a", "scope": "inference", "sha256": "0" * 64, "creat
 
 
 @pytest.mark.parametrize("keys", [{"required": True}, {"configured": 1}, NAMED])
-def test_a_key_is_made_used_and_revoked(keys: dict[str, Any]) -> None:
+def test_demo_key_is_created_used_and_revoked(keys: dict[str, Any]) -> None:
     api = Recorder(keys)
     seen = []
 
@@ -50,7 +50,7 @@ def test_a_key_is_made_used_and_revoked(keys: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("keys", "own"), [({}, None), ({"required": True}, "sk-mine")])
-def test_none_is_made_where_none_is_needed(keys: dict[str, Any], own: str | None) -> None:
+def test_no_demo_key_is_created_if_none_is_required(keys: dict[str, Any], own: str | None) -> None:
     api = Recorder(keys, own)
     with usable_key(api):
         assert api.api_key == own

@@ -35,14 +35,16 @@ def doctor(
     return status, {f["subject"]: f["level"] for f in findings}, {f["subject"]: f["text"] for f in findings}
 
 
-def test_a_healthy_stack_has_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_healthy_stack_has_only_ok_checks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ready = httpx.Response(200, json={"status": "ready", "faults": []})
     status, levels, _ = doctor(monkeypatch, tmp_path, capsys, ready, HEALTHY)
     assert (status, set(levels.values())) == (0, {"ok"})
     assert set(levels) == {"python", "gateway", "scheduler", "node"}
 
 
-def test_what_the_gateway_lacks_is_named(
+def test_faults_of_the_gateway_are_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ready = httpx.Response(503, json={"status": "not ready", "faults": ["NATS is unreachable"]})
@@ -51,6 +53,6 @@ def test_what_the_gateway_lacks_is_named(
     assert "NATS is unreachable" in texts["gateway"]
 
 
-def test_a_lost_node_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_node_fails_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, levels, _ = doctor(monkeypatch, tmp_path, capsys, httpx.Response(200, json={}), LOST)
     assert (status, levels["node"]) == (1, "fail")

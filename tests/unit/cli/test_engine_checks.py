@@ -18,11 +18,11 @@ def nothing_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("THAW_CONTAINER_SOCKET", str(tmp_path / "none.sock"))
 
 
-def test_none_but_the_builtin_one() -> None:
+def test_only_the_builtin_engine_is_found_by_default() -> None:
     assert installed() == (["builtin"], [])
 
 
-def test_a_llama_server_that_is_not_configured_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_llama_server_is_found_only_if_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = tmp_path / "llama-server"
     server.write_text("#!/bin/sh\n")
     server.chmod(0o755)
@@ -31,7 +31,7 @@ def test_a_llama_server_that_is_not_configured_is_not_used(monkeypatch: pytest.M
     assert installed() == (["builtin", f"llamacpp ({server})"], [])
 
 
-def test_those_that_are_named_and_there_and_those_that_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_configured_engines_are_found_and_unusable_ones_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ollama = tmp_path / "ollama"
     ollama.write_text("#!/bin/sh\n")
     ollama.chmod(0o755)

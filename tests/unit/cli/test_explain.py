@@ -20,7 +20,7 @@ from thaw.errors import CommandError
         ("drop-node=n1", AssumeNoNode(node="n1")),
     ],
 )
-def test_what_is_meant(text: str, meant: Assumption) -> None:
+def test_assumption_text_is_parsed(text: str, meant: Assumption) -> None:
     assert assumption(text) == meant
 
 
@@ -61,6 +61,6 @@ def test_the_outcome_compares_prediction_and_measurement(measured_ms: float, exp
         (2, 3, 4, "waits for room, number 2 of 3 models that wait: 4 requests waiting"),
     ],
 )
-def test_a_place_in_the_queue_reads_as_a_sentence(position: int, length: int, waiting: int, text: str) -> None:
+def test_queue_position_is_printed_as_a_sentence(position: int, length: int, waiting: int, text: str) -> None:
     line = queue_line(QueuePlace(position=position, length=length, waiting=waiting, since_ms=2000))
     assert line.strip().startswith(text)

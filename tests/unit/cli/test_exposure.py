@@ -27,7 +27,7 @@ def test_only_this_machine_reaches_loopback(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.7", "gpu-box.example"])
-def test_an_endpoint_that_strangers_reach_is_warned_of_until_there_is_a_key(host: str) -> None:
+def test_exposed_endpoint_warns_until_there_is_a_key(host: str) -> None:
     for keys in (KeyList(), OPS):
         opened = judge(host, keys)
         assert opened.level == "warn"
@@ -38,7 +38,7 @@ def test_an_endpoint_that_strangers_reach_is_warned_of_until_there_is_a_key(host
     assert judge(host, ALICE).level == judge(host, KeyList(configured=1)).level == "ok"
 
 
-def test_what_is_going_to_be_started_is_judged_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exposure_of_a_planned_mesh_follows_from_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_wanted(Wanted()).level == "ok"
     assert "OPEN" not in of_wanted(Wanted(host="0.0.0.0")).text
     assert "OPEN" in of_wanted(Wanted(host="0.0.0.0", mesh=MeshConfig(environment={"THAW_REQUIRE_KEY": "false"}))).text

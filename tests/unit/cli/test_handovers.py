@@ -42,13 +42,13 @@ def shown(given: RequestTrace) -> str:
     return text
 
 
-def test_each_instance_has_a_lane_that_begins_where_the_one_before_ends() -> None:
+def test_each_instance_has_a_lane_that_starts_where_the_previous_one_ends() -> None:
     found = lanes(trace(MOVE, FAILOVER))
     assert [x.instance_id for x in found] == ["i-1", "i-2", "i-3"]
     assert [(x.from_ms, x.began_ms, x.end_ms) for x in found] == [(0, 50, 400), (400, 500, 600), (600, 1_000, 2_000)]
 
 
-def test_it_is_drawn() -> None:
+def test_handover_chart_shows_moves_failovers_and_pauses() -> None:
     lines = shown(trace(MOVE, FAILOVER)).splitlines()
     first, second, third = lines[2:5]
     assert first.split()[0] == "i-1"
@@ -59,7 +59,7 @@ def test_it_is_drawn() -> None:
     assert "2.00 s in all" in lines[5]
 
 
-def test_an_instance_that_sent_no_token_did_not_serve() -> None:
+def test_instance_that_sent_no_token_has_an_empty_lane() -> None:
     restarted = FAILOVER.model_copy(update={"since_ms": None, "tokens": 0, "source_instance": "i-1", "pause_ms": None})
     found = lanes(trace(restarted, ttft=None))
     assert [(x.instance_id, x.began_ms) for x in found] == [("i-1", None), ("i-3", None)]
@@ -68,6 +68,6 @@ def test_an_instance_that_sent_no_token_did_not_serve() -> None:
     assert SERVED not in text.rsplit("\n", 2)[0]
 
 
-def test_a_request_that_stayed_has_none() -> None:
+def test_request_without_handover_has_no_lanes() -> None:
     assert lanes(trace()) == []
     assert handovers_chart(trace(), Console(file=io.StringIO())) is None

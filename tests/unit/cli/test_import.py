@@ -144,14 +144,14 @@ def test_devices_pins_and_variables(tmp_path: Path, models: Path) -> None:
     assert draft.engine_args == {"model_draft": str(models / "small.gguf"), "tensor_split": "3,1"}
 
 
-def test_a_second_program_of_one_engine_keeps_its_command(tmp_path: Path, models: Path) -> None:
+def test_second_program_of_an_engine_is_imported_as_a_command(tmp_path: Path, models: Path) -> None:
     draft, found = imported(tmp_path, MACROS.replace("MODELS", str(models)))
     older = found["older"]
     assert older.command == ("/opt/old/llama-server", "--port", "{port}", "-m", str(models / "gpt-oss.gguf"))
     assert "THAW_LLAMACPP_SERVER" in losses(draft)["models.older.cmd"]
 
 
-def test_vllm_sglang_and_a_server_of_ones_own(tmp_path: Path) -> None:
+def test_vllm_sglang_and_custom_servers_are_imported(tmp_path: Path) -> None:
     draft, found = imported(tmp_path, PYTHON)
     qwen, own, rerank = found["qwen"], found["own"], found["rerank"]
     assert (qwen.engine, qwen.source, qwen.dtype, qwen.max_model_len) == ("vllm", "hf://Qwen/Qwen3-0.6B@main", "float16", 32_000)
@@ -166,13 +166,13 @@ def test_vllm_sglang_and_a_server_of_ones_own(tmp_path: Path) -> None:
     assert "THAW_SGLANG_PYTHON" in lost["cmd"]  # python3 is ambiguous: the user has to choose
 
 
-def test_what_thaw_cannot_read_is_marked_as_required() -> None:
+def test_value_that_cannot_be_derived_is_marked_as_required() -> None:
     draft = translate(PYTHON, "config.yaml", {})
     assert draft.all_missing() == ["rerank: memory"]
     assert "    # memory:  # REQUIRED: " in render(draft, "config.yaml")
 
 
-def test_containers(tmp_path: Path, models: Path) -> None:
+def test_container_commands_are_imported(tmp_path: Path, models: Path) -> None:
     draft, found = imported(tmp_path, CONTAINERS.replace("MODELS", str(models)))
     boxed, audio = found["boxed-latest"], found["audio"]
     assert boxed.source == str(models / "gpt-oss.gguf")  # its path on the host
@@ -203,7 +203,7 @@ def test_options_that_engine_args_cannot_express_keep_the_command(command: str) 
     assert losses(draft)["models.m.cmd"].startswith("kept as a command, because ")
 
 
-def test_matrix_of_either_place_is_named() -> None:
+def test_matrix_routing_is_reported_as_unsupported() -> None:
     for text in ("matrix: {sets: {a: m}}", "routing: {router: {use: matrix, settings: {matrix: {sets: {a: m}}}}}"):
         draft = translate(f"models: {{m: {{cmd: llama-server -m /a.gguf}}}}\n{text}", "config.yaml", {})
         assert any("matrix" in path for path in losses(draft))
@@ -236,11 +236,11 @@ def test_macros_in_a_circle_are_a_fault() -> None:
     assert "in a circle" in faults("macros: {a: '${b}', b: '${a}'}\nmodels: {m: {cmd: '${a} x'}}")[0]
 
 
-def test_two_ids_that_become_one_name_are_a_fault() -> None:
+def test_two_ids_with_the_same_derived_name_are_a_fault() -> None:
     assert "already" in faults("models: {'a:b': {cmd: x}, 'a b': {cmd: x}}")[0]
 
 
-def test_the_command_writes_a_file_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_a_file_and_never_overwrites_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, target = tmp_path / "config.yaml", tmp_path / "thaw.yaml"
     config.write_text(PYTHON)
     assert main(["import", "llama-swap", str(config), "--output", str(target)]) == 0
@@ -251,7 +251,7 @@ def test_the_command_writes_a_file_and_never_over_one(tmp_path: Path, capsys: py
     assert target.read_text() == written
 
 
-def test_json_has_the_text_and_what_is_left_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_file_and_its_open_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(PYTHON)
     assert main(["import", "llama-swap", str(config), "--json"]) == 0
@@ -273,12 +273,12 @@ def test_memory_is_checked_and_used(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (document["required"], document["faults"]) == ([], [])
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_input_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", "llama-swap", str(tmp_path / "none.yaml"), "--json"]) == 1
     assert "cannot be read" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_the_guide_shows_what_the_command_writes() -> None:
+def test_guide_shows_the_output_of_the_command() -> None:
     guide = (ROOT / "docs" / "from-llama-swap.md").read_text()
     config = next(block for block in re.findall(r"^```\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE) if "models:" in block)
     written = re.findall(r"^```yaml\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)[0]

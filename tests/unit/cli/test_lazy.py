@@ -43,7 +43,7 @@ def test_ps_imports_no_more_than_a_call_needs(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("entry", COMMANDS, ids=lambda e: e.name)
-def test_the_overview_says_what_the_command_says(entry: Entry) -> None:
+def test_overview_text_equals_the_help_of_the_command(entry: Entry) -> None:
     command = entry.load()
     assert " ".join(command.help.split("\n\n")[0].split()) == entry.help
     assert command.name == entry.name

@@ -51,7 +51,7 @@ def running() -> Mesh:
     return mesh
 
 
-def test_services_start_at_once_when_their_servers_are_ready() -> None:
+def test_services_start_as_soon_as_their_servers_are_ready() -> None:
     mesh, effects = play(Mesh.of((*SERVERS, *REST)), [Tick()])
     assert effects == [Launch("postgres"), Launch("nats")]
     mesh, effects = play(mesh, [Ready("nats")])
@@ -60,7 +60,7 @@ def test_services_start_at_once_when_their_servers_are_ready() -> None:
     assert {e.name for e in effects if isinstance(e, Launch)} == {"gateway", "nodeagent", "loader", "scheduler"}
 
 
-def test_a_crash_is_restarted_after_a_delay_that_doubles() -> None:
+def test_crashed_service_is_restarted_with_doubling_delay() -> None:
     mesh, now, delays = running(), 100.0, []
     for _ in range(8):
         mesh, effects = decide(mesh, Exited("gateway", 1), now)
@@ -84,7 +84,7 @@ def test_a_steady_run_forgives_earlier_failures() -> None:
     assert mesh.services["gateway"].failures == 1
 
 
-def test_a_crashed_server_is_restarted_and_the_others_are_left_alone() -> None:
+def test_crashed_server_is_restarted_without_its_dependents() -> None:
     mesh, effects = play(running(), [Exited("nats", -9)], 50.0)
     assert effects == []
     mesh, effects = play(mesh, [Tick()], 60.0)
@@ -102,7 +102,7 @@ def test_everything_stops_in_order() -> None:
     assert effects == [Terminate("nats"), Finished()]
 
 
-def test_what_does_not_stop_is_killed_once() -> None:
+def test_service_that_does_not_stop_is_killed_once() -> None:
     mesh, _ = decide(running(), StopRequested(), 0.0)
     mesh, effects = decide(mesh, Tick(), 9.9)
     assert effects == ()
@@ -114,7 +114,7 @@ def test_what_does_not_stop_is_killed_once() -> None:
     assert effects == (Terminate("nodeagent"),)
 
 
-def test_a_hung_service_writes_its_stacks_is_killed_alone_and_restarted() -> None:
+def test_hung_service_dumps_its_stacks_is_killed_and_restarted() -> None:
     mesh, effects = decide(running(), Hung("nodeagent", "event loop made no progress for 10 s"), 50.0)
     assert effects == (Abort("nodeagent"),)
     assert decide(mesh, Hung("nodeagent", "again"), 50.1)[1] == ()
@@ -130,7 +130,7 @@ def test_a_hung_service_writes_its_stacks_is_killed_alone_and_restarted() -> Non
     assert (service.restarts, service.hangs, service.last_hang) == (1, 1, "event loop made no progress for 10 s")
 
 
-def test_a_hung_service_that_ends_by_itself_is_not_killed() -> None:
+def test_hung_service_that_exits_by_itself_is_not_killed() -> None:
     mesh, _ = decide(running(), Hung("loader", "silent"), 50.0)
     mesh, effects = decide(mesh, Exited("loader", -6), 50.2)
     assert effects == ()
@@ -138,7 +138,7 @@ def test_a_hung_service_that_ends_by_itself_is_not_killed() -> None:
     assert effects == (Launch("loader"),)
 
 
-def test_a_hung_service_is_killed_although_the_mesh_stops_meanwhile() -> None:
+def test_hung_service_is_killed_even_if_the_mesh_is_stopping() -> None:
     mesh, _ = decide(running(), Hung("scheduler", "silent"), 50.0)
     mesh, effects = decide(mesh, StopRequested(), 50.1)
     assert effects == (Terminate("gateway"),)
@@ -157,7 +157,7 @@ def test_a_stop_while_backing_off_does_not_restart() -> None:
 
 
 @given(st.integers(1, 1000))
-def test_delays_are_bounded(failures: int) -> None:
+def test_restart_delays_are_bounded(failures: int) -> None:
     assert FIRST_DELAY_S <= delay_after(failures) <= LONGEST_DELAY_S
 
 

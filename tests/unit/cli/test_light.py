@@ -71,7 +71,7 @@ def test_json_is_shown_as_the_messages_are() -> None:
         assert [facts_of(node, i) for i in node.instances] == [facts_of(same, i) for i in same.instances]
 
 
-def test_a_field_that_an_older_gateway_does_not_send_is_none() -> None:
+def test_field_missing_from_an_older_gateway_is_none() -> None:
     assert plain({"a": [{"b": 1}]}).a[0].c is None
 
 
@@ -98,7 +98,7 @@ def url() -> object:
 
 
 @pytest.mark.parametrize("arguments", [("ps",), ("ps", "--json")])
-def test_ps_imports_nothing_heavy(url: str, arguments: tuple[str, ...]) -> None:
+def test_ps_imports_no_heavy_modules(url: str, arguments: tuple[str, ...]) -> None:
     program = [sys.executable, "-c", _PROGRAM.format(heavy=_HEAVY), *arguments]
     environment = {"THAW_URL": url, "THAW_ADMIN_KEY": "secret", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60, check=True)
@@ -106,7 +106,7 @@ def test_ps_imports_nothing_heavy(url: str, arguments: tuple[str, ...]) -> None:
     assert "i-ready" in done.stdout
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM.format(heavy=_HEAVY), "--help"], capture_output=True, text=True, timeout=60, check=True
     )

@@ -13,7 +13,7 @@ from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from thaw.cli.app import main
 
 
-def test_one_load_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_report_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=5))
     assert main(["load", str(tmp_path), "--tier", "dram", "--threads", "2", "--report", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -22,7 +22,7 @@ def test_one_load_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["threads"] == 2
 
 
-def test_one_load_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_report_is_printed_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=5))
     assert main(["load", str(tmp_path / "model.safetensors"), "--report"]) == 0
     shown = capsys.readouterr().out
@@ -45,20 +45,22 @@ def test_a_file_beside_the_weights_is_named_as_such(tmp_path: Path, capsys: pyte
     assert message == f"{tmp_path}/config.json is not a weights file; name its directory {tmp_path} or a .safetensors file"
 
 
-def test_a_place_of_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_source_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "ftp://host/m", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["message"].startswith(
         "ftp://host/m: no place of that kind is known; https://"
     )
 
 
-def test_nothing_to_verify_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_fails_for_checkpoints_without_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path)
     assert main(["load", str(tmp_path), "--verify", "--json"]) == 1
     assert "only converted checkpoints carry hashes" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_a_load_that_the_kernel_ended_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_killed_by_the_kernel_is_reported_as_out_of_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
     monkeypatch.setattr("thaw.cli.load.subprocess.run", lambda *_, **__: killed)
     assert main(["load", "/m", "--json"]) == 1

@@ -27,7 +27,7 @@ def home(tmp_path: Path) -> Home:
     return home
 
 
-def test_a_service_has_a_log_on_every_node(home: Home) -> None:
+def test_service_has_a_log_per_node(home: Home) -> None:
     assert list(log_files(home, "gateway")) == ["gateway"]
     assert list(log_files(home, "loader")) == ["loader.node-0", "loader.node-1"]
     assert list(log_files(home, "loader.node-1")) == ["loader.node-1"]
@@ -36,18 +36,18 @@ def test_a_service_has_a_log_on_every_node(home: Home) -> None:
 
 
 @pytest.mark.parametrize("name", ["gate", "nobody", "../..", "*"])
-def test_an_unknown_one_names_those_there_are(home: Home, name: str) -> None:
+def test_unknown_log_name_lists_the_available_ones(home: Home, name: str) -> None:
     with pytest.raises(CommandError) as caught:
         log_files(home, name)
     assert "gateway, loader.node-0" in caught.value.remedy
 
 
-def test_the_last_lines(home: Home) -> None:
+def test_tail_returns_the_last_lines(home: Home) -> None:
     assert tail(home.log("gateway"), 2) == ["two", "three"]
     assert tail(home.log("none"), 2) == []
 
 
-def test_lines_are_followed_whole_and_across_a_move(home: Home) -> None:
+def test_follow_mode_prints_whole_lines_and_survives_rotation(home: Home) -> None:
     path = home.log("gateway")
     positions, rest = {"g": path.stat().st_size}, {"g": ""}
     with path.open("a") as f:
@@ -60,7 +60,7 @@ def test_lines_are_followed_whole_and_across_a_move(home: Home) -> None:
     assert list(_new_lines("g", path, positions, rest)) == ["six"]
 
 
-def test_logs_are_bounded(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_rotated_at_the_size_limit(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logfiles, "LIMIT_BYTES", 8)
     path = home.log("gateway")
     with path.open("a") as writer:
@@ -77,7 +77,7 @@ def test_json_lines_are_for_people() -> None:
     assert _readable("plain [x] text", "nats").plain == "nats plain [x] text"
 
 
-def test_a_failed_engines_remedy_is_its_own_log() -> None:
+def test_remedy_of_an_engine_failure_names_its_own_log() -> None:
     """A failed engine's remedy names its own log: the nodeagent's lacks its output."""
     body = {"error": {"code": "engine_failed", "message": "the engine ended with exit status 7"}}
     assert "thaw logs INSTANCE" in error_of(500, "/v1/models", json.dumps(body).encode()).remedy

@@ -46,7 +46,7 @@ def shown(show: object, *arguments: object) -> str:
     return out.getvalue()
 
 
-def test_one_line_describes_the_outcome() -> None:
+def test_migration_outcome_is_one_line() -> None:
     assert "i-1 from node-0 to node-1 (i-2): done; 1 of 2 requests moved, pause 31 ms, 0.81 s in all" in describe(DONE)
     failed = DONE.model_copy(
         update={"state": "failed", "error": ErrorBody(code="unreachable", message="nothing [there]"), "request_id": "q"}
@@ -72,7 +72,7 @@ def test_an_unknown_instance_is_not_called_a_request(monkeypatch: pytest.MonkeyP
     assert json.loads(result.output)["error"]["message"] == "No instance 'i-5' is running now."
 
 
-def test_those_under_way_are_listed_and_the_others_summed_up() -> None:
+def test_running_migrations_are_listed_and_finished_ones_summarized() -> None:
     assert shown(show_migrations, []) == ""
     over = [DONE, DONE.model_copy(update={"state": "given_up", "requests": (), "migration_id": "m-3"})]
     assert "1 done, 1 given up; 1 requests moved with 90 tokens, the longest pause 31 ms." in shown(show_migrations, over)
@@ -83,7 +83,7 @@ def test_those_under_way_are_listed_and_the_others_summed_up() -> None:
     assert "1 of 2" in text
 
 
-def test_a_request_finds_its_own_moves() -> None:
+def test_migrations_are_found_by_request_id() -> None:
     other = DONE.model_copy(update={"migration_id": "m-0", "created": 0.5, "requests": (MovedRequest(request_id="q-2"),)})
     unrelated = DONE.model_copy(update={"requests": (MovedRequest(request_id="qq-1"),)})
     found = concerning([DONE, other, unrelated], "q")
@@ -97,7 +97,7 @@ def test_a_request_finds_its_own_moves() -> None:
     assert f"trace {'a' * 32}" in shown(show_moves, [traced], "q")
 
 
-def test_a_request_is_called_what_its_client_calls_it() -> None:
+def test_migration_of_a_request_uses_the_clients_request_id() -> None:
     error = ErrorBody(code="not_found", message="no request t-1 is running")
     record = DONE.model_copy(update={"state": "failed", "error": error, "request_id": "t-1"})
     line = describe(record, "req_abc")

@@ -60,7 +60,7 @@ def test_changed_options_show_no_secret() -> None:
     assert changed_options(before, after) == ["pin: no → yes", "env: changed"]
 
 
-def test_a_change_of_files_alone_is_shown_as_such() -> None:
+def test_change_of_files_alone_is_shown() -> None:
     out = io.StringIO()
     show_difference(Console(file=out, width=100), ModelsAdded(changed=("m",)), {"m": []})
     assert "the model's files" in out.getvalue()
@@ -89,7 +89,7 @@ def test_values_are_shown_without_python(value: object, text: str) -> None:
         ("pin", True, "yes"),
     ],
 )
-def test_options_are_shown_as_they_are_written(name: str, value: object, text: str) -> None:
+def test_options_are_shown_as_written_in_the_file(name: str, value: object, text: str) -> None:
     assert option_text(value, name) == text
 
 

@@ -25,7 +25,7 @@ def printed(*looks: tuple[ModelView, ...]) -> list[tuple[str, str]]:
     return [(name, park.state) for name, park in changes(looks)]
 
 
-def test_each_change_is_printed_once_until_no_model_changes() -> None:
+def test_each_parking_change_is_printed_once() -> None:
     looks = (
         look(a="queued", b="queued"),
         look(a="starting", b="queued"),
@@ -39,7 +39,7 @@ def test_each_change_is_printed_once_until_no_model_changes() -> None:
     ]  # fmt: skip
 
 
-def test_what_waits_for_room_or_cannot_be_is_not_waited_for() -> None:
+def test_models_waiting_for_room_are_not_awaited() -> None:
     assert printed(look(a="waiting", b="impossible", c="up"), look(a="starting")) == [
         ("a", "waiting"),
         ("b", "impossible"),
@@ -47,16 +47,16 @@ def test_what_waits_for_room_or_cannot_be_is_not_waited_for() -> None:
     ]
 
 
-def test_a_model_that_is_not_to_be_parked_prints_nothing() -> None:
+def test_model_without_park_prints_nothing() -> None:
     assert printed((VIEW,)) == []
     assert park_cell(VIEW) == ""
 
 
-def test_reasons_are_shown_as_they_are() -> None:
+def test_parking_reasons_are_escaped_for_the_console() -> None:
     assert "m is not started ahead[/][dim]: no \\[swap]" in park_line("m", ParkView(state="impossible", reason="no [swap]"))
 
 
-def test_ps_says_what_is_not_parked_and_why() -> None:
+def test_ps_shows_unparked_models_with_reasons() -> None:
     out = io.StringIO()
     show_models(Console(file=out, width=140), ClusterView(scheduler="s", epoch=1, models=look(a="impossible", b="parked")))
     assert "a is not started ahead: why a" in out.getvalue()

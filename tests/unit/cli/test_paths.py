@@ -22,7 +22,9 @@ VERBS = {
 @pytest.mark.parametrize(
     ("path", "why"), [("/" + "a" * 300, "File name too long"), ("~nobody-of-that-name/m", "unknown user")], ids=["long", "user"]
 )
-def test_a_path_that_cannot_be_looked_at(capsys: pytest.CaptureFixture[str], verb: list[str], path: str, why: str) -> None:
+def test_unreadable_path_is_reported_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], verb: list[str], path: str, why: str
+) -> None:
     assert main([*(word.format(path) for word in verb), "--json"]) == 1
     assert why in json.loads(capsys.readouterr().out)["error"]["message"]
 
@@ -33,7 +35,7 @@ def test_links_in_a_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "links in a circle" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_what_is_meant(tmp_path: Path) -> None:
+def test_source_argument_resolves_to_a_local_path(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "m")
     (tmp_path / "x.gguf").write_text("")

@@ -34,7 +34,7 @@ def plan(home: Home, wanted: Wanted, demo_budget: int | None = None) -> MeshPlan
     return make_plan(home, wanted, 10 * GIB, demo_budget)
 
 
-def test_options_go_before_environment_before_file_before_defaults(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_override_environment_file_and_defaults(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Wanted().port_or_default == 8080
     file = MeshConfig(port=9000, host="0.0.0.0")
     assert Wanted(mesh=file).port_or_default == 9000
@@ -49,7 +49,7 @@ def test_options_go_before_environment_before_file_before_defaults(home: Home, m
         _ = Wanted().port_or_default
 
 
-def test_nodes_are_those_of_the_file_cut_or_filled_up(home: Home) -> None:
+def test_nodes_option_truncates_or_extends_the_nodes_of_the_file(home: Home) -> None:
     mesh = MeshConfig(nodes={"a": NodeConfig(devices={"cpu:0": GIB}), "node-0": NodeConfig()})
     assert Wanted().node_names == ("node-0",)
     assert Wanted(mesh=mesh).node_names == ("a", "node-0")
@@ -86,16 +86,14 @@ def test_secrets_are_in_no_command_line(home: Home) -> None:
     assert "sk-secret" not in made.model_dump_json()
 
 
-def test_the_demo_budget_holds_two_models_of_three(tmp_path: Path) -> None:
+def test_demo_budget_holds_two_models_of_three(tmp_path: Path) -> None:
     specs = tuple(ModelSpec(name=f"m{i}", source=str(make_demo_model(tmp_path / f"m{i}", "test", seed=i))) for i in range(3))
     needs = [need_of(card_of(s)).total for s in specs]
     budget = budget_for_two(specs)
     assert sum(sorted(needs)[-2:]) <= budget < sum(needs)
 
 
-def test_the_policy_reaches_the_scheduler_and_the_environment_goes_before_the_file(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policy_of_the_environment_overrides_the_file(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THAW_POLICY", raising=False)
     wanted = Wanted(scheduler=SchedulerConfig(policy="lru"))
     programs = {p.name: p for p in programs_of(home, plan(home, wanted), None)}
@@ -114,7 +112,7 @@ def test_another_policy_needs_a_restart(home: Home, monkeypatch: pytest.MonkeyPa
     assert differences(home, Wanted()) == []
 
 
-def test_settings_that_need_a_restart_of_a_running_mesh(home: Home) -> None:
+def test_settings_that_need_a_restart_are_reported(home: Home) -> None:
     file = MeshConfig(
         port=9000,
         admin_key="choose-one",

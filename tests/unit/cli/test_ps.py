@@ -54,7 +54,7 @@ def test_the_state_of_a_model(states: tuple[InstanceState, ...], waiting: int, e
     assert state_of(view, [(node, instance(s)) for s in states]) == word
 
 
-def test_tables_hold_instances_that_hold_memory_and_errors_in_full() -> None:
+def test_tables_list_instances_with_memory_and_full_errors() -> None:
     device = DeviceStatus(device_id="cpu:0", kind="cpu", budget_bytes=2**30, reserved_bytes=2**29)
     instances = (instance(InstanceState.READY), instance(InstanceState.STOPPED))
     node = NodeView(node="n", alive=True, cordoned=True, devices=(device,), instances=instances)
@@ -74,7 +74,7 @@ def test_tables_hold_instances_that_hold_memory_and_errors_in_full() -> None:
     assert "512 MiB" in text
 
 
-def test_instances_that_requests_move_between_say_so() -> None:
+def test_instances_of_a_running_migration_are_marked() -> None:
     node = NodeView(node="n", alive=True, instances=(instance(InstanceState.READY), instance(InstanceState.DRAINING)))
     there = DONE.model_copy(
         update={"state": "preparing", "source_instance": "i-draining", "instance_id": "i-ready", "source_node": "n", "node": "k"}
@@ -87,7 +87,7 @@ def test_instances_that_requests_move_between_say_so() -> None:
         assert ("←" in file.getvalue()) is (migrations == [there])
 
 
-def test_a_suspended_instance_is_shown_with_what_it_freed() -> None:
+def test_suspended_instance_is_shown_with_its_snapshot_size() -> None:
     parked = instance(InstanceState.SUSPENDED).model_copy(
         update={
             "suspension": Suspension(way="cpu", freed_bytes=2**30, snapshot_bytes=2**28, resumes=2),

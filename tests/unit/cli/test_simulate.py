@@ -59,7 +59,7 @@ def test_a_trace_is_replayed(files: list[str], tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["runs"][0]["requests"] == 2
 
 
-def test_refusals(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_and_files_are_refused(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*files, "--workload", "trace"]) != 0
     assert "go together" in capsys.readouterr().err
     assert main([*files, "--burst", "5:5"]) != 0

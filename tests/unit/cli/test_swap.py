@@ -27,7 +27,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_a_swap_file_is_made_in_four_steps(tmp_path: Path, programs: Path) -> None:
+def test_swap_file_is_created_by_four_commands(tmp_path: Path, programs: Path) -> None:
     path = tmp_path / "home" / "swap" / "swapfile"
     swap.set_up(path, 2 * swap.GIB)
     assert (tmp_path / "asked").read_text().splitlines() == [
@@ -47,7 +47,7 @@ def test_an_unusable_swap_file_is_removed_and_the_commands_are_printed(tmp_path:
     assert "mkswap" in failed.value.remedy
 
 
-def test_without_the_programs_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_programs_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CommandError, match="could not be run"):
         swap.set_up(tmp_path / "swapfile", swap.GIB)
@@ -62,7 +62,7 @@ def finding(home: Path) -> Finding:
     return checks._suspending(Home(home))
 
 
-def test_doctor_says_what_suspending_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_what_suspension_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap, "swap", lambda: swap.Swap(0, 0))
     without = finding(tmp_path)
     assert without.level == "warn"
@@ -93,7 +93,7 @@ class Api:
         ("580.12", Api(), "ok", "CUDA's checkpoint"),
     ],
 )
-def test_doctor_says_what_suspending_on_a_gpu_lacks(
+def test_doctor_names_what_gpu_suspension_lacks(
     monkeypatch: pytest.MonkeyPatch, driver: str, api: object | None, level: str, says: str
 ) -> None:
     def found(name: str) -> object:

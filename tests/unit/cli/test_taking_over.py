@@ -21,7 +21,7 @@ PLAN = MeshPlan(credentials=Credentials(nats_password="n", database_password="d"
 
 
 @pytest.mark.parametrize(("survives", "stops"), [(True, 0), (False, 1)])
-def test_a_service_that_keeps_ending_stops_only_a_mesh_that_did_not_serve(
+def test_crashing_service_stops_only_a_mesh_that_has_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: bool, stops: int
 ) -> None:
     """A service that keeps exiting stops only a mesh that has not served.

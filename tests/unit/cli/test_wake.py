@@ -46,14 +46,14 @@ def holding(state: InstanceState, reserved: int, weights: int = GIB, instance_id
     return instance(state).model_copy(update={"memory": memory, "instance_id": instance_id, "device_ids": ("cpu:0",)})
 
 
-def test_a_suspended_model_is_called_suspended_with_what_it_still_reserves() -> None:
+def test_suspended_model_is_shown_with_its_remaining_reservation() -> None:
     left = verbs.nothing_left(seen(holding(InstanceState.SUSPENDED, 65 * MIB)), "m")
     assert left == "m is suspended already: 65.0 MiB of its device stay reserved, which suspending could not free."
     assert verbs.nothing_left(seen(holding(InstanceState.ASLEEP, 0)), "m") == "m is suspended already: it holds no device memory."
     assert verbs.nothing_left(seen(), "m") == "m has no instance on a device: nothing to do."
 
 
-def test_what_sleeping_frees_is_shown_beside_the_reservation() -> None:
+def test_freed_memory_is_shown_beside_the_reservation() -> None:
     before = seen(holding(InstanceState.READY, 3 * GIB))
     asleep = ModelAsleep(instances=("i",), freed_bytes=512 * MIB)
     parked = verbs.departure(before, seen(holding(InstanceState.SUSPENDED, 100 * MIB)), asleep)
@@ -68,7 +68,7 @@ def test_what_sleeping_frees_is_shown_beside_the_reservation() -> None:
     assert "stay in host memory" not in on_gpu.lines("m")[1]
 
 
-def test_weights_that_instances_share_count_once() -> None:
+def test_weights_shared_by_instances_count_once() -> None:
     both = [holding(InstanceState.READY, 3 * GIB, instance_id=name) for name in ("i", "j")]
     after = seen(holding(InstanceState.SUSPENDED, 100 * MIB))
     found = verbs.departure(seen(*both), after, ModelAsleep(instances=("i", "j"), freed_bytes=GIB))

@@ -34,7 +34,7 @@ SPANS = (
 CRITICAL = critical_path(SPANS, 0, 100)
 
 
-def test_waited_times_sum_to_the_whole() -> None:
+def test_row_times_sum_to_the_ttft() -> None:
     shown = rows(SPANS, CRITICAL, 0, 100, 50)
     assert sum(r.waited_ms for r in shown) == 100
     assert shown[0].phase in ("schedule", "queue")
@@ -42,7 +42,7 @@ def test_waited_times_sum_to_the_whole() -> None:
     assert "late" not in {r.process for r in shown}
 
 
-def test_what_overlaps_is_light_and_what_is_waited_for_solid() -> None:
+def test_overlapped_spans_are_light_and_critical_ones_solid() -> None:
     by_process = {r.process: r for r in rows(SPANS, CRITICAL, 0, 100, 50)}
     assert WAITED in by_process["loader"].bar
     assert WAITED not in by_process["nodeagent"].bar
@@ -50,7 +50,7 @@ def test_what_overlaps_is_light_and_what_is_waited_for_solid() -> None:
     assert by_process["loader"].bar.count(WAITED) == 40
 
 
-def test_a_gap_of_the_path_has_a_row_of_its_own() -> None:
+def test_gap_in_the_critical_path_has_its_own_row() -> None:
     spans = (PhaseSpan(phase=Phase.PREFILL, start_ms=50, duration_ms=20, process="engine"),)
     path = critical_path(spans, 0, 100)
     shown = rows(spans, path, 0, 100, 20)
@@ -58,7 +58,7 @@ def test_a_gap_of_the_path_has_a_row_of_its_own() -> None:
     assert sum(r.waited_ms for r in shown) == 100
 
 
-def test_it_prints() -> None:
+def test_waterfall_shows_ttft_and_processes() -> None:
     trace = RequestTrace(
         request_id="r",
         trace_id="t",
@@ -78,7 +78,7 @@ def test_it_prints() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [(24, "24 prompt + 32 output tokens"), (0, "\n32 output tokens")])
-def test_prompt_tokens_that_the_engine_did_not_count_are_not_shown(prompt: int, expected: str) -> None:
+def test_uncounted_prompt_tokens_are_not_shown(prompt: int, expected: str) -> None:
     trace = RequestTrace(
         request_id="r",
         trace_id="t",
@@ -144,7 +144,7 @@ def test_the_rows_tile_the_time_to_the_first_token(spans: list[PhaseSpan], ttft_
     _tiles(trace)
 
 
-def test_the_rows_of_recorded_traces_tile_them() -> None:
+def test_rows_of_recorded_traces_tile_the_ttft() -> None:
     recorded = [t for t in TypeAdapter(list[RequestTrace]).validate_json(RECORDED.read_text()) if t.ttft_ms is not None]
     assert recorded
     for trace in recorded:
@@ -152,7 +152,7 @@ def test_the_rows_of_recorded_traces_tile_them() -> None:
         _tiles(trace.model_copy(update={"critical_path": path}))
 
 
-def test_a_leading_wait_is_drawn_beside_a_later_wait_of_the_same_phase() -> None:
+def test_leading_wait_is_separate_from_a_later_wait_of_the_same_phase() -> None:
     spans = (
         PhaseSpan(phase=Phase.RESERVE, start_ms=42, duration_ms=122, process="scheduler"),
         PhaseSpan(phase=Phase.QUEUE, start_ms=164, duration_ms=6, process="engine"),
@@ -165,6 +165,6 @@ def test_a_leading_wait_is_drawn_beside_a_later_wait_of_the_same_phase() -> None
     ]
 
 
-def test_rounded_parts_sum_to_the_rounded_whole() -> None:
+def test_rounded_parts_sum_to_the_rounded_total() -> None:
     assert whole_ms([0.4, 0.4, 0.45, 10.3]) == [1, 0, 1, 10]
     assert whole_ms([]) == []

@@ -74,12 +74,12 @@ def write(root: Path, path: str, text: str) -> None:
         ("untold = retold = 1\n", []),
     ],
 )
-def test_python(words: ModuleType, source: str, found: list[str]) -> None:
+def test_words_are_found_in_python(words: ModuleType, source: str, found: list[str]) -> None:
     pattern = words.Rules.parse(words.tomllib.loads(WORDS)).pattern
     assert sorted(finding.word for finding in words.check("lib/a.py", source, pattern)) == found
 
 
-def test_markdown_without_its_code(words: ModuleType) -> None:
+def test_words_in_markdown_code_are_ignored(words: ModuleType) -> None:
     pattern = words.Rules.parse(words.tomllib.loads(WORDS)).pattern
     text = "It goes on.\n```\ntold\n```\nThe key `told` is heard.\n"
     found = [(finding.line, finding.word) for finding in words.check("a.md", text, pattern)]
@@ -101,12 +101,12 @@ def test_findings_over_the_ceiling_fail(words: ModuleType, repository: Path, cap
     assert "lib: 3 words of docs/words.toml, 2 allowed" in out
 
 
-def test_a_folder_without_a_ceiling_has_no_findings(words: ModuleType, repository: Path) -> None:
+def test_folder_without_a_ceiling_must_have_no_findings(words: ModuleType, repository: Path) -> None:
     write(repository, "other/a.py", "heard = 1\n")
     assert words.main() == 1
 
 
-def test_ceilings_only_fall(
+def test_ceilings_can_only_be_lowered(
     words: ModuleType, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(repository, "lib/a.py", "heard = 1\n")
@@ -122,7 +122,7 @@ def test_ceilings_only_fall(
     assert (repository / "docs/words.toml").read_text().endswith("[ceilings]\n")
 
 
-def test_an_exception_that_nothing_needs_fails(words: ModuleType, repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_exception_fails(words: ModuleType, repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(repository, "lib/wire.py", "sent_at = 1\n")
     assert words.main() == 1
     assert "no text needs the exception" in capsys.readouterr().out

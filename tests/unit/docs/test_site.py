@@ -42,7 +42,7 @@ def _entries(nav: list[Any]) -> Iterator[str]:
             yield item
 
 
-def test_the_navigation_lists_every_page_once() -> None:
+def test_navigation_lists_every_page_once() -> None:
     """A new page of docs/ needs a line in mkdocs.yml; decisions are listed by site_hook.py."""
     listed = list(_entries(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"]))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -80,7 +80,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @_needs_mkdocs
-def test_the_strict_build_has_every_page_and_nothing_but_what_pages_link_to(site: Path) -> None:
+def test_strict_build_contains_every_page_and_only_linked_files(site: Path) -> None:
     files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
     ours = {file for file in files if file.split("/")[0] not in _ASSETS}
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -91,7 +91,7 @@ def test_the_strict_build_has_every_page_and_nothing_but_what_pages_link_to(site
 
 
 @_needs_mkdocs
-def test_every_link_of_the_site_leads_to_a_file_of_it(site: Path) -> None:
+def test_every_link_of_the_site_points_to_a_file_of_the_site(site: Path) -> None:
     broken = {(page, link) for page in site.rglob("*.html") for link in _links(page) if not link.is_file()}
     assert not broken
     assert site / "repository/thaw.example.yaml" in _links(site / "getting-started.html")

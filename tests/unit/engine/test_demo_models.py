@@ -14,13 +14,13 @@ def weights(directory: Path) -> bytes:
     return (directory / "model.safetensors").read_bytes()
 
 
-def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_model(tmp_path: Path) -> None:
     a, b, c = (make_demo_model(tmp_path / n, "test", seed) for n, seed in (("a", 0), ("b", 0), ("c", 1)))
     assert weights(a) == weights(b) != weights(c)
     assert (a / "tokenizer.json").read_bytes() == (c / "tokenizer.json").read_bytes()
 
 
-def test_it_replaces_what_was_there_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_demo_model_replaces_an_existing_directory(tmp_path: Path) -> None:
     make_demo_model(tmp_path / "m", "test")
     (tmp_path / "m" / "old").touch()
     on_response: list[float] = []
@@ -31,7 +31,7 @@ def test_it_replaces_what_was_there_and_leaves_nothing_else(tmp_path: Path) -> N
     assert {p.name for p in tmp_path.iterdir()} == {"m", ".tokenizer-1024.json"}
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_creation_leaves_no_files(tmp_path: Path) -> None:
     def fail(done: float) -> None:
         raise OSError("disk full")
 
@@ -40,7 +40,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {".tokenizer-1024.json"}
 
 
-def test_it_does_not_import_torch(tmp_path: Path) -> None:
+def test_making_a_demo_model_does_not_import_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from thaw.demo.models import make_demo_model; "
         "make_demo_model(Path(sys.argv[1]), 'test'); assert 'torch' not in sys.modules"
@@ -48,7 +48,7 @@ def test_it_does_not_import_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], check=True, timeout=60)
 
 
-def test_sizes_are_what_they_are_called(demo_directory: Path) -> None:
+def test_model_sizes_match_their_names(demo_directory: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(demo_directory / "model.safetensors", "np") as file:
@@ -57,7 +57,7 @@ def test_sizes_are_what_they_are_called(demo_directory: Path) -> None:
     assert set(SIZES) == {"test", "5m", "60m", "250m"}
 
 
-def test_transformers_reads_it_and_renders_tools(demo_directory: Path) -> None:
+def test_transformers_loads_the_model_and_renders_tools(demo_directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(demo_directory)

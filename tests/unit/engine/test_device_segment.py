@@ -25,7 +25,7 @@ def tensor(dtype: str = "F32", shape: tuple[int, ...] = (2, 3), offset: int = 8,
     return SegmentTensor(name="w", dtype=dtype, shape=shape, offset=offset, nbytes=nbytes)
 
 
-def test_tensors_are_the_memory_itself() -> None:
+def test_tensors_share_the_segment_memory() -> None:
     base, bound = segment(tensor())
     seen = bound.tensors()["w"]
     assert seen.shape == (2, 3)
@@ -51,7 +51,7 @@ def test_scalars_and_tensors_without_elements() -> None:
         (tensor(offset=9), "thaw convert"),
     ],
 )
-def test_an_index_that_does_not_fit(wrong: SegmentTensor, on_done: str) -> None:
+def test_index_that_does_not_fit_is_refused(wrong: SegmentTensor, on_done: str) -> None:
     with pytest.raises(CheckpointInvalid, match=on_done):
         segment(wrong)[1].tensors()
 

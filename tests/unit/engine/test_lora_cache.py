@@ -70,7 +70,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_one_load_for_all_who_ask() -> None:
+async def test_concurrent_requests_share_one_adapter_load() -> None:
     source = FakeSource()
     source.hold = asyncio.Event()
     store = made(source)
@@ -84,7 +84,7 @@ async def test_one_load_for_all_who_ask() -> None:
     assert [(a.name, a.nbytes, a.active) for a in store.loaded()] == [("a", 40, 3)]
 
 
-async def test_the_least_recently_used_makes_room_and_keys_and_values_get_it_back() -> None:
+async def test_least_recently_used_adapter_is_evicted_and_kv_blocks_follow() -> None:
     source = FakeSource()
     store = made(source)
     for name in "ab":
@@ -96,7 +96,7 @@ async def test_the_least_recently_used_makes_room_and_keys_and_values_get_it_bac
     assert source.blocks == [96, 92, 96, 92]
 
 
-async def test_one_in_use_is_waited_for_and_then_served_in_turn() -> None:
+async def test_adapter_waits_for_adapters_in_use_and_is_served_in_turn() -> None:
     source = FakeSource()
     store = made(source)
     await store.acquire(card("a", 90))
@@ -126,12 +126,12 @@ async def test_no_request_overtakes_one_that_has_waited_long(monkeypatch: pytest
     await late
 
 
-async def test_one_over_the_budget_is_refused_with_the_remedy() -> None:
+async def test_adapter_over_the_budget_is_refused_with_a_remedy() -> None:
     with pytest.raises(InsufficientMemory, match="adapter_cache_bytes of base to 101 or more"):
         await made(FakeSource()).acquire(card("a", 101))
 
 
-async def test_a_failed_load_is_reported_and_leaves_nothing() -> None:
+async def test_failed_adapter_load_frees_its_memory() -> None:
     source = FakeSource()
     source.error = CheckpointInvalid("damaged")
     store = made(source)
@@ -142,7 +142,7 @@ async def test_a_failed_load_is_reported_and_leaves_nothing() -> None:
     assert source.blocks == [91, 100, 91]
 
 
-async def test_an_asker_who_gives_up_leaves_the_load_to_the_others() -> None:
+async def test_cancelled_waiter_does_not_cancel_a_shared_load() -> None:
     source = FakeSource()
     source.hold = asyncio.Event()
     store = made(source, keep_s=0)
@@ -170,7 +170,7 @@ async def test_an_adapter_without_waiting_requests_is_evicted_in_time() -> None:
     assert store.loaded() == ()
 
 
-async def test_another_revision_replaces_it_once_it_is_unused() -> None:
+async def test_old_revision_is_dropped_once_unused() -> None:
     source = FakeSource()
     store = made(source)
     await store.acquire(card("a", 10, "r1"))
@@ -187,7 +187,7 @@ async def test_another_revision_replaces_it_once_it_is_unused() -> None:
     assert store.loaded() == ()
 
 
-def test_adapters_borrow_what_no_sequence_needs() -> None:
+def test_adapter_budget_borrows_unreserved_kv_memory() -> None:
     room = lora_budget(granted=100, block_bytes=10, reserved=0, longest=3 * BLOCK_TOKENS)
     assert (room.budget, room.kv_blocks(0), room.kv_blocks(70)) == (70, 10, 3)
     kept = lora_budget(granted=100, block_bytes=10, reserved=40, longest=3 * BLOCK_TOKENS)

@@ -26,7 +26,7 @@ HANDLE = CudaIpcHandle(device="cuda:0", nbytes=1, bus_id="0000:00:00.0", ipc_han
 IDS = [5, 6, 7, 8]
 
 
-def test_gpus_are_numbered_as_the_node_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_have_the_numbers_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs have the node's numbers.
 
     NVML orders GPUs by bus; CUDA by default puts the fastest first, and an engine would then
@@ -94,13 +94,13 @@ def test_every_parameter_is_the_devices_memory(on_device: OnDevice, demo_directo
     assert all(p.count_nonzero() == 0 for p in on_device.bound.model.parameters())
 
 
-def test_without_a_handle_in_the_end_it_stays_where_it_was(on_device: OnDevice) -> None:
+def test_without_a_final_handle_the_model_stays_in_its_copies(on_device: OnDevice) -> None:
     on_device.complete(None)
     assert len(on_device.copied()) == len(list(on_device.bound.model.parameters()))
     assert on_device.bound.memory is None
 
 
-def test_another_handle_in_the_end_is_opened_again(on_device: OnDevice) -> None:
+def test_changed_final_handle_is_opened_again(on_device: OnDevice) -> None:
     other = HANDLE.model_copy(update={"nbytes": 2})
     on_device.complete(other)
     assert on_device.opened == [HANDLE, other]

@@ -11,12 +11,12 @@ from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, SequenceV
 LIMITS = Limits(max_sequences=4, kv_blocks=10, step_tokens=1000, chunk_tokens=64)
 
 
-def test_decoding_goes_first_and_prompts_share_a_chunk() -> None:
+def test_decoding_precedes_prefill_and_prompts_share_a_chunk() -> None:
     running = [SequenceView(1, 300, 10), SequenceView(2, 50, 49)]
     assert plan_step(running, [], LIMITS).work == (Work(2, 1), Work(1, 64))
 
 
-def test_alone_a_prompt_is_computed_in_one_step() -> None:
+def test_single_prompt_is_computed_in_one_step() -> None:
     plan = plan_step([], [SequenceView(1, 700)], LIMITS)
     assert (plan.admitted, plan.work) == ((1,), (Work(1, 700),))
 
@@ -25,25 +25,25 @@ def test_a_long_prompt_is_cut_at_the_step_limit() -> None:
     assert plan_step([], [SequenceView(1, 1200)], LIMITS).work == (Work(1, 1000),)
 
 
-def test_the_youngest_gives_way_when_blocks_run_out() -> None:
+def test_youngest_sequence_is_preempted_when_blocks_run_out() -> None:
     running = [SequenceView(1, 5 * BLOCK_TOKENS + 1, 5 * BLOCK_TOKENS), SequenceView(2, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 1)]
     plan = plan_step(running, [SequenceView(3, 10)], LIMITS)
     assert (plan.preempted, plan.admitted, plan.work) == ((2,), (), (Work(1, 1),))
 
 
-def test_one_that_does_not_fit_holds_up_those_behind_it() -> None:
+def test_sequence_without_room_blocks_those_behind() -> None:
     running = [SequenceView(1, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 1)]
     waiting = [SequenceView(2, 6 * BLOCK_TOKENS), SequenceView(3, 10)]
     assert plan_step(running, waiting, LIMITS).admitted == ()
 
 
-def test_slots_are_limited() -> None:
+def test_number_of_sequences_is_limited() -> None:
     waiting = [SequenceView(i, 10) for i in range(9)]
     assert plan_step([], waiting, LIMITS).admitted == (0, 1, 2, 3)
 
 
 @given(st.integers(1, 10 * BLOCK_TOKENS))
-def test_whatever_fits_alone_is_admitted_alone(length: int) -> None:
+def test_sequence_that_fits_alone_is_admitted_alone(length: int) -> None:
     assert plan_step([], [SequenceView(1, length)], LIMITS).admitted == (1,)
 
 

@@ -11,25 +11,25 @@ from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, SequenceV
 LIMITS = Limits(max_sequences=8, kv_blocks=10, step_tokens=8192, chunk_tokens=256)
 
 
-def test_a_step_is_shared_by_what_runs() -> None:
+def test_prefill_gets_the_token_budget_left_by_running_requests() -> None:
     assert prefill_tokens(StepPlan(), LIMITS) == 256
     assert prefill_tokens(StepPlan((Work(1, 1), Work(2, 1))), LIMITS) == 32
     assert prefill_tokens(StepPlan((Work(1, 1), Work(2, 40))), LIMITS) == 0
 
 
-def test_memory_is_what_requests_are_not_known_to_need() -> None:
+def test_free_blocks_exclude_the_known_needs_of_requests() -> None:
     running, waiting = [SequenceView(1, 2 * BLOCK_TOKENS, 5)], [SequenceView(2, BLOCK_TOKENS + 1)]
     assert free_blocks([], [], LIMITS) == 10
     assert free_blocks(running, waiting, LIMITS) == 10 - (2 + 1) - (2 + 1)
 
 
-def test_what_runs_takes_back_what_it_grows_into() -> None:
+def test_growing_requests_evict_prepared_blocks() -> None:
     after = [SequenceView(1, 7 * BLOCK_TOKENS, 7 * BLOCK_TOKENS)]
     assert blocks_to_evict(after, 3, LIMITS) == 0
     assert blocks_to_evict(after, 5, LIMITS) == 2
 
 
-def test_what_sequences_share() -> None:
+def test_common_prefix_length_of_two_sequences() -> None:
     assert common_prefix_length((1, 2, 3), (1, 2, 3, 4)) == 3
     assert common_prefix_length((1, 2, 3), (1, 9, 3)) == 1
     assert common_prefix_length((), (1,)) == 0

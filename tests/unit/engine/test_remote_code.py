@@ -35,7 +35,7 @@ def _is_free() -> bool:
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_only_one_thread_reads_a_model_that_has_code_of_its_own(monkeypatch: pytest.MonkeyPatch, trusted: bool) -> None:
+def test_models_with_remote_code_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch, trusted: bool) -> None:
     free: list[bool] = []
 
     def look(*_: Any, **__: Any) -> None:

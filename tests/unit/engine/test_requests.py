@@ -35,7 +35,7 @@ def read(
     return result
 
 
-def test_a_chat_becomes_one_choice(tokens: Tokenization) -> None:
+def test_chat_request_becomes_one_choice(tokens: Tokenization) -> None:
     request = read(tokens, {**HELLO, "max_completion_tokens": 5, "seed": 3, "return_token_ids": True})
     (choice,) = request.choices
     assert tokens.tokenizer.decode(choice.prompt) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -52,7 +52,7 @@ def test_prompts_and_n_number_the_choices(tokens: Tokenization) -> None:
     assert len(read(tokens, {"prompt": [[5], [6, 7]]}, "completion").choices) == 2
 
 
-def test_silent_requests_take_the_models_defaults(tokens: Tokenization) -> None:
+def test_omitted_parameters_take_the_models_defaults(tokens: Tokenization) -> None:
     defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 7}
     request = read(tokens, HELLO, defaults=defaults)
     assert (request.params.temperature, request.params.top_k, request.params.top_p) == (0.6, 20, 0.9)
@@ -62,12 +62,12 @@ def test_silent_requests_take_the_models_defaults(tokens: Tokenization) -> None:
     assert read(tokens, HELLO).params.temperature == 1.0
 
 
-def test_without_a_limit_the_context_is_it(tokens: Tokenization) -> None:
+def test_default_max_tokens_is_the_rest_of_the_context(tokens: Tokenization) -> None:
     request = read(tokens, {"prompt": "abc"}, "completion")
     assert request.choices[0].stop_conditions.max_tokens == 1024 - len(request.choices[0].prompt)
 
 
-def test_ignore_eos_leaves_the_requests_own_stop_tokens(tokens: Tokenization) -> None:
+def test_ignore_eos_keeps_the_requests_own_stop_tokens(tokens: Tokenization) -> None:
     request = read(tokens, {**HELLO, "ignore_eos": True, "stop_token_ids": [9]})
     assert request.choices[0].stop_conditions.stop_token_ids == {9}
 
@@ -110,7 +110,7 @@ IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_
         ("completion", {"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_unsupported_parameter_is_refused_by_name(
     tokens: Tokenization, endpoint: Endpoint, body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(UnsupportedParameter) as refused:
@@ -131,24 +131,24 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         ("completion", {"prompt": [-1]}),
     ],
 )
-def test_faults_are_invalid_requests(tokens: Tokenization, endpoint: Endpoint, body: dict[str, Any]) -> None:
+def test_malformed_values_are_invalid_requests(tokens: Tokenization, endpoint: Endpoint, body: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         read(tokens, body, endpoint)
 
 
 @pytest.mark.parametrize("body", [{"prompt": [5] * 1024}, {"prompt": [5] * 1000, "max_tokens": 25}])
-def test_what_can_never_fit_the_context(tokens: Tokenization, body: dict[str, Any]) -> None:
+def test_prompt_over_the_context_is_refused(tokens: Tokenization, body: dict[str, Any]) -> None:
     with pytest.raises(ContextLengthExceeded, match="context"):
         read(tokens, body, "completion")
 
 
-def test_what_can_never_fit_the_kv_cache(tokens: Tokenization) -> None:
+def test_request_over_the_kv_cache_is_refused(tokens: Tokenization) -> None:
     with pytest.raises(ContextLengthExceeded, match="KV cache"):
         read(tokens, {"prompt": [5] * 200, "max_tokens": 100}, "completion", kv_tokens=256)
     assert read(tokens, {"prompt": [5] * 200}, "completion", kv_tokens=256).choices[0].stop_conditions.max_tokens == 56
 
 
-def test_embeddings(tokens: Tokenization) -> None:
+def test_embedding_requests_are_parsed_and_validated(tokens: Tokenization) -> None:
     reader = RequestReader(tokens, Capacity(64, 0, tokens.size), frozenset(), {}, False, "rev")
 
     def ask(body: dict[str, Any], endpoint: Endpoint = "embedding") -> InferRequest:

@@ -34,7 +34,7 @@ def test_numbers_are_in_range(seed: int, choice: int, position: int) -> None:
     assert ((numbers >= 0) & (numbers < 1)).all()
 
 
-def test_numbers_are_uniform() -> None:
+def test_random_numbers_are_uniform() -> None:
     numbers = np.sort(np.concatenate([Draw(3, 0, i).uniform(500) for i in range(40)]))
     # The Kolmogorov-Smirnov distance, below its 99.9 % quantile.
     distance = np.abs(numbers - (np.arange(numbers.size) + 0.5) / numbers.size).max()
@@ -50,7 +50,7 @@ def test_draws_follow_the_distribution() -> None:
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.2)]
 )
-def test_rounding_does_not_change_what_is_drawn(params: SamplingParams) -> None:
+def test_rounding_does_not_change_sampled_tokens(params: SamplingParams) -> None:
     """Rounding does not change sampled tokens.
 
     A flat distribution is recomputed in another batch or engine, and thousands of ranks and
@@ -78,11 +78,11 @@ def test_rounding_does_not_change_what_is_drawn(params: SamplingParams) -> None:
         (SamplingParams(temperature=0.0, logit_bias=((3, 100.0),)), {3}),
     ],
 )
-def test_what_may_be_drawn(params: SamplingParams, allowed: set[int]) -> None:
+def test_sampling_parameters_restrict_the_tokens(params: SamplingParams, allowed: set[int]) -> None:
     assert set(drawn(params)) == allowed
 
 
-def test_top_p_of_a_large_vocabulary_is_the_same_sorted_in_part_or_whole() -> None:
+def test_top_p_of_a_large_vocabulary_samples_only_the_nucleus() -> None:
     torch.manual_seed(0)
     peaked, flat = torch.randn(5000) * 4, torch.randn(5000) * 0.01
     for logits in (peaked, flat):
@@ -103,7 +103,7 @@ def test_penalties_use_the_history() -> None:
     assert sample(LOGITS, SamplingParams(temperature=0, frequency_penalty=0.2), often, FIRST).token == 4
 
 
-def test_log_probabilities_are_the_models_own() -> None:
+def test_log_probabilities_ignore_bias_and_temperature() -> None:
     sampled = sample(LOGITS, SamplingParams(temperature=0, logit_bias=((3, 100.0),), top_logprobs=2), NOTHING, FIRST)
     expected = torch.log_softmax(LOGITS, 0)
     assert sampled.token == 3

@@ -26,7 +26,7 @@ def fed(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 @given(st.text(max_size=60), st.text(max_size=10))
 @example("\U0001f468‍\U0001f469‍\U0001f467 né 漢字", "")
 @example("\ufffd\ufffd", "é")
-def test_no_character_is_split_and_none_is_lost(text: str, prompt: str) -> None:
+def test_detokenizer_splits_no_character_and_loses_none(text: str, prompt: str) -> None:
     parts = fed(Detokenizer(decode_bytes, list(prompt.encode(errors="replace"))), list(text.encode(errors="replace")))
     whole = text.encode(errors="replace").decode()
     assert "".join(parts) == whole
@@ -40,7 +40,7 @@ def test_invalid_bytes_decode_as_the_decoder_does(data: bytes) -> None:
 
 
 @given(st.binary(min_size=40, max_size=200))
-def test_nothing_is_held_back_for_long(data: bytes) -> None:
+def test_detokenizer_holds_back_few_bytes(data: bytes) -> None:
     detokenizer, shown = Detokenizer(decode_bytes), 0
     for i, byte in enumerate(data):
         shown += len(detokenizer.feed(byte).encode())
@@ -92,7 +92,7 @@ def test_a_stop_string_across_parts_never_shows() -> None:
     assert (shown, matcher.matched) == (["ab", "", "", "", ""], "<end>")
 
 
-def test_what_only_began_like_a_stop_string_shows_after_all() -> None:
+def test_false_start_of_a_stop_string_is_emitted() -> None:
     shown, matcher = run_stops(("<end>",), ["ab<e", "x"])
     assert (shown, matcher.matched) == (["ab", "<ex"], None)
     shown, matcher = run_stops(("<end>",), ["ab<e"])
@@ -100,7 +100,7 @@ def test_what_only_began_like_a_stop_string_shows_after_all() -> None:
 
 
 @given(st.lists(st.text("abc", min_size=1, max_size=3), max_size=3), st.lists(st.text("abc", max_size=4), max_size=12))
-def test_any_split_ends_where_the_whole_text_would(stops: list[str], parts: list[str]) -> None:
+def test_stop_position_is_independent_of_the_split(stops: list[str], parts: list[str]) -> None:
     text = "".join(parts)
     shown, matcher = run_stops(tuple(stops), parts)
     out = "".join(shown) + matcher.flush()
@@ -137,5 +137,7 @@ def answer(text: str, stop_conditions: StopConditions) -> tuple[str, str | None,
         ("ab.", StopConditions(9, frozenset({ord(".")}), ("bx",)), ("ab", "stop", 3)),
     ],
 )
-def test_how_answers_end(text: str, stop_conditions: StopConditions, expected: tuple[str, str, int]) -> None:
+def test_finish_reason_follows_from_the_stop_conditions(
+    text: str, stop_conditions: StopConditions, expected: tuple[str, str, int]
+) -> None:
     assert answer(text, stop_conditions) == expected

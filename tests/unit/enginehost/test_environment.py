@@ -28,7 +28,7 @@ from shared.environment import is_credential, referenced, without_credentials
         "SSH_AUTH_SOCK",
     ],
 )
-def test_credentials_are_known_by_their_names(name: str) -> None:
+def test_credentials_are_recognized_by_variable_name(name: str) -> None:
     assert is_credential(name, "x")
 
 
@@ -56,12 +56,12 @@ def test_other_variables_are_inherited(name: str) -> None:
     assert not is_credential(name, "x")
 
 
-def test_a_url_with_a_password_is_a_credential_whatever_its_name() -> None:
+def test_url_with_a_password_is_a_credential_under_any_name() -> None:
     assert is_credential("HTTPS_PROXY", "http://me:secret@proxy:3128")
     assert not is_credential("HTTPS_PROXY", "http://proxy:3128/a:b@c")
 
 
-def test_what_a_model_names_is_kept() -> None:
+def test_credentials_referenced_by_the_model_are_passed() -> None:
     asked = referenced({"HF_TOKEN": "${HF_TOKEN}", "BOTH": "${ONE}-${THAW_ADMIN_KEY}"})
     assert asked == {"HF_TOKEN", "ONE"}, "Thaw's own are never given away"
     assert without_credentials({"HF_TOKEN": "x", "AWS_PROFILE": "y", "PATH": "z"}, asked) == {"HF_TOKEN": "x", "PATH": "z"}

@@ -73,12 +73,12 @@ async def test_a_broken_answer_is_an_error(answer: bytes) -> None:
             await client.ask(GET)
 
 
-async def test_no_server_listens(tmp_path: Path) -> None:
+async def test_missing_server_is_reported(tmp_path: Path) -> None:
     with pytest.raises(HttpError, match="no connection"):
         await Client(Address(path=str(tmp_path / "none.sock"))).ask(GET)
 
 
-async def test_an_answer_that_is_too_large() -> None:
+async def test_response_over_the_limit_is_refused() -> None:
     async with serving(says(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 5000)) as client:
         with pytest.raises(TooLarge):
             await client.ask(GET, limit=1000)
@@ -100,7 +100,7 @@ async def test_the_server_sees_the_close_and_pieces_arrive_as_sent() -> None:
         await asyncio.wait_for(left.wait(), 5)
 
 
-async def test_a_reader_that_is_slow_holds_the_sender_back() -> None:
+async def test_slow_reader_applies_backpressure_to_the_sender() -> None:
     sent = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

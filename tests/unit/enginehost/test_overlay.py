@@ -8,7 +8,7 @@ from pathlib import Path
 from services.enginehost.drivers.overlay import plugin_path
 
 
-def test_the_overlay_links_the_package_of_its_entry_point(tmp_path: Path) -> None:
+def test_overlay_links_the_package_of_its_entry_point(tmp_path: Path) -> None:
     overlay = plugin_path(tmp_path / "plugin")
     entry_points = next(overlay.glob("*.dist-info")) / "entry_points.txt"
     module = re.search(r"= ([\w.]+):", entry_points.read_text())

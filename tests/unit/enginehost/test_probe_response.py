@@ -22,12 +22,12 @@ from shared.errors import EngineFailed
         ({"data": [{"embedding": [0.5, 0.25]}]}, "0.5 0.25"),
     ],
 )
-def test_tokens_and_vectors(answer: Any, text: str) -> None:
+def test_fingerprint_is_read_from_tokens_and_vectors(answer: Any, text: str) -> None:
     assert response_fingerprint(json.dumps(answer).encode()) == text
 
 
 @pytest.mark.parametrize("body", [b"", b"ok", b"{}", b'{"choices": []}', b'{"choices": [{"text": ""}]}', b'{"data": []}'])
-def test_an_answer_without_a_token_proves_nothing(body: bytes) -> None:
+def test_probe_response_without_a_token_fails(body: bytes) -> None:
     with pytest.raises(EngineFailed, match="without a token"):
         response_fingerprint(body)
 

@@ -33,11 +33,11 @@ HEAD = {"id": "a", "created": 1, "model": "m", "object": "text_completion"}
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],
 )
-def test_fixed(body: dict[str, Any], why: str) -> None:
+def test_untrackable_request_has_a_reason(body: dict[str, Any], why: str) -> None:
     assert why in not_resumable_request_reason("completion", {"stream": True, "prompt": "x", **body}, {}, VLLM)
 
 
-def test_followed() -> None:
+def test_trackable_request_has_no_reason() -> None:
     plain = {"stream": True, "prompt": [1, 2], "n": 1, "presence_penalty": 0, "response_format": {"type": "text"}, "tools": []}
     assert not_resumable_request_reason("completion", plain, {}, VLLM) == ""
     chat: dict[str, Any] = {"stream": True, "messages": [{"role": "user", "content": "x"}]}
@@ -70,7 +70,7 @@ def test_events_may_arrive_in_any_pieces() -> None:
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, 3)
 
 
-def test_what_a_client_asked_for_stays() -> None:
+def test_requested_usage_and_token_ids_are_kept() -> None:
     reported = event(**HEAD, choices=[{"index": 0, "text": "a", "token_ids": [5]}]) + event(
         **HEAD, choices=[], usage={"prompt_tokens": 1}
     )
@@ -84,7 +84,7 @@ def test_other_events_are_forwarded_unchanged() -> None:
         assert TokenTracker(VLLM, chat=True, hide_usage=True, hide_ids=True).feed(other) == (other, [])
 
 
-def test_a_role_alone_is_the_beginning_of_an_answer() -> None:
+def test_role_event_starts_the_response() -> None:
     """A role alone begins a response.
 
     An engine may die before its first token: the client already has the role, which must not be
@@ -97,7 +97,7 @@ def test_a_role_alone_is_the_beginning_of_an_answer() -> None:
     assert tracker.feed(event(**HEAD, choices=[{"index": 0, "delta": {"content": ""}}]))[1] == []
 
 
-def test_a_resumed_response_keeps_its_format_and_counts() -> None:
+def test_resumed_response_keeps_its_format_and_counts() -> None:
     begun = ResumeState({"id": "first", "created": 7}, prompt_tokens=4, tokens=3, kept=2, skip_chars=2, chat=True)
     tracker = TokenTracker(VLLM, chat=True, hide_usage=False, hide_ids=True, resume_state=begun)
     stream = (
@@ -144,14 +144,14 @@ def test_a_llama_server_without_token_ids() -> None:
     assert tracker.prompt == ()
 
 
-def test_llama_servers_chats_and_grammars_are_its_own() -> None:
+def test_chats_and_grammars_of_llama_server_are_not_resumable() -> None:
     plain = {"stream": True, "prompt": "x"}
     assert not_resumable_request_reason("completion", plain, {}, LLAMA) == ""
     assert "chats" in not_resumable_request_reason("chat", {"stream": True, "messages": []}, {}, LLAMA)
     assert "grammar" in not_resumable_request_reason("completion", {**plain, "grammar": "root ::= x"}, {}, LLAMA)
 
 
-def test_a_client_that_asked_for_token_ids_gets_each_once() -> None:
+def test_requested_token_ids_are_sent_once_after_a_resume() -> None:
     """A client that requested token ids gets each once.
 
     Two tokens are generated again: their text was held back when the first part ended.
@@ -169,7 +169,7 @@ def test_a_client_that_asked_for_token_ids_gets_each_once() -> None:
     assert tracker.answer == (5, 6, 7, 8, 9)
 
 
-def test_what_was_cached_of_the_answer_is_not_counted_as_the_prompts() -> None:
+def test_cached_tokens_of_the_response_are_not_counted_for_the_prompt() -> None:
     begun = ResumeState({"id": "first"}, prompt_tokens=2, tokens=2, kept=2, skip_chars=0, chat=False)
     tracker = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=True, resume_state=begun)
     counted = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}

@@ -24,7 +24,7 @@ def fed(meter: UsageMeter, data: bytes, cuts: list[int]) -> bytes:
 
 
 @given(st.lists(st.integers(0, 300), max_size=8), st.sampled_from(["\n\n", "\r\n\r\n"]))
-def test_however_a_stream_is_cut_only_the_usage_is_taken_out(cuts: list[int], end: str) -> None:
+def test_hidden_usage_is_removed_from_any_split_of_the_stream(cuts: list[int], end: str) -> None:
     data = stream(*EVENTS, LAST, end=end)
     meter = UsageMeter("text/event-stream; charset=utf-8", hide_usage=True)
     assert fed(meter, data, [min(c, len(data)) for c in cuts]) == stream(*EVENTS, end=end)
@@ -32,7 +32,7 @@ def test_however_a_stream_is_cut_only_the_usage_is_taken_out(cuts: list[int], en
 
 
 @given(st.lists(st.integers(0, 300), max_size=8))
-def test_what_the_client_asked_for_is_left_alone(cuts: list[int]) -> None:
+def test_requested_usage_is_forwarded_unchanged(cuts: list[int]) -> None:
     data = stream(*EVENTS, LAST)
     meter = UsageMeter("text/event-stream", hide_usage=False)
     assert fed(meter, data, [min(c, len(data)) for c in cuts]) == data
@@ -45,7 +45,7 @@ def test_all_bytes_are_forwarded(data: bytes, cuts: list[int], hide: bool) -> No
         assert fed(UsageMeter(kind, hide_usage=hide), data, [min(c, len(data)) for c in cuts]) == data
 
 
-def test_an_event_of_a_megabyte_does_not_wait_for_its_end() -> None:
+def test_large_event_is_forwarded_before_it_is_complete() -> None:
     meter = UsageMeter("text/event-stream", hide_usage=True)
     assert meter.feed(b"data: {" + b"x" * (1 << 20)).startswith(b"data: {")
 
@@ -58,7 +58,7 @@ def test_usage_by_the_names_of_other_apis() -> None:
     assert usage_of([1]) is None
 
 
-def test_whole_json() -> None:
+def test_usage_is_read_from_a_json_response() -> None:
     meter = UsageMeter("application/json", hide_usage=False)
     body = json.dumps({"usage": LAST["usage"]}).encode()
     assert fed(meter, body, [3]) == body

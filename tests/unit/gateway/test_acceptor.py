@@ -59,7 +59,7 @@ async def test_a_burst_of_connections_shares_the_loop(listener: socket.socket) -
     assert max(counts) <= 2 * server._ACCEPTS_PER_TURN, max(counts)
 
 
-async def test_it_accepts_again_after_the_process_ran_out_of_files(
+async def test_acceptor_resumes_after_running_out_of_file_descriptors(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_RETRY_DELAY_S", 0.01)

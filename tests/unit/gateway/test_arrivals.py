@@ -19,7 +19,7 @@ def arrivals_at(*times: float) -> Arrivals:
     return found
 
 
-def test_the_window_slides_and_the_fullest_whole_one_is_remembered_for_a_while() -> None:
+def test_arrival_window_slides_and_peak_expires() -> None:
     arrivals = arrivals_at(10.1, 10.2, 10.9, 11.0)
     assert (arrivals.window(11.05), arrivals.peak(11.05)) == (4, 3)
     assert (arrivals.window(11.95), arrivals.peak(11.95)) == (1, 3)
@@ -30,7 +30,7 @@ def test_the_window_slides_and_the_fullest_whole_one_is_remembered_for_a_while()
 
 
 @given(st.lists(st.floats(0.0, 3.0), max_size=60), st.floats(0.0, 20.0))
-def test_it_counts_as_if_it_remembered_all(distances: list[float], after: float) -> None:
+def test_arrival_counts_match_a_full_history(distances: list[float], after: float) -> None:
     times, now = [], 5.0
     for distance in distances:
         now += distance
@@ -42,7 +42,7 @@ def test_it_counts_as_if_it_remembered_all(distances: list[float], after: float)
     assert arrivals.peak(now) == max([whole.count(n) for n in range(present - WINDOWS, present)])
 
 
-def test_demand_counts_requests_that_were_served_at_once() -> None:
+def test_demand_counts_requests_served_immediately() -> None:
     world = RecordedEffects()
     dispatcher = Dispatcher("gw", world)
     dispatcher.on_status(status(instance("i", capacity=1)), 0.0)

@@ -30,7 +30,7 @@ def catalog() -> Catalog:
 
 
 @pytest.mark.parametrize("name", ["sql", "db", "llama:sql", "chat:sql", "llama:db"])
-def test_an_adapter_is_answered_by_its_base(catalog: Catalog, name: str) -> None:
+def test_adapter_name_resolves_to_its_base(catalog: Catalog, name: str) -> None:
     assert catalog.resolve(name).name == "llama"
     adapter = catalog.lora_adapter(name)
     assert adapter is not None
@@ -50,7 +50,7 @@ def test_all_else_does_not_exist(catalog: Catalog, name: str) -> None:
         catalog.resolve(name)
 
 
-def test_an_adapter_goes_to_the_engine_with_what_that_needs(catalog: Catalog) -> None:
+def test_request_for_an_adapter_carries_its_metadata(catalog: Catalog) -> None:
     ask = EngineRequest("chat", b"{}", lora_adapter=catalog.lora_adapter("sql"))
     fields = ask.envelope()
     adapter = InferRequest.model_validate({"request_id": "r", "instance_id": "i", "model": "llama", "body": {}, **fields}).adapter

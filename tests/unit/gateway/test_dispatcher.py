@@ -41,7 +41,7 @@ def ask(dispatcher: Dispatcher, name: str, now: float = 0.0, max_waiting: int = 
     return made
 
 
-def test_a_ready_instance_gets_the_request_at_once(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_ready_instance_receives_the_request_immediately(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     ask(dispatcher, "r")
     assert world.sent == [("r", "i")]
@@ -63,7 +63,9 @@ def test_no_more_than_twice_the_capacity_is_sent(dispatcher: Dispatcher, world: 
     assert dispatcher.waiting("m") == 1
 
 
-def test_demand_is_published_at_once_then_every_second_then_once_with_zero(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_demand_is_published_immediately_then_every_second_then_once_as_zero(
+    dispatcher: Dispatcher, world: RecordedEffects
+) -> None:
     first, second = ask(dispatcher, "a"), ask(dispatcher, "b")
     assert [d.waiting for d in world.demands] == [1]
     for tenth in range(1, 21):
@@ -88,7 +90,7 @@ def test_a_full_queue_refuses_with_a_time_to_retry(dispatcher: Dispatcher, world
     assert "number 3" in error.message
 
 
-def test_waiters_go_in_order_when_an_instance_is_ready(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_waiting_requests_are_sent_in_order_when_an_instance_is_ready(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     for name in "ab":
         ask(dispatcher, name)
     dispatcher.on_status(status(instance("i", state=InstanceState.LOADING, capacity=8)), 1)
@@ -98,7 +100,7 @@ def test_waiters_go_in_order_when_an_instance_is_ready(dispatcher: Dispatcher, w
     assert world.demands[-1].waiting == 0
 
 
-def test_a_newcomer_does_not_pass_those_who_wait(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_new_request_does_not_overtake_waiting_requests(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     running = [ask(dispatcher, f"r{i}", max_waiting=10) for i in range(3)]
     ask(dispatcher, "late", max_waiting=10)
@@ -107,7 +109,7 @@ def test_a_newcomer_does_not_pass_those_who_wait(dispatcher: Dispatcher, world: 
 
 
 @pytest.mark.parametrize("error", [InstanceDraining(), Unreachable()])
-def test_a_refused_request_goes_back_to_the_head(
+def test_refused_request_returns_to_the_head_of_the_queue(
     dispatcher: Dispatcher, world: RecordedEffects, error: InstanceDraining | Unreachable
 ) -> None:
     dispatcher.on_status(status(instance("i", capacity=1)), 0)
@@ -122,7 +124,7 @@ def test_a_refused_request_goes_back_to_the_head(
     assert third.attempts == 1
 
 
-def test_an_instance_that_refuses_is_left_alone_for_a_growing_while(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_refusing_instance_gets_a_growing_backoff(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     refused = ask(dispatcher, "r")
     now, gaps = 0.0, []
@@ -138,7 +140,7 @@ def test_an_instance_that_refuses_is_left_alone_for_a_growing_while(dispatcher: 
     assert gaps[-1] > 4 * gaps[0]
 
 
-def test_endless_refusal_ends(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_request_fails_after_the_maximum_number_of_refusals(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ticket("r", wait=1e6)
     dispatcher.on_request(made, 1, 0)
@@ -164,7 +166,7 @@ def test_a_dead_engines_request_is_sent_on_within_bounds(dispatcher: Dispatcher,
     assert isinstance(world.failed["r"], EngineFailed)
 
 
-def test_those_who_lost_their_engine_keep_their_order(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_requests_of_a_failed_engine_keep_their_order(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i", capacity=4)), 0)
     for n in range(4):
         dispatcher.on_request(ticket(f"r{n}", now=n / 10), 8, n / 10)
@@ -187,7 +189,7 @@ def test_output_resets_the_limits_of_losses(dispatcher: Dispatcher, world: Recor
     assert len(world.sent) == failover.MAX_LOSSES + 1
 
 
-def test_an_instance_that_is_silent_about_a_request_is_asked_and_believed(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_missing_request_is_resent_after_the_instance_denies_having_it(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     """An instance that is silent about a request is asked, and its reply decides.
 
     It serves other requests meanwhile, so it is never idle.
@@ -223,7 +225,7 @@ def test_late_final_messages_are_accepted(dispatcher: Dispatcher, world: Recorde
     assert len(world.sent) == 1
 
 
-def test_the_response_timeout_counts_all_resumed_attempts(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_response_timeout_covers_all_resumed_attempts(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6, response=100)
     dispatcher.on_status(status(instance("i", active=1)), 0)
     dispatcher.on_request(made, 1, 0)
@@ -238,7 +240,7 @@ def test_the_response_timeout_counts_all_resumed_attempts(dispatcher: Dispatcher
     assert world.failed["r"].status == 504
 
 
-def test_a_response_that_one_instance_cannot_resume_goes_to_another(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_response_that_one_instance_cannot_resume_is_sent_to_another(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6)
     dispatcher.on_status(status(instance("i"), instance("j")), 0)
     dispatcher.on_request(made, 1, 0)
@@ -250,7 +252,7 @@ def test_a_response_that_one_instance_cannot_resume_goes_to_another(dispatcher: 
     assert world.failed["r"].message == "other weights"
 
 
-def test_a_yielded_request_goes_where_it_was_to_go_or_back(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_yielded_request_is_sent_to_its_destination_or_back_to_its_source(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6)
     dispatcher.on_status(status(instance("i", capacity=4), instance("j"), instance("k", active=1)), 0)
     dispatcher.on_request(made, 1, 0)
@@ -261,7 +263,7 @@ def test_a_yielded_request_goes_where_it_was_to_go_or_back(dispatcher: Dispatche
     assert [where for _, where in world.sent] == ["i", "k", "i", "i"]
 
 
-def test_a_committed_request_fails_with_its_engine(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_committed_request_fails_with_its_engine(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
     dispatcher.on_message(made, 0.5)
@@ -271,7 +273,7 @@ def test_a_committed_request_fails_with_its_engine(dispatcher: Dispatcher, world
     assert isinstance(world.failed["r"], EngineFailed)
 
 
-def test_a_restarted_nodeagent_has_time_to_adopt_its_engines(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_restarted_nodeagent_has_time_to_adopt_its_engines(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
     dispatcher.on_status(status(boot="new"), 1)
@@ -285,7 +287,7 @@ def test_a_restarted_nodeagent_has_time_to_adopt_its_engines(dispatcher: Dispatc
     assert len(world.sent) == 1
 
 
-def test_a_silent_node_gets_nothing_new_and_loses_nothing(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_silent_node_receives_no_new_requests_and_loses_none(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i", active=1)), 0)
     ask(dispatcher, "r")
     dispatcher.on_tick(6)
@@ -296,7 +298,7 @@ def test_a_silent_node_gets_nothing_new_and_loses_nothing(dispatcher: Dispatcher
     assert [name for name, _ in world.sent] == ["r", "s"]
 
 
-def test_a_request_that_an_idle_engine_knows_nothing_of_is_lost(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_request_is_lost_if_its_engine_reports_idle(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
     made.is_committed = True
@@ -306,7 +308,7 @@ def test_a_request_that_an_idle_engine_knows_nothing_of_is_lost(dispatcher: Disp
     assert isinstance(world.failed["r"], EngineFailed)
 
 
-def test_waiters_time_out(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_waiting_requests_time_out(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     ask(dispatcher, "r")
     dispatcher.on_tick(9.9)
     assert not world.failed
@@ -316,7 +318,7 @@ def test_waiters_time_out(dispatcher: Dispatcher, world: RecordedEffects) -> Non
     assert world.demands[-1].waiting == 0
 
 
-def test_a_failed_load_fails_those_who_wait_for_it(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_failed_load_fails_the_requests_waiting_for_that_model(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     ask(dispatcher, "r")
     dispatcher.on_request(ticket("other", model="o"), 2, 0)
     dispatcher.on_load_failed(LoadFailed(model="m", error=CheckpointInvalid("torn").body()), 1)
@@ -324,7 +326,7 @@ def test_a_failed_load_fails_those_who_wait_for_it(dispatcher: Dispatcher, world
     assert "other" not in world.failed
 
 
-def test_a_running_request_has_a_deadline(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_running_request_fails_at_its_deadline(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i")), 0)
     made = ask(dispatcher, "r")
     dispatcher.on_message(made, 99)
@@ -334,7 +336,7 @@ def test_a_running_request_has_a_deadline(dispatcher: Dispatcher, world: Recorde
     assert world.cancelled == ["r"]
 
 
-def test_closing_takes_nothing_new_and_drops_nothing(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+def test_closing_dispatcher_refuses_new_requests_and_keeps_queued_ones(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     ask(dispatcher, "old")
     dispatcher.on_closing()
     ask(dispatcher, "new")

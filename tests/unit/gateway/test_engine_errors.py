@@ -35,14 +35,14 @@ def test_errors_of_other_forms_are_put_into_the_apis(status: int, body: bytes, w
     assert error["error"]["code"] == code
 
 
-def test_errors_in_the_apis_form_and_answers_pass_as_they_are() -> None:
+def test_openai_errors_and_successful_responses_pass_unchanged() -> None:
     sound = json.dumps({"error": {"message": "no", "type": "x", "code": "y"}}).encode()
     assert convert_error(relay(400), sound, OpenAI()) is None
     assert convert_error(relay(200), b'{"detail":"x"}', OpenAI()) is None
     assert convert_error(relay(400, **{"Content-Encoding": "gzip"}), b"\x1f\x8b", OpenAI()) is None
 
 
-def test_messages_clients_get_their_own_form() -> None:
+def test_anthropic_clients_receive_anthropic_errors() -> None:
     error = convert_error(relay(404), b'{"detail":"Not Found"}', Anthropic())
     assert error is not None
     assert (error["type"], error["error"]["type"]) == ("error", "not_found_error")

@@ -64,7 +64,7 @@ def test_events_rebuild_the_answer(deltas: list[tuple[int, str]], chat: bool, to
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_a_chat_choice_begins_with_its_role(logprobs: bool) -> None:
+def test_first_delta_of_each_chat_choice_has_the_role(logprobs: bool) -> None:
     stream = EventStream(Head("id", "chat.completion.chunk", 1, "m"), include_usage=False, token_ids=False, logprobs=logprobs)
     for index in (1, 0, 1):
         stream.chunk([{"index": index, "text": "x"}])

@@ -138,7 +138,7 @@ def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]], uns
 
 @settings(max_examples=400, deadline=None)
 @given(texts=TEXTS, stops=st.lists(st.text("abé日🙂 ", min_size=1, max_size=3), max_size=2), cuts=CUTS, kind=KINDS)
-def test_the_client_gets_what_it_would_have_got(
+def test_client_receives_the_same_response_as_without_faults(
     texts: list[str], stops: list[str], cuts: list[tuple[int, Fault, bool]], kind: str
 ) -> None:
     script = Script(tuple(texts), tuple(stops), logprobs=kind == "full")
@@ -152,9 +152,7 @@ def test_the_client_gets_what_it_would_have_got(
     unstored=st.lists(st.integers(0, 12), min_size=6, max_size=6),
     kind=KINDS,
 )
-def test_output_that_is_generated_again_reaches_the_client_once(
-    texts: list[str], yields: list[int], unstored: list[int], kind: str
-) -> None:
+def test_regenerated_output_reaches_the_client_once(texts: list[str], yields: list[int], unstored: list[int], kind: str) -> None:
     script = Script(tuple(texts), logprobs=kind == "full")
     cuts: list[tuple[int, Fault, bool]] = [(at, "yield", False) for at in yields]
     assert answered(script, kind, cuts, unstored) == answered(script, kind, [])

@@ -30,7 +30,9 @@ def collections(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         ([0, None, None, None], [100, 400, 400, 400, 400], 1),  # busy, and memory grew
     ],
 )
-async def test_when_it_collects(collections: list[None], activity: list[int | None], memory: list[int], expected: int) -> None:
+async def test_collection_runs_when_idle_or_after_memory_growth(
+    collections: list[None], activity: list[int | None], memory: list[int], expected: int
+) -> None:
     left, sizes = list(activity), iter(memory)
 
     def next_activity() -> int | None:
@@ -52,7 +54,7 @@ def usual() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("usual")
-def test_the_oldest_generation_is_left_alone() -> None:
+def test_oldest_generation_is_not_collected_automatically() -> None:
     start_collecting_rarely()
     assert gc.get_freeze_count() > 0
     full = gc.get_stats()[2]["collections"]
@@ -62,5 +64,5 @@ def test_the_oldest_generation_is_left_alone() -> None:
     assert gc.get_threshold() == garbage._THRESHOLDS
 
 
-def test_memory_is_measured() -> None:
+def test_resident_memory_is_measured() -> None:
     assert 10 * MIB < resident_bytes() < 100 << 30

@@ -24,7 +24,7 @@ def report(prefetch: LoraPrefetch, *states: InstanceState, node: str = "n", wait
     return named(prefetch.on_status(status(*instances, node=node), lambda _: waiting))
 
 
-def test_an_instance_is_ordered_once_from_its_first_status_on() -> None:
+def test_adapter_is_prefetched_once_from_the_first_loading_status_on() -> None:
     prefetch = LoraPrefetch()
     assert prefetch.on_request("m", adapter("sql")) == []
     assert report(prefetch, InstanceState.PREPARING) == []
@@ -33,7 +33,7 @@ def test_an_instance_is_ordered_once_from_its_first_status_on() -> None:
     assert prefetch.on_request("m", adapter("sql")) == []
 
 
-def test_a_later_adapter_is_ordered_at_once_on_every_starting_instance() -> None:
+def test_new_adapter_is_prefetched_immediately_on_every_starting_instance() -> None:
     prefetch = LoraPrefetch()
     report(prefetch, InstanceState.LOADING, InstanceState.READY)
     report(prefetch, InstanceState.LOADING, node="o")
@@ -42,14 +42,14 @@ def test_a_later_adapter_is_ordered_at_once_on_every_starting_instance() -> None
     assert prefetch.on_request("other", adapter("sql")) == []
 
 
-def test_no_adapter_is_ordered_once_no_request_waits() -> None:
+def test_adapter_is_not_prefetched_when_no_request_waits() -> None:
     prefetch = LoraPrefetch()
     prefetch.on_request("m", adapter("sql"))
     assert report(prefetch, InstanceState.LOADING, waiting=0) == []
     assert report(prefetch, InstanceState.LOADING) == []
 
 
-def test_an_instance_that_has_gone_is_forgotten() -> None:
+def test_vanished_instance_is_not_used_for_prefetch() -> None:
     prefetch = LoraPrefetch()
     prefetch.on_request("m", adapter("sql"))
     assert report(prefetch, InstanceState.LOADING) == [("n0", "sql")]

@@ -21,7 +21,7 @@ TRICKY = b'\r\n--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwrong'
 
 @settings(max_examples=100, deadline=None)
 @given(fields=st.dictionaries(st.sampled_from(["model", "stream", "language", 'qu"ote']), VALUES), file=st.binary(max_size=200))
-async def test_fields_are_found_beside_files(fields: dict[str, str], file: bytes) -> None:
+async def test_text_fields_are_found_beside_files(fields: dict[str, str], file: bytes) -> None:
     request = httpx.Request("POST", "http://x", data=fields, files={"file": ("model", file), "model2": ("x", TRICKY)})
     content_type = request.headers["content-type"]
     assert is_form(content_type)
@@ -38,7 +38,7 @@ async def test_fields_are_found_beside_files(fields: dict[str, str], file: bytes
         ("multipart/form-data; boundary=b", b"\x00" * 100),
     ],
 )
-async def test_what_is_no_form_is_refused(content_type: str, body: bytes) -> None:
+async def test_malformed_form_is_refused(content_type: str, body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         await text_fields(content_type, body)
 
@@ -56,7 +56,7 @@ REPEATED = b"content-disposition:"
         (b"--b\r\nx: ", True),
     ],
 )
-async def test_a_repeated_header_takes_linear_work(before: bytes, refused: bool, size: int) -> None:
+async def test_repeated_header_is_parsed_in_linear_time(before: bytes, refused: bool, size: int) -> None:
     """A repeated header takes linear work.
 
     A parser that searches for a name from each repetition to the end of the part takes 3 s for 100
@@ -110,7 +110,7 @@ async def test_the_loop_runs_while_a_large_form_is_read(monkeypatch: pytest.Monk
         ((b"data: 1\n\ndata: 2\n\n",), True, 2),
     ],
 )
-def test_a_comment_goes_between_events_only(data: tuple[bytes, ...], between: bool, events: int) -> None:
+def test_comments_are_inserted_only_between_events(data: tuple[bytes, ...], between: bool, events: int) -> None:
     relay = PassthroughResponse(InferResponse(status=200, content_type="text/event-stream"))
     for part in data:
         relay.add(part)

@@ -67,7 +67,7 @@ async def parsers() -> AsyncIterator[ParserProcess]:
     await found.close()
 
 
-async def test_a_small_body_starts_nothing(parsers: ParserProcess) -> None:
+async def test_small_body_starts_no_worker(parsers: ParserProcess) -> None:
     assert (await ask(parsers, chat("hello"))).request.model == "one"
     assert parsers.pid is None
 
@@ -101,7 +101,7 @@ async def test_errors_are_the_same_from_either_process(parsers: ParserProcess) -
 
 
 @pytest.mark.usefixtures("not_here")
-async def test_a_worker_that_is_killed_fails_only_its_own_body(parsers: ParserProcess) -> None:
+async def test_killed_worker_fails_only_the_body_it_was_parsing(parsers: ParserProcess) -> None:
     pid = await ready(parsers)
     killed = await parsing(parsers, chat())
     queued = [asyncio.create_task(ask(parsers, chat(str(n) * LARGE_BYTES))) for n in range(3)]
@@ -114,7 +114,7 @@ async def test_a_worker_that_is_killed_fails_only_its_own_body(parsers: ParserPr
 
 
 @pytest.mark.usefixtures("not_here")
-async def test_a_body_that_takes_too_long_fails_alone(parsers: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_body_fails_alone(parsers: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = await ready(parsers)
     monkeypatch.setattr(parser_process, "_JOB_S", 0.5)
     hung = await parsing(parsers, chat("a" * LARGE_BYTES))
@@ -140,7 +140,7 @@ async def test_after_a_crash_no_large_body_is_parsed_here(parsers: ParserProcess
     assert (await ask(parsers, chat())).request.model == "one"
 
 
-async def test_a_client_that_leaves_spoils_no_other_body(parsers: ParserProcess) -> None:
+async def test_cancelled_request_does_not_affect_other_bodies(parsers: ParserProcess) -> None:
     pid = await ready(parsers)
     leaving = await parsing(parsers, chat("a" * LARGE_BYTES))
     leaving.cancel()
@@ -159,7 +159,7 @@ async def test_a_body_with_too_many_prompts_is_refused_in_the_worker(parsers: Pa
     assert parsers.pid is not None
 
 
-async def test_a_worker_that_does_not_start_costs_nothing_but_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gateway_parses_bodies_itself_if_the_worker_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser_process, "parser_module", lambda: "no.such.module")
     parsers = ParserProcess(BodyLimits(1_000_000))
     try:
@@ -170,7 +170,7 @@ async def test_a_worker_that_does_not_start_costs_nothing_but_time(monkeypatch: 
         await parsers.close()
 
 
-async def test_it_ends_when_idle_and_with_its_gateway() -> None:
+async def test_worker_exits_when_idle_or_when_its_gateway_closes() -> None:
     parsers = ParserProcess(BodyLimits(1_000_000), idle_s=0.05)
     try:
         await ask(parsers, chat())
@@ -182,7 +182,7 @@ async def test_it_ends_when_idle_and_with_its_gateway() -> None:
         await parsers.close()
 
 
-async def test_it_survives_the_terminals_interrupt(parsers: ParserProcess) -> None:
+async def test_worker_ignores_sigint(parsers: ParserProcess) -> None:
     pid = await ready(parsers)
     os.kill(pid, signal.SIGINT)
     assert (await ask(parsers, chat())).request.model == "one"

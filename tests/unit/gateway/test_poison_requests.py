@@ -46,7 +46,7 @@ class World:
         return [request for request, instance_id in self.seen.sent if instance_id == to]
 
 
-def test_alone_it_takes_two_engines() -> None:
+def test_poison_request_alone_fails_after_two_engine_deaths() -> None:
     world = World()
     world.ready("i")
     world.ask("poison")
@@ -59,7 +59,7 @@ def test_alone_it_takes_two_engines() -> None:
     assert failed.should_retry is False
 
 
-def test_engines_that_were_killed_are_not_its_doing() -> None:
+def test_killed_engines_count_less_against_a_request() -> None:
     """Killed engines do not count against a request.
 
     Chaos seed 1: two kills of the engine that served a request alone failed that request as their
@@ -115,7 +115,7 @@ def test_unrelated_requests_are_not_delayed() -> None:
     assert world.sent("k") == ["a", "new"]
 
 
-def test_a_token_in_between_clears_it() -> None:
+def test_token_between_engine_deaths_resets_the_count() -> None:
     world = World()
     world.ready("i0")
     world.ask("a")

@@ -81,7 +81,7 @@ def engines_count(tokenizer: Any, request: ChatCompletionRequest) -> int:
 
 @pytest.mark.parametrize("template", [None, TRICKY])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-async def test_a_conversation_has_as_many_tokens_as_in_the_engine(
+async def test_prompt_length_of_a_conversation_equals_the_engines(
     model: Path, template: str | None, conversation: dict[str, Any]
 ) -> None:
     if template is not None:
@@ -92,7 +92,7 @@ async def test_a_conversation_has_as_many_tokens_as_in_the_engine(
     assert counter.count_chat(request, "", 10**6) == engines_count(AutoTokenizer.from_pretrained(model), request)
 
 
-async def test_what_cannot_be_rendered_is_left_to_the_engine(model: Path) -> None:
+async def test_templates_that_cannot_be_rendered_are_left_to_the_engine(model: Path) -> None:
     (model / "chat_template.jinja").write_text(TRICKY)
     template = ChatTemplate.from_files({"chat_template.jinja": TRICKY.encode()})
     assert template is not None
@@ -127,7 +127,7 @@ class FarMesh:
         return part
 
 
-async def test_files_are_read_through_the_mesh_in_chunks_and_once(model: Path) -> None:
+async def test_tokenizer_files_are_read_in_chunks_and_cached(model: Path) -> None:
     mesh = FarMesh(model)
     files = TokenizerFiles(mesh, lambda: [".0", "one"])  # type: ignore[arg-type]  # only `request` and `max_body` are used
     got = await files.read("/nowhere/here")
@@ -147,7 +147,7 @@ async def test_files_are_read_through_the_mesh_in_chunks_and_once(model: Path) -
         await lengths.check(fits, tight)
 
 
-def test_only_named_files_are_given_away(model: Path) -> None:
+def test_only_listed_file_names_can_be_read(model: Path) -> None:
     (model / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="name"):
         ReadModelFile.model_validate({"source": str(model), "name": "../config.json"})
@@ -187,12 +187,12 @@ def test_a_token_stands_for_a_bounded_number_of_bytes(tokenizer: Tokenizer, long
 
 
 @given(st.text(max_size=200))
-def test_a_text_has_no_fewer_tokens_than_its_bytes_prove(text: str) -> None:
+def test_token_count_is_at_least_a_quarter_of_the_byte_count(text: str) -> None:
     tokenizer = bpe(ByteLevel(add_prefix_space=False))
     assert len(tokenizer.encode(text).ids) * 4 >= len(text.encode())
 
 
-async def test_a_prompt_that_cannot_fit_is_not_tokenized(model: Path) -> None:
+async def test_prompt_that_cannot_fit_is_not_tokenized(model: Path) -> None:
     counter = TokenCounter.from_files({"tokenizer.json": (model / "tokenizer.json").read_bytes()})
     assert counter is not None
     longest = counter._longest_token_bytes

@@ -76,13 +76,13 @@ def numbered(message: Any, seq: int) -> bytes:
     return encoded
 
 
-async def test_messages_that_were_missed_are_read() -> None:
+async def test_missed_messages_are_read_from_the_store() -> None:
     world = World(MESSAGES[:4], MESSAGES[:8])
     assert await world.replay.read_missed(ENTRY) == 8
     assert world.tokens_to_resume_from == 7
 
 
-async def test_a_response_that_is_complete_in_the_store_ends() -> None:
+async def test_response_complete_in_the_store_finishes_the_request() -> None:
     world = World(MESSAGES[:4], MESSAGES)
     assert await world.replay.read_missed(ENTRY) == len(MESSAGES)
     assert world.request.completion.is_done
@@ -91,20 +91,20 @@ async def test_a_response_that_is_complete_in_the_store_ends() -> None:
 
 
 @pytest.mark.parametrize("stored", [MESSAGES[:6], MESSAGES[:6] + MESSAGES[8:11], MESSAGES[:6] + MESSAGES[9:]])
-async def test_the_response_continues_where_its_stored_messages_end(stored: list[bytes]) -> None:
+async def test_response_resumes_after_its_last_stored_message(stored: list[bytes]) -> None:
     world = World(MESSAGES[:10], stored)
     assert await world.replay.read_missed(ENTRY) == 6
     assert world.tokens_to_resume_from == 5
 
 
 @pytest.mark.parametrize("end", [InferYielded(seq=0), InferFailed(seq=0, error=EngineFailed("dead").body(), engine_lost=True)])
-async def test_the_end_of_an_attempt_says_nothing_about_the_next_instance(end: Any) -> None:
+async def test_stored_engine_error_does_not_fail_the_next_attempt(end: Any) -> None:
     world = World(MESSAGES[:4], [*MESSAGES[:6], numbered(end, 6)])
     assert await world.replay.read_missed(ENTRY) == 6
     assert (world.ticket.stage, world.ticket.losses, world.failed) == (Stage.SENT, 0, {})
 
 
-async def test_a_duplicate_that_its_engine_refused_is_no_message() -> None:
+async def test_refused_duplicate_in_the_store_is_skipped() -> None:
     world = World(MESSAGES[:2], [CONFLICT, *MESSAGES[:4], CONFLICT, *MESSAGES[4:8]])
     assert await world.replay.read_missed(ENTRY) == 8
 
@@ -114,7 +114,7 @@ async def test_a_duplicate_that_its_engine_refused_is_no_message() -> None:
     [(MESSAGES[:8], False), (MESSAGES[:5], True), (MESSAGES[:5] + MESSAGES[7:11], True), (MESSAGES[:6] + MESSAGES[9:], False)],
     ids=["complete", "too few", "a gap", "a gap after the part"],
 )
-async def test_a_part_with_a_gap_is_lost(stored: list[bytes], is_lost: bool) -> None:
+async def test_stored_part_with_a_gap_counts_as_lost(stored: list[bytes], is_lost: bool) -> None:
     world = World([], stored)
     entry = ENTRY.model_copy(update={"parts": (ResponsePart(reply="one", messages=6),), "reply": "two"})
     assert await world.replay.has_lost_parts(entry) is is_lost

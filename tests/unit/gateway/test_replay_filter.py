@@ -31,7 +31,7 @@ def summary(pieces: list[dict[str, Any]]) -> tuple[str, list[int], int]:
 
 
 @given(st.integers(0, len(TEXT)), st.lists(st.integers(1, 6), max_size=9), st.lists(st.integers(1, 6), max_size=9))
-def test_new_output_passes_once(known: int, before: list[int], after: list[int]) -> None:
+def test_new_output_passes_exactly_once(known: int, before: list[int], after: list[int]) -> None:
     first = deltas(TEXT[:known], before)[:] if known else []
     for piece in first:
         piece.pop("finish_reason", None)
@@ -43,14 +43,14 @@ def test_new_output_passes_once(known: int, before: list[int], after: list[int])
     assert not replay_filter
 
 
-def test_a_forwarded_end_is_not_forwarded_again() -> None:
+def test_forwarded_finish_is_not_forwarded_again() -> None:
     replay_filter = ReplayFilter([{"choices": deltas("ab", [1])}])
     assert replay_filter.pending(0) == (2, 2, True)
     assert [replay_filter.remove_from([p]) for p in deltas("ab", [1])] == [[], []]
     assert not replay_filter
 
 
-def test_each_choice_has_its_own() -> None:
+def test_choices_are_filtered_independently() -> None:
     replay_filter = ReplayFilter([{"choices": deltas("ab", [])}])
     assert replay_filter.remove_from(deltas("cd", [], index=1)) == deltas("cd", [], index=1)
     assert replay_filter
@@ -70,7 +70,7 @@ def test_a_second_rewind_precedes_pending_output() -> None:
     assert both.remove_from([{"text": "bcde", "token_ids": [2, 3, 4, 5]}]) == [{"text": "e", "token_ids": [5]}]
 
 
-def test_bytes_are_left_out_whole_or_not_at_all() -> None:
+def test_progress_is_covered_in_full_or_not_at_all() -> None:
     replay_filter = ReplayFilter([{"progress": [{"text": "ab", "token_ids": [1, 2]}]}])
     assert replay_filter.covers([{"text": "a", "token_ids": [1]}])
     with pytest.raises(Diverged):

@@ -49,7 +49,9 @@ def finish(sink: EventStream) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=30), breaks=st.lists(st.integers(0, 12), max_size=3), first=CUTS, again=CUTS)
-def test_one_answer_reaches_the_client(text: str, breaks: list[int], first: list[int], again: list[int]) -> None:
+def test_restarted_response_reaches_the_client_as_one_answer(
+    text: str, breaks: list[int], first: list[int], again: list[int]
+) -> None:
     sink, data = stream(), b""
     for number, until in enumerate(breaks):
         for piece in pieces(text, first if number % 2 else again)[:until]:
@@ -67,7 +69,7 @@ def test_one_answer_reaches_the_client(text: str, breaks: list[int], first: list
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(min_size=1, max_size=20), other=st.text(max_size=20), cuts=CUTS)
-def test_a_diverging_response_is_detected_before_any_of_it_is_sent(text: str, other: str, cuts: list[int]) -> None:
+def test_diverging_response_is_detected_before_any_output_is_sent(text: str, other: str, cuts: list[int]) -> None:
     assume(not other.startswith(text))
     sink = stream()
     sink.chunk([{"index": 0, "text": text}])
@@ -81,7 +83,7 @@ def test_a_diverging_response_is_detected_before_any_of_it_is_sent(text: str, ot
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_instance_that_says_its_engine_broke_down_is_believed_within_bounds(begun: bool) -> None:
+def test_reported_engine_loss_is_retried_within_limits(begun: bool) -> None:
     world = RecordedEffects()
     dispatcher = Dispatcher("gw", world)
     dispatcher.on_status(status(instance("i"), instance("j")), 0)

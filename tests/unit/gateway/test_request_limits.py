@@ -52,7 +52,7 @@ def completion(**fields: Any) -> dict[str, Any]:
         ("chat", chat(logit_bias={"1": 1, "2": 1}), chat(logit_bias={"1": 1, "2": 1, "3": 1}), "logit_bias"),
     ],
 )
-def test_each_count_has_a_bound(endpoint: Endpoint, allowed: dict[str, Any], refused: dict[str, Any], param: str) -> None:
+def test_every_count_has_an_upper_bound(endpoint: Endpoint, allowed: dict[str, Any], refused: dict[str, Any], param: str) -> None:
     BOUNDS.check(parse(endpoint, json.dumps(allowed).encode()).request)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="the limit is") as error:
         BOUNDS.check(parse(endpoint, json.dumps(refused).encode()).request)  # type: ignore[arg-type]

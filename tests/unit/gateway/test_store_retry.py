@@ -31,7 +31,7 @@ class Operation:
         return "done"
 
 
-async def test_an_outage_that_begins_late_is_outlasted() -> None:
+async def test_retries_outlast_an_outage_that_starts_late() -> None:
     """Retries outlast an outage that begins late.
 
     Chaos seed 1: a response was followed for a minute; NATS stopped then, and the first failure was
@@ -41,7 +41,7 @@ async def test_an_outage_that_begins_late_is_outlasted() -> None:
     assert await request._retry(Operation(3, 0.25)) == "done"
 
 
-async def test_a_store_that_stays_away_ends_it() -> None:
+async def test_retries_stop_if_the_store_stays_unavailable() -> None:
     operation = Operation(1_000, 0.0)
     with pytest.raises(TimeoutError):
         await object.__new__(IdempotentRequest)._retry(operation)

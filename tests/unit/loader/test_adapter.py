@@ -66,18 +66,18 @@ def test_inspection_of_an_adapter(tmp_path: Path) -> None:
     assert found.weights_bytes > found.parameters * 4
 
 
-def test_patterns_hold_for_ends_of_names_in_their_order() -> None:
+def test_alpha_patterns_match_name_suffixes_in_order() -> None:
     info = AdapterInfo(rank=8, alpha=8, alpha_pattern={"layers.1.q": 2, "q": 4})
     assert [info.scale_of(m) for m in ("layers.1.q", "x.layers.1.q", "layers.2.q", "layers.1.xq")] == [0.25, 0.25, 0.5, 1]
 
 
-def test_weights_may_lie_the_other_way_round(tmp_path: Path) -> None:
+def test_transposed_weights_are_supported(tmp_path: Path) -> None:
     found = inspect(write(tmp_path / "a", fan_in_fan_out=True))
     assert found.adapter is not None
     assert [(m.rows, m.columns) for m in found.adapter.modules] == [(64, 48)]
 
 
-def test_its_revision_changes_with_its_settings(tmp_path: Path) -> None:
+def test_adapter_revision_changes_with_its_settings(tmp_path: Path) -> None:
     before = inspect(write(tmp_path / "a")).revision
     raw = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(raw | {"lora_alpha": 32}))
@@ -119,7 +119,7 @@ A0 = f"base_model.model.{Q.format(0)}"
         (InvalidModel, {f"{A0}.lora_magnitude_vector": (48,)}, {}, "DoRA"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_unsupported_adapter_is_refused(
     kind: type[ThawError], tensors: Mapping[str, tuple[int, ...]], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -141,7 +141,7 @@ def test_pickled_weights_are_to_be_converted(tmp_path: Path) -> None:
 # Holders.
 
 
-def test_an_adapter_is_released_with_its_instance() -> None:
+def test_adapter_is_released_with_its_instance() -> None:
     p = loaded("a", "b")
     p.do(Attach(10, adapter_holder("a", 1), card("w2"), "complete"))
     p.do(Attach(11, adapter_holder("b", 1), card("w2"), "complete"))
@@ -153,7 +153,7 @@ def test_an_adapter_is_released_with_its_instance() -> None:
     assert set(p.state.entries["w1"].holders) == {"b"}
 
 
-def test_an_adapter_stays_while_its_instance_is_known() -> None:
+def test_adapter_stays_while_its_instance_is_known() -> None:
     p = loaded("a")
     p.do(Attach(10, adapter_holder("a", 7), card("w2"), "complete"))
     p.now += LOST_AFTER_S + 1
@@ -167,5 +167,5 @@ def test_an_adapter_stays_while_its_instance_is_known() -> None:
     assert not any(e.holders for e in p.state.entries.values())
 
 
-def test_a_holder_s_name_contains_its_instance() -> None:
+def test_holder_name_contains_its_instance() -> None:
     assert (instance_of("i-1"), instance_of(adapter_holder("i-1", 3))) == ("i-1", "i-1")

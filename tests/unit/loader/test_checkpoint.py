@@ -36,7 +36,7 @@ def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
     assert {t.name for f in found.files for t in f.header.tensors} == weights.keys()
 
 
-def test_which_file_is_taken() -> None:
+def test_weight_files_are_selected_by_preference() -> None:
     assert weight_names({"model.safetensors", INDEX, "x.safetensors"}, "m") == ("model.safetensors",)
     assert weight_names({INDEX, SHARD}, "m") is None
     assert weight_names({"other.safetensors", "adapter/x.safetensors"}, "m") == ("other.safetensors",)
@@ -50,7 +50,7 @@ def test_which_file_is_taken() -> None:
         ({SHARD, OTHER}, f"no {INDEX}"),
     ],
 )
-def test_weights_that_cannot_be_taken(present: set[str], message: str) -> None:
+def test_unsupported_weight_files_are_refused(present: set[str], message: str) -> None:
     with pytest.raises(CheckpointInvalid, match=message):
         weight_names(present, "m")
 
@@ -69,21 +69,21 @@ def test_weights_that_cannot_be_taken(present: set[str], message: str) -> None:
         "",
     ],
 )
-def test_an_index_may_not_lead_elsewhere(tmp_path: Path, name: str) -> None:
+def test_index_with_paths_outside_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     write_checkpoint(tmp_path, shards=2)
     edit_index(tmp_path, lambda m: m.update({"scalar": name}))
     with pytest.raises(CheckpointInvalid, match="only names of"):
         open_checkpoint(tmp_path)
 
 
-def test_a_missing_shard(tmp_path: Path) -> None:
+def test_missing_shard_is_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, shards=2)
     (tmp_path / OTHER).unlink()
     with pytest.raises(CheckpointInvalid, match=f"{OTHER} is missing"):
         open_checkpoint(tmp_path)
 
 
-def test_a_tensor_that_only_the_index_knows(tmp_path: Path) -> None:
+def test_tensor_missing_from_its_shard_is_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, shards=2)
     edit_index(tmp_path, lambda m: m.update({"ghost": SHARD}))
     with pytest.raises(CheckpointInvalid, match=f"'ghost' in {SHARD}"):
@@ -98,7 +98,7 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"weight_map": {}}', b'{"weight_map": {"a": 3}}', b"\xff"])
-def test_a_damaged_index(tmp_path: Path, content: bytes) -> None:
+def test_damaged_index_is_refused(tmp_path: Path, content: bytes) -> None:
     write_checkpoint(tmp_path, shards=2)
     (tmp_path / INDEX).write_bytes(content)
     with pytest.raises(CheckpointInvalid, match=INDEX):
@@ -111,7 +111,7 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
+def test_directory_named_like_a_weight_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(CheckpointInvalid, match="cannot be read"):
         open_checkpoint(tmp_path)
@@ -127,7 +127,7 @@ def test_links_into_a_cache_are_followed(tmp_path: Path) -> None:
     assert len(open_checkpoint(snapshot).files[0].header.tensors) == len(weights)
 
 
-def test_links_to_elsewhere_are_not_followed(tmp_path: Path) -> None:
+def test_links_out_of_the_directory_are_not_followed(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "secret")
     write_checkpoint(tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()
@@ -138,7 +138,7 @@ def test_links_to_elsewhere_are_not_followed(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "alias").files
 
 
-def test_the_layout_keeps_its_promises(tmp_path: Path) -> None:
+def test_layout_is_aligned_disjoint_and_independent_of_the_id(tmp_path: Path) -> None:
     many = {f"layer.{i}.some.quite.long.name.of.a.weight": np.zeros((3, 5), np.float32) for i in range(300)}
     write_checkpoint(tmp_path, {**many, **tensors()}, shards=3)
     checkpoint = open_checkpoint(tmp_path)
@@ -172,7 +172,7 @@ def test_the_revision_follows_the_files(tmp_path: Path) -> None:
     assert revision(tmp_path / "m") != touched
 
 
-def test_like_copies_with_one_mtime_do_not_share(tmp_path: Path) -> None:
+def test_equal_copies_with_one_mtime_have_different_revisions(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         write_checkpoint(tmp_path / name, tensors(seed=seed))
         os.utime(tmp_path / name / "model.safetensors", ns=(0, 0))

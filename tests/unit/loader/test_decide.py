@@ -35,14 +35,14 @@ from services.loader.domain.lifecycle import LOST_AFTER_S, MISSING_FOR_S
 from tests.unit.loader.played import ERROR, VACATE, Played, card, granted, loaded
 
 
-def test_prepare_starts_one_run_for_all() -> None:
+def test_concurrent_prepares_start_one_load() -> None:
     p = Played()
     assert p.do(Prepare(1, "a", card(), 1)) == (StartRun("w1", 1, card()), Accepted(1))
     assert p.do(Prepare(2, "a", card(), 1)) == (Accepted(2),)
     assert p.do(Prepare(3, "b", card(), 1)) == (Accepted(3),)
 
 
-def test_attaches_are_answered_when_their_wait_is_over() -> None:
+def test_attach_is_answered_when_its_condition_is_met() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "index"))
     p.do(Attach(2, "a", card(), "complete"))
@@ -53,7 +53,7 @@ def test_attaches_are_answered_when_their_wait_is_over() -> None:
     assert p.do(Completed("w1", 1)) == (WriteRecord("w1"), Attached(2, "w1"))
 
 
-def test_a_failure_is_sent_to_waiters_and_to_holders_that_attach_later() -> None:
+def test_failure_is_sent_to_waiters_and_to_holders_that_attach_later() -> None:
     p = Played()
     p.do(Prepare(1, "late", card(), 1))
     p.do(Attach(2, "a", card(), "index"))
@@ -82,7 +82,7 @@ def test_failed_weights_are_forgotten_with_their_last_holder() -> None:
     assert p.state.entries == {}
 
 
-def test_the_last_release_calls_off_a_load_and_waits_for_its_end() -> None:
+def test_last_release_cancels_a_load_and_waits_for_its_end() -> None:
     p = Played()
     p.do(Prepare(1, "a", card(), 1))
     p.do(Attach(2, "a", card(), "complete"))
@@ -94,7 +94,7 @@ def test_the_last_release_calls_off_a_load_and_waits_for_its_end() -> None:
     assert p.state.entries == {}
 
 
-def test_a_load_that_ends_while_called_off_is_removed() -> None:
+def test_load_that_completes_during_cancellation_is_removed() -> None:
     p = Played()
     p.do(Prepare(1, "a", card(), 1))
     granted(p)
@@ -115,13 +115,13 @@ def test_an_attach_during_an_eviction_gets_a_new_load() -> None:
     assert p.do(Indexed("w1", 2, "/m", 100)) == (Attached(6, "w1"),)
 
 
-def test_others_keep_the_segment() -> None:
+def test_remaining_holder_keeps_the_segment() -> None:
     p = loaded("a", "b")
     assert p.do(Release(5, "a")) == (WriteRecord("w1"), Freed(5, 0))
     assert p.state.entries["w1"].holders.keys() == {"b"}
 
 
-def test_an_abandoned_attach_is_not_answered_and_still_holds() -> None:
+def test_abandoned_attach_is_not_answered_but_holds_the_weights() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "complete"))
     p.do(Abandoned(1))
@@ -130,7 +130,7 @@ def test_an_abandoned_attach_is_not_answered_and_still_holds() -> None:
     assert "a" in p.state.entries["w1"].holders
 
 
-def test_holders_that_the_nodeagent_lost_are_released() -> None:
+def test_holders_missing_from_the_nodeagent_are_released() -> None:
     p = loaded("a", "b")
     p.now = 1.0
     p.do(NodeReported(frozenset({"b"})))
@@ -144,7 +144,7 @@ def test_holders_that_the_nodeagent_lost_are_released() -> None:
     assert p.do(NodeReported(frozenset())) == VACATE
 
 
-def test_holders_lost_together_leave_nothing_to_remember() -> None:
+def test_simultaneously_lost_holders_are_all_released() -> None:
     p = loaded("a", "b")
     p.now = 100.0
     assert p.do(NodeReported(frozenset())) == ()
@@ -152,19 +152,19 @@ def test_holders_lost_together_leave_nothing_to_remember() -> None:
     assert p.do(NodeReported(frozenset())) == VACATE
 
 
-def test_a_fresh_holder_is_not_lost_yet() -> None:
+def test_new_holder_is_not_lost_immediately() -> None:
     p = loaded("a")
     for p.now in (1.0, 5.0, LOST_AFTER_S):
         assert p.do(NodeReported(frozenset())) == ()
 
 
-def test_adopted_segments_are_there_at_once() -> None:
+def test_adopted_segment_can_be_attached_immediately() -> None:
     p = Played()
     p.do(Adopt("w1", "m", (3,), "/m", 100, ("a",)))
     assert p.do(Attach(1, "b", card(), "complete")) == (WriteRecord("w1"), Attached(1, "w1"))
 
 
-def test_stopping_keeps_what_is_complete() -> None:
+def test_stop_keeps_complete_weights() -> None:
     p = loaded("a")
     p.do(Attach(5, "b", card("w2"), "complete"))
     refused, cancel = p.do(Stop())
@@ -198,7 +198,7 @@ def test_a_connection_is_not_for_the_nodeagent_to_know() -> None:
     assert p.do(Release(2, "socket")) == VACATE
 
 
-def test_adapters_go_with_the_instance_that_loaded_them() -> None:
+def test_adapters_are_released_with_their_instance() -> None:
     p = loaded("a")
     p.do(Attach(5, "a+lora", card("w2"), "complete"))
     granted(p, "w2", 2)

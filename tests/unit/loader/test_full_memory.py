@@ -34,7 +34,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.parametrize("cached", [False, True])
-def test_another_process_takes_the_memory_meanwhile(tmp_path: Path, small: Path, cached: bool) -> None:
+def test_memory_taken_by_another_process_fails_the_load(tmp_path: Path, small: Path, cached: bool) -> None:
     model = tmp_path / "model"
     write_checkpoint(model, tensors(megabytes=50))
     for path in model.iterdir():

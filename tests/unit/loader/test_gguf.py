@@ -52,7 +52,7 @@ def info_of(path: Path) -> object:
     return describe_foreign(ModelSpec(name="m", engine="llamacpp", source=str(path)))
 
 
-def test_what_a_head_says(tmp_path: Path) -> None:
+def test_gguf_header_gives_the_model_information(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(gguf(*SOUND))
     info = describe_foreign(ModelSpec(name="m", engine="llamacpp", source=str(tmp_path)))
@@ -100,7 +100,7 @@ def test_a_flipped_byte_is_read_or_refused(tmp_path_factory: pytest.TempPathFact
     assert found.size == len(data)
 
 
-def test_sources_of_engines(tmp_path: Path) -> None:
+def test_sources_of_foreign_engines_are_described(tmp_path: Path) -> None:
     unread = describe_foreign(
         ModelSpec(name="m", engine="ollama", source="engine://qwen3:0.6b", memory=1 << 30, max_model_len=4096)
     )

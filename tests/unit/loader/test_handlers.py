@@ -96,7 +96,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     bench.pool.close(unlink=True)
 
 
-async def test_weights_of_instances_the_node_lost_are_removed(bench: Bench, tmp_path: Path) -> None:
+async def test_weights_of_instances_missing_from_the_node_are_removed(bench: Bench, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     card = await bench.card(tmp_path / "m")
     await bench.attach("a", card)
@@ -137,9 +137,7 @@ async def test_a_stopped_loader_refuses(bench: Bench, tmp_path: Path) -> None:
         await bench.attach("a", card)
 
 
-async def test_memory_is_made_ready_when_it_is_quiet_and_leaves_when_the_host_is_short(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chunks_are_prepared_when_idle_and_freed_under_memory_pressure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = bench.another("boot3", budget=4 * CHUNK_BYTES)
     loader.adopt([], (), 3, at_once=False)
     keeping = asyncio.create_task(loader.keep_ready())

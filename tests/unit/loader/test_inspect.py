@@ -26,7 +26,7 @@ def described(tmp_path: Path, config: dict[str, Any]) -> ModelInfo:
     return inspect(tmp_path / "m")
 
 
-def test_all_there_is_to_know(tmp_path: Path) -> None:
+def test_inspection_reports_every_model_property(tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path / "m", shards=2)
     config = tmp_path / "m" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 301}))
@@ -43,7 +43,7 @@ def test_all_there_is_to_know(tmp_path: Path) -> None:
     assert found.weights_bytes > sum(w.nbytes for w in weights.values())
 
 
-def test_special_tokens(tmp_path: Path) -> None:
+def test_special_tokens_are_read_from_the_tokenizer_files(tmp_path: Path) -> None:
     """Special tokens are read from tokenizer_config.json, else from tokenizer.json.
 
     Added ordinary tokens are text.
@@ -84,7 +84,7 @@ FALCON = {"multi_query": True, "num_hidden_layers": 1, "num_attention_heads": 71
         ("XLMRobertaModel", "xlm-roberta", {"max_position_embeddings": 514}, "embed", 512, 0),
     ],
 )
-def test_families(
+def test_task_context_and_kv_size_are_found_for_each_family(
     tmp_path: Path, architecture: str, model_type: str, config: dict[str, Any], task: str, context: int, kv: int
 ) -> None:
     found = described(tmp_path, {"architectures": [architecture], "model_type": model_type, **config})
@@ -121,12 +121,12 @@ def test_the_dtype_of_most_bytes(tmp_path: Path) -> None:
         ({"model_type": "novel", "max_position_embeddings": None}, CheckpointInvalid, "does not say max_position_embeddings"),
     ],
 )
-def test_what_cannot_be_served(tmp_path: Path, change: dict[str, Any], error: type[ThawError], message: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, change: dict[str, Any], error: type[ThawError], message: str) -> None:
     with pytest.raises(error, match=message):
         described(tmp_path, {**CONFIG, **change})
 
 
-def test_own_code_if_trusted(tmp_path: Path) -> None:
+def test_remote_code_is_accepted_only_if_trusted(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config={**CONFIG, "auto_map": {"AutoConfig": "x.Y"}})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["x.Z", None]}}))
     assert inspect(tmp_path, trust=True).task == "generate"
@@ -151,7 +151,7 @@ def test_missing_files_are_named(tmp_path: Path, missing: str) -> None:
 
 
 @pytest.mark.parametrize("files", [["tokenizer.model"], ["vocab.json", "merges.txt"], ["vocab.txt"]])
-def test_other_tokenizers(tmp_path: Path, files: list[str]) -> None:
+def test_other_tokenizer_files_are_accepted(tmp_path: Path, files: list[str]) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     for name in files:
@@ -161,7 +161,7 @@ def test_other_tokenizers(tmp_path: Path, files: list[str]) -> None:
     inspect(tmp_path)
 
 
-def test_chat_templates(tmp_path: Path) -> None:
+def test_chat_templates_are_found_in_every_location(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert not inspect(tmp_path).has_chat_template
@@ -169,7 +169,7 @@ def test_chat_templates(tmp_path: Path) -> None:
     assert inspect(tmp_path).has_chat_template
 
 
-def test_sources_that_are_none(tmp_path: Path) -> None:
+def test_invalid_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointInvalid, match="is not a directory"):
         inspect(tmp_path / "file")

@@ -34,14 +34,14 @@ def small(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> Groups:
     return groups
 
 
-def test_a_load_beyond_the_limit_is_refused_before_it_begins(small: Groups, tmp_path: Path) -> None:
+def test_load_over_the_group_limit_is_refused_before_it_starts(small: Groups, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", tensors(megabytes=100))
     with pytest.raises(InsufficientMemory, match=r"control group .* may have 0\.06 GiB: raise its memory limit") as never:
         load_private(tmp_path / "m")
     assert never.value.should_retry is False
 
 
-def test_a_load_beyond_what_is_left_may_fit_later(small: Groups, tmp_path: Path) -> None:
+def test_load_over_the_free_memory_may_be_retried(small: Groups, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", tensors(megabytes=40))
     with pytest.raises(InsufficientMemory, match=r"this control group 0\.02 GiB: put other models to sleep") as now:
         load_private(tmp_path / "m")
@@ -50,7 +50,7 @@ def test_a_load_beyond_what_is_left_may_fit_later(small: Groups, tmp_path: Path)
     load_private(tmp_path / "m").memory.close()
 
 
-def test_the_pool_and_the_cache_are_made_for_it(small: Groups) -> None:
+def test_pool_and_cache_are_sized_by_the_group_limit(small: Groups) -> None:
     assert pool_bytes() == 4 * CHUNK_BYTES
     assert shm.default_dram_bytes() < 4 * MB
     assert shm.short_of_memory() < 0

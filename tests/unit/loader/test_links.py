@@ -33,12 +33,12 @@ def line(how: links.Order, *chunks: int, background: frozenset[int] = frozenset(
     return found
 
 
-def test_fair_loads_take_turns_and_ordered_ones_wait() -> None:
+def test_fair_loads_alternate_and_ordered_loads_run_in_sequence() -> None:
     assert order(line("fair", 3, 1, 2)) == [0, 1, 2, 0, 2, 0]
     assert order(line("in-order", 3, 1, 2)) == [0, 0, 0, 1, 2, 2]
 
 
-def test_requests_go_before_background_loads_until_they_are_hurried() -> None:
+def test_requests_precede_background_loads_until_their_priority_is_raised() -> None:
     assert order(line("fair", 2, 2, background=frozenset({0}))) == [1, 1, 0, 0]
     hurried = links.raise_priority(line("fair", 2, 2, background=frozenset({0})), 0)
     assert order(hurried) == [0, 1, 0, 1]
@@ -50,7 +50,7 @@ def test_requests_go_before_background_loads_until_they_are_hurried() -> None:
     st.sets(st.integers(0, 5)),
     st.data(),
 )
-def test_every_chunk_is_read_once_and_loads_of_a_class_take_turns(
+def test_every_chunk_is_read_once_and_equal_loads_alternate(
     chunks: list[int], how: links.Order, background: set[int], data: st.DataObject
 ) -> None:
     found = line(how, *chunks, background=frozenset(background))
@@ -117,7 +117,7 @@ def transfer(gate: Gate, name: str, count: int, **options: object) -> Transfer:
     return Transfer(pieces(count), gate.reader(name), **options)  # type: ignore[arg-type]  # passed through
 
 
-def test_a_link_serves_loads_in_queue_order_and_reports_them() -> None:
+def test_link_serves_loads_in_queue_order_and_reports_them() -> None:
     gate, link = Gate(), Link("ssd:x", 1)
     background = link.submit(transfer(gate, "background", 3, background=True))
     gate.await_begun()
@@ -138,7 +138,7 @@ def test_a_link_serves_loads_in_queue_order_and_reports_them() -> None:
     link.close()
 
 
-def test_a_cancelled_load_ends_at_its_next_piece_and_others_continue() -> None:
+def test_cancelled_load_ends_at_its_next_piece_and_others_continue() -> None:
     gate, link, cancelled = Gate(), Link("x", 1), threading.Event()
     gone, stays = link.submit(transfer(gate, "gone", 9, cancelled=cancelled)), link.submit(transfer(gate, "stays", 2))
     gate.await_begun()
@@ -151,7 +151,7 @@ def test_a_cancelled_load_ends_at_its_next_piece_and_others_continue() -> None:
     link.close()
 
 
-def test_the_first_error_ends_a_load_when_no_thread_reads_for_it_any_more() -> None:
+def test_failed_load_ends_when_its_last_reader_returns() -> None:
     gate, link = Gate(), Link("x", 2)
     reading = threading.Event()
 
@@ -172,7 +172,7 @@ def test_the_first_error_ends_a_load_when_no_thread_reads_for_it_any_more() -> N
     link.close()
 
 
-def test_a_link_that_closes_ends_its_loads_and_its_threads() -> None:
+def test_closing_a_link_ends_its_loads_and_threads() -> None:
     gate, link = Gate(), Link("closing", 2)
     load = link.submit(transfer(gate, "a", 50))
     gate.await_begun()
@@ -185,7 +185,7 @@ def test_a_link_that_closes_ends_its_loads_and_its_threads() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("closing-")]
 
 
-def test_nothing_to_read_is_done_at_once(tmp_path: Path) -> None:
+def test_empty_transfer_completes_immediately(tmp_path: Path) -> None:
     link = Link("x", 1)
     link.submit(Transfer([], lambda _: None)).result()
     link.close()

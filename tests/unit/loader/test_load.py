@@ -70,7 +70,7 @@ def need_disk(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_cold_and_warm_give_the_same_bytes(tmp_path: Path, name: str, shards: int) -> None:
+def test_cold_and_cached_loads_give_the_same_bytes(tmp_path: Path, name: str, shards: int) -> None:
     need_disk(tmp_path)
     weights = write_checkpoint(tmp_path, tensors(megabytes=50), shards=shards)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_file_system_without_direct_reads(tmp_path: Path, name: str, monkeypat
     assert_same(name, weights)
 
 
-def test_files_in_memory(name: str) -> None:
+def test_files_in_shared_memory_are_loaded(name: str) -> None:
     directory = SHM / f"{name}-files"
     try:
         weights = write_checkpoint(directory, tensors(megabytes=20))
@@ -144,7 +144,7 @@ def test_files_in_memory(name: str) -> None:
         directory.rmdir()
 
 
-def test_the_watermark_grows_to_the_end(tmp_path: Path, name: str) -> None:
+def test_watermark_grows_to_the_end(tmp_path: Path, name: str) -> None:
     """The watermark grows to the end, and every byte below it is loaded.
 
     Pieces arrive in any order.
@@ -164,7 +164,7 @@ def test_the_watermark_grows_to_the_end(tmp_path: Path, name: str) -> None:
     assert_same(name, weights)
 
 
-def test_the_index_is_there_before_the_data(tmp_path: Path, name: str) -> None:
+def test_index_is_written_before_the_data(tmp_path: Path, name: str) -> None:
     weights = write_checkpoint(tmp_path)
 
     def look(layout: Layout) -> None:
@@ -191,7 +191,7 @@ def test_called_off_within_a_chunk(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["shrink", "grow", "touch"])
-def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change: str) -> None:
+def test_file_that_changes_during_the_read_is_refused(tmp_path: Path, name: str, change: str) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=50))
     evict(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -211,7 +211,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change:
     assert not (SHM / name).exists()
 
 
-def test_a_file_that_changed_between_header_and_data(tmp_path: Path, name: str) -> None:
+def test_file_that_changed_after_its_header_is_refused(tmp_path: Path, name: str) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(CheckpointInvalid, match="changed after its header was read"):
         load_segment(tmp_path, name, on_layout=lambda _: os.utime(tmp_path / "model.safetensors", ns=(1, 1)))
@@ -238,7 +238,7 @@ def test_no_room_at_all(tmp_path: Path, name: str) -> None:
     assert not (SHM / name).exists()
 
 
-def test_no_room_now(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_without_free_memory_may_be_retried(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path)
     monkeypatch.setattr(shm, "available_memory", lambda: 1000)
     with pytest.raises(InsufficientMemory, match="put other models to sleep") as caught:
@@ -246,7 +246,7 @@ def test_no_room_now(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.should_retry is True
 
 
-def test_room_that_runs_out_midway(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_during_the_load_leaves_no_segment(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     need_disk(tmp_path)
     write_checkpoint(tmp_path, tensors(megabytes=60))
     evict(tmp_path)
@@ -265,7 +265,9 @@ def test_room_that_runs_out_midway(tmp_path: Path, name: str, monkeypatch: pytes
     assert not (SHM / name).exists()
 
 
-def test_room_that_runs_out_while_the_page_cache_is_copied(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_during_page_cache_copies_leaves_no_segment(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=60))
     for path in tmp_path.iterdir():
         path.read_bytes()
@@ -295,7 +297,7 @@ def test_room_that_runs_out_while_the_page_cache_is_copied(tmp_path: Path, name:
         ReadOptions(threads=1),
     ],
 )
-def test_every_way_of_reading_gives_the_same_bytes(tmp_path: Path, name: str, options: ReadOptions) -> None:
+def test_every_read_method_gives_the_same_bytes(tmp_path: Path, name: str, options: ReadOptions) -> None:
     weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=2)
     evict(tmp_path)
     report = load_segment(tmp_path, name, options)
@@ -306,6 +308,6 @@ def test_every_way_of_reading_gives_the_same_bytes(tmp_path: Path, name: str, op
 @pytest.mark.parametrize(
     ("wrong", "message"), [({"threads": 0}, "at least one"), ({"chunk_bytes": 0}, "multiple"), ({"chunk_bytes": 5000}, "multiple")]
 )
-def test_options_that_would_never_end_or_read_unaligned(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_read_options_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ReadOptions(**wrong)

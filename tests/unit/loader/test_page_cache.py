@@ -38,7 +38,7 @@ def cached(path: Path) -> int:
     return nbytes
 
 
-def test_what_was_read_is_cached_and_what_was_dropped_is_not(tmp_path: Path) -> None:
+def test_read_pages_are_cached_and_dropped_pages_are_not(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(SIZE))
     drop(path)
@@ -48,14 +48,14 @@ def test_what_was_read_is_cached_and_what_was_dropped_is_not(tmp_path: Path) -> 
     assert cached(path) == SIZE
 
 
-def test_a_descriptor_that_is_none_is_an_error() -> None:
+def test_closed_descriptor_is_an_error() -> None:
     fd = os.open("/", os.O_RDONLY)
     os.close(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         cached_bytes(fd, 0, 1)
 
 
-def test_a_load_from_a_cold_disk_reads_nothing_ahead(tmp_path: Path) -> None:
+def test_load_from_a_cold_disk_does_no_readahead(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     weight = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
     save_file({"weight": weight}, path)

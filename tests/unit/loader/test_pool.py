@@ -69,7 +69,7 @@ def test_a_sparse_pool_costs_no_memory_and_chunks_are_allocated_and_freed(pool: 
     assert pool.allocated() == 0
 
 
-def test_scattered_chunks_are_one_range_to_a_reader(pool: PoolMemory, tmp_path: Path) -> None:
+def test_scattered_chunks_are_contiguous_for_a_reader(pool: PoolMemory, tmp_path: Path) -> None:
     """Scattered chunks are one contiguous range for a reader, without a copy.
 
     A tensor larger than two chunks is contiguous; the reader sees the loader's pages.
@@ -90,14 +90,14 @@ def test_scattered_chunks_are_one_range_to_a_reader(pool: PoolMemory, tmp_path: 
     mapped.close()
 
 
-def test_complete_chunks_leave_the_loader_s_page_tables(pool: PoolMemory, tmp_path: Path) -> None:
+def test_complete_chunks_are_unmapped_from_the_loader(pool: PoolMemory, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=40))
     region = fill(pool, tmp_path, (0, 1, 2))
     assert resident(pool) == 0
     assert pool.allocated() == region.nbytes
 
 
-def test_page_locked_chunks_stay_mapped_and_are_unlocked_before_they_are_freed(tmp_path: Path) -> None:
+def test_pinned_chunks_stay_mapped_and_are_unpinned_before_they_are_freed(tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     pool = PoolMemory(
         None,
@@ -137,7 +137,7 @@ def test_a_prepared_chunk_is_not_allocated_again(
     mapped.close()
 
 
-def test_who_maps_a_chunk_is_known_by_its_offset(pool: PoolMemory) -> None:
+def test_processes_that_map_a_chunk_are_found_by_its_offset(pool: PoolMemory) -> None:
     assert pool.mapped_by_others() == {}
     with mapper(pool.path, extents((4, 9), CHUNK_BYTES + 5)) as process:
         assert pool.mapped_by_others() == {4: [process.pid], 9: [process.pid]}
@@ -185,7 +185,7 @@ def test_memory_is_not_reported_free_while_a_process_maps_it(pool: PoolMemory, s
         assert pool.allocated() == 0
 
 
-def test_a_mapping_that_ends_in_time_is_waited_for(pool: PoolMemory) -> None:
+def test_reclaim_waits_for_a_mapping_that_ends_in_time(pool: PoolMemory) -> None:
     pool.prepare(3)
     shell = Shell(pool, 10)
     with mapper(pool.path, extents((3,), 4096)) as process:
@@ -229,9 +229,7 @@ def test_a_mapping_is_waited_for_by_a_loader_of_many_connections(
     shell.reclaimer.close()
 
 
-def test_memory_that_is_touched_while_it_is_given_back_is_not_called_free(
-    pool: PoolMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_touched_while_it_is_freed_is_an_error(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.prepare(0)
     real = os.lseek
 
@@ -245,7 +243,7 @@ def test_memory_that_is_touched_while_it_is_given_back_is_not_called_free(
         pool.punch([0])
 
 
-def test_a_region_s_views_stay_within_their_chunk(pool: PoolMemory) -> None:
+def test_views_of_a_region_stay_within_their_chunk(pool: PoolMemory) -> None:
     region = Region(pool, (6, 1), CHUNK_BYTES + 10)
     region.write(CHUNK_BYTES - 3, b"abcdef")
     with region.view(CHUNK_BYTES - 3, 3) as low, region.view(CHUNK_BYTES, 3) as high:
@@ -254,7 +252,7 @@ def test_a_region_s_views_stay_within_their_chunk(pool: PoolMemory) -> None:
         assert bytes(raw) == b"def"
 
 
-def test_chunks_made_ready_are_of_huge_pages(pool: PoolMemory) -> None:
+def test_prepared_chunks_use_huge_pages(pool: PoolMemory) -> None:
     """Prepared chunks use huge pages, whatever /dev/shm's mount options.
 
     Exceptions are kernels before 6.7, and those configured to deny it.

@@ -11,7 +11,7 @@ from services.loader.domain.events import Event, Fetched, Progressed
 from tests.unit.loader.played import card
 
 
-def test_the_last_progress_is_reported_though_none_follows() -> None:
+def test_last_progress_is_reported_even_if_no_event_follows() -> None:
     events: queue.Queue[Event] = queue.Queue()
     now = 100.0
     progress = Progress(events.put, lambda: now)

@@ -47,7 +47,7 @@ def record(
     )
 
 
-def test_held_and_cached_weights_are_adopted_and_all_else_is_given_back(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
+def test_held_and_cached_weights_are_adopted_and_other_memory_freed(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
     held, cached = record(tmp_path, pool, "i1", "i2"), record(tmp_path, pool, weights_id="x", chunks=(0, 7))
     for found in (held, cached):
         records.write(found)
@@ -62,7 +62,7 @@ def test_held_and_cached_weights_are_adopted_and_all_else_is_given_back(tmp_path
 @pytest.mark.parametrize(
     "fault", ["no record", "size", "weights id", "header", "range", "twice", "chunk size", "garbage", "hole", "name", "gone"]
 )
-def test_what_is_not_whole_is_not_adopted(tmp_path: Path, records: Records, pool: PoolMemory, fault: str) -> None:
+def test_incomplete_weights_are_not_adopted(tmp_path: Path, records: Records, pool: PoolMemory, fault: str) -> None:
     found = record(tmp_path, pool, "i1")
     path = tmp_path / "loader" / "weights" / "w.json"
     changes: dict[str, dict[str, object]] = {
@@ -90,7 +90,7 @@ def test_what_is_not_whole_is_not_adopted(tmp_path: Path, records: Records, pool
     assert list(path.parent.iterdir()) == []
 
 
-def test_two_records_of_one_chunk_are_not_both_believed(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
+def test_only_one_of_two_records_of_a_chunk_is_adopted(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
     first = record(tmp_path, pool, "i1", weights_id="a")
     second = record(tmp_path, pool, "i2", weights_id="b", chunks=(1, 2))
     for found in (first, second):
@@ -98,9 +98,7 @@ def test_two_records_of_one_chunk_are_not_both_believed(tmp_path: Path, records:
     assert records.recover(pool) == ([second], ()) or records.recover(pool) == ([first], ())
 
 
-def test_chunks_that_an_engine_still_maps_are_neither_freed_nor_given_away(
-    tmp_path: Path, records: Records, pool: PoolMemory
-) -> None:
+def test_chunks_mapped_by_an_engine_are_not_reused(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
     found = record(tmp_path, pool, "i1")
     from weights.pool.region import extents
 
@@ -111,7 +109,7 @@ def test_chunks_that_an_engine_still_maps_are_neither_freed_nor_given_away(
     assert pool.allocated() == 0
 
 
-def test_another_node_s_memory_is_left_alone(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
+def test_memory_of_another_node_is_unchanged(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
     other = SHM / f"{segment_prefix(tmp_path, 'other')}pool"
     other.write_bytes(b"x")
     try:
@@ -121,12 +119,12 @@ def test_another_node_s_memory_is_left_alone(tmp_path: Path, records: Records, p
         other.unlink()
 
 
-def test_one_loader_at_a_time(tmp_path: Path, records: Records) -> None:
+def test_second_loader_of_a_node_is_refused(tmp_path: Path, records: Records) -> None:
     with pytest.raises(Conflict, match="Another loader runs"), Records(tmp_path / "loader", "thaw-x-").sole():
         pass
 
 
-def test_a_disk_that_takes_no_record_stops_nothing(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
+def test_failed_record_write_does_not_stop_the_loader(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
     found = record(tmp_path, pool, "i1")
     directory = tmp_path / "loader" / "weights"
     (directory / "w.tmp").mkdir()

@@ -57,7 +57,7 @@ def entered(ring: Ring, chunk: int) -> threading.Thread:
     return thread
 
 
-def test_what_is_released_is_used_again_and_holds_what_is_written() -> None:
+def test_released_chunks_are_reused_and_keep_written_bytes() -> None:
     ring = Ring(4 * CHUNK_BYTES, 2)
     for chunk in (0, 1):
         ring.enter(chunk * CHUNK_BYTES)
@@ -70,7 +70,7 @@ def test_what_is_released_is_used_again_and_holds_what_is_written() -> None:
         assert (kept[0], moved[0], gone[0]) == (2, 1, 0), "the pages themselves went from one to the other"
 
 
-def test_reading_waits_for_its_turn() -> None:
+def test_reader_waits_until_its_chunk_is_wanted() -> None:
     ring = Ring(4 * CHUNK_BYTES, 1)
     ring.enter(0)
     reading = entered(ring, 2)
@@ -82,7 +82,7 @@ def test_reading_waits_for_its_turn() -> None:
     assert not reading.is_alive()
 
 
-def test_closing_ends_who_waits() -> None:
+def test_closing_the_ring_cancels_a_waiting_reader() -> None:
     ring = Ring(4 * CHUNK_BYTES, 1)
     errors: list[BaseException] = []
 
@@ -99,7 +99,7 @@ def test_closing_ends_who_waits() -> None:
     assert errors
 
 
-def test_a_kernel_that_does_not_move_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stream_works_if_the_kernel_cannot_move_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Refusing:
         madvise = module._libc.madvise
 
@@ -115,7 +115,7 @@ def test_a_kernel_that_does_not_move_pages(monkeypatch: pytest.MonkeyPatch, tmp_
     assert rings.made[0].moved_chunks == 0
 
 
-def test_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_larger_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_memory", lambda: 3 * CHUNK_BYTES)
     Ring(100 * CHUNK_BYTES, 2)
     with pytest.raises(InsufficientMemory, match="put other models to sleep"):
@@ -124,7 +124,7 @@ def test_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
         Ring(100 * CHUNK_BYTES)
 
 
-def test_taken_one_by_one_a_model_needs_the_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_streamed_model_needs_only_the_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rings = Rings(monkeypatch)
     weights = write_checkpoint(tmp_path, many(megabytes=240), shards=2)
     names = []
@@ -136,7 +136,7 @@ def test_taken_one_by_one_a_model_needs_the_window(monkeypatch: pytest.MonkeyPat
     assert rings.fresh <= WINDOW_CHUNKS + 2 < rings.made[0].count
 
 
-def test_what_is_kept_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kept_tensors_are_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rings = Rings(monkeypatch)
     weights = write_checkpoint(tmp_path, many(megabytes=240), shards=2)
     kept: dict[str, torch.Tensor] = {}
@@ -159,7 +159,7 @@ def test_tensors_larger_than_the_window(monkeypatch: pytest.MonkeyPatch, tmp_pat
         np.testing.assert_array_equal(tensor.numpy(), weights[name])
 
 
-def test_the_memory_goes_with_the_last_tensor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_is_unmapped_with_the_last_tensor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rings = Rings(monkeypatch)
     write_checkpoint(tmp_path, tensors(megabytes=40), shards=1)
     kept = dict(TensorStream(tmp_path))
@@ -171,7 +171,7 @@ def test_the_memory_goes_with_the_last_tensor(monkeypatch: pytest.MonkeyPatch, t
     assert mapping() is None
 
 
-def test_what_was_released_goes_back_when_all_is_read() -> None:
+def test_released_pages_are_freed_when_reading_ends() -> None:
     ring = Ring(2 * CHUNK_BYTES, 2)
     ring.enter(0)
     ring.write(0, b"\1" * CHUNK_BYTES)

@@ -22,7 +22,7 @@ from tests.unit.loader.played import ERROR, Played, card, granted
 from weights.pool.chunks import CHUNK_BYTES, Chunks
 
 
-def test_a_load_that_fails_midway_gives_its_chunks_back() -> None:
+def test_failed_load_frees_its_chunks() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "complete"))
     granted(p)
@@ -32,7 +32,7 @@ def test_a_load_that_fails_midway_gives_its_chunks_back() -> None:
     assert p.state.chunks == Chunks(64)
 
 
-def test_more_than_the_whole_budget_is_refused_without_an_eviction() -> None:
+def test_load_over_the_whole_budget_is_refused_without_an_eviction() -> None:
     p = Played()
     p.do(Attach(1, "a", card(), "index"))
     assert p.do(LaidOut("w1", 1, 65 * CHUNK_BYTES, 1 << 40)) == (Deny(1),)
@@ -58,7 +58,7 @@ def cached(p: Played) -> set[str]:
     return {e.weights_id for e in p.state.entries.values() if e.stage is Stage.CACHED}
 
 
-def test_released_weights_stay_cached_and_are_attached_at_once() -> None:
+def test_released_weights_stay_cached_and_are_attached_immediately() -> None:
     p = dram(2, budget=4)
     assert cached(p) == {"w1"}
     assert p.effects[-2:] == [WriteRecord("w1"), Freed(101, 0, 2 * CHUNK_BYTES)]
@@ -90,12 +90,12 @@ def test_weights_evicted_when_released_are_not_recorded() -> None:
     assert not [e for e in effects if isinstance(e, WriteRecord)]
 
 
-def test_pinned_weights_stay_and_what_has_no_room_beside_them_is_not_cached() -> None:
+def test_pinned_weights_stay_cached_and_weights_without_room_do_not() -> None:
     p = dram(3, 2, 1, budget=4, pinned=(1,))
     assert cached(p) == {"w1", "w3"}
 
 
-def test_a_load_that_needs_room_takes_it_from_the_cache_when_it_is_proved_free() -> None:
+def test_load_takes_memory_from_the_cache_once_it_is_verified_free() -> None:
     p = dram(2, 2, budget=4)
     p.do(Attach(10, "x", card("w3"), "index"))
     run = p.state.runs
@@ -108,7 +108,7 @@ def test_a_load_that_needs_room_takes_it_from_the_cache_when_it_is_proved_free()
     assert cached(p) == {"w2"}
 
 
-def test_a_load_waits_for_what_leaves_already() -> None:
+def test_load_waits_for_memory_that_is_being_freed() -> None:
     p = dram(2, budget=0)
     assert p.state.chunks.leaving_bytes == 2 * CHUNK_BYTES
     p.do(Attach(10, "x", card("w2"), "index"))
@@ -117,7 +117,7 @@ def test_a_load_waits_for_what_leaves_already() -> None:
     assert p.do(Vacated(1, 2 * CHUNK_BYTES)) == (Grant(run, (0, 1)),)
 
 
-def test_a_load_that_is_called_off_is_counted_with_until_it_has_ended() -> None:
+def test_cancelled_load_is_charged_until_it_has_ended() -> None:
     p = Played(State(chunks=Chunks(64)))
     p.do(Attach(1, "a", card("w1"), "complete"))
     granted(p, "w1", 1, 2 * CHUNK_BYTES)
@@ -150,7 +150,7 @@ def test_a_smaller_budget_after_a_restart_is_kept() -> None:
     assert quarantine.chunks == (9,)
 
 
-def test_memory_made_ready_at_the_start_is_what_the_first_load_gets() -> None:
+def test_memory_prepared_at_the_start_is_granted_to_the_first_load() -> None:
     p = Played(State(chunks=Chunks(64, 3 * CHUNK_BYTES)))
     [vacate] = p.do(Adopted(ready=5, room=1 << 40))
     assert isinstance(vacate, Vacate)
@@ -160,7 +160,7 @@ def test_memory_made_ready_at_the_start_is_what_the_first_load_gets() -> None:
     assert p.do(LaidOut("w1", 2, 2 * CHUNK_BYTES, 0)) == (Grant(2, (0, 1)),)
 
 
-def test_memory_is_made_ready_in_steps_while_there_is_plenty_and_nothing_loads() -> None:
+def test_memory_is_prepared_in_steps_while_it_is_plentiful_and_idle() -> None:
     p = Played(State(chunks=Chunks(100, 64 * CHUNK_BYTES)))
     assert p.do(Adopted(ready=12)) == (), "there is time"
     assert p.do(Idle(10 * CHUNK_BYTES)) == (), "a tenth of the host's memory is left alone"
@@ -181,7 +181,7 @@ def test_memory_is_made_ready_in_steps_while_there_is_plenty_and_nothing_loads()
     assert len(p.state.chunks.spare) == 10
 
 
-def test_a_host_short_of_memory_has_cached_weights_leave_once() -> None:
+def test_memory_pressure_evicts_cached_weights_once() -> None:
     p = dram(2, 2, 1, budget=8, pinned=(1,))
     vacates = [e for e in p.do(MemoryPressure(CHUNK_BYTES)) if isinstance(e, Vacate)]
     assert [v.run for v in vacates] == [2]

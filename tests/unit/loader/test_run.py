@@ -23,7 +23,7 @@ from weights.transfer.link import Link, Transfer
 from weights.transfer.links import Links
 
 
-def test_a_request_during_a_prefetch_s_layout_raises_its_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_during_the_layout_of_a_prefetch_raises_its_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "m")
     sources = Sources(SsdCache(tmp_path / "cache", 0), (tmp_path / "small",))
     card = minimal_card(sources, str(tmp_path / "m"))

@@ -88,7 +88,7 @@ def test_a_real_file_reads_as_the_reference_does(tmp_path: Path) -> None:
         (file_of({"a": tensor(dtype="F" * 5000)}, b"12345678"), "unknown dtype 'FFF"),
     ],
 )
-def test_lies_are_named(data: bytes, message: str) -> None:
+def test_invalid_header_fields_are_named(data: bytes, message: str) -> None:
     with pytest.raises(CheckpointInvalid, match=message) as caught:
         parse(data)
     assert "x.safetensors" in caught.value.message
@@ -106,13 +106,13 @@ def test_lies_are_named(data: bytes, message: str) -> None:
     ],
     ids=["names", "dimensions"],
 )
-def test_a_lie_of_many_parts_is_found_out_in_time(header: bytes, message: str) -> None:
+def test_invalid_header_of_many_tensors_is_refused_fast(header: bytes, message: str) -> None:
     """An invalid header of many parts is found fast: pairwise checks would take hours."""
     with pytest.raises(CheckpointInvalid, match=message):
         parse(file_of(header, b"1234"))
 
 
-def test_a_file_that_shrinks_under_the_reader() -> None:
+def test_file_that_shrinks_while_read_is_refused() -> None:
     data = file_of({"a": tensor()}, b"12345678")
     with pytest.raises(CheckpointInvalid, match="shrank"):
         read_header("x", len(data), lambda offset, length: data[offset : offset + length][:-1])
@@ -168,7 +168,7 @@ def test_flipped_and_cut_files_are_refused_or_sound(at: int, byte: int, cut: int
             check(parse(changed), len(changed))
 
 
-def test_small_lies_take_little_memory() -> None:
+def test_small_files_with_false_sizes_use_little_memory() -> None:
     """Small files with false sizes take little memory: nothing allocates such sizes."""
     huge = (1 << 63) - 1
     lies = [

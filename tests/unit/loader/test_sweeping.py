@@ -42,12 +42,12 @@ def test_an_unused_pool_is_removed(place: Path) -> None:
     assert list(place.iterdir()) == [other]
 
 
-def test_a_pool_that_has_just_changed_stays(place: Path) -> None:
+def test_recently_changed_pool_is_kept(place: Path) -> None:
     os.utime(left(place))
     assert sweep() == []
 
 
-def test_a_pool_that_an_engine_has_mapped_stays(place: Path) -> None:
+def test_pool_mapped_by_an_engine_is_kept(place: Path) -> None:
     path = left(place)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         file.close()
@@ -55,7 +55,7 @@ def test_a_pool_that_an_engine_has_mapped_stays(place: Path) -> None:
     assert sweep() == [path.name], "now no process has"
 
 
-def test_a_loaders_own_pool_stays(place: Path) -> None:
+def test_own_pool_of_a_loader_is_kept(place: Path) -> None:
     pool = PoolMemory("thaw-0123abcd-pool", CHUNK_BYTES, keep=True)
     os.utime(pool.path, (0, 0))
     try:

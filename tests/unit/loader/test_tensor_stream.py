@@ -44,7 +44,7 @@ class Held:
         monkeypatch.setattr(FilesReader, "read", read)
 
 
-def test_the_same_as_all_at_once_in_the_order_of_the_files(tmp_path: Path) -> None:
+def test_stream_yields_the_same_tensors_as_a_full_load(tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=3)
     found = dict(TensorStream(tmp_path))
     assert found.keys() == weights.keys()
@@ -68,7 +68,7 @@ def test_the_first_tensors_arrive_while_the_rest_is_read(tmp_path: Path, monkeyp
         np.testing.assert_array_equal(value.numpy(), weights[name])
 
 
-def test_leaving_early_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_the_stream_early_ends_the_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=80), shards=2)
     gc.collect()
     before, threads = mappings(), threading.active_count()
@@ -87,7 +87,7 @@ def test_leaving_early_ends_the_reading(tmp_path: Path, monkeypatch: pytest.Monk
     assert threading.active_count() == threads
 
 
-def test_a_failure_midway_is_raised_and_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_during_the_stream_is_raised_and_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=40), shards=2)
     gc.collect()
     before = mappings()

@@ -50,7 +50,7 @@ def mappings() -> int:
     return sum(f"{SHM}/#" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_a_sharded_model(tmp_path: Path) -> None:
+def test_sharded_model_is_loaded(tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path, tensors(megabytes=40), shards=3)
     names = {p.name for p in SHM.iterdir()}
     found = load_tensors(tmp_path)
@@ -60,7 +60,7 @@ def test_a_sharded_model(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name].numpy(), value)
 
 
-def test_every_dtype_is_what_safetensors_reads(tmp_path: Path) -> None:
+def test_every_dtype_equals_that_of_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "some.safetensors"
     raw = torch.arange(64, dtype=torch.uint8)
     save_file({str(d): (raw % 2).bool() if d is torch.bool else raw.clone().view(d) for d in _DTYPES}, path)
@@ -72,7 +72,7 @@ def test_every_dtype_is_what_safetensors_reads(tmp_path: Path) -> None:
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
 
 
-def test_a_header_that_is_not_padded(tmp_path: Path) -> None:
+def test_unpadded_header_is_supported(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     header += b" " * (7 - len(header) % 8)
     values = np.array([1.5, -2.0], dtype=np.float32)
@@ -83,7 +83,7 @@ def test_a_header_that_is_not_padded(tmp_path: Path) -> None:
     assert found.data_ptr() % 4 == 0
 
 
-def test_the_memory_lives_as_long_as_one_tensor(tmp_path: Path) -> None:
+def test_memory_lives_as_long_as_any_tensor(tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path, tensors(megabytes=5))
     before = mappings()
     found = load_tensors(tmp_path)
@@ -104,7 +104,7 @@ def test_torch_is_not_imported_with_the_module() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_type_that_torch_lacks_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_dtype_unknown_to_torch_is_refused_before_reading(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
     path = tmp_path / "six.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
@@ -112,7 +112,7 @@ def test_a_type_that_torch_lacks_is_refused_before_anything_is_read(tmp_path: Pa
         load_tensors(path)
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match="does not exist; name a model directory"):
         load_tensors(tmp_path / "nothing")
     with pytest.raises(CheckpointInvalid, match="has no weights"):
@@ -172,7 +172,7 @@ def test_a_url_is_loaded_straight_into_memory(tmp_path: Path, ready: bool) -> No
         np.testing.assert_array_equal(found[name].numpy(), value)
 
 
-def test_memory_made_ready_is_what_the_load_fills(tmp_path: Path) -> None:
+def test_measured_load_fills_prepared_memory(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tensors(megabytes=20))
     before = mappings()
     assert measure(tmp_path, threads=2, ready=True)["cpu_seconds"] > 0

@@ -22,7 +22,7 @@ from weights.vllm_plugin import source_of
         ("/nowhere/m", None, "/nowhere/m"),
     ],
 )
-def test_names_of_the_hub_and_of_places(model: str, revision: str | None, source: str) -> None:
+def test_model_names_of_vllm_become_sources(model: str, revision: str | None, source: str) -> None:
     assert source_of(model, revision) == source
 
 

@@ -29,7 +29,7 @@ def test_the_oldest_unclaimed_migration_is_claimed() -> None:
     assert claimable(leases, 10.0) == record(2)
 
 
-def test_a_lease_is_over_when_nothing_has_changed_for_its_time() -> None:
+def test_lease_expires_if_its_record_does_not_change() -> None:
     leases = Leases()
     leases.saw(record(1, owner="x"), 10.0)
     assert claimable(leases, 10.0 + LEASE_S) is None
@@ -41,7 +41,7 @@ def test_a_lease_is_over_when_nothing_has_changed_for_its_time() -> None:
     assert next_look(leases, 12.1 + LEASE_S) is None
 
 
-def test_what_is_over_or_gone_is_forgotten() -> None:
+def test_finished_or_deleted_records_are_forgotten() -> None:
     leases = Leases()
     leases.replace([record(1), record(2)], 1.0)
     leases.saw(record(1, state="failed"), 2.0)
@@ -49,7 +49,7 @@ def test_what_is_over_or_gone_is_forgotten() -> None:
     assert leases.watched == {}
 
 
-def test_what_cannot_be_claimed_is_left_alone_ever_longer_until_it_changes() -> None:
+def test_refused_claim_backs_off_until_the_record_changes() -> None:
     leases, now, waits = Leases(), 10.0, []
     leases.saw(record(1), now)
     for _ in range(9):
@@ -71,7 +71,7 @@ def test_what_cannot_be_claimed_is_left_alone_ever_longer_until_it_changes() -> 
     assert next_look(leases, now) == now + REFUSED_S
 
 
-def test_a_bucket_that_cannot_be_asked_says_nothing_of_the_record() -> None:
+def test_unavailable_bucket_does_not_lengthen_the_backoff() -> None:
     leases = Leases()
     leases.saw(record(1), 0.0)
     for now in (0.0, 1.0, 3.0):
@@ -80,7 +80,7 @@ def test_a_bucket_that_cannot_be_asked_says_nothing_of_the_record() -> None:
     assert next_look(leases, 10.0) == 10.0 + REFUSED_S
 
 
-def test_a_refusal_of_what_has_changed_meanwhile_is_none() -> None:
+def test_refusal_of_an_outdated_record_is_ignored() -> None:
     leases = Leases()
     leases.saw(record(1), 0.0)
     leases.saw(record(1, beats=1), 1.0)

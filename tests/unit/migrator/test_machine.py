@@ -35,7 +35,7 @@ def test_a_request_moves_in_shrinking_rounds() -> None:
     assert world.engines["b"].prepared == {}
 
 
-def test_an_instance_moves_with_its_requests_and_those_that_arrive_meanwhile() -> None:
+def test_instance_moves_with_its_running_and_newly_arriving_requests() -> None:
     world = World()
     requests = [world.request() for _ in range(5)]
     world.migrator()
@@ -49,7 +49,7 @@ def test_an_instance_moves_with_its_requests_and_those_that_arrive_meanwhile() -
     assert len(world.record(order).requests) == 6
 
 
-def test_a_request_that_cannot_move_is_reported_and_stays() -> None:
+def test_request_that_cannot_move_is_reported_and_stays() -> None:
     world = World()
     fixed, free = world.request(fixed="an embedding"), world.request()
     record = world.migrate()
@@ -59,7 +59,7 @@ def test_a_request_that_cannot_move_is_reported_and_stays() -> None:
     assert "1 of 2 requests were not moved: an embedding" in record.error.message
 
 
-def test_what_would_not_converge_is_given_up_unharmed() -> None:
+def test_migration_that_would_not_converge_is_given_up_without_effect() -> None:
     world = World(options=Options(pause_ms=20.0))
     world.engines["b"].ms_per_token = 40.0
     request = world.request(tokens=200.0)
@@ -71,7 +71,7 @@ def test_what_would_not_converge_is_given_up_unharmed() -> None:
     assert world.engines["b"].prepared == {}
 
 
-def test_one_late_round_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_late_round_does_not_end_a_migration(monkeypatch: pytest.MonkeyPatch) -> None:
     """One late round does not end a migration.
 
     Measured with two vLLMs that share two cores: round times in ms, and the source's new tokens
@@ -96,7 +96,7 @@ def test_one_late_round_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch)
     assert [r.gap for r in record.rounds][:3] == [27, 12, 16]
 
 
-def test_a_long_context_is_computed_in_slices_and_its_speed_learned() -> None:
+def test_long_context_is_computed_in_slices_at_the_learned_speed() -> None:
     world = World()
     world.engines["b"].ms_per_token = 4.0
     request = world.request(tokens=4000.0)
@@ -109,7 +109,7 @@ def test_a_long_context_is_computed_in_slices_and_its_speed_learned() -> None:
     assert gaps[-1] <= 10
 
 
-def test_a_destination_that_prepares_nothing_resumes_by_its_own_cache() -> None:
+def test_destination_without_prepare_resumes_from_its_own_cache() -> None:
     world = World()
     world.engines["b"].prepares = False
     request = world.request()
@@ -124,7 +124,7 @@ def test_a_destination_that_prepares_nothing_resumes_by_its_own_cache() -> None:
 
 
 @pytest.mark.parametrize("refusal", ["revision", "room"])
-def test_a_destination_that_refuses_ends_it(refusal: str) -> None:
+def test_refusal_by_the_destination_fails_the_migration(refusal: str) -> None:
     world = World()
     if refusal == "revision":
         world.engines["b"].revision = "r2"
@@ -135,7 +135,7 @@ def test_a_destination_that_refuses_ends_it(refusal: str) -> None:
     assert {r.at for r in requests} == {"a"}
 
 
-def test_a_request_that_is_over_leaves_nothing_behind() -> None:
+def test_request_that_finishes_during_migration_leaves_nothing_prepared() -> None:
     world = World()
     request = world.request()
     world.migrator()
@@ -149,7 +149,7 @@ def test_a_request_that_is_over_leaves_nothing_behind() -> None:
     assert world.engines["b"].prepared == {}
 
 
-def test_a_request_that_was_over_before_it_began() -> None:
+def test_migration_of_a_finished_request_is_given_up() -> None:
     world = World()
     request = world.request()
     request.at = None
@@ -176,7 +176,7 @@ def test_an_engine_dies_in_each_step(step: type, victim: str) -> None:
 
 
 @pytest.mark.parametrize("step", [ReadTokens, PrepareResume, MoveRequest])
-def test_a_migrator_dies_in_each_step_and_another_one_finishes(step: type) -> None:
+def test_second_migrator_finishes_after_the_owner_dies_in_any_step(step: type) -> None:
     world = World()
     requests = [world.request(), world.request(), world.request()]
     first, second = world.migrator(), world.migrator()
@@ -195,7 +195,7 @@ def test_a_migrator_dies_in_each_step_and_another_one_finishes(step: type) -> No
     assert world.engines["b"].prepared == {}
 
 
-def test_a_migrator_that_lost_its_lease_stops() -> None:
+def test_migrator_that_lost_its_lease_stops() -> None:
     world = World()
     request = world.request()
     first = world.migrator()
@@ -225,7 +225,7 @@ def test_a_cancelled_migration_is_undone() -> None:
     assert world.engines["b"].prepared == {}
 
 
-def test_a_restart_of_the_server_delays_and_changes_nothing() -> None:
+def test_nats_restart_delays_a_migration_without_changing_it() -> None:
     world = World()
     requests = [world.request(), world.request()]
     world.migrator()
@@ -241,7 +241,7 @@ def test_a_restart_of_the_server_delays_and_changes_nothing() -> None:
     assert {r.at for r in requests} == {"b"}
 
 
-def test_a_move_whose_answer_is_lost_was_done_all_the_same() -> None:
+def test_move_whose_answer_is_lost_counts_as_done() -> None:
     world = World()
     request = world.request()
     world.migrator()
@@ -252,7 +252,7 @@ def test_a_move_whose_answer_is_lost_was_done_all_the_same() -> None:
     assert request.moves == ["b"]
 
 
-def test_of_two_migrations_of_one_request_the_newer_wins() -> None:
+def test_newer_of_two_migrations_of_one_request_wins() -> None:
     world = World()
     request = world.request()
     world.migrator(), world.migrator()
@@ -263,7 +263,7 @@ def test_of_two_migrations_of_one_request_the_newer_wins() -> None:
     assert all(e.prepared == {} for e in world.engines.values())
 
 
-def test_two_instances_swap_what_they_serve() -> None:
+def test_two_instances_swap_their_requests() -> None:
     """Two instances swap their requests: pointless, and harmless."""
     world = World()
     here, there = world.request("a"), world.request("b")
@@ -275,7 +275,7 @@ def test_two_instances_swap_what_they_serve() -> None:
     assert all(record.over for record, _ in world.bucket.values())
 
 
-def test_a_gateway_that_is_gone_takes_its_requests_with_it() -> None:
+def test_migration_fails_if_the_gateway_of_its_request_is_gone() -> None:
     world = World()
     request = world.request()
     world.migrator()

@@ -24,7 +24,9 @@ FAST = Speed(a=0.1, b=10.0)
         (30, 40, MAX_ROUNDS, Speed(a=1.0, b=500.0), 50.0, "hand_over"),  # a round's fixed cost determines the remainder
     ],
 )
-def test_what_follows(gap: int, last_gap: int, rounds: int, speed: Speed, rate: float, expected: str) -> None:
+def test_next_step_follows_from_gap_rounds_and_speed(
+    gap: int, last_gap: int, rounds: int, speed: Speed, rate: float, expected: str
+) -> None:
     assert next_step(gap, last_gap, rounds, speed, rate, 100.0) == expected
 
 
@@ -47,7 +49,7 @@ def test_every_migration_is_decided_in_few_rounds(a: float, b: float, rate: floa
 
 
 @given(st.floats(0.05, 2.0), st.floats(5.0, 100.0))
-def test_both_parameters_are_learned(a: float, b: float) -> None:
+def test_time_per_token_and_fixed_time_are_learned(a: float, b: float) -> None:
     speed = Speed()
     for tokens in (900, 30, 4, 500, 20, 2, 1200, 60, 5):
         speed = learned(speed, tokens, a * tokens + b)
@@ -55,7 +57,7 @@ def test_both_parameters_are_learned(a: float, b: float) -> None:
     assert speed.b == pytest.approx(b, rel=0.35, abs=3)
 
 
-def test_one_freak_measurement_moves_it_by_a_bounded_step() -> None:
+def test_outlier_round_moves_the_speed_by_a_bounded_step() -> None:
     speed = Speed()
     for tokens in (900, 30, 4, 500, 20):
         speed = learned(speed, tokens, 0.1 * tokens + 10)
@@ -78,7 +80,7 @@ def test_an_engines_first_round_may_be_a_freak_too() -> None:
     assert next_step(36, 29, 2, speed, 300.0, 50.0) == "hand_over"
 
 
-def test_what_is_known_well_is_not_refuted_by_one_quick_round() -> None:
+def test_one_fast_round_does_not_discard_a_well_known_speed() -> None:
     """One quick round does not refute a well-known estimate.
 
     The destination may still have had a prefix, for instance.

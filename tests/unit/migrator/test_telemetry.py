@@ -52,7 +52,7 @@ def named(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
     return found
 
 
-def test_rounds_are_spans_of_a_trace_that_is_linked(spans: InMemorySpanExporter) -> None:
+def test_rounds_are_spans_of_a_linked_trace(spans: InMemorySpanExporter) -> None:
     span = MigrationSpan(record(1))
     with span.current():
         assert carry()["traceparent"] == span.traceparent
@@ -72,7 +72,7 @@ def test_rounds_are_spans_of_a_trace_that_is_linked(spans: InMemorySpanExporter)
     assert made.end_time - made.start_time == 20_000_000
 
 
-def test_a_later_owner_continues_the_trace_and_exports_only_its_own_rounds(spans: InMemorySpanExporter) -> None:
+def test_later_owner_continues_the_trace_and_exports_only_its_own_rounds(spans: InMemorySpanExporter) -> None:
     first = MigrationSpan(record(1))
     taken = ended(record(1)).model_copy(update={"traceparent": first.traceparent})
     second = MigrationSpan(taken)
@@ -83,7 +83,7 @@ def test_a_later_owner_continues_the_trace_and_exports_only_its_own_rounds(spans
     assert len({s.context.trace_id for s in spans.get_finished_spans()}) == 1
 
 
-def test_metrics_by_outcome() -> None:
+def test_metrics_are_labelled_by_outcome() -> None:
     metrics = Metrics()
     try:
         metrics.record(ended(record(1)))

@@ -53,7 +53,7 @@ def test_states_follow_the_reports() -> None:
     assert state(world) is InstanceState.READY
 
 
-def test_bytes_are_given_back_only_after_process_memory_and_weights() -> None:
+def test_memory_is_released_only_after_exit_and_weight_release() -> None:
     world = World()
     ready(world)
     world.hear(e.StopCommand(stop(), 2))
@@ -72,7 +72,7 @@ def test_bytes_are_given_back_only_after_process_memory_and_weights() -> None:
     assert world["i"].freed_bytes == 15
 
 
-def test_an_ended_instance_is_shown_for_a_minute() -> None:
+def test_stopped_instance_is_reported_for_a_minute() -> None:
     world = World()
     ready(world)
     world.hear(e.StopCommand(stop(), 2))
@@ -97,14 +97,14 @@ def test_an_exit_is_published_before_the_memory_is_free() -> None:
     assert world.state.ledger.reserved("cpu:0") == 0
 
 
-def test_the_exit_of_another_process_means_nothing() -> None:
+def test_exit_of_another_pid_is_ignored() -> None:
     world = World()
     ready(world)
     world.hear(e.EngineExited("i", 8, -9, ERROR))
     assert state(world) is InstanceState.READY
 
 
-def test_term_then_kill_until_it_is_gone() -> None:
+def test_stop_sends_sigterm_then_sigkill_until_exit() -> None:
     world = World()
     ready(world)
     assert e.RequestDrain("i", False, "") in world.hear(e.StopCommand(stop(drain_timeout_ms=1000), 2))
@@ -115,14 +115,14 @@ def test_term_then_kill_until_it_is_gone() -> None:
     assert e.Signal("i", "kill") in world.hear(e.Tick(), after=5.1)
 
 
-def test_an_engine_that_cannot_be_asked_to_drain_is_ended() -> None:
+def test_engine_that_refuses_to_drain_is_terminated() -> None:
     world = World()
     ready(world)
     world.hear(e.StopCommand(stop(), 2))
     assert e.Signal("i", "term") in world.hear(e.DrainAnswered("i", False, ERROR))
 
 
-def test_a_loading_engine_is_killed_straight_away() -> None:
+def test_loading_engine_is_killed_immediately() -> None:
     world = World()
     loading(world)
     effects = world.hear(e.StopCommand(stop(), 2))
@@ -130,7 +130,7 @@ def test_a_loading_engine_is_killed_straight_away() -> None:
     assert errors(effects) == [None]
 
 
-def test_a_stop_during_the_fork_is_carried_out_after_it() -> None:
+def test_stop_during_the_fork_is_carried_out_after_it() -> None:
     world = World()
     world.hear(e.StartCommand(start(), 1))
     assert not any(isinstance(f, e.Signal) for f in world.hear(e.StopCommand(stop(), 2)))
@@ -138,7 +138,7 @@ def test_a_stop_during_the_fork_is_carried_out_after_it() -> None:
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_the_engine_answers_whether_it_is_idle(busy: bool) -> None:
+def test_conditional_stop_depends_on_the_engines_idle_reply(busy: bool) -> None:
     world = World()
     ready(world)
     assert errors(world.hear(e.StopCommand(stop(only_if_idle=True), 2))) == []
@@ -148,7 +148,7 @@ def test_the_engine_answers_whether_it_is_idle(busy: bool) -> None:
     assert state(world) is (InstanceState.READY if busy else InstanceState.DRAINING)
 
 
-def test_an_idle_question_ends_with_the_engine() -> None:
+def test_engine_exit_answers_a_pending_conditional_stop() -> None:
     world = World()
     ready(world)
     world.hear(e.StopCommand(stop(only_if_idle=True), 2))
@@ -156,7 +156,7 @@ def test_an_idle_question_ends_with_the_engine() -> None:
     assert world.hear(e.DrainAnswered("i", True, ERROR)) == ()
 
 
-def test_a_start_that_does_not_fit_is_refused_and_its_weights_released() -> None:
+def test_start_without_memory_is_refused_and_its_weights_released() -> None:
     world = World()
     world.hear(e.StartCommand(start("a"), 1))
     effects = world.hear(e.StartCommand(start("b"), 2))
@@ -165,7 +165,7 @@ def test_a_start_that_does_not_fit_is_refused_and_its_weights_released() -> None
     assert set(world.state.instances) == {"a"}
 
 
-def test_a_device_set_is_booked_whole_or_not_at_all() -> None:
+def test_device_set_is_booked_completely_or_not_at_all() -> None:
     world = World("cuda:0", "cuda:1")
     world.hear(e.StartCommand(start("a", devices=("cuda:0",), reserve=80), 1))
     assert errors(world.hear(e.StartCommand(start("b", devices=("cuda:0", "cuda:1"), reserve=100), 2))) == ["insufficient_memory"]
@@ -183,7 +183,7 @@ def test_stale_commands_are_refused() -> None:
     assert errors(world.hear(e.StopCommand(stop("unknown", token=EPOCH), 5))) == ["stale_token"]
 
 
-def test_a_repeated_start_changes_nothing() -> None:
+def test_repeated_start_changes_nothing() -> None:
     world = World()
     world.hear(e.StartCommand(start(), 1))
     effects = world.hear(e.StartCommand(start(), 2))
@@ -198,7 +198,7 @@ def test_an_instance_id_is_never_used_again() -> None:
     assert errors(world.hear(e.StartCommand(start(), 3))) == ["conflict"]
 
 
-def test_bytes_that_arrive_are_progress() -> None:
+def test_loaded_bytes_count_as_start_progress() -> None:
     world = World()
     loading(world)
     world.hear(e.LoaderReported({"i": 10}), after=90)
@@ -232,7 +232,7 @@ def test_weights_are_released_again_when_the_loader_is_back() -> None:
     assert e.Release("i") in world.hear(e.Tick(), after=1.1)
 
 
-def test_a_report_that_beats_the_launcher_is_asked_for_again() -> None:
+def test_status_before_the_fork_reply_is_requested_again() -> None:
     world = World()
     world.hear(e.StartCommand(start(), 1))
     world.hear(e.EngineReported(report(state="loading")))
@@ -243,7 +243,7 @@ def test_an_unowned_engine_is_drained() -> None:
     assert [type(f) for f in World().hear(e.EngineReported(report("stray")))] == [e.RequestDrain]
 
 
-def test_adoption_shows_at_once_and_gives_up_on_silence() -> None:
+def test_adopted_instance_is_reported_immediately_and_fails_on_silence() -> None:
     old, new = World(), World()
     ready(old)
     effects = new.hear(e.Adopted(old["i"], True, ERROR))
@@ -255,7 +255,7 @@ def test_adoption_shows_at_once_and_gives_up_on_silence() -> None:
     assert e.Signal("i", "kill") in effects
 
 
-def test_an_adopted_engine_that_answers_stays() -> None:
+def test_adopted_engine_that_responds_stays_ready() -> None:
     old, new = World(), World()
     ready(old)
     new.hear(e.Adopted(old["i"], True, ERROR))
@@ -264,7 +264,7 @@ def test_an_adopted_engine_that_answers_stays() -> None:
     assert state(new) is InstanceState.READY
 
 
-def test_an_end_under_way_is_carried_through_by_the_next_agent() -> None:
+def test_teardown_is_continued_by_the_next_nodeagent() -> None:
     old, new = World(), World()
     ready(old)
     old.hear(e.StopCommand(stop(), 2))
@@ -297,7 +297,7 @@ def test_a_holder_without_an_instance_is_released_after_a_while() -> None:
     assert world.state.stray_holders == {}
 
 
-def test_an_engine_that_stops_by_itself_while_it_starts_leaves_no_deadline_behind() -> None:
+def test_engine_that_stops_during_its_start_leaves_no_deadline() -> None:
     """Found by the state machine: the kill and the start's own time-out passed together, and the
     loop spun.
     """

@@ -83,21 +83,21 @@ async def test_the_loaders_bytes_are_read_back(meter: Meter, gpu: Gpu) -> None:
     assert await meter.wait_memory_returned("a", before, 40)
 
 
-async def test_where_pids_are_others_all_use_counts(meter: Meter, gpu: Gpu) -> None:
+async def test_device_usage_is_read_if_pids_are_of_another_namespace(meter: Meter, gpu: Gpu) -> None:
     gpu.used = 90
     before = await meter.loader_holds("a")
     gpu.used = 50
     assert await meter.wait_memory_returned("a", before, 40)
 
 
-async def test_bytes_that_stay_in_use_are_not_taken_for_free(meter: Meter, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bytes_still_in_use_are_not_reported_as_freed(meter: Meter, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meters, "_GONE_WITHIN_S", 0.05)
     gpu.by_pid = {LOADER: 60}
     assert not await meter.wait_memory_returned("a", 60, 40)
     assert gpu.readings > 1
 
 
-async def test_a_hosted_engines_bytes_are_gone_when_the_device_knows_none_of_its_processes(
+async def test_hosted_engine_is_gone_once_the_device_lists_none_of_its_processes(
     world: World, meter: Meter, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hosted engine's bytes are gone once the device lists none of its processes.
@@ -126,7 +126,7 @@ async def test_a_suspended_engine_is_reported_with_no_device_memory(world: World
     assert meter.private("a") == 0
 
 
-async def test_what_an_end_frees_is_what_was_there_before_it_began(world: World, meter: Meter, gpu: Gpu) -> None:
+async def test_freed_bytes_are_those_measured_before_the_stop(world: World, meter: Meter, gpu: Gpu) -> None:
     instance = world["a"].model_copy(update={"pid": NO_INSTANCE, "process_start": 1, "engine_pids": (NO_INSTANCE + 1,)})
     gpu.by_pid = {NO_INSTANCE: 10, NO_INSTANCE + 1: 60}
     await meter.measure(instance)
@@ -137,11 +137,11 @@ async def test_what_an_end_frees_is_what_was_there_before_it_began(world: World,
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_engines_that_cuda_may_checkpoint_have_their_weights_to_themselves(*, available: bool) -> None:
+def test_cuda_checkpoint_disables_shared_weights_on_the_gpu(*, available: bool) -> None:
     [reported] = weights_on_gpu({"cpu", "cuda"}, [Capability(name="suspend:cuda", available=available)])
     assert (reported.name, reported.available) == (WEIGHTS_ON_GPU, not available)
     assert ("610" in reported.reason) is available
 
 
-def test_a_node_without_a_gpu_says_nothing() -> None:
+def test_node_without_a_gpu_reports_no_gpu_capability() -> None:
     assert weights_on_gpu({"cpu"}, [Capability(name="suspend:cpu", available=True)]) == ()

@@ -11,7 +11,7 @@ from shared.contracts.node import InstanceState
 from tests.unit.nodeagent.world import World, report
 
 
-async def test_events_that_never_cease_keep_no_deadline_from_being_seen() -> None:
+async def test_constant_flow_of_events_does_not_delay_deadlines() -> None:
     """A constant flow of events does not delay deadlines.
 
     Engines report without pause; an instance that ended long ago is still forgotten at once.

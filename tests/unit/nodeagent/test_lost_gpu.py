@@ -68,13 +68,13 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., lis
     return open_them
 
 
-def test_one_that_is_lost_is_left_out(opened: Callable[..., list[str]], caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_gpu_is_omitted_from_automatic_devices(opened: Callable[..., list[str]], caplog: pytest.LogCaptureFixture) -> None:
     assert opened(Nvml(), "auto") == ["cpu:0", "cuda:0", "cuda:1"]
     assert opened(Nvml(0), "auto") == ["cpu:0", "cuda:1"]
     assert "a device is left out" in caplog.text
 
 
-def test_one_that_was_asked_for_by_name_is_an_error(opened: Callable[..., list[str]]) -> None:
+def test_lost_gpu_requested_by_name_is_an_error(opened: Callable[..., list[str]]) -> None:
     assert opened(Nvml(0), "cuda:1") == ["cuda:1"]
     with pytest.raises(DeviceMissing, match=r"names cuda:0: NVML cannot read cuda:0.*nvidia-smi"):
         opened(Nvml(0), "cpu:0=1GiB,cuda:0")
@@ -97,7 +97,7 @@ def meter(world: World, nvml: Nvml) -> Meter:
     return Meter({"cuda:0": CudaDevice(nvml, 0, None, None)}, lambda: world.state, lambda: None, lambda *_: None)
 
 
-async def test_what_was_measured_stands_while_it_is_lost(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
+async def test_last_measurement_is_kept_while_the_gpu_is_lost(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
     def generated() -> int:
         return sum(r.levelno == logging.ERROR for r in caplog.records)
 
@@ -112,7 +112,7 @@ async def test_what_was_measured_stands_while_it_is_lost(meter: Meter, nvml: Nvm
     assert (meter.private("a"), meter.used("cuda:0"), generated()) == (40, 40, 2)
 
 
-async def test_nothing_is_proved_by_a_lost_one(meter: Meter, nvml: Nvml, world: World) -> None:
+async def test_lost_gpu_verifies_no_freed_memory(meter: Meter, nvml: Nvml, world: World) -> None:
     before = await meter.loader_holds("a")
     nvml.lost = {0}
     with pytest.raises(DeviceFailed):
@@ -122,12 +122,12 @@ async def test_nothing_is_proved_by_a_lost_one(meter: Meter, nvml: Nvml, world: 
     assert not await meter.wait_memory_returned("a", before, 20)
 
 
-async def test_where_the_driver_accounts_for_no_processes_none_are_waited_for(meter: Meter, nvml: Nvml, world: World) -> None:
+async def test_stop_does_not_wait_if_the_driver_lists_no_processes(meter: Meter, nvml: Nvml, world: World) -> None:
     nvml.accounts = pynvml.NVML_ERROR_NOT_SUPPORTED
     assert await meter.wait_memory_freed(world["a"]) == 0
 
 
-async def test_each_failed_reading_is_logged_once(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
+async def test_repeated_reading_failure_is_logged_once(meter: Meter, nvml: Nvml, caplog: pytest.LogCaptureFixture) -> None:
     nvml.accounts = pynvml.NVML_ERROR_UNKNOWN
     for _ in range(3):
         await meter.measure_all()

@@ -40,7 +40,7 @@ def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     child.stdout.close()
 
 
-async def test_an_exit_is_noticed_at_once_and_names_the_process(sleeper: subprocess.Popen[bytes]) -> None:
+async def test_process_exit_is_reported_with_its_instance(sleeper: subprocess.Popen[bytes]) -> None:
     ends: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
     processes = Processes(lambda instance, pid: ends.put_nowait((instance, pid)))
     assert processes.watch("i", sleeper.pid) == process_start(sleeper.pid)
@@ -51,7 +51,7 @@ async def test_an_exit_is_noticed_at_once_and_names_the_process(sleeper: subproc
     processes.close()
 
 
-async def test_another_process_of_that_pid_is_not_watched(sleeper: subprocess.Popen[bytes]) -> None:
+async def test_reused_pid_is_not_watched(sleeper: subprocess.Popen[bytes]) -> None:
     processes = Processes(lambda *_: None)
     started = process_start(sleeper.pid)
     assert started is not None
@@ -63,12 +63,12 @@ async def test_another_process_of_that_pid_is_not_watched(sleeper: subprocess.Po
     assert processes.watch("i", sleeper.pid, started) is None
 
 
-def test_a_process_is_found_by_its_log(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_process_is_found_by_its_log(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
     assert find_log_writer(tmp_path / "log") == sleeper.pid
     assert find_log_writer(tmp_path / "other") is None
 
 
-def test_memory_of_a_process_is_its_own_share(sleeper: subprocess.Popen[bytes]) -> None:
+def test_private_memory_of_a_process_is_measured(sleeper: subprocess.Popen[bytes]) -> None:
     device = CpuDevice(1)
     measured = device.private_bytes([sleeper.pid])[sleeper.pid]
     assert 64 * MIB <= measured <= 128 * MIB
@@ -107,7 +107,7 @@ def test_available_memory_and_oom_counter_can_be_read() -> None:
     assert counter is None or counter >= 0
 
 
-def test_an_exit_says_only_what_was_seen(tmp_path: Path) -> None:
+def test_exit_error_states_only_observed_causes(tmp_path: Path) -> None:
     log = tmp_path / "x.engine.log"
     log.write_text("\n".join(f"line {n}" for n in range(100)))
     assert "exit status 3" in explain_exit(5, 3, (1, 2), log).message
@@ -124,7 +124,7 @@ def test_an_exit_says_only_what_was_seen(tmp_path: Path) -> None:
     assert "`thaw logs none`" in explain_exit(5, 0, (None, None), tmp_path / "none.engine.log").message
 
 
-def test_clients_receive_only_log_lines_that_may_be_the_reason(tmp_path: Path) -> None:
+def test_clients_receive_only_error_lines_of_the_log(tmp_path: Path) -> None:
     log = tmp_path / "i-1.engine.log"
     records = [
         {"level": "info", "message": "listening", "host": "10.0.0.7"},
@@ -135,7 +135,7 @@ def test_clients_receive_only_log_lines_that_may_be_the_reason(tmp_path: Path) -
     assert log_tail(log) == "the start failed\na tensor is missing\nFatal Python error: Aborted"
 
 
-def test_old_logs_go_but_not_those_in_use(tmp_path: Path) -> None:
+def test_oldest_logs_are_deleted_except_those_in_use(tmp_path: Path) -> None:
     for n in range(6):
         path = tmp_path / f"i{n}.engine.log"
         path.touch()

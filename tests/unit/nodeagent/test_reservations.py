@@ -31,13 +31,13 @@ def set_ledger(**held: int) -> Ledger:
     return ledger
 
 
-def test_priority_goes_before_age() -> None:
+def test_priority_precedes_age() -> None:
     chosen, _ = grant((r("old", 50), r("important", 50, priority=1, since=5.0)), set_ledger())
     assert chosen is not None
     assert chosen.instance_id == "important"
 
 
-def test_a_set_is_granted_whole_or_not_at_all() -> None:
+def test_device_set_is_granted_completely_or_not_at_all() -> None:
     chosen, left = grant((r("pair", 120, "d0", "d1"),), set_ledger(d1=50))
     assert chosen is None
     assert len(left) == 1
@@ -45,7 +45,7 @@ def test_a_set_is_granted_whole_or_not_at_all() -> None:
     assert chosen is not None
 
 
-def test_a_small_one_passes_a_large_one_but_not_for_ever() -> None:
+def test_small_reservation_overtakes_a_large_one_a_limited_number_of_times() -> None:
     queue: tuple[Reservation, ...] = (r("large", 90),)
     for n in range(PASSES):
         chosen, queue = grant((*queue, r(f"small-{n}", 10, since=n + 1.0)), set_ledger(d0=50))
@@ -71,7 +71,7 @@ def test_bytes_of_other_devices_overtake_no_reservation() -> None:
     assert chosen.instance_id == "small"
 
 
-def test_an_important_one_passes_a_humble_one_but_not_for_ever() -> None:
+def test_high_priority_overtakes_low_priority_a_limited_number_of_times() -> None:
     queue: tuple[Reservation, ...] = (r("humble", 50),)
     for n in range(PASSES):
         chosen, queue = grant((*queue, r(f"great-{n}", 50, priority=9, since=n + 1.0)), set_ledger())
@@ -89,7 +89,7 @@ waiting = st.lists(
 
 
 @given(waiting, st.integers(0, 100), st.integers(0, 100))
-def test_whatever_is_granted_fits_together(found: list[tuple[int, tuple[str, ...], int, float]], d0: int, d1: int) -> None:
+def test_granted_reservations_fit_together(found: list[tuple[int, tuple[str, ...], int, float]], d0: int, d1: int) -> None:
     queue = tuple(r(f"i{n}", b, *d, priority=p, since=s) for n, (b, d, p, s) in enumerate(found))
     ledger = set_ledger(d0=d0, d1=d1)
     while True:
@@ -116,7 +116,7 @@ def leaves(w: World, name: str, pid: int) -> tuple[e.Effect, ...]:
     return w.hear(e.MemoryFreed(name, 1))
 
 
-def test_a_start_that_may_wait_is_forked_when_there_is_room() -> None:
+def test_queued_start_is_forked_when_memory_is_free() -> None:
     w = World()
     w.ready("a", pid=1, reserve=60)
     queued(w, "b", 60)
@@ -126,7 +126,7 @@ def test_a_start_that_may_wait_is_forked_when_there_is_room() -> None:
     assert e.Fork("b") in leaves(w, "a", 1)
 
 
-def test_two_that_do_not_fit_together_never_both_start() -> None:
+def test_only_one_of_two_conflicting_starts_is_forked() -> None:
     w = World()
     w.ready("a", pid=1, reserve=60)
     queued(w, "b", 60)
@@ -137,7 +137,7 @@ def test_two_that_do_not_fit_together_never_both_start() -> None:
     assert w.state.ledger.reserved("cpu:0") == 60
 
 
-def test_a_reservation_is_given_up_when_its_time_is_over() -> None:
+def test_queued_reservation_fails_at_its_deadline() -> None:
     w = World()
     w.ready("a", pid=1, reserve=60)
     queued(w, "b", 60, wait_ms=1000)
@@ -151,7 +151,7 @@ def test_a_reservation_is_given_up_when_its_time_is_over() -> None:
     assert w["b"].state is InstanceState.FAILED
 
 
-def test_one_that_waits_is_called_off_at_once() -> None:
+def test_queued_start_is_cancelled_immediately() -> None:
     w = World()
     w.ready("a", pid=1, reserve=60)
     queued(w, "b", 60)
@@ -162,7 +162,7 @@ def test_one_that_waits_is_called_off_at_once() -> None:
     assert w.state.queue == ()
 
 
-def test_those_that_do_not_wait_do_not_pass_for_ever_either() -> None:
+def test_immediate_starts_overtake_a_queued_one_a_limited_number_of_times() -> None:
     w = World()
     w.ready("a", pid=100, reserve=60)
     queued(w, "large", 90)
@@ -173,7 +173,7 @@ def test_those_that_do_not_wait_do_not_pass_for_ever_either() -> None:
     assert "more" not in w.state.instances
 
 
-def test_a_suspended_instance_grows_into_its_reservation() -> None:
+def test_suspended_instance_needs_only_the_difference_to_its_reservation() -> None:
     w = World()
     w.suspended("a", pid=1, left=40, reserve=60)
     queue = (replace(r("a", 60, "cpu:0")),)
@@ -181,7 +181,7 @@ def test_a_suspended_instance_grows_into_its_reservation() -> None:
     assert chosen is not None, "what it has left is part of what it needs"
 
 
-def test_a_resumption_that_waited_in_vain_is_suspended_still_and_says_why() -> None:
+def test_resume_that_waited_in_vain_stays_suspended_with_an_error() -> None:
     w = World()
     w.suspended("a", pid=1, left=8, reserve=60)
     w.ready("b", pid=2, reserve=60)

@@ -67,14 +67,14 @@ def test_a_resume_may_wait_for_room(w: World) -> None:
     assert e.Resume("i", "cpu") in effects
 
 
-def test_2_resuming_what_is_not_there_is_not_found(w: World) -> None:
+def test_2_resume_of_an_unknown_or_stopping_instance_is_not_found(w: World) -> None:
     assert code(w.hear(e.ResumeCommand(resume(), 3))) == NotFound.code
     w.suspended()
     w.hear(e.StopCommand(stop(), 4))
     assert code(w.hear(e.ResumeCommand(resume(), 5))) == NotFound.code
 
 
-def test_3_two_resumes_at_once_are_one(w: World) -> None:
+def test_3_concurrent_resumes_are_deduplicated(w: World) -> None:
     w.suspended()
     w.hear(e.ResumeCommand(resume(), 3))
     effects = w.hear(e.ResumeCommand(resume(), 4))
@@ -82,7 +82,7 @@ def test_3_two_resumes_at_once_are_one(w: World) -> None:
     assert not [x for x in effects if isinstance(x, e.Resume)]
 
 
-def test_4_a_resume_while_it_drains_has_it_serve_again(w: World) -> None:
+def test_4_resume_during_the_drain_cancels_the_suspension(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     effects = w.hear(e.ResumeCommand(resume(), 3))
@@ -93,7 +93,7 @@ def test_4_a_resume_while_it_drains_has_it_serve_again(w: World) -> None:
     assert w["i"].suspend_state.resumes == 0
 
 
-def test_5_a_resume_during_the_freeze_follows_at_once(w: World) -> None:
+def test_5_resume_during_the_freeze_follows_the_suspension(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     w.hear(e.PauseAnswered("i", False))
@@ -103,7 +103,7 @@ def test_5_a_resume_during_the_freeze_follows_at_once(w: World) -> None:
     assert w["i"].state is RESUMING
 
 
-def test_5_a_resume_that_has_no_room_right_after_says_so(w: World) -> None:
+def test_5_resume_without_room_after_the_freeze_reports_an_error(w: World) -> None:
     """A resume without room reports that in its status.
 
     The command was acknowledged already, so there is no other place.
@@ -121,7 +121,7 @@ def test_5_a_resume_that_has_no_room_right_after_says_so(w: World) -> None:
     assert (reported.code, reported.param) == (InsufficientMemory.code, RESERVATION)
 
 
-def test_5_a_resume_while_the_freezing_fails_has_it_serve_again(w: World) -> None:
+def test_5_resume_after_a_failed_freeze_continues_serving(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     w.hear(e.PauseAnswered("i", False))
@@ -134,7 +134,7 @@ def test_5_a_resume_while_the_freezing_fails_has_it_serve_again(w: World) -> Non
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["refused", "died of it"])
-def test_a_failed_restore_is_one_cold_start(w: World, dies: bool) -> None:
+def test_failed_restore_causes_one_cold_start(w: World, dies: bool) -> None:
     w.suspended()
     w.hear(e.ResumeCommand(resume(), 3))
     if not dies:
@@ -162,7 +162,7 @@ def test_a_cold_start_after_a_failed_restore_is_not_repeated(w: World) -> None:
     assert w["i"].state is FAILED
 
 
-def test_a_cold_start_that_has_no_room_fails_and_says_so(w: World) -> None:
+def test_cold_start_without_memory_after_a_failed_restore_fails(w: World) -> None:
     w.suspended(left=10)
     w.hear(e.ResumeCommand(resume(), 3))
     w.state = NodeState(
@@ -175,7 +175,7 @@ def test_a_cold_start_that_has_no_room_fails_and_says_so(w: World) -> None:
     assert "a cold start has no memory" in (w["i"].error.message if w["i"].error else "")
 
 
-def test_an_engine_that_leaks_is_stopped_instead(w: World) -> None:
+def test_leaking_engine_is_stopped_instead_of_suspended(w: World) -> None:
     big = 1 << 30
     w.state = replace(w.state, ledger=Ledger({"cpu:0": 8 * big}))
     w.suspended()
@@ -204,7 +204,7 @@ def adopt(w: World, **adopted: bool) -> World:
     return new
 
 
-def test_a_suspended_engine_that_dies_gives_everything_back(w: World) -> None:
+def test_death_of_a_suspended_engine_releases_its_memory(w: World) -> None:
     w.suspended()
     w.hear(e.EngineExited("i", 7, -9, ERROR))
     w.hear(e.WeightsReleased("i", 1))
@@ -225,7 +225,7 @@ def test_a_new_agent_finds_a_suspended_engine_suspended(w: World) -> None:
 
 
 @pytest.mark.parametrize("stage", ["held", "freezing", "suspended, thawed by another process", "resuming"])
-def test_a_new_agent_brings_back_what_was_half_way(w: World, stage: str) -> None:
+def test_new_nodeagent_resumes_a_half_suspended_engine(w: World, stage: str) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     if stage != "held":
@@ -240,14 +240,14 @@ def test_a_new_agent_brings_back_what_was_half_way(w: World, stage: str) -> None
     assert [x for x in new.effects if isinstance(x, e.Resume)] == [e.Resume("i", None if stage == "held" else "cpu")]
 
 
-def test_a_suspended_engine_is_killed_without_being_asked(w: World) -> None:
+def test_suspended_engine_is_killed_without_a_drain(w: World) -> None:
     w.suspended()
     effects = w.hear(e.StopCommand(stop(), 4))
     assert e.Signal("i", "kill") in effects
     assert not [x for x in effects if isinstance(x, e.RequestDrain)]
 
 
-def test_a_start_to_be_parked_is_suspended_as_soon_as_it_is_ready(w: World) -> None:
+def test_parked_start_is_suspended_as_soon_as_it_is_ready(w: World) -> None:
     w.hear(e.StartCommand(start().model_copy(update={"park": True}), 1))
     w.hear(e.EngineForked("i", 7, 1))
     w.hear(e.EngineReported(report(pid=7)), 5.0)

@@ -20,7 +20,7 @@ from services.nodeagent.settings_syntax import WantedDevice, labels, parse_bytes
         ("10B", 10),
     ],
 )
-def test_sizes(text: str, value: int) -> None:
+def test_byte_sizes_are_parsed(text: str, value: int) -> None:
     assert parse_bytes(text) == value
 
 
@@ -30,7 +30,7 @@ def test_an_invalid_size_is_reported_with_an_example(text: str) -> None:
         parse_bytes(text)
 
 
-def test_devices() -> None:
+def test_device_settings_are_parsed() -> None:
     assert parse_devices("auto") is None
     assert parse_devices("cpu:0=1500MiB, cuda:1=50%,cuda:0") == (
         WantedDevice("cpu:0", bytes=1500 << 20),
@@ -52,12 +52,12 @@ def test_devices() -> None:
         ("", "is not a device"),
     ],
 )
-def test_faults_in_devices(text: str, says: str) -> None:
+def test_invalid_device_settings_are_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_devices(text)
 
 
-def test_labels() -> None:
+def test_node_labels_are_parsed() -> None:
     assert labels("") == {}
     assert labels("zone=a, rack = 12") == {"zone": "a", "rack": "12"}
     with pytest.raises(ValueError, match="is not a label"):

@@ -20,7 +20,7 @@ class Busy(Cgroups):
         return self.refusals < 0 and super().remove(instance_id)
 
 
-async def test_the_group_of_an_engine_that_has_ended_does_not_stay(tmp_path: Path) -> None:
+async def test_control_group_of_an_exited_engine_is_removed(tmp_path: Path) -> None:
     groups = Busy("n", tmp_path, FreezerV2())
     assert groups.create("i") is not None
     unused: Any = None

@@ -41,7 +41,7 @@ def test_1_a_stale_suspension_is_refused(w: World) -> None:
     assert code(w.hear(e.SuspendCommand(suspend(token=EPOCH), 2))) == StaleToken.code
 
 
-def test_2_what_is_not_there_or_suspended_already_is_done(w: World) -> None:
+def test_2_suspend_of_an_unknown_or_suspended_instance_is_a_no_op(w: World) -> None:
     assert code(w.hear(e.SuspendCommand(suspend("nobody"), 2))) is None
     w.suspended()
     effects = w.hear(e.SuspendCommand(suspend(), 3))
@@ -63,7 +63,7 @@ def just_ready(w: World) -> None:
     assert e.Assess("i") in w.hear(e.EngineReported(report()), after=5.0)
 
 
-def test_4_it_is_not_assessed_yet(w: World) -> None:
+def test_4_suspend_waits_for_the_assessment(w: World) -> None:
     """An instance asked to make room once it is ready waits for its assessment.
 
     An unknown capability does not count as missing.
@@ -76,7 +76,7 @@ def test_4_it_is_not_assessed_yet(w: World) -> None:
     assert not w.state.deferred_suspends
 
 
-def test_4_looked_at_and_found_impossible_it_is_stopped(w: World) -> None:
+def test_4_instance_assessed_as_impossible_to_suspend_is_stopped(w: World) -> None:
     just_ready(w)
     w.hear(e.SuspendCommand(suspend(), 2))
     effects = w.hear(e.Assessed("i", Outlook(reason="no swap"), 60))
@@ -84,14 +84,14 @@ def test_4_looked_at_and_found_impossible_it_is_stopped(w: World) -> None:
     assert w["i"].stop_asked
 
 
-def test_4_it_dies_before_anybody_has_looked(w: World) -> None:
+def test_4_engine_exit_before_the_assessment_answers_the_suspend(w: World) -> None:
     just_ready(w)
     w.hear(e.SuspendCommand(suspend(), 2))
     assert replies(w.hear(e.EngineExited("i", 7, 1, ERROR))) == [None]
     assert not w.state.deferred_suspends
 
 
-def test_4_who_wants_it_back_meanwhile_has_the_last_word(w: World) -> None:
+def test_4_newer_resume_overrides_a_waiting_suspend(w: World) -> None:
     just_ready(w)
     w.hear(e.SuspendCommand(suspend(), 2))
     w.hear(e.ResumeCommand(resume(token=EPOCH + 1), 3))
@@ -100,7 +100,7 @@ def test_4_who_wants_it_back_meanwhile_has_the_last_word(w: World) -> None:
 
 
 @pytest.mark.parametrize("only_if_idle", [False, True])
-def test_4_one_that_is_coming_back_is_suspended_again_once_it_is(w: World, *, only_if_idle: bool) -> None:
+def test_4_resuming_instance_is_suspended_again_once_ready(w: World, *, only_if_idle: bool) -> None:
     """An instance that is resuming is suspended again once it is ready.
 
     Ending it would lose an engine that takes a minute to start, for a fraction of a second.
@@ -136,7 +136,7 @@ def test_4_a_failed_resume_is_not_restarted_for_a_suspension(w: World) -> None:
     ],
     ids=["no way", "over the budget", "no sooner than a cold start"],
 )
-def test_5_what_cannot_be_suspended_is_stopped(w: World, outlook: Outlook) -> None:
+def test_5_instance_that_cannot_be_suspended_is_stopped(w: World, outlook: Outlook) -> None:
     w.ready()
     w.hear(e.Assessed("i", outlook, 60))
     effects = w.hear(e.SuspendCommand(suspend(), 2))
@@ -145,7 +145,7 @@ def test_5_what_cannot_be_suspended_is_stopped(w: World, outlook: Outlook) -> No
     assert w["i"].stop_asked
 
 
-def test_5_a_start_that_is_called_off_is_killed(w: World) -> None:
+def test_5_suspend_of_a_starting_instance_kills_it(w: World) -> None:
     w.hear(e.StartCommand(start(), 1))
     w.hear(e.EngineForked("i", 7, 1))
     effects = w.hear(e.SuspendCommand(suspend(), 2))
@@ -177,7 +177,7 @@ def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:
     assert effects.index(e.Persist("i")) < effects.index(e.Suspend("i", "cpu")), "recorded before it is frozen"
 
 
-def test_requests_that_do_not_end_in_time_make_it_a_stop(w: World) -> None:
+def test_drain_timeout_turns_the_suspension_into_a_stop(w: World) -> None:
     w.ready()
     w.hear(e.EngineReported(report(pid=7).model_copy(update={"load": EngineLoad(active=1)})))
     w.hear(e.SuspendCommand(suspend(drain_timeout_ms=1000), 2))
@@ -186,7 +186,7 @@ def test_requests_that_do_not_end_in_time_make_it_a_stop(w: World) -> None:
     assert w["i"].state is DRAINING, "asked to go: not failed"
 
 
-def test_an_engine_that_cannot_be_held_is_stopped(w: World) -> None:
+def test_engine_that_cannot_be_paused_is_stopped(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     effects = w.hear(e.PauseAnswered("i", False, EngineFailed("what?").body()))
@@ -194,7 +194,7 @@ def test_an_engine_that_cannot_be_held_is_stopped(w: World) -> None:
     assert w["i"].stop_asked
 
 
-def test_only_proved_bytes_are_given_away(w: World) -> None:
+def test_only_bytes_verified_as_freed_are_released(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     w.hear(e.PauseAnswered("i", False))
@@ -205,7 +205,7 @@ def test_only_proved_bytes_are_given_away(w: World) -> None:
     assert w.state.snapshot_bytes == 45
 
 
-def test_a_suspension_that_fails_is_a_stop(w: World) -> None:
+def test_failed_suspension_becomes_a_stop(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     w.hear(e.PauseAnswered("i", False))
@@ -226,12 +226,12 @@ def test_the_coldest_snapshot_falls_to_stopped(w: World) -> None:
     assert [w[x].state for x in "bc"] == [SUSPENDED, SUSPENDED]
 
 
-def test_a_snapshot_that_turns_out_too_big_goes(w: World) -> None:
+def test_snapshot_over_the_budget_is_stopped(w: World) -> None:
     w.suspended(snapshot=121)
     assert w["i"].stop_asked
 
 
-def test_the_coldest_snapshot_in_host_memory_goes_to_swap_first(w: World) -> None:
+def test_coldest_snapshot_in_host_memory_is_spilled_first(w: World) -> None:
     two_snapshots(w, way="cuda")
     assert e.Spill("a", "cuda") in w.effects
     assert not w["a"].stop_asked
@@ -240,14 +240,14 @@ def test_the_coldest_snapshot_in_host_memory_goes_to_swap_first(w: World) -> Non
     assert w.state.snapshot_bytes_except("") == 70
 
 
-def test_a_snapshot_that_cannot_be_written_falls_to_stopped(w: World) -> None:
+def test_snapshot_that_cannot_be_spilled_is_stopped(w: World) -> None:
     two_snapshots(w, way="cuda")
     w.hear(e.Spilled("a", error=ERROR))
     assert w["a"].stop_asked
     assert w["b"].state is SUSPENDED
 
 
-def test_what_page_out_keeps_is_in_swap_already(w: World) -> None:
+def test_paged_out_snapshot_is_not_spilled(w: World) -> None:
     two_snapshots(w, way="cpu")
     assert not [x for x in w.effects if isinstance(x, e.Spill)]
     assert w["a"].stop_asked

@@ -65,7 +65,7 @@ def test_doctor_looks_at_the_machine(site: Path) -> None:
     assert {"python", "memory", "nats", "postgres"} <= subjects
 
 
-def test_it_has_its_entry_points_and_its_version(site: Path) -> None:
+def test_wheel_has_its_entry_points_and_version(site: Path) -> None:
     found = _distribution(site)
     points = {(p.group, p.name): p.value for p in found.entry_points}
     assert points["console_scripts", "thaw"] == "thaw.cli.app:main"
@@ -74,7 +74,7 @@ def test_it_has_its_entry_points_and_its_version(site: Path) -> None:
     assert found.version == thaw.__version__
 
 
-def test_it_has_every_data_file(site: Path) -> None:
+def test_wheel_has_every_data_file(site: Path) -> None:
     """The wheel has every data file.
 
     A tracked file of a package that is no Python source is needed at run time.
@@ -87,7 +87,7 @@ def test_it_has_every_data_file(site: Path) -> None:
     assert (site / "thaw" / "thaw.example.yaml").is_file()
 
 
-def test_requirements_are_those_that_are_imported(site: Path) -> None:
+def test_wheel_requires_what_it_imports(site: Path) -> None:
     required = {r.split(";")[0].split(">")[0].split("[")[0].strip() for r in _distribution(site).requires or ()}
     assert {"starlette", "httpx2"} <= required
     assert "fastapi" not in required

@@ -25,5 +25,5 @@ def test_every_experiment_is_committed() -> None:
     assert stored == {name.replace("_", "-") for name in EXPERIMENTS}
 
 
-def test_the_page_has_the_table_of_the_committed_figures() -> None:
+def test_papers_page_contains_the_table_of_the_committed_figures() -> None:
     assert summary(DOCS / "papers.d") in (DOCS / "papers.md").read_text()

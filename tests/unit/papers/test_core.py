@@ -38,7 +38,7 @@ def test_an_estimate_is_the_mean_with_students_interval() -> None:
         (estimate([]), 1.0, "unsure"),
     ],
 )
-def test_verdicts(ours: Estimate, paper: float, verdict: str) -> None:
+def test_verdict_follows_from_the_paper_and_the_measurement(ours: Estimate, paper: float, verdict: str) -> None:
     assert Claim("1", "", ours, paper).verdict == verdict
 
 
@@ -52,17 +52,17 @@ def test_verdicts(ours: Estimate, paper: float, verdict: str) -> None:
         (0.37, 0.23, "no"),  # within a quarter of the reduction, far from the ratio
     ],
 )
-def test_a_ratio_is_judged_by_its_effect_too(ours: float, paper: float, verdict: str) -> None:
+def test_ratio_is_also_judged_by_its_effect(ours: float, paper: float, verdict: str) -> None:
     assert Claim("1", "", estimate([ours]), paper, neutral=1.0).verdict == verdict
 
 
-def test_a_share_near_one_is_judged_in_points() -> None:
+def test_share_near_one_is_judged_in_percentage_points() -> None:
     assert Claim("1", "", estimate([0.83]), 0.97, points=0.1).verdict == "no"
     assert Claim("1", "", estimate([0.89]), 0.97, points=0.1).verdict == "yes"
     assert Claim("1", "", estimate([0.11]), 0.04, points=0.1).verdict == "no"
 
 
-def test_an_order_needs_a_margin_and_an_interval_on_one_side() -> None:
+def test_order_claim_needs_a_margin_and_an_interval_on_one_side() -> None:
     assert Claim("1", "", estimate([0.97]), below=1.0).verdict == "no"
     assert Claim("1", "", estimate([0.9]), below=1.0).verdict == "yes"
     assert Claim("1", "", estimate([1.2]), below=1.0).verdict == "no"
@@ -81,13 +81,13 @@ def test_a_stated_interval_or_bound() -> None:
     assert Claim("1", "", estimate([57.0]), at_most=63).stated == "<= 63.0"
 
 
-def test_thaws_own_comparison_can_be_equal() -> None:
+def test_comparison_of_thaw_with_itself_can_be_equal() -> None:
     assert Claim("ours", "", Estimate(1.0, 1.0, 1.0, 10), below=1.0, own=True).verdict == "equal"
     assert Claim("ours", "", Estimate(0.97, 0.96, 0.98, 10), below=1.0, own=True).verdict == "yes"
     assert Claim("ours", "", Estimate(1.03, 1.02, 1.04, 10), below=1.0, own=True).verdict == "no"
 
 
-def test_ratios_are_taken_seed_by_seed() -> None:
+def test_ratios_are_computed_per_seed() -> None:
     one, two = Row({}, [{"x": 2.0}, {"x": 30.0}]), Row({}, [{"x": 1.0}, {"x": 10.0}])
     assert one.over(two, "x").mean == 2.5
 
@@ -121,7 +121,7 @@ def test_generated_requests_have_the_rate_and_depend_on_the_seed_alone() -> None
     assert all(0 <= r.at < 100 and 1 <= r.output_tokens <= SHAREGPT.most for r in one)
 
 
-def test_shares_and_bursts() -> None:
+def test_zipf_shares_and_burst_arrivals_match_their_parameters() -> None:
     assert shares(2, 1.0) == pytest.approx([2 / 3, 1 / 3])
     times = bursts(5.0, 200.0, 1.0, Random(1))
     assert 800 < len(times) < 1200

@@ -19,7 +19,7 @@ SCALE = {"torpor_fig10": 0.015, "torpor_fig11": 0.02, "torpor_fig14": 0.02, "tor
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_prints_what_the_paper_says_beside_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experiment_prints_the_papers_figures_beside_the_measured_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module(f"bench.papers.{name}")
     if name in ("torpor_fig10", "torpor_fig16", "thaw_beside"):
         monkeypatch.setattr(module, "FUNCTIONS", LARGE[name])

@@ -29,7 +29,7 @@ def mean_of(case: Callable[[Profile], Case], profile: Profile, measure: Measure,
     return fmean(measure(run(case(profile), seed))[figure] for seed in range(seeds))
 
 
-def test_serverlessllm_is_ahead_of_shepherd_and_of_chance() -> None:
+def test_serverlessllm_has_lower_latency_than_shepherd_and_random() -> None:
     """Section 7.3, Fig. 8e: start-up latency on ShareGPT at 0.8 requests per second."""
     seconds = SHORT.seconds(660)
     p99 = [
@@ -39,7 +39,7 @@ def test_serverlessllm_is_ahead_of_shepherd_and_of_chance() -> None:
     assert p99[0] < min(p99[1:])
 
 
-def test_torpor_meets_more_objectives_than_swapping_alone() -> None:
+def test_torpor_meets_more_objectives_than_simple_swap() -> None:
     small = torpor_small()
     traffic = synthetic(replace(small.workload, seconds=20), names_of(small.models), 1)
     met = [simulate(small.cluster, small.models, traffic, PROFILES[n], 1).figures() for n in ("torpor", "simple-swap")]
@@ -48,7 +48,7 @@ def test_torpor_meets_more_objectives_than_swapping_alone() -> None:
 
 
 @pytest.mark.parametrize("level", ["L1", "L3"])
-def test_tangram_loads_sooner_than_what_it_is_compared_with(level: str) -> None:
+def test_tangram_loads_faster_than_its_baseline(level: str) -> None:
     """Section 5.5, Fig. 12a."""
     loads = [
         mean_of(lambda p: tangram.single(p, level, 16, 60), p, tangram.measure, "load_s")
@@ -67,7 +67,7 @@ def test_hydraserve_meets_more_objectives_than_both_baselines() -> None:
 
 
 @pytest.mark.parametrize("name", [s.name for s in thaw_beside.settings(SHORT) if s.name != "mixed"])
-def test_thaw_is_as_good_as_the_papers_policy_on_its_own_experiment(name: str) -> None:
+def test_thaw_equals_the_papers_policy_on_the_papers_experiment(name: str) -> None:
     """Thaw equals the paper's policy on the paper's own experiment.
 
     The margin is 5 %: so few requests and seeds are no more exact.
@@ -80,7 +80,7 @@ def test_thaw_is_as_good_as_the_papers_policy_on_its_own_experiment(name: str) -
     assert fmean(r["in_time"] for r in ours) >= 0.99 * fmean(r["in_time"] for r in theirs)
 
 
-def test_thaw_is_ahead_on_the_mix() -> None:
+def test_thaw_beats_the_papers_policies_on_the_mixed_workload() -> None:
     """Thaw beats the papers' policies on the mix of workloads.
 
     Two policies are compared, the best ones there; the others queue, and take far longer to

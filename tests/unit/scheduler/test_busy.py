@@ -114,19 +114,19 @@ def to_be_parked(w: World) -> None:
         to_be_parked,
     ],
 )
-def test_what_waits_or_is_under_way_is_busy(idle: World, reason: Callable[[World], None]) -> None:
+def test_waiting_or_pending_work_makes_the_scheduler_busy(idle: World, reason: Callable[[World], None]) -> None:
     reason(idle)
     assert busy(idle)
 
 
-def test_it_is_idle_again_after_the_last_request(idle: World) -> None:
+def test_scheduler_is_idle_after_the_last_request(idle: World) -> None:
     idle.demand("m", 0, in_flight=1)
     assert busy(idle)
     idle.demand("m", 0)
     assert not busy(idle)
 
 
-def test_a_keep_alive_is_honoured_when_it_ends(idle: World) -> None:
+def test_scheduler_is_busy_shortly_before_a_keep_alive_ends(idle: World) -> None:
     due = next(iter(idle.state.deadlines.values()))
     idle.now = due - 3.0
     idle.tick()
@@ -138,7 +138,7 @@ def test_a_keep_alive_is_honoured_when_it_ends(idle: World) -> None:
     assert idle.stops("m")
 
 
-def test_an_instance_that_replicas_min_keeps_is_idle_after_its_keep_alive(w: World) -> None:
+def test_instance_of_replicas_min_is_idle_after_its_keep_alive(w: World) -> None:
     w.node()
     w.model("m", keep_alive=10, replicas={"min": 1, "max": 1})
     w.get_ready("m")
@@ -157,7 +157,7 @@ def test_a_new_term_is_busy_until_demand_is_repeated(idle: World) -> None:
     assert not busy(idle)
 
 
-def test_a_model_that_cannot_be_parked_waits_for_nothing(idle: World) -> None:
+def test_failed_parking_does_not_keep_the_scheduler_busy(idle: World) -> None:
     idle.model("parked", park=True)
     apply(idle.state, [Put(ParkFailures("parked", 3, idle.now, idle.now + 30, "it crashed"))])
     assert busy(idle)
@@ -172,7 +172,7 @@ def test_more_usage_histories_than_a_tick_examines_are_busy(idle: World) -> None
     assert not busy(idle)
 
 
-def test_the_slo_queue_adapts_when_its_period_ends(idle: World) -> None:
+def test_slo_queue_is_busy_shortly_before_its_period_ends(idle: World) -> None:
     since = idle.state.slo_queue[""].since
     for age, expected in ((PERIOD_S - 1.5, False), (PERIOD_S - 0.5, True)):
         idle.now = since + age
@@ -182,7 +182,7 @@ def test_the_slo_queue_adapts_when_its_period_ends(idle: World) -> None:
     assert not busy(idle)
 
 
-def test_a_silent_node_is_noticed_before_it_is_lost(idle: World) -> None:
+def test_silent_node_makes_the_scheduler_busy_before_it_is_lost(idle: World) -> None:
     reported_at = idle.now
     for silence, expected in ((3.9, False), (4.1, True), (4.9, True)):
         idle.now = reported_at + silence

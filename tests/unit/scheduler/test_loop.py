@@ -44,7 +44,7 @@ async def idle_loop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SchedulerL
     loads.close()
 
 
-async def test_an_event_that_makes_the_state_busy_brings_the_tick_forward(idle_loop: SchedulerLoop) -> None:
+async def test_event_that_makes_the_state_busy_brings_the_tick_forward(idle_loop: SchedulerLoop) -> None:
     ticking = asyncio.create_task(idle_loop.next_tick())
     idle_loop.post(Tick(clock.now()))
     await idle_loop.idle()

@@ -38,14 +38,14 @@ def test_prediction_outcome_and_error_of_a_plan(metrics: Metrics) -> None:
     assert 'thaw_source="ssd"' in metrics.render().decode()
 
 
-def test_a_failure_is_counted_and_predicts_nothing(metrics: Metrics) -> None:
+def test_failed_plan_is_counted_without_a_duration(metrics: Metrics) -> None:
     metrics.plan(plan("failed"))
     text = metrics.render().decode()
     assert 'thaw_outcome="failed"' in text
     assert "thaw_plan_took" not in text
 
 
-def test_they_are_served_over_http(metrics: Metrics) -> None:
+def test_metrics_are_served_over_http(metrics: Metrics) -> None:
     metrics.plan(plan(took_ms=1500.0))
     with metrics.served("127.0.0.1", 0) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert b"thaw_plan_error_seconds_sum" in answer.read()

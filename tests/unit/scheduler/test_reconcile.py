@@ -33,7 +33,7 @@ def test_wake_is_answered_with_the_failure(w: World) -> None:
     assert w.answer(waiter).code == "checkpoint_invalid"
 
 
-def test_a_wake_given_up_cancels_its_start(w: World) -> None:
+def test_cancelled_wake_cancels_its_start(w: World) -> None:
     w.node()
     w.model("a")
     waiter = w.wake("a")
@@ -41,7 +41,7 @@ def test_a_wake_given_up_cancels_its_start(w: World) -> None:
     assert len(w.stops("a")) == 1
 
 
-def test_a_sleep_calls_off_the_wake_before_it(w: World) -> None:
+def test_sleep_cancels_an_earlier_wake(w: World) -> None:
     """A sleep cancels the wake before it.
 
     The last order holds: earlier demand does not start the model again.
@@ -58,7 +58,7 @@ def test_a_sleep_calls_off_the_wake_before_it(w: World) -> None:
     assert w.state.waiting_count("a") == 0
 
 
-def test_a_removal_answers_who_waits_for_a_wake(w: World) -> None:
+def test_removal_of_a_model_answers_its_waiting_wakes(w: World) -> None:
     w.node()
     w.model("a")
     waiter = w.wake("a")
@@ -97,7 +97,7 @@ def test_keep_alive_and_scale_to_zero(w: World) -> None:
     assert not w.stops("forever")
 
 
-def test_keep_alive_counts_from_the_last_request(w: World) -> None:
+def test_keep_alive_starts_at_the_last_request(w: World) -> None:
     w.node()
     w.model("a", keep_alive=10)
     a = w.up("a")
@@ -137,7 +137,7 @@ def test_a_start_without_waiters_is_cancelled(w: World) -> None:
     assert w.state.last_plan_of("a").outcome == "cancelled"  # type: ignore[union-attr]
 
 
-def test_a_gateway_that_falls_silent_waits_no_longer(w: World) -> None:
+def test_demand_of_a_silent_gateway_expires(w: World) -> None:
     w.node()
     w.model("a")
     w.demand("a")
@@ -147,7 +147,7 @@ def test_a_gateway_that_falls_silent_waits_no_longer(w: World) -> None:
     assert len(w.stops("a")) == 1
 
 
-def test_more_replicas_when_the_queue_asks_and_memory_allows(w: World) -> None:
+def test_replicas_are_added_for_queued_requests_within_the_maximum(w: World) -> None:
     w.node()
     w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
     w.up("a").active = 4

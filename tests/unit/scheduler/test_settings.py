@@ -11,28 +11,28 @@ from simulator.policies import PROFILES
 
 
 @pytest.mark.parametrize("url", ["mysql://thaw:hidden@host/thaw", "host:5432", "postgresql://", ""])
-def test_a_database_that_is_not_postgres(url: str) -> None:
+def test_database_url_that_is_not_postgresql_is_refused(url: str) -> None:
     with pytest.raises(ValidationError, match="write postgresql://") as caught:
         SchedulerSettings(database_url=SecretStr(url))
     assert "hidden" not in str(caught.value)
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+asyncpg"])
-def test_a_database_that_is(scheme: str) -> None:
+def test_postgresql_database_url_is_accepted(scheme: str) -> None:
     url = f"{scheme}://thaw@host/thaw"
     assert SchedulerSettings(database_url=SecretStr(url)).database_url.get_secret_value() == url
 
 
-def test_a_policy_that_there_is_not() -> None:
+def test_unknown_policy_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"no scheduling policy 'lur'; there are thaw, .*lru"):
         SchedulerSettings(policy="lur")
 
 
-def test_the_policy_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_is_set_by_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THAW_POLICY", "lru")
     assert SchedulerSettings().rules().profile.name == "lru"
 
 
-def test_the_policies_have_the_names_that_a_thaw_yaml_may_say() -> None:
+def test_policy_names_equal_those_of_thaw_yaml() -> None:
     assert sorted(PROFILES) == sorted(policy_names())
     assert SchedulerSettings().policy == DEFAULT_POLICY

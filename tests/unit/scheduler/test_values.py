@@ -19,7 +19,7 @@ class Point:
     y: int = 2
 
 
-def test_a_value_is_a_dataclass_of_slots_that_can_be_a_key() -> None:
+def test_value_is_a_hashable_dataclass_with_slots() -> None:
     p = Point(1)
     assert dataclasses.asdict(p) == {"x": 1, "y": 2}
     assert (p, hash(p)) == (Point(1, 2), hash(Point(1, 2)))
@@ -34,7 +34,7 @@ def test_replacing_is_as_in_dataclasses() -> None:
         replace(i, no_such_field=1)  # type: ignore[call-arg]  # the case under test
 
 
-def test_records_of_decisions_are_as_pydantic_would_have_made_them() -> None:
+def test_decision_records_equal_those_validated_by_pydantic() -> None:
     """Records of decisions equal those that pydantic creates.
 
     They have every field, in the model's order, of its type, and the same JSON.

@@ -36,7 +36,7 @@ def ask(w: World, model: str, *assumptions: Assumption) -> WhatIfResult:
     return found
 
 
-def test_one_more_node_serves_the_first_in_the_queue() -> None:
+def test_assumed_node_serves_the_first_request_in_the_queue() -> None:
     w = full()
     found = ask(w, "high", AssumeNode(node="n2"))
     assert found.plan.chosen is not None
@@ -44,7 +44,7 @@ def test_one_more_node_serves_the_first_in_the_queue() -> None:
     assert found.assumed == ("node n2 is there, with 1 x cpu of 400 MiB, empty",)
 
 
-def test_who_stands_before_it_takes_what_was_added() -> None:
+def test_assumed_node_is_taken_by_the_request_ahead_in_the_queue() -> None:
     w = full()
     found = ask(w, "low", AssumeNode(node="n2"))
     assert (found.plan.way, [p.model for p in found.others]) == ("wait", ["high"])
@@ -52,14 +52,14 @@ def test_who_stands_before_it_takes_what_was_added() -> None:
     assert found.plan.chosen is not None
 
 
-def test_a_larger_budget_makes_room() -> None:
+def test_assumed_larger_budget_makes_room() -> None:
     w = full()
     found = ask(w, "high", AssumeBudget(node="n1", device="cpu:0", nbytes=2 * ONE))
     assert found.plan.chosen is not None
     assert found.plan.chosen.node == "n1"
 
 
-def test_a_node_fewer_is_one_fewer_to_go_to() -> None:
+def test_assumed_missing_node_is_not_a_candidate() -> None:
     w = World()
     w.node("n1", ONE)
     w.node("n2", ONE)
@@ -69,7 +69,7 @@ def test_a_node_fewer_is_one_fewer_to_go_to() -> None:
     assert ask(w, "a", AssumeNoNode(node="n1"), AssumeNoNode(node="n2")).plan.chosen is None
 
 
-def test_of_one_that_runs_it_says_where_one_more_would_go() -> None:
+def test_what_if_for_a_running_model_places_one_more_instance() -> None:
     w = World()
     w.node("n1", ONE)
     w.model("a")
@@ -80,7 +80,7 @@ def test_of_one_that_runs_it_says_where_one_more_would_go() -> None:
     assert found.plan.chosen.node == "n2"
 
 
-def test_what_does_not_fit_the_cluster_is_refused() -> None:
+def test_assumption_that_contradicts_the_cluster_is_refused() -> None:
     w = full()
     for assumption, error in (
         (AssumeNode(node="n1"), Conflict),
@@ -95,7 +95,7 @@ def test_what_does_not_fit_the_cluster_is_refused() -> None:
         ask(empty, "a", AssumeNode(node="n1"))
 
 
-def test_the_place_in_the_queue() -> None:
+def test_queue_position_names_the_models_ahead() -> None:
     w = full()
     low = queue_position(w.state, w.state.models["low"], w.now)
     assert low is not None
@@ -110,5 +110,5 @@ changes = st.one_of(
 
 
 @given(st.lists(changes, max_size=2, unique_by=lambda a: a.node), st.sampled_from(("low", "high", "pinned")))
-def test_whatever_is_supposed_changes_nothing(assumptions: list[Assumption], model: str) -> None:
+def test_assumptions_do_not_change_the_state(assumptions: list[Assumption], model: str) -> None:
     ask(full(), model, *assumptions)

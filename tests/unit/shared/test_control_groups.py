@@ -17,13 +17,13 @@ def groups(request: pytest.FixtureRequest, tmp_path: Path) -> Groups:
     return Groups(tmp_path, request.param)
 
 
-def test_pages_of_files_give_way(groups: Groups) -> None:
+def test_page_cache_counts_as_available_memory(groups: Groups) -> None:
     groups.enter("/a")
     groups.make("a", str(1000 * MB), used=700 * MB, files=200 * MB)
     assert groups.limits() == (1000 * MB, 500 * MB)
 
 
-def test_the_narrowest_of_the_groups_around_counts(groups: Groups) -> None:
+def test_narrowest_enclosing_control_group_limits_memory(groups: Groups) -> None:
     groups.enter("/a/b/c")
     groups.make("a", str(1000 * MB), used=900 * MB, files=1)
     groups.make("a/b", str(500 * MB), used=100 * MB, files=1)
@@ -31,19 +31,19 @@ def test_the_narrowest_of_the_groups_around_counts(groups: Groups) -> None:
     assert groups.limits() == (500 * MB, 100 * MB + 1)
 
 
-def test_a_container_sees_its_own_group_as_the_root(groups: Groups) -> None:
+def test_container_sees_its_own_control_group_as_the_root(groups: Groups) -> None:
     groups.enter("/docker/0123")
     groups.make("", str(1000 * MB), used=1200 * MB, files=1)
     assert groups.limits() == (1000 * MB, 0)
 
 
-def test_without_a_limit(groups: Groups) -> None:
+def test_memory_is_unlimited_without_a_control_group_limit(groups: Groups) -> None:
     assert groups.limits() == (None, None)
     groups.enter("/a")
     assert groups.limits() == (None, None)
 
 
-def test_every_reader_of_available_memory_is_bounded_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reader_of_available_memory_respects_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, available in (
         (shm, shm.available_memory),
         (cpu, cpu.available_bytes),

@@ -53,13 +53,13 @@ def ask(at: float, model: str = "big-0", prompt: int = 1, output: int = 1) -> Re
     return Request(at, model, prompt, output)
 
 
-def test_a_cold_start_takes_as_long_as_its_slowest_link_and_a_warm_request_none() -> None:
+def test_cold_start_takes_its_slowest_link_and_a_warm_request_no_time() -> None:
     served = run([ask(0), ask(100)]).served
     assert [round(s.queued, 6) for s in served] == [2.5, 0.0]  # 10 GB at 5 GB/s, then 0.5 s; the engine has started by then
     assert served[0].ttft == pytest.approx(4.5)
 
 
-def test_evicted_models_are_loaded_from_memory_and_uncached_ones_from_the_remote_source() -> None:
+def test_evicted_models_load_from_memory_and_uncached_ones_from_the_source() -> None:
     brief = BIG.model_copy(update={"keep_alive": 1.0})
     outcome = run([ask(0), ask(60)], groups=[brief])
     assert outcome.loads == {"ssd": 1, "dram": 1}
@@ -69,13 +69,13 @@ def test_evicted_models_are_loaded_from_memory_and_uncached_ones_from_the_remote
 
 
 @pytest.mark.parametrize(("sequential", "queued"), [(True, [2.5, 4.5]), (False, [4.5, 4.5])])
-def test_loads_of_one_node_share_its_disk_or_pass_it_one_after_the_other(sequential: bool, queued: list[float]) -> None:
+def test_loads_of_one_node_share_its_disk_or_run_sequentially(sequential: bool, queued: list[float]) -> None:
     links = LINKS if sequential else LINKS.model_copy(update={"sequential": frozenset()})
     served = run([ask(0, "big-0"), ask(0, "big-1")], cluster=but(count=1, links=links)).served
     assert [round(s.queued, 6) for s in served] == queued
 
 
-def test_with_no_room_the_longest_idle_leaves() -> None:
+def test_longest_idle_instance_is_evicted_if_there_is_no_room() -> None:
     models = [f"big-{n}" for n in range(5)]  # four devices, one each
     outcome = run([ask(10.0 * n, m) for n, m in enumerate(models)])
     assert outcome.stops == 1
@@ -93,7 +93,7 @@ def test_a_batching_engine_prefills_and_decodes() -> None:
     assert [s.in_time for s in served] == [False, True, True, True]
 
 
-def test_a_model_that_fits_nowhere_is_reported() -> None:
+def test_model_that_fits_nowhere_fails_its_requests() -> None:
     huge = BIG.model_copy(update={"weights_gb": 30.0, "copies": 1})
     outcome = run([ask(0, "big"), ask(1, "big")], groups=[huge])
     assert (outcome.failed, outcome.lost, outcome.served) == (2, 0, [])
@@ -107,7 +107,7 @@ def test_a_model_that_fits_nowhere_is_reported() -> None:
     st.sampled_from([-1.0, 2.0, 300.0]),
     st.integers(1, 2),
 )
-def test_no_request_is_lost_and_no_memory_booked_twice_under_any_workload(
+def test_no_request_is_lost_and_no_memory_overbooked_under_any_workload(
     seed: int, rps: float, cv: float, keep_alive: float, replicas: int
 ) -> None:
     groups = [BIG.model_copy(update={"keep_alive": keep_alive, "replicas_max": replicas})]

@@ -61,7 +61,7 @@ def run(cluster: ClusterFile, models: Sequence[ModelGroup], requests: Sequence[R
     return Simulation(cluster, models, profile_named(profile)).run(requests)
 
 
-def test_a_suspended_instance_is_resumed_from_its_snapshot() -> None:
+def test_suspended_instance_is_resumed_from_its_snapshot() -> None:
     requests = [ask(0, "m-0"), ask(60, "m-1"), ask(120, "m-0")]
     pair = [MODEL.model_copy(update={"copies": 2})]
     outcome = run(machines(1, can=frozenset({"suspend"})), pair, requests)
@@ -76,7 +76,7 @@ def test_a_suspended_instance_is_resumed_from_its_snapshot() -> None:
     assert sorted(without.served, key=lambda s: s.at)[2].queued == pytest.approx(0.3 + 4.5, abs=0.3)
 
 
-def test_without_room_for_its_snapshot_it_is_stopped() -> None:
+def test_instance_without_room_for_its_snapshot_is_stopped() -> None:
     outcome = run(
         machines(1, can=frozenset({"suspend"}), dram_gb=11),
         [MODEL.model_copy(update={"copies": 2})],
@@ -87,7 +87,7 @@ def test_without_room_for_its_snapshot_it_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(("ahead", "queued"), [(None, 10.5), ("m-0", 6.5), ("m-1", 10.5)])
-def test_what_is_brought_ahead_is_not_fetched_again_and_gives_way(ahead: str | None, queued: float) -> None:
+def test_prefetched_bytes_are_not_fetched_again_and_other_prefetches_yield(ahead: str | None, queued: float) -> None:
     pair = [MODEL.model_copy(update={"copies": 2})]
     simulation = Simulation(machines(1, ssd_gb=0), pair, profile_named("thaw"))
     if ahead is not None:
@@ -98,7 +98,7 @@ def test_what_is_brought_ahead_is_not_fetched_again_and_gives_way(ahead: str | N
 
 
 @pytest.mark.parametrize("profile", ["thaw", "serverlessllm"])
-def test_a_serving_instance_is_migrated_with_its_tokens(profile: str) -> None:
+def test_serving_instance_is_migrated_with_its_tokens(profile: str) -> None:
     # Only node-0's disk has the large one, and the small one serves there; on node-1 either needs a
     # remote fetch.
     small = MODEL.model_copy(update={"name": "small", "weights_gb": 2.0, "resume_s": 0.1})
@@ -113,7 +113,7 @@ def test_a_serving_instance_is_migrated_with_its_tokens(profile: str) -> None:
 
 
 @pytest.mark.parametrize("failover", ["resume", "restart"])
-def test_requests_of_a_failed_node_are_resumed_elsewhere(failover: str) -> None:
+def test_requests_of_a_failed_node_are_resumed_on_another(failover: str) -> None:
     failures = Failures(events=(Failure(node="node-0", at=10, seconds=30),))
     cluster = machines(2, failures=failures, runtime={"failover": failover, "ssd_copies": "full"})
     outcome = run(cluster, [MODEL], [ask(0, "m", 101)])
@@ -148,7 +148,7 @@ def test_a_recovered_node_is_used_again() -> None:
     st.sampled_from([None, 60.0]),
     st.sampled_from(["thaw", "serverlessllm", "swapservellm", "lru"]),
 )
-def test_whatever_they_can_nothing_is_lost_or_booked_twice(
+def test_no_request_is_lost_with_any_set_of_capabilities(
     seed: int, rps: float, cv: float, keep_alive: float, can: frozenset[str], mtbf: float | None, profile: str
 ) -> None:
     groups = [MODEL.model_copy(update={"copies": 5, "keep_alive": keep_alive})]

@@ -56,7 +56,7 @@ def test_runs_by_policy_and_seed(
     assert (status, document) == sent({**order, "policies": ["thaw", "lru"], "seeds": 2}, capsys, monkeypatch)
 
 
-def test_the_whole_of_the_scheduler_in_the_loop(
+def test_mesh_simulation_runs_the_whole_scheduler(
     order: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, document = sent({**order, "mesh": True}, capsys, monkeypatch)
@@ -65,7 +65,7 @@ def test_the_whole_of_the_scheduler_in_the_loop(
     assert document["runs"][0]["requests"] > 10
 
 
-def test_plots_are_drawn(
+def test_plots_are_written(
     order: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, document = sent({**order, "seeds": 2, "plots": str(tmp_path / "plots")}, capsys, monkeypatch)
@@ -74,7 +74,7 @@ def test_plots_are_drawn(
     assert all(Path(p).read_bytes().startswith(b"\x89PNG") for p in document["plots"])
 
 
-def test_plots_without_matplotlib_say_what_to_install(
+def test_missing_matplotlib_error_names_the_package_to_install(
     order: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -107,7 +107,7 @@ def test_an_interval_over_seeds() -> None:
         ("models.yaml", "- a", "models.yaml: the file: must be a mapping of keys to values"),
     ],
 )
-def test_a_file_that_cannot_be_meant(
+def test_invalid_input_file_is_refused(
     order: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: str, text: str, expected: str
 ) -> None:  # fmt: skip
     (tmp_path / file).write_text(text)
@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_meant(
         ("devices: 2, ", "", "nodes.0.devices: this key is required"),
     ],
 )
-def test_a_mistyped_key_is_named_with_the_one_that_was_meant(tmp_path: Path, right: str, wrong: str, fault: str) -> None:
+def test_mistyped_key_error_suggests_the_right_key(tmp_path: Path, right: str, wrong: str, fault: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER.replace(right, wrong, 1))
     with pytest.raises(InvalidRequest) as refused:
@@ -142,7 +142,7 @@ def test_a_mistyped_key_is_named_with_the_one_that_was_meant(tmp_path: Path, rig
         assert refused.value.message == f"{path}: {fault}"  # not a missing key in addition
 
 
-def test_a_mistyped_key_in_one_of_several_kinds(tmp_path: Path) -> None:
+def test_mistyped_key_within_a_union_is_named(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.write_text(MODELS.replace("seconds", "secnds"))
     with pytest.raises(InvalidRequest, match=r"models\.0\.service\.fixed\.secnds: unknown key; did you mean seconds\?$"):
@@ -163,7 +163,7 @@ def test_a_mistyped_key_in_one_of_several_kinds(tmp_path: Path) -> None:
         ({"seeds": 0}, "seeds"),
     ],
 )
-def test_an_order_that_cannot_be_meant(
+def test_invalid_simulation_options_are_refused(
     order: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: str
 ) -> None:
     status, document = sent({**order, **more}, capsys, monkeypatch)

@@ -91,7 +91,9 @@ def run(cluster: ClusterFile, profile: str, seed: int, rps: float, cv: float) ->
     st.sampled_from([None, 60.0]),
     st.sampled_from([None, "elastic", "exclusive"]),
 )
-def test_any_workload(profile: str, seed: int, rps: float, cv: float, plain: bool, mtbf: float | None, kind: str | None) -> None:
+def test_simulation_invariants_hold_for_any_workload(
+    profile: str, seed: int, rps: float, cv: float, plain: bool, mtbf: float | None, kind: str | None
+) -> None:
     links = LinkSpeeds(
         remote=1, ssd=4, device=12, bus=18, peer=20, sequential=frozenset() if plain else frozenset({"remote", "ssd"})
     )
@@ -144,7 +146,7 @@ def test_bytes_on_links_are_conserved(flows: list[tuple[float, int, set[int], bo
         assert link.carried <= link.bandwidth * clock.now + 1
 
 
-def test_links_are_shared_fairly_and_the_background_takes_what_is_left() -> None:
+def test_links_are_shared_fairly_and_background_flows_take_the_rest() -> None:
     clock = Clock()
     network, wide, narrow = Network(clock), Link("wide", 100), Link("narrow", 20)
     ended: dict[str, float] = {}

@@ -85,7 +85,7 @@ def test_nodes_links_and_models(tmp_path: Path) -> None:
     assert idle["service"] == asked["service"]  # nothing was measured of it: as the others
 
 
-def test_phases_of_a_start_that_overlap_count_once(tmp_path: Path) -> None:
+def test_overlapping_phases_of_a_start_count_once(tmp_path: Path) -> None:
     plain = start(
         span(Phase.SCHEDULE, 0, 3, "scheduler"), span(Phase.RESERVE, 3, 60, "scheduler"), span(Phase.RESERVE, 70, 5, "nodeagent-n"),
         span(Phase.CONTAINER, 0, 100), span(Phase.LIBRARIES, 20, 50), span(Phase.LOAD, 50, 150), span(Phase.INIT, 150, 150),
@@ -105,7 +105,7 @@ def test_phases_of_a_start_that_overlap_count_once(tmp_path: Path) -> None:
     assert "suspend" in cluster["runtime"]["capabilities"]
 
 
-def test_requests_that_can_be_replayed(tmp_path: Path) -> None:
+def test_only_complete_requests_of_known_models_are_exported(tmp_path: Path) -> None:
     cards = (card_of("a"), card_of("tuned", base="a"))
     requests = [request("a", 3), request("tuned", 1), request("gone", 2), request("a", 4, ttft=None)]
     figures, (_, models) = files(tmp_path, view(*cards), requests, [])

@@ -18,7 +18,7 @@ EAGER = Profile("eager", arrivals, evict_lru, soonest, keep_setting, per_request
 WHOLE = ("n", "a", 0, 1)
 
 
-def test_two_instances_of_one_model_on_one_node_fetch_it_once() -> None:
+def test_two_instances_of_one_model_on_one_node_share_a_fetch() -> None:
     two = ModelGroup(name="a", weights_gb=10, service=Fixed(seconds=60), slo_ttft=20, replicas_max=2)
     outcome = simulate(ClusterFile(nodes=(GROUP,)), [two], [Request(0, "a", 1, 1), Request(4, "a", 1, 1)], EAGER)
     first, second = sorted(outcome.served, key=lambda s: s.at)
@@ -32,7 +32,7 @@ def test_two_of_different_models_share_the_link() -> None:
     assert [s.queued for s in outcome.served] == pytest.approx([20, 20])
 
 
-def test_a_fetch_continues_for_the_remaining_readers_and_ends_with_the_last() -> None:
+def test_fetch_continues_for_remaining_readers_and_stops_with_the_last() -> None:
     clock = Clock()
     node, fetches, completed = SimNode("n", GROUP, clock), Fetches(), list[str]()
     leave = fetches.join(node, WHOLE, (node.nic,), 10e9, lambda: completed.append("first"))

@@ -48,13 +48,13 @@ def but(**other: object) -> ClusterFile:
     return CLUSTER.model_copy(update={"nodes": (NODES.model_copy(update=other),)})
 
 
-def test_a_cold_start_takes_as_long_as_its_slowest_link_and_a_warm_request_none() -> None:
+def test_cold_start_takes_its_slowest_link_and_a_warm_request_no_time() -> None:
     served = run([ask(0), ask(100)]).served
     assert [s.queued for s in served] == pytest.approx([2.5, 0.0])  # 10 GB at 5 GB/s, then 0.5 s; the engine has started by then
     assert served[0].ttft == pytest.approx(4.5)
 
 
-def test_evicted_models_are_loaded_from_memory_and_uncached_ones_from_the_remote_source() -> None:
+def test_evicted_models_load_from_memory_and_uncached_ones_from_the_source() -> None:
     brief = BIG.model_copy(update={"keep_alive": 1.0})
     outcome = run([ask(0), ask(60)], groups=[brief])
     assert {k: v for k, v in outcome.loads.items() if v} == {"ssd": 1, "dram": 1}
@@ -64,7 +64,7 @@ def test_evicted_models_are_loaded_from_memory_and_uncached_ones_from_the_remote
     assert [s.queued for s in run([ask(0)], cluster=but(ssd_gb=0, dram_gb=0)).served] == pytest.approx([10.5])
 
 
-def test_with_no_room_the_longest_idle_leaves() -> None:
+def test_longest_idle_instance_is_evicted_if_there_is_no_room() -> None:
     outcome = run([ask(10.0 * n, f"big-{n}") for n in range(5)])  # four devices, one each
     assert outcome.stops == 1
     assert outcome.served[4].queued == pytest.approx(2.75)  # stopping, then as any other
@@ -81,7 +81,7 @@ def test_a_batching_engine_prefills_and_decodes() -> None:
     assert [s.tpot for s in served[1:]] == pytest.approx([0.01, 0.01])
 
 
-def test_prompts_that_wait_are_computed_in_one_pass() -> None:
+def test_waiting_prompts_are_computed_in_one_pass() -> None:
     service = Batching(prefill_tokens_per_second=1000, prefill_ms=50, prefill_together=True, tpot_ms=10, concurrency=8)
     group = ModelGroup(name="chat", weights_gb=1, kv_gb=1, service=service, slo_ttft=1.0)
     served = sorted(
@@ -92,7 +92,7 @@ def test_prompts_that_wait_are_computed_in_one_pass() -> None:
     assert [round(s.at + s.ttft, 6) for s in served[1:]] == [50.15, 50.5, 50.5, 50.5]
 
 
-def test_a_model_that_fits_nowhere_is_reported() -> None:
+def test_model_that_fits_nowhere_fails_its_requests() -> None:
     huge = BIG.model_copy(update={"weights_gb": 30.0, "copies": 1})
     outcome = run([ask(0, "big"), ask(1, "big")], groups=[huge])
     assert (outcome.failed, outcome.lost, outcome.served) == (2, 0, [])

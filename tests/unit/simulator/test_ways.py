@@ -62,7 +62,7 @@ def pipelined(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     return max(options, key=lambda o: (o.stages, -o.full_workers, o.key), default=None)
 
 
-def test_what_was_left_behind_is_not_loaded_again() -> None:
+def test_remaining_tensors_are_reused() -> None:
     profile = replace(PLAIN, uses=frozenset({"reuse"}))
     models = [model("a", keep_alive=1), model("b", weights_gb=14, keep_alive=1)]
     outcome = simulate(cluster(), models, [ask(0, "a"), ask(10, "a"), ask(20, "b"), ask(30, "a")], profile)
@@ -71,14 +71,14 @@ def test_what_was_left_behind_is_not_loaded_again() -> None:
     assert loads(outcome) == {"dram": 2, "reuse": 2}
 
 
-def test_moving_what_lies_in_the_way_takes_time_where_it_is_stated() -> None:
+def test_moving_obstructing_regions_takes_the_configured_time() -> None:
     profile = replace(PLAIN, uses=frozenset({"reuse"}))
     runtime = Runtime(in_dram=True, merge_gb_per_second=100, merge_share=0.5)
     outcome = simulate(cluster(runtime), [model("a", keep_alive=1), model("b", weights_gb=4)], [ask(0, "a"), ask(10, "b")], profile)
     assert [s.queued for s in outcome.served] == pytest.approx([0.5, 0.2 + 10 * 0.5 / 100])
 
 
-def test_elastic_kv_takes_memory_with_the_request_and_weights_make_room() -> None:
+def test_elastic_kv_cache_displaces_reusable_weights() -> None:
     profile = replace(PLAIN, uses=frozenset({"reuse"}))
     runtime = Runtime(in_dram=True, elastic_kv=True)
     service = Batching(prefill_tokens_per_second=1e6, tpot_ms=1, concurrency=4)
@@ -89,7 +89,7 @@ def test_elastic_kv_takes_memory_with_the_request_and_weights_make_room() -> Non
     assert outcome.lost == 0
 
 
-def test_bytes_are_copied_from_a_peer_while_the_model_executes_there() -> None:
+def test_weights_are_copied_from_a_peer_that_executes_the_model() -> None:
     profile = replace(PLAIN, keep=keep_until_needed, uses=frozenset({"peer_copy"}))
     links = LinkSpeeds(remote=1, ssd=1, device=10, bus=10, peer=40)
     runtime = Runtime(in_dram=True, exclusive=True)
@@ -99,7 +99,7 @@ def test_bytes_are_copied_from_a_peer_while_the_model_executes_there() -> None:
     assert loads(outcome) == {"dram": 1, "ready": 1, "peer": 1}
 
 
-def test_neighbours_share_their_bus() -> None:
+def test_neighbouring_devices_share_their_bus() -> None:
     links = LinkSpeeds(remote=1, ssd=1, device=10, bus=10)
     runtime = Runtime(in_dram=True, exclusive=True)
     profile = replace(PLAIN, keep=keep_until_needed)
@@ -107,7 +107,7 @@ def test_neighbours_share_their_bus() -> None:
     assert [s.ttft for s in slow.served] == pytest.approx([2.0, 2.0])
 
 
-def test_resumable_requests_are_preempted_or_migrated_and_their_pause_is_counted() -> None:
+def test_resumable_requests_are_preempted_or_migrated_with_a_pause() -> None:
     node = {"devices": 1, "device_gb": 12, "dram_gb": 100, "ssd_gb": 0}
     slow = NodeGroup.model_validate({"name": "slow", **node, "kind": "slow", "links": LinkSpeeds(remote=1, ssd=1, device=20)})
     other = NodeGroup.model_validate({"name": "other", **node, "kind": "other", "links": LinkSpeeds(remote=5, ssd=1, device=20)})
@@ -127,7 +127,7 @@ def test_resumable_requests_are_preempted_or_migrated_and_their_pause_is_counted
     assert next(s for s in moved.served if s.model == "bound").queued > 10  # it waits until the other one has migrated
 
 
-def test_a_suspended_instance_is_resumed_from_its_snapshot() -> None:
+def test_suspended_instance_is_resumed_from_its_snapshot() -> None:
     models = [model("a", snapshot_gb=4), model("b", weights_gb=15)]
     runtime = Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1))
     outcome = simulate(cluster(runtime), models, [ask(0, "a"), ask(10, "b"), ask(20, "a")], swapservellm.PROFILE)
@@ -149,7 +149,7 @@ def spread_out(**runtime: object) -> ClusterFile:
     return ClusterFile(nodes=(node,), runtime=Runtime.model_validate({"cache_dram": False, "cache_ssd": False, **runtime}))
 
 
-def test_a_pipeline_fetches_a_quarter_on_each_server_and_continues_on_one() -> None:
+def test_pipeline_fetches_a_quarter_per_server_and_continues_on_one() -> None:
     profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
     outcome = simulate(spread_out(), [pipeline()], [ask(0, "p", 100, 201)], profile)
     (served,) = outcome.served
@@ -187,7 +187,7 @@ def test_requests_of_a_failed_node_are_resumed_or_restarted(failover: str) -> No
     assert served.pause > 0.5
 
 
-def test_who_waits_too_long_is_given_up() -> None:
+def test_request_over_its_waiting_limit_times_out() -> None:
     runtime = Runtime(in_dram=True, timeout_s=5)
     outcome = simulate(cluster(runtime), [model("a", service=Fixed(seconds=9))], [ask(0, "a"), ask(0, "a"), ask(8, "a")], PLAIN)
     assert (len(outcome.served), outcome.timed_out) == (2, 1)

@@ -19,7 +19,7 @@ MODELS = ["a", "b", "c", "d"]
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("each", [False, True])
-def test_arrivals_have_their_rate_and_coefficient_of_variation(cv: float, each: bool) -> None:
+def test_arrivals_have_the_requested_rate_and_variation(cv: float, each: bool) -> None:
     requests = synthetic(Synthetic(10, 6_000, cv, length_cv=0.5, each=each), ["a"], 3)
     gaps = [b.at - a.at for a, b in pairwise(requests)]
     assert mean(gaps) == pytest.approx(0.1, rel=0.1)
@@ -44,7 +44,7 @@ def test_popularity_like_azure_functions() -> None:
     assert sum(shares[:372]) == pytest.approx(0.996, abs=0.004)  # 18.6 % of them
 
 
-def test_levels_of_locality() -> None:
+def test_locality_levels_set_the_run_length_per_model() -> None:
     def run_length(level: str) -> float:
         what = Synthetic(10, 2000, LOCALITY[level].cv, zipf=0.0, run=LOCALITY[level].run)
         return mean(len(list(g)) for _, g in groupby(synthetic(what, [f"m{n}" for n in range(8)], 1), key=lambda r: r.model))
@@ -55,7 +55,7 @@ def test_levels_of_locality() -> None:
     assert lengths[2] == pytest.approx(4 / (1 - 1 / 8), rel=0.1)  # a new run is of the same model once in eight
 
 
-def test_a_burst_has_a_higher_rate() -> None:
+def test_burst_has_a_higher_rate() -> None:
     requests = synthetic(Synthetic(10, 300, bursts=(Burst(100, 100, 5),)), MODELS, 1)
     counts = [sum(begin <= r.at < begin + 100 for r in requests) for begin in (0, 100, 200)]
     assert counts[1] / counts[0] == pytest.approx(5, rel=0.2)
@@ -63,7 +63,7 @@ def test_a_burst_has_a_higher_rate() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
-def test_lengths_have_the_means_and_the_spread_of_their_data_set(name: str) -> None:
+def test_lengths_have_the_mean_and_spread_of_their_data_set(name: str) -> None:
     like = DATASETS[name]
     what = Synthetic(20, 1500, prompt_tokens=like.prompt, output_tokens=like.output, length_cv=like.cv)
     requests = synthetic(what, MODELS, 5)
@@ -77,7 +77,7 @@ def test_data_sets_name_their_source() -> None:
     assert all(d.source for d in DATASETS.values())
 
 
-def test_our_own_columns_and_their_faults(tmp_path: Path) -> None:
+def test_csv_trace_is_read_and_its_errors_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("at,model,prompt_tokens,output_tokens\n2.5,a,10,20\n1,b,1,2\n")
     assert read_trace(path, MODELS) == [Request(1.0, "b", 1, 2), Request(2.5, "a", 10, 20)]
@@ -119,7 +119,7 @@ def test_azure_llm_traces_of_2023(tmp_path: Path) -> None:
         read_trace(path, MODELS)
 
 
-def test_burstgpt(tmp_path: Path) -> None:
+def test_burstgpt_trace_is_read(tmp_path: Path) -> None:
     path = tmp_path / "burst.csv"
     path.write_text(
         "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
@@ -132,7 +132,7 @@ def test_burstgpt(tmp_path: Path) -> None:
     assert found == [Request(5, "a", 472, 18), Request(118, "b", 417, 276), Request(120, "a", 10, 20)]
 
 
-def test_what_a_mesh_recorded(tmp_path: Path) -> None:
+def test_recorded_trace_of_a_mesh_is_read(tmp_path: Path) -> None:
     def record(n: int, model: str, ttft: float | None) -> str:
         trace = RequestTrace(
             request_id=f"r{n}",

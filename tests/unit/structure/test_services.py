@@ -62,25 +62,25 @@ def test_the_lists_name_the_services() -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_has_the_skeleton(service: str) -> None:
+def test_service_has_every_part_of_the_skeleton(service: str) -> None:
     assert parts(service) >= EVERY
     assert (ROOT / "services" / service / "README.md").is_file()
 
 
 @pytest.mark.parametrize("service", DECISIONS)
-def test_a_service_that_owns_state_has_a_loop_and_pure_decisions(service: str) -> None:
+def test_stateful_service_has_a_loop_and_pure_decisions(service: str) -> None:
     assert parts(service) >= DECIDING
     assert (ROOT / "services" / service / "domain" / f"{DECISIONS[service]}.py").is_file()
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_has_no_other_parts(service: str) -> None:
+def test_service_has_no_parts_outside_the_skeleton(service: str) -> None:
     assert parts(service) - SKELETON - OWN[service] == set()
     assert OWN[service] <= parts(service)
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_layers_of_a_service_name_all_its_parts(service: str) -> None:
+def test_layer_contract_of_a_service_lists_all_its_parts(service: str) -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     prefix = f"services.{service}."
     layers = [

@@ -74,13 +74,13 @@ async def test_all_are_thawed_then_restored_then_unlocked(driver: FakeDriver) ->
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_without_a_freezer_it_does_without(driver: FakeDriver) -> None:
+async def test_without_a_freezer_processes_are_only_checkpointed(driver: FakeDriver) -> None:
     await way(driver, NO_GROUPS).suspend(target())
     assert [c for c, _ in driver.calls] == ["lock", "lock", "checkpoint", "checkpoint"]
 
 
 @pytest.mark.parametrize("fault", [("lock", B), ("checkpoint", B), ("freeze", 0)], ids=lambda f: f[0])
-async def test_what_fails_half_way_is_undone(driver: FakeDriver, fault: tuple[str, int]) -> None:
+async def test_partial_suspension_is_undone(driver: FakeDriver, fault: tuple[str, int]) -> None:
     groups = Frozen(driver)
     groups.fails = EngineFailed("the engine's processes could not be frozen") if fault[0] == "freeze" else None
     driver.fails.add(fault)
@@ -89,7 +89,7 @@ async def test_what_fails_half_way_is_undone(driver: FakeDriver, fault: tuple[st
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_a_control_group_that_is_not_there_is_undone_too(driver: FakeDriver) -> None:
+async def test_missing_control_group_undoes_the_suspension(driver: FakeDriver) -> None:
     groups = Frozen(driver)
     groups.fails = FileNotFoundError(2, "No such file or directory")
     with pytest.raises(CannotSuspend, match="No such file"):
@@ -97,7 +97,7 @@ async def test_a_control_group_that_is_not_there_is_undone_too(driver: FakeDrive
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_memory_that_may_not_be_read_after_the_checkpoint_is_undone(
+async def test_unreadable_memory_after_the_checkpoint_undoes_the_suspension(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def footprint(pids: object) -> memory.Footprint:
@@ -111,7 +111,7 @@ async def test_memory_that_may_not_be_read_after_the_checkpoint_is_undone(
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_a_gpu_that_is_lost_after_the_checkpoint_is_undone(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpu_lost_after_the_checkpoint_undoes_the_suspension(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(gpu: FakeGpu, pids: object) -> dict[int, int]:
         if ("checkpoint", B) in driver.calls:
             raise DeviceFailed("NVML cannot read cuda:0")
@@ -123,7 +123,7 @@ async def test_a_gpu_that_is_lost_after_the_checkpoint_is_undone(driver: FakeDri
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_what_host_memory_has_no_room_for_is_not_copied_there(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_suspension_is_refused_if_host_memory_lacks_room(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "available_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(2 * GIB, GIB))
     with pytest.raises(CannotSuspend, match="4096 MiB of device memory do not fit the 3072 MiB"):
@@ -131,7 +131,7 @@ async def test_what_host_memory_has_no_room_for_is_not_copied_there(driver: Fake
     assert driver.calls == []
 
 
-async def test_a_checkpoint_that_frees_nothing_is_undone(driver: FakeDriver) -> None:
+async def test_checkpoint_that_frees_nothing_is_undone(driver: FakeDriver) -> None:
     driver.keeps = True
     with pytest.raises(CannotSuspend, match="still in use"):
         await way(driver).suspend(target())
@@ -144,7 +144,7 @@ async def test_half_a_suspension_of_a_dead_agent_is_undone(driver: FakeDriver) -
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_a_restore_that_fails_says_so(driver: FakeDriver) -> None:
+async def test_failed_restore_is_reported(driver: FakeDriver) -> None:
     w = way(driver)
     await w.suspend(target())
     driver.fails.add(("restore", A))
@@ -155,7 +155,7 @@ async def test_a_restore_that_fails_says_so(driver: FakeDriver) -> None:
         await w.resume(target())
 
 
-async def test_in_a_pid_namespace_of_its_own_nothing_is_proved_and_nothing_done(driver: FakeDriver) -> None:
+async def test_suspension_in_a_separate_pid_namespace_is_refused(driver: FakeDriver) -> None:
     with pytest.raises(CannotSuspend, match="could not be verified"):
         await way(driver, sees_pids=False).suspend(target())
     assert driver.calls == []
@@ -171,7 +171,7 @@ def test_several_devices_need_nccl_without_shared_memory(driver: FakeDriver) -> 
     assert way(driver).outlook(allowed).way == "cuda"
 
 
-def test_what_it_costs_is_learned(driver: FakeDriver) -> None:
+def test_suspension_cost_is_learned(driver: FakeDriver) -> None:
     w = way(driver)
     first = w.outlook(target())
     assert first.snapshot_bytes == 4 * GIB
@@ -182,7 +182,7 @@ def test_what_it_costs_is_learned(driver: FakeDriver) -> None:
 # The binding.
 
 
-def test_without_a_driver_or_the_package_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_or_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no NVIDIA driver" in open_driver(None)[1]
 
     def missing(name: str) -> Any:
@@ -248,7 +248,7 @@ def test_the_binding_calls_the_driver_as_documented() -> None:
         found.lock(1, 500)
 
 
-def test_the_package_has_what_is_called_of_it() -> None:
+def test_cuda_bindings_package_has_the_functions_that_thaw_calls() -> None:
     """The cuda-bindings package has the functions that Thaw calls.
 
     It can be inspected without a driver: 12.8.0, 13.0.3 and 13.5.0 were.
@@ -268,7 +268,7 @@ def test_the_package_has_what_is_called_of_it() -> None:
     assert {name: known.get(name) for name in theirs} == theirs
 
 
-def test_an_old_driver_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_driver_is_refused_with_the_required_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "import_module", lambda _: Api())
     driver, reason = open_driver(SimpleNamespace(nvmlSystemGetDriverVersion=lambda: "565.57"))
     assert driver is None

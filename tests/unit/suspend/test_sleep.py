@@ -49,7 +49,9 @@ def target(*levels: int) -> Target:
         ((2,), 64 * GIB, 64 * GIB, 2),
     ],
 )
-async def test_the_level(monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...], budget: int, free: int, level: int) -> None:
+async def test_sleep_level_follows_from_free_memory_and_budget(
+    monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...], budget: int, free: int, level: int
+) -> None:
     monkeypatch.setattr(sleep, "available_bytes", lambda: free)
     device = Device()
     way = EngineSleep(device, device.sleep, budget)
@@ -60,14 +62,14 @@ async def test_the_level(monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...
     assert taken.left_bytes == GIB
 
 
-def test_reading_again_is_expected_to_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_takes_longer_if_weights_must_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleep, "available_bytes", lambda: 64 * GIB)
     device = Device()
     kept, dropped = (EngineSleep(device, device.sleep, budget).outlook(target(1, 2)) for budget in (64 * GIB, 8 * GIB))
     assert dropped.resume_s > 2 * kept.resume_s
 
 
-async def test_where_its_bytes_cannot_be_seen_an_engines_word_is_not_taken() -> None:
+async def test_sleep_is_refused_if_freed_bytes_cannot_be_verified() -> None:
     """Without visible bytes the engine's own report does not count.
 
     In a pid namespace of its own NVML's pids differ: no bytes before and none after prove nothing.

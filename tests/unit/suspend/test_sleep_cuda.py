@@ -48,7 +48,7 @@ def target(*levels: int) -> Target:
     return Target("i", "vllm", ("cuda:0",), (A, B), hosted=True, sleep_levels=levels)
 
 
-async def test_it_sleeps_and_is_then_checkpointed(driver: FakeDriver) -> None:
+async def test_engine_sleeps_and_is_then_checkpointed(driver: FakeDriver) -> None:
     _, both, _ = ways(driver)
     taken = await both.suspend(target(1, 2))
     assert [c for c, _ in driver.calls] == ["sleep 1", "lock", "lock", "checkpoint", "checkpoint", "freeze"]
@@ -58,7 +58,7 @@ async def test_it_sleeps_and_is_then_checkpointed(driver: FakeDriver) -> None:
     assert [c for c, _ in driver.calls] == ["thaw", "restore", "restore", "unlock", "unlock"]
 
 
-async def test_an_engine_that_would_not_sleep_is_left_alone(driver: FakeDriver) -> None:
+async def test_engine_that_refuses_to_sleep_keeps_running(driver: FakeDriver) -> None:
     _, both, sleeper = ways(driver)
     sleeper.refuses = True
     with pytest.raises(CannotSuspend, match="refused to sleep: it is busy"):
@@ -66,7 +66,7 @@ async def test_an_engine_that_would_not_sleep_is_left_alone(driver: FakeDriver) 
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-async def test_a_checkpoint_that_fails_leaves_it_asleep_and_running(driver: FakeDriver) -> None:
+async def test_failed_checkpoint_leaves_the_engine_asleep_and_running(driver: FakeDriver) -> None:
     _, both, _ = ways(driver)
     driver.fails.add(("checkpoint", B))
     with pytest.raises(CannotSuspend, match="checkpoint of pid"):
@@ -74,13 +74,13 @@ async def test_a_checkpoint_that_fails_leaves_it_asleep_and_running(driver: Fake
     assert set(driver.states.values()) == {State.RUNNING}
 
 
-def test_without_a_sleep_of_its_own_there_is_nothing_to_combine(driver: FakeDriver) -> None:
+def test_combined_method_needs_sleep_level_1(driver: FakeDriver) -> None:
     _, both, _ = ways(driver)
     assert both.outlook(target()).way is None
     assert "no sleep level 1" in both.outlook(target(2)).reason
 
 
-async def test_the_quicker_one_is_taken_by_what_was_measured(driver: FakeDriver) -> None:
+async def test_faster_method_is_chosen_by_measured_times(driver: FakeDriver) -> None:
     cuda, both, _ = ways(driver)
 
     def chosen() -> str | None:

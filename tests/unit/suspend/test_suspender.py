@@ -84,7 +84,7 @@ def suspended(way: SuspendWay, *, frees: int, left: int, snapshot: int) -> Insta
 
 
 @pytest.mark.parametrize(("there", "resumes"), [(300, True), (30, False)])
-async def test_on_cpu_what_lay_in_swap_all_along_has_to_be_there_too(there: int, resumes: bool) -> None:
+async def test_resume_on_cpu_must_restore_pages_that_stayed_in_swap(there: int, resumes: bool) -> None:
     """On cpu, bytes that stayed in swap must be back too.
 
     A second suspension frees only what was touched since the first. A dead process lacks all of it.
@@ -97,7 +97,7 @@ async def test_on_cpu_what_lay_in_swap_all_along_has_to_be_there_too(there: int,
         await make_suspender(there).resume(instance, "cpu")
 
 
-async def test_elsewhere_what_was_freed_has_to_be_there_again() -> None:
+async def test_resume_on_other_devices_must_restore_all_freed_bytes() -> None:
     """On other devices, all freed bytes must be back.
 
     The snapshot's size does not matter: a sleeping engine keeps none, and one written to swap keeps
@@ -109,7 +109,7 @@ async def test_elsewhere_what_was_freed_has_to_be_there_again() -> None:
         await make_suspender(500, SuspendMethod("sleep")).resume(instance, "sleep")
 
 
-async def test_a_device_that_cannot_be_read_proves_nothing() -> None:
+async def test_unreadable_device_fails_the_assessment_and_the_resume() -> None:
     numbers = Numbers(1000)
     numbers.lost = True
     found = Suspender({"sleep": SuspendMethod("sleep")}, NO_GROUPS, numbers, awake, 1.0)
@@ -124,7 +124,7 @@ def alive() -> Instance:
     return Instance(command=start(), token=1, progress_at=0.0, pid=os.getpid(), process_start=1)
 
 
-async def test_a_way_that_failed_with_a_model_is_left_for_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_method_is_replaced_by_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that failed with a model is replaced by the next best.
 
     CUDA's checkpoint always fails with memory shared between processes.
@@ -140,7 +140,7 @@ async def test_a_way_that_failed_with_a_model_is_left_for_the_next_best(monkeypa
     assert (await found.assess(alive()))[0].way == "cuda", "what failed may have been for want of memory"
 
 
-async def test_a_way_that_failed_is_tried_again_where_there_is_no_other() -> None:
+async def test_failed_method_is_retried_if_there_is_no_other() -> None:
     only = SuspendMethod("cpu")
     found = make_suspender(100, only)
     only.fails = "swap is full"
@@ -150,7 +150,7 @@ async def test_a_way_that_failed_is_tried_again_where_there_is_no_other() -> Non
 
 
 @pytest.mark.parametrize(("expected_s", "asked_ms"), [(0.1, 1_000), (50.0, 150_000)])
-async def test_it_has_as_long_to_answer_as_its_size_takes(expected_s: float, asked_ms: int) -> None:
+async def test_resumed_engine_has_time_to_respond_according_to_its_size(expected_s: float, asked_ms: int) -> None:
     """A resumed engine has time to respond according to its size.
 
     A hundred gibibytes of weights are not read again within seconds.

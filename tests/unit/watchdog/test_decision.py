@@ -49,7 +49,7 @@ def test_a_heartbeat_restarts_the_count() -> None:
     assert hung_at(looks) == 29
 
 
-def test_a_watcher_that_did_not_run_reports_no_hang() -> None:
+def test_watcher_that_did_not_run_reports_no_hang() -> None:
     """A watcher that did not run reports no false hang.
 
     An hour of a sleeping laptop, or a stopped process tree, counts as the longest step only.
@@ -59,31 +59,31 @@ def test_a_watcher_that_did_not_run_reports_no_hang() -> None:
 
 
 @pytest.mark.parametrize("state", ["D", "t", "Z"])
-def test_a_process_that_waits_for_a_disk_or_is_debugged_is_left_alone(state: str) -> None:
+def test_process_in_disk_wait_or_under_a_debugger_is_not_hung(state: str) -> None:
     assert hung_at(silent(range(1000), state)) is None
 
 
-def test_a_process_that_gets_no_processor_is_merely_slow() -> None:
+def test_process_without_cpu_time_is_slow_and_not_hung() -> None:
     assert hung_at(silent(range(1000), "R", waited=1.0)) is None
     assert hung_at(silent(range(1000), "R", waited=0.75)) == 40
 
 
-def test_a_look_that_did_not_ask_the_kernel_is_not_charged() -> None:
+def test_observation_without_kernel_state_is_not_counted() -> None:
     looks = [Look(0.0, 5, True), *silent(range(1, 20), "T")]
     assert hung_at(looks) == 11
 
 
-def test_before_and_after_the_loop_a_longer_limit_holds() -> None:
+def test_limit_is_longer_before_and_after_the_event_loop_runs() -> None:
     assert hung_at(silent(range(100), beats=0, in_loop=False)) == 60
     after = [*silent(range(5)), *silent(range(5, 100), in_loop=False)]
     assert hung_at(after) == 65
 
 
-def test_zero_turns_it_off() -> None:
+def test_limit_of_zero_disables_hang_detection() -> None:
     assert hung_at(silent(range(1000), "T"), Limits(0.0)) is None
 
 
-def test_the_reason_says_how_long_and_whether_it_is_stopped() -> None:
+def test_reason_names_the_silence_and_whether_the_process_is_stopped() -> None:
     assert describe(play(silent(range(12), "S"))) == "event loop made no progress for 11 s"
     assert describe(play(silent(range(12), "T"))) == "event loop made no progress for 11 s, the process is stopped"
 

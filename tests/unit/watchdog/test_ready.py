@@ -17,7 +17,7 @@ from thaw.launcher.services import Program
 from thaw.launcher.watching import Watcher
 
 
-async def test_a_heartbeat_is_no_readiness_and_each_later_one_repeats_it(tmp_path: Path) -> None:
+async def test_heartbeat_does_not_imply_readiness_and_later_ones_repeat_it(tmp_path: Path) -> None:
     ear = Ear(tmp_path / "s")
     heart = Heart(str(ear.path))
     heart.beat_on(asyncio.get_running_loop())

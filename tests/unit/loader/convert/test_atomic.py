@@ -30,7 +30,7 @@ def limited(nbytes: int) -> Any:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
 
 
-def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
+def test_kill_at_every_disk_write_leaves_a_complete_or_absent_destination(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", shards=2)
     command = (sys.executable, "-m", "tests.unit.loader.convert.dying", str(tmp_path / "m"), str(tmp_path / "out"))
     lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
@@ -45,7 +45,7 @@ def test_killed_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
     verify(tmp_path / "out")
 
 
-def test_what_a_killed_one_leaves_is_no_model(tmp_path: Path) -> None:
+def test_draft_of_a_killed_conversion_is_not_a_model(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", tensors(megabytes=30))
     with subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -59,7 +59,7 @@ def test_what_a_killed_one_leaves_is_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_called_off(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupted_conversion_leaves_no_files(tmp_path: Path, number: signal.Signals) -> None:
     write_sparse_checkpoint(tmp_path / "m", 1 << 30)
     with subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -69,7 +69,7 @@ def test_called_off(tmp_path: Path, number: signal.Signals) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-def test_a_conversion_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_conversion_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     """A conversion ends if its parent does.
 
     `thaw convert` was killed: its child notices, and does not continue for hours.
@@ -86,7 +86,7 @@ def test_a_conversion_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+def test_file_size_limit_is_reported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", tensors(megabytes=3))
     done = subprocess.run(
         (*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")),
@@ -111,7 +111,7 @@ def test_a_full_disk_is_seen_before(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("size", [200_000, 310_000])
-def test_a_small_disk(tmp_path: Path, size: int) -> None:
+def test_full_disk_leaves_no_files(tmp_path: Path, size: int) -> None:
     """A small disk is full in the weights, or in the small files.
 
     The check of free space beforehand is only approximate.
@@ -133,10 +133,12 @@ def test_a_small_disk(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("lacking", ["weights", "tokenizer", "index"])
-def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_fills_up_during_the_conversion_leaves_no_files(
+    tmp_path: Path, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk becomes full during a conversion.
 
-    Faults of the write calls simulate that; test_a_small_disk uses a real full disk.
+    Faults of the write calls simulate that; test_full_disk_leaves_no_files uses a real full disk.
     """
     weights = write_checkpoint(tmp_path / "m", tensors(megabytes=0.3))
     small = sum(p.stat().st_size for p in (tmp_path / "m").iterdir() if p.suffix == ".json")
@@ -165,7 +167,7 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, lacking: str, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_source_that_changes_meanwhile(tmp_path: Path, name: str) -> None:
+def test_source_that_changes_during_the_conversion_is_refused(tmp_path: Path, name: str) -> None:
     if name.endswith(".bin"):
         write_torch(tmp_path / "m", some_weights())
     else:

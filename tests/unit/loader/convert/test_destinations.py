@@ -19,7 +19,7 @@ from weights.convert.job import convert
 from weights.formats.checkpoint import open_checkpoint
 
 
-def test_a_destination_that_is_taken(tmp_path: Path) -> None:
+def test_existing_or_unwritable_destination_is_refused(tmp_path: Path) -> None:
     source = write_torch(tmp_path / "m", some_weights())
     (tmp_path / "out").mkdir()
     convert(source, tmp_path / "out")  # an empty directory may be there
@@ -41,7 +41,7 @@ def test_a_destination_that_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "remedy"), [(errno.ENAMETOOLONG, "choose a shorter name"), (errno.EMFILE, "ulimit -n"), (errno.EIO, "check the disk")]
 )
-def test_what_a_disk_refuses_has_its_remedy(code: int, remedy: str) -> None:
+def test_disk_errors_have_a_remedy(code: int, remedy: str) -> None:
     error = disk_error(Path("/out/x"), OSError(code, os.strerror(code)))
     assert error.message.startswith(f"/out/x could not be written: {os.strerror(code)}; ")
     assert remedy in error.message
@@ -71,7 +71,7 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_no_permission(anybodys: Path) -> None:
+def test_missing_permissions_are_reported(anybodys: Path) -> None:
     source = write_torch(anybodys / "m", some_weights())
     write_checkpoint(anybodys / "closed")
     (anybodys / "closed" / "model.safetensors").chmod(0)
@@ -86,7 +86,7 @@ def test_no_permission(anybodys: Path) -> None:
         convert(source, anybodys / "open" / "out")
 
 
-def test_two_conversions_to_one_destination(tmp_path: Path) -> None:
+def test_concurrent_conversion_to_the_same_destination_is_refused(tmp_path: Path) -> None:
     source = write_torch(tmp_path / "m", some_weights())
     refused: list[ThawError] = []
 

@@ -54,7 +54,7 @@ def test_flipped_and_cut_files(legacy: bool, place: float, byte: int, cut: float
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", LEGACY[:40], ARCHIVE[:200]]))
-def test_noise(noise: bytes, before: bytes) -> None:
+def test_random_bytes_are_refused(noise: bytes, before: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "some.pt").write_bytes(before + noise)
         with pytest.raises(CheckpointInvalid, match=r"some\.pt"):

@@ -69,7 +69,7 @@ def test_a_program_gets_the_same_tensors(tmp_path: Path) -> None:
     assert measure(tmp_path / "out", 2)["bytes"] == open_checkpoint(tmp_path / "out").files[0].size
 
 
-def test_one_rank(tmp_path: Path) -> None:
+def test_ranks_of_a_converted_model_form_the_whole_tensor(tmp_path: Path) -> None:
     weights = write_model(tmp_path / "m", LLAMA)
     convert(tmp_path / "m", tmp_path / "out", 2)
     name = "model.layers.0.self_attn.o_proj.weight"

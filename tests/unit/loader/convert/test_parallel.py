@@ -68,7 +68,7 @@ def dims(directory: Path) -> dict[str, int | None]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_llama(tmp_path: Path, ranks: int) -> None:
+def test_llama_is_split_like_transformers(tmp_path: Path, ranks: int) -> None:
     weights = write_model(tmp_path / "m", {**LLAMA, "num_key_value_heads": 4})
     convert(tmp_path / "m", tmp_path / "out", ranks, check=True)
     parts = [stored(tmp_path / "out", rank, ranks) for rank in range(ranks)]
@@ -92,7 +92,7 @@ def test_llama(tmp_path: Path, ranks: int) -> None:
     assert divided["model.layers.0.self_attn.o_proj.bias"] is None
 
 
-def test_experts_stored_one_by_one(tmp_path: Path) -> None:
+def test_separate_experts_are_split(tmp_path: Path) -> None:
     weights = write_model(tmp_path / "m", QWEN3_MOE)
     assert "model.layers.1.mlp.experts.0.gate_proj.weight" in weights
     convert(tmp_path / "m", tmp_path / "out", 2)
@@ -105,7 +105,7 @@ def test_experts_stored_one_by_one(tmp_path: Path) -> None:
     assert divided["model.layers.0.self_attn.q_norm.weight"] is None
 
 
-def test_fused_experts_give_every_rank_of_both_halves() -> None:
+def test_fused_experts_are_split_in_both_halves() -> None:
     plan = plan_of(QWEN3_MOE, 2)
     split = plan.split("model.layers.1.mlp.experts.gate_up_proj", "F32", (2, 32, 32))
     assert split == Split(1, blocks=2)
@@ -115,7 +115,7 @@ def test_fused_experts_give_every_rank_of_both_halves() -> None:
         assert part_of(tensor, split, rank, 2) == raw(torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], 1))
 
 
-def test_fused_projections_that_are_gathered(tmp_path: Path) -> None:
+def test_fused_projections_are_split_as_one_tensor(tmp_path: Path) -> None:
     weights = write_model(tmp_path / "m", PHI3)
     convert(tmp_path / "m", tmp_path / "out", 2)
     name = "model.layers.0.self_attn.qkv_proj.weight"
@@ -136,7 +136,7 @@ def part_of(tensor: torch.Tensor, split: Split | None, rank: int, ranks: int) ->
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_any_slices_are_those_of_torch(data: st.DataObject) -> None:
+def test_slices_equal_those_of_torch(data: st.DataObject) -> None:
     ranks, blocks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -172,7 +172,9 @@ def test_slices_larger_than_a_piece(dim: int) -> None:
         ({**LLAMA, "hidden_size": "wide"}, 2, UnsupportedArchitecture, "transformers cannot read"),
     ],
 )
-def test_what_cannot_be_divided(tmp_path: Path, config: dict[str, Any], ranks: int, error: type[ThawError], message: str) -> None:
+def test_indivisible_model_is_refused(
+    tmp_path: Path, config: dict[str, Any], ranks: int, error: type[ThawError], message: str
+) -> None:
     (tmp_path / "m").mkdir()
     save_file({"lm_head.weight": torch.zeros(63, 32), "other": torch.zeros(1)}, tmp_path / "m" / "model.safetensors")
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
@@ -187,13 +189,13 @@ def test_a_plan_without_the_needed_fields() -> None:
         plan.split("model.layers.0.mlp.experts.0.w1.weight", "F32", (4, 4))
 
 
-def test_a_file_without_its_configuration(tmp_path: Path) -> None:
+def test_file_without_configuration_cannot_be_split(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(4)}, tmp_path / "a.pt")
     with pytest.raises(UnsupportedArchitecture, match="needs a model directory"):
         convert(tmp_path / "a.pt", tmp_path / "out", 2)
 
 
-def test_tied_tensors_that_are_divided_alike_stay_tied(tmp_path: Path) -> None:
+def test_equally_split_tied_tensors_stay_tied(tmp_path: Path) -> None:
     shared = torch.randn(64, 32)
     names = [f"model.layers.0.self_attn.{n}_proj.weight" for n in "qk"]
     write_torch(
@@ -210,7 +212,7 @@ def test_tied_tensors_that_are_divided_alike_stay_tied(tmp_path: Path) -> None:
         assert found["model.norm.weight"].data == raw(shared)
 
 
-def test_ranks_are_asked_for_by_name(tmp_path: Path) -> None:
+def test_rank_is_opened_by_its_file_name(tmp_path: Path) -> None:
     write_model(tmp_path / "m", LLAMA)
     convert(tmp_path / "m", tmp_path / "out", 2)
     assert open_checkpoint(tmp_path / "out", 1, 2).files[0].name == "weights-00001-of-00002.thaw"

@@ -98,7 +98,7 @@ def test_any_tensors_of_safetensors(described: list[tuple[str, list[int], int]])
         assert {n: (t.dtype, t.shape, t.data) for n, t in stored(target).items()} == expected
 
 
-def test_the_index_says_it_all(tmp_path: Path) -> None:
+def test_index_describes_every_tensor(tmp_path: Path) -> None:
     weights = some_weights()
     done = convert(write_torch(tmp_path / "m", weights), tmp_path / "out")
     assert (done.tensors, done.tied, done.ranks) == (len(weights), 1, 1)
@@ -125,7 +125,7 @@ def test_tensors_larger_than_a_piece(tmp_path: Path) -> None:
     assert all(found[name].data == array.tobytes() for name, array in weights.items())
 
 
-def test_files_beside_the_weights_are_copied(tmp_path: Path) -> None:
+def test_companion_files_are_copied(tmp_path: Path) -> None:
     source = write_torch(tmp_path / "m", some_weights())
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling" / "config.json").write_text("{}")
@@ -159,7 +159,7 @@ def test_a_flipped_bit_of_any_tensor_is_found(tmp_path: Path, name: str) -> None
         verify(target)
 
 
-def test_what_carries_no_hashes_cannot_be_verified(tmp_path: Path) -> None:
+def test_checkpoint_without_hashes_cannot_be_verified(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(CheckpointInvalid, match="only converted checkpoints carry hashes"):
         verify(tmp_path)

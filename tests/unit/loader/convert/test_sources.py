@@ -28,7 +28,7 @@ def untied() -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous().clone() for name, tensor in some_weights().items()}
 
 
-def test_sharded_pytorch_files(tmp_path: Path) -> None:
+def test_sharded_pytorch_files_are_converted(tmp_path: Path) -> None:
     weights = some_weights()
     convert(write_torch_shards(tmp_path / "m", weights, 3), tmp_path / "out")
     assert same(weights, stored(tmp_path / "out"))
@@ -37,14 +37,14 @@ def test_sharded_pytorch_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrap", [lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": w, "optimizer": {"lr": 1.0}}]
 )
-def test_one_file(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
+def test_single_file_is_converted(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
     torch.save(wrap(some_weights()), tmp_path / "some.pt")
     convert(tmp_path / "some.pt", tmp_path / "out")
     assert same(some_weights(), stored(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
-def test_an_adapter(tmp_path: Path, name: str) -> None:
+def test_adapter_is_converted(tmp_path: Path, name: str) -> None:
     weights = {f"base_model.model.q.lora_{part}.weight": torch.randn(4, 4) for part in "AB"}
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
@@ -55,20 +55,20 @@ def test_an_adapter(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
-def test_safetensors_go_before_pickles(tmp_path: Path) -> None:
+def test_safetensors_are_preferred_over_pickles(tmp_path: Path) -> None:
     write_torch(tmp_path / "m", {"other": torch.zeros(3)})
     weights = write_checkpoint(tmp_path / "m", shards=2)
     convert(tmp_path / "m", tmp_path / "out")
     assert stored(tmp_path / "out").keys() == weights.keys()
 
 
-def test_parameters_and_conjugates(tmp_path: Path) -> None:
+def test_parameters_and_conjugated_tensors_are_converted(tmp_path: Path) -> None:
     weights = {"p": torch.nn.Parameter(torch.randn(3, 4)), "c": torch.randn(5, dtype=torch.complex64).conj()}
     convert(write_torch(tmp_path / "m", weights), tmp_path / "out")
     assert same(weights, stored(tmp_path / "out"))
 
 
-def test_pickles_are_not_loaded_as_they_are(tmp_path: Path) -> None:
+def test_pickle_error_names_the_convert_command(tmp_path: Path) -> None:
     source = write_torch(tmp_path / "m", some_weights())
     for path in (source, source / BIN):
         with pytest.raises(CheckpointInvalid, match=f"thaw convert {path} DST"):
@@ -87,7 +87,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_pickle_that_would_run_code(tmp_path: Path, legacy: bool) -> None:
+def test_pickle_that_would_execute_code_is_refused(tmp_path: Path, legacy: bool) -> None:
     (tmp_path / "m").mkdir()
     content = {"w": torch.zeros(3), "evil": Evil(tmp_path / "ran")}
     torch.save(content, tmp_path / "m" / BIN, _use_new_zipfile_serialization=not legacy)
@@ -122,7 +122,7 @@ def quantised() -> torch.Tensor:
         (lambda: {"a" * 5000: torch.zeros(1)}, "name"),
     ],
 )
-def test_what_is_no_plain_tensor(tmp_path: Path, content: Callable[[], Any], message: str) -> None:
+def test_non_dense_tensors_are_refused(tmp_path: Path, content: Callable[[], Any], message: str) -> None:
     torch.save(content(), tmp_path / "some.pt")
     with pytest.raises(CheckpointInvalid, match=message) as caught:
         convert(tmp_path / "some.pt", tmp_path / "out")
@@ -132,7 +132,7 @@ def test_what_is_no_plain_tensor(tmp_path: Path, content: Callable[[], Any], mes
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("keep", [0.0, 0.2, 0.6, 0.99])
-def test_truncated_files(tmp_path: Path, legacy: bool, keep: float) -> None:
+def test_truncated_file_is_refused(tmp_path: Path, legacy: bool, keep: float) -> None:
     path = write_torch(tmp_path / "m", some_weights(), legacy=legacy) / BIN
     os.truncate(path, int(path.stat().st_size * keep))
     with pytest.raises(CheckpointInvalid, match=str(path)):
@@ -149,7 +149,7 @@ def test_a_flipped_bit_in_an_archive(tmp_path: Path) -> None:
         convert(tmp_path / "m", tmp_path / "out")
 
 
-def test_archives_without_checksums_are_taken(tmp_path: Path) -> None:
+def test_archive_without_checksums_is_accepted(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         write_torch(tmp_path / "m", some_weights())
@@ -159,7 +159,7 @@ def test_archives_without_checksums_are_taken(tmp_path: Path) -> None:
     assert same(some_weights(), stored(tmp_path / "out"))
 
 
-def test_a_compressed_archive(tmp_path: Path) -> None:
+def test_compressed_archive_is_refused(tmp_path: Path) -> None:
     torch.save(some_weights(), tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "m.pt", "w", zipfile.ZIP_DEFLATED) as packed:
         for name in plain.namelist():
@@ -185,7 +185,7 @@ def test_a_compressed_archive(tmp_path: Path) -> None:
         (lambda m: (m / "pytorch_model.bin.index.json").unlink(), "several PyTorch files and no pytorch_model.bin.index.json"),
     ],
 )
-def test_shards_that_do_not_fit_together(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
+def test_inconsistent_shards_are_refused(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
     write_torch_shards(tmp_path / "m", untied())
     spoil(tmp_path / "m")
     with pytest.raises(CheckpointInvalid, match=message):
@@ -194,7 +194,7 @@ def test_shards_that_do_not_fit_together(tmp_path: Path, spoil: Callable[[Path],
 
 
 @pytest.mark.parametrize("name", [BIN, "model.safetensors", "config.json"])
-def test_links_that_leave_the_model(tmp_path: Path, name: str) -> None:
+def test_links_out_of_the_model_directory_are_refused(tmp_path: Path, name: str) -> None:
     write_checkpoint(tmp_path / "secret")
     write_torch(tmp_path / "secret", some_weights())
     (write_torch if name == BIN else write_checkpoint)(tmp_path / "m", untied() if name == BIN else None)  # type: ignore[arg-type]  # by name
@@ -217,7 +217,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"), [("nothing", "does not exist"), ("empty", "has no weights"), ("done", "converted already")]
 )
-def test_sources_that_are_none(tmp_path: Path, path: str, message: str) -> None:
+def test_invalid_sources_are_refused(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     convert(write_torch(tmp_path / "m", some_weights()), tmp_path / "done")
     with pytest.raises(CheckpointInvalid, match=message):

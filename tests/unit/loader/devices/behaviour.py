@@ -80,12 +80,12 @@ class DeviceBehaviour:
         assert waited == [True]
         assert arena.watermark == 2 * PAGE
 
-    def test_waiting_ends_when_it_is_called_off(self, arena: Arena) -> None:
+    def test_cancelled_wait_returns(self, arena: Arena) -> None:
         cancelled = threading.Event()
         threading.Timer(0.05, cancelled.set).start()
         assert arena.wait(1, cancelled) is False
 
-    def test_waiting_ends_when_the_arena_is_released(self, arena: Arena) -> None:
+    def test_wait_ends_when_the_arena_is_released(self, arena: Arena) -> None:
         waited: list[bool] = []
         waiter = threading.Thread(target=lambda: waited.append(arena.wait(1)))
         waiter.start()
@@ -93,7 +93,7 @@ class DeviceBehaviour:
         waiter.join(10)
         assert waited == [False]
 
-    def test_released_once_and_deaf_afterwards(self, arena: Arena, host: Host) -> None:
+    def test_second_release_and_later_fills_have_no_effect(self, arena: Arena, host: Host) -> None:
         assert arena.release() == SEGMENT
         assert arena.release() == 0
         arena.fill(0, host.address, PAGE)
@@ -104,7 +104,7 @@ class DeviceBehaviour:
         with pytest.raises(ValueError, match="do not lie in a segment"):
             arena.fill(offset, host.address, nbytes)
 
-    def test_a_range_given_twice_is_refused(self, arena: Arena, host: Host) -> None:
+    def test_duplicate_range_is_refused(self, arena: Arena, host: Host) -> None:
         arena.fill(PAGE, host.address, PAGE)
         with pytest.raises(ValueError, match="given already"):
             arena.fill(2 * PAGE - 1, host.address, PAGE)
@@ -121,6 +121,6 @@ class DeviceBehaviour:
             arena.release()
         assert device.queued_bytes == 0
 
-    def test_closing_releases_all(self, device: Device, arena: Arena) -> None:
+    def test_closing_the_device_releases_all_arenas(self, device: Device, arena: Arena) -> None:
         device.close()
         assert arena.release() == 0

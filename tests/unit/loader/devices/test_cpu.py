@@ -22,7 +22,7 @@ class TestCpu(DeviceBehaviour):
     def check(self, arena: Arena, host: Host) -> None:
         """Check that there is no copy: the engine maps the pool itself."""
 
-    def test_the_handle_says_where_in_the_pool_it_lies(self, device: Device) -> None:
+    def test_handle_names_the_extents_in_the_pool(self, device: Device) -> None:
         extents = (Extent(offset=0, nbytes=4096), Extent(offset=16384, nbytes=4096))
         arena = device.allocate(Place("w", 8000, "thaw-pool", extents))
         assert arena.handle() == SharedMemoryHandle(device="cpu:0", nbytes=8000, segment="thaw-pool", extents=extents)

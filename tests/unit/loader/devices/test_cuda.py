@@ -65,20 +65,20 @@ class TestCuda(DeviceBehaviour):
     def read(self, arena: Arena, nbytes: int) -> bytes:
         return opened(arena, self.driver, nbytes)
 
-    def test_the_handle_names_the_gpu_by_its_bus(self, arena: Arena, device: Device) -> None:
+    def test_handle_names_the_gpu_by_its_bus_id(self, arena: Arena, device: Device) -> None:
         handle = arena.handle()
         assert isinstance(handle, CudaIpcHandle)
         assert (handle.device, handle.bus_id, handle.nbytes) == ("cuda:0", "0000:00:00.0", SEGMENT)
         assert device.link == "bus:cuda:0"
 
-    def test_memory_is_taken_in_whole_blocks(self, arena: Arena) -> None:
+    def test_memory_is_allocated_in_whole_blocks(self, arena: Arena) -> None:
         assert [len(m) for m in self.driver.memory.values()] == [GRANULE]
 
-    def test_no_room(self, device: Device) -> None:
+    def test_allocation_beyond_the_device_memory_fails(self, device: Device) -> None:
         with pytest.raises(InsufficientMemory, match="out of memory"):
             device.allocate(Place("w", TOTAL + 1, "thaw-test"))
 
-    def test_small_ranges_go_together_behind_a_copy_under_way(self, arena: Arena, host: Host) -> None:
+    def test_small_ranges_are_grouped_while_a_copy_runs(self, arena: Arena, host: Host) -> None:
         self.driver.gate.clear()
         arena.fill(0, host.address, 100)
         self.driver.await_copies(1)
@@ -90,7 +90,7 @@ class TestCuda(DeviceBehaviour):
         assert len(self.driver.copies) <= 4
         assert sum(n for _, n, _ in self.driver.copies) == 2 * GROUP
 
-    def test_a_long_range_is_cut_so_that_others_may_pass(self, device: Device, host: Host) -> None:
+    def test_long_range_is_split_so_that_others_may_overtake(self, device: Device, host: Host) -> None:
         background, request = (
             device.allocate(Place(p.name, SEGMENT, "thaw-test"), p) for p in (Priority.BACKGROUND, Priority.REQUEST)
         )
@@ -119,7 +119,7 @@ class TestCuda(DeviceBehaviour):
         self.check(other, host)
         assert arena.release() == SEGMENT
 
-    def test_an_unexpected_error_ends_no_thread(self, device: Device, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unexpected_error_ends_no_thread(self, device: Device, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """An unexpected error ends no thread.
 
         A binding may refuse an argument: without the thread every later load would wait for ever.
@@ -191,7 +191,7 @@ class TestCuda(DeviceBehaviour):
             device.close()
 
 
-def test_memory_is_pinned_once_and_refused_with_another_length(driver: FakeDriver) -> None:
+def test_memory_is_pinned_once_and_another_length_refused(driver: FakeDriver) -> None:
     driver.use(0)
     pins = Pins(driver)
     pins.pin(4096, 8192)
@@ -206,7 +206,7 @@ def test_memory_is_pinned_once_and_refused_with_another_length(driver: FakeDrive
     assert driver.pinned == {}
 
 
-def test_a_chunk_that_cannot_be_pinned_is_not_thought_pinned(driver: FakeDriver) -> None:
+def test_failed_pin_is_not_recorded(driver: FakeDriver) -> None:
     driver.use(0)
     driver.pinned[4096] = 1
     pins = Pins(driver)
@@ -215,7 +215,7 @@ def test_a_chunk_that_cannot_be_pinned_is_not_thought_pinned(driver: FakeDriver)
     assert pins.nbytes == 0
 
 
-def test_ranges_are_cut_where_page_locked_ones_meet(driver: FakeDriver) -> None:
+def test_ranges_are_split_at_boundaries_of_pinned_memory(driver: FakeDriver) -> None:
     driver.use(0)
     pins = Pins(driver)
     for address, nbytes in ((100, 50), (150, 50), (300, 100)):

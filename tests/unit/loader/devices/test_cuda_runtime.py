@@ -35,11 +35,11 @@ class TestWithoutADriver:
         self.module = module
         return CudaRuntime(module)
 
-    def test_loading_refuses_in_words(self, runtime: CudaRuntime) -> None:
+    def test_missing_driver_is_reported_on_load(self, runtime: CudaRuntime) -> None:
         with pytest.raises(DeviceMissing, match=r"No CUDA device can be used here: .*driver"):
             load_cuda()
 
-    def test_every_call_is_one_that_the_package_has(self, runtime: CudaRuntime) -> None:
+    def test_every_runtime_call_exists_in_the_package(self, runtime: CudaRuntime) -> None:
         """Every call exists in the package.
 
         Wrong names and arguments are AttributeErrors and TypeErrors; right ones reach the missing
@@ -71,7 +71,7 @@ class TestWithoutADriver:
             with pytest.raises(DeviceFailed, match=f"^{name}: .*cudaErrorInsufficientDriver"):
                 call()
 
-    def test_names_that_no_call_above_reaches(self, runtime: CudaRuntime) -> None:
+    def test_remaining_runtime_names_exist_in_the_package(self, runtime: CudaRuntime) -> None:
         for name in ("cudaDeviceGetPCIBusId", "cudaStreamCreateWithPriority", "cudaEventRecord", "cudaEventDestroy"):
             assert callable(getattr(self.module, name))
         assert self.module.cudaDriverGetVersion()[0] == self.module.cudaError_t.cudaSuccess

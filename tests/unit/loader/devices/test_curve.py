@@ -32,12 +32,12 @@ def bus(latency: float, rate: float) -> list[Point]:
         ([Point(KIB, 1.0), Point(2 * KIB, 10.0), Point(4 * KIB, 7.0)], 2 * KIB),  # slower again beyond the peak
     ],
 )
-def test_elbow(points: list[Point], expected: int) -> None:
+def test_elbow_of_a_curve_is_found(points: list[Point], expected: int) -> None:
     assert elbow(points) == expected
     assert elbow(points[::-1]) == expected
 
 
-def test_the_probe_leaves_nothing_behind() -> None:
+def test_probe_releases_all_its_resources() -> None:
     driver = FakeDriver()
     points = measure(driver, driver.facts(0), (4096, 8192), 16384)
     assert [p.nbytes for p in points] == [4096, 8192]
@@ -46,7 +46,7 @@ def test_the_probe_leaves_nothing_behind() -> None:
     assert (driver.memory, driver.pinned, driver.streams, driver.events) == ({}, {}, [], 0)
 
 
-def test_a_curve_is_measured_once_for_each_device_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curve_is_measured_once_per_device_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
 
     def stand_in(_: object, facts: object) -> list[Point]:
@@ -63,7 +63,7 @@ def test_a_curve_is_measured_once_for_each_device_and_driver(tmp_path: Path, mon
     assert group_bytes(driver, driver.facts(0), cache / "under a file") == 2 * MIB, "it is used all the same"
 
 
-def test_a_probe_that_fails_falls_back_and_is_not_remembered(tmp_path: Path) -> None:
+def test_failed_probe_uses_the_fallback_and_is_not_cached(tmp_path: Path) -> None:
     driver = FakeDriver()
     driver.fail_copy = True
     with pytest.raises(DeviceFailed):

@@ -44,7 +44,7 @@ def pool(device: CudaDevice) -> Iterator[PoolMemory]:
     pool.close(unlink=True)
 
 
-def test_a_scattered_segment_arrives_whole(driver: FakeDriver, device: CudaDevice, pool: PoolMemory) -> None:
+def test_scattered_segment_is_copied_completely(driver: FakeDriver, device: CudaDevice, pool: PoolMemory) -> None:
     region = Region(pool, (3, 0, 2), SEGMENT)
     for chunk in region.chunks:
         pool.prepare(chunk)

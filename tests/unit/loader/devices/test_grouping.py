@@ -25,7 +25,7 @@ def test_the_watermark_is_the_first_gap(given_ranges: list[tuple[int, int]]) -> 
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=25))
-def test_ranges_refuse_exactly_what_overlaps(wanted: list[tuple[int, int]]) -> None:
+def test_overlapping_ranges_are_refused(wanted: list[tuple[int, int]]) -> None:
     ranges, taken = Ranges(), set[int]()
     for start, length in wanted:
         mine = set(range(start, start + length))
@@ -35,7 +35,7 @@ def test_ranges_refuse_exactly_what_overlaps(wanted: list[tuple[int, int]]) -> N
 
 
 @given(ranges, st.integers(1, 400), st.integers(1, 3))
-def test_every_byte_goes_once_and_groups_are_bounded(given_ranges: list[tuple[int, int]], size: int, window: int) -> None:
+def test_every_byte_is_copied_once_in_bounded_groups(given_ranges: list[tuple[int, int]], size: int, window: int) -> None:
     queue = CopyQueue(size, window)
     queue.open(1, 0)
     moved: list[Run] = []
@@ -66,7 +66,7 @@ def queue_of(*arenas: tuple[int, Priority], window: int = 2, order: str = "arriv
     return queue
 
 
-def test_neighbours_become_one_copy_and_others_stay_apart() -> None:
+def test_adjacent_ranges_become_one_copy() -> None:
     queue = queue_of((1, Priority.REQUEST))
     for offset, address in ((0, 1000), (10, 1010), (20, 3000)):
         queue.add(1, Run(offset, address, 10))
@@ -84,7 +84,7 @@ def test_neighbours_of_different_page_locked_ranges_stay_apart() -> None:
     assert group.runs == runs
 
 
-def test_nothing_is_held_back_from_an_idle_bus() -> None:
+def test_small_range_is_copied_immediately_on_an_idle_bus() -> None:
     queue = queue_of((1, Priority.REQUEST))
     queue.add(1, Run(0, 0, 1))
     first = queue.next()
@@ -103,7 +103,7 @@ def test_requests_first_from_the_next_group_on() -> None:
     assert [g.arena for g in (queue.next(), queue.next()) if g] == [2, 1]  # though small, it does not wait for the background
 
 
-def test_raised_priority() -> None:
+def test_raised_priority_overtakes_other_arenas() -> None:
     queue = queue_of((1, Priority.BACKGROUND), (2, Priority.BACKGROUND), window=9)
     for arena in (1, 2):
         queue.add(arena, Run(0, 0, 300))
@@ -119,7 +119,7 @@ def test_in_order_of_arrival_or_fairly() -> None:
         assert [g.arena for g in iter(queue.next, None)] == expected
 
 
-def test_what_is_closed_or_dropped_goes_no_further() -> None:
+def test_closed_or_dropped_arena_copies_nothing_more() -> None:
     queue = queue_of((1, Priority.REQUEST), (2, Priority.REQUEST), window=9)
     for arena in (1, 2):
         queue.add(arena, Run(0, 0, 300))

@@ -92,9 +92,7 @@ async def card(bench: GpuBench, tmp_path: Path) -> ModelCard:
     return await bench.card(tmp_path / "m")
 
 
-async def test_chunks_reach_the_device_as_they_are_read_and_are_freed_with_the_last_holder(
-    bench: GpuBench, card: ModelCard
-) -> None:
+async def test_chunks_are_copied_while_read_and_freed_with_the_last_holder(bench: GpuBench, card: ModelCard) -> None:
     await bench.loader.handle(PrepareWeights(token=1 << 32, instance_id="a", card=card, device="cuda:0"))
     found = await bench.on("cuda:0", "a", card)
     assert isinstance(found.handle, CudaIpcHandle)
@@ -114,7 +112,7 @@ async def test_chunks_reach_the_device_as_they_are_read_and_are_freed_with_the_l
     assert (bench.driver.memory, bench.driver.pinned) == ({}, {})
 
 
-async def test_whole_chunks_are_copied_from_page_locked_memory(bench: GpuBench, card: ModelCard) -> None:
+async def test_whole_chunks_are_copied_from_pinned_memory(bench: GpuBench, card: ModelCard) -> None:
     found = await bench.on("cuda:0", "a", card)
     assert sorted(bench.driver.pinned.values()) == [CHUNK_BYTES] * (found.total_bytes // CHUNK_BYTES)
     again = await bench.on("cuda:1", "b", card)
@@ -126,7 +124,7 @@ def _two_busy(driver: FakeDriver) -> None:
         assert driver.issued.wait_for(lambda: sum(s.work.qsize() > 0 for s in driver.streams) >= 2, 10)
 
 
-async def test_devices_in_parallel_each_with_its_own(bench: GpuBench, card: ModelCard) -> None:
+async def test_devices_copy_in_parallel_to_their_own_memory(bench: GpuBench, card: ModelCard) -> None:
     bench.driver.gate.clear()
     both = [asyncio.create_task(bench.on(f"cuda:{i}", f"i{i}", card)) for i in range(2)]
     host_only = await bench.attach("host", card)
@@ -152,7 +150,7 @@ async def test_the_index_is_reported_before_the_bytes_arrive(bench: GpuBench, ca
     assert bench.on_device(await whole) == bench.in_host_memory(index)
 
 
-async def test_a_release_under_way_ends_the_copies_first(bench: GpuBench, card: ModelCard) -> None:
+async def test_release_waits_for_running_copies(bench: GpuBench, card: ModelCard) -> None:
     bench.driver.gate.clear()
     whole = asyncio.create_task(bench.on("cuda:0", "a", card))
     await asyncio.to_thread(bench.driver.await_copies, 1)
@@ -165,7 +163,7 @@ async def test_a_release_under_way_ends_the_copies_first(bench: GpuBench, card: 
     assert bench.driver.memory == {}
 
 
-async def test_without_room_there_the_engine_copies_for_itself(
+async def test_without_device_memory_the_engine_copies_itself(
     bench: GpuBench, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(_: int) -> int:
@@ -181,7 +179,7 @@ async def test_without_room_there_the_engine_copies_for_itself(
 
 
 @pytest.mark.parametrize("fault", ["fail_copy", "fail_event"])
-async def test_a_device_that_fails_keeps_nothing(bench: GpuBench, card: ModelCard, fault: str) -> None:
+async def test_failed_device_keeps_no_memory(bench: GpuBench, card: ModelCard, fault: str) -> None:
     setattr(bench.driver, fault, True)
     found = await bench.on("cuda:0", "a", card)
     assert found.handle is None
@@ -190,7 +188,7 @@ async def test_a_device_that_fails_keeps_nothing(bench: GpuBench, card: ModelCar
 
 
 @pytest.mark.parametrize("other_stays", [True, False])
-async def test_memory_that_a_broken_device_does_not_free_blocks_no_waiter(
+async def test_unfreed_memory_of_a_broken_device_blocks_no_waiter(
     bench: GpuBench, card: ModelCard, monkeypatch: pytest.MonkeyPatch, other_stays: bool
 ) -> None:
     await bench.on("cuda:0", "a", card)
@@ -211,17 +209,17 @@ async def test_memory_that_a_broken_device_does_not_free_blocks_no_waiter(
     assert bench.status().segments == ()
 
 
-async def test_a_device_that_is_not_there(bench: GpuBench, card: ModelCard) -> None:
+async def test_unknown_device_gets_no_handle(bench: GpuBench, card: ModelCard) -> None:
     assert (await bench.on("cuda:7", "a", card)).handle is None
 
 
-async def test_engines_that_may_not_map_get_no_handle(bench: GpuBench, card: ModelCard) -> None:
+async def test_engines_that_must_not_map_get_no_handle(bench: GpuBench, card: ModelCard) -> None:
     await bench.engines_may_map(yes=False)
     assert (await bench.on("cuda:0", "a", card)).handle is None
     assert bench.devices.opened == ()
 
 
-async def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
+async def test_memory_that_cannot_be_pinned_is_copied_anyway(
     bench: GpuBench, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: int) -> None:
@@ -253,7 +251,7 @@ async def test_cached_weights_are_copied_to_a_device_again(tmp_path: Path) -> No
     bench.pool.close(unlink=True)
 
 
-def test_a_loader_imports_nothing_of_cuda_on_its_own() -> None:
+def test_loader_does_not_import_cuda_by_itself() -> None:
     code = "import sys, services.loader.app; print([m for m in sys.modules if m.split('.')[0] in ('cuda', 'torch', 'pynvml')])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

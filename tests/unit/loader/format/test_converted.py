@@ -84,7 +84,7 @@ def check(found: Index) -> None:
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(distinct))
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_index_is_read_back() -> None:
     tied = entry("c", ALIGNMENT)
     content = index(entry(), entry("b", ALIGNMENT), tied, entry("none", 512, (0, 4), size=0), entry("one", 768, ()))
     data = write_index(
@@ -165,7 +165,7 @@ def partitions(**change: Any) -> dict[str, Any]:
         (sealed(index()) + b" ", "checksum is wrong"),
     ],
 )
-def test_lies_are_named(data: bytes, message: str) -> None:
+def test_invalid_index_fields_are_named(data: bytes, message: str) -> None:
     with pytest.raises(CheckpointInvalid, match=message) as caught:
         parse_index(data, "m/thaw.index.json")
     assert caught.value.message.startswith("m/thaw.index.json ")
@@ -221,7 +221,7 @@ def test_any_index_is_refused_or_sound(tensors: list[dict[str, Any]], size: int,
 
 
 @pytest.mark.parametrize("line", [b"{},\n", b"1,\n", b"[],\n", b'{"name":1},\n', b'"a":', b"[", b"\n"])
-def test_hostile_lines_take_little_memory(line: bytes) -> None:
+def test_hostile_lines_use_little_memory(line: bytes) -> None:
     data = sealed(line * (2_000_000 // len(line)))
     tracemalloc.start()
     try:
@@ -233,13 +233,13 @@ def test_hostile_lines_take_little_memory(line: bytes) -> None:
 
 
 @given(st.binary(max_size=300) | st.text(alphabet='{}[]:,"0123456789-.eE tensors', max_size=300).map(str.encode))
-def test_noise_is_refused(data: bytes) -> None:
+def test_random_bytes_are_refused(data: bytes) -> None:
     for one in (data, sealed(data)):
         with pytest.raises(CheckpointInvalid):
             parse_index(one, "x")
 
 
-def test_small_lies_take_little_memory() -> None:
+def test_small_files_with_false_sizes_use_little_memory() -> None:
     """Small files with false sizes take little memory: nothing allocates such sizes."""
     lies = [index(entry(shape=(BIG,) * 64, size=8, stride=(1,) * 64)), partitions(size=BIG, tensors=BIG), index(ranks=1024)]
     tracemalloc.start()
@@ -262,7 +262,7 @@ def write(directory: Path, content: bytes = VALID) -> Path:
     return directory
 
 
-def test_it_is_laid_out_like_any_other(tmp_path: Path) -> None:
+def test_converted_checkpoint_has_the_usual_layout(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write(tmp_path / "m"))
     layout = lay_out(checkpoint, "id")
     assert layout.total_bytes == layout.places[0].offset + 4096
@@ -294,7 +294,7 @@ def pipe(path: Path) -> None:
         (lambda m: os.truncate(m / INDEX_NAME, 100), "no valid index"),
     ],
 )
-def test_directories_that_are_damaged(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
+def test_damaged_directory_is_refused(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
     spoil(write(tmp_path / "m"))
     with pytest.raises(CheckpointInvalid, match=message):
         open_checkpoint(tmp_path / "m")

@@ -48,7 +48,7 @@ def closed() -> Iterator[Path]:
         yield Path(directory) / "m"
 
 
-def test_no_access_on_the_way(door: Door, closed: Path) -> None:
+def test_inaccessible_parent_directory_is_reported(door: Door, closed: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root, to become another user")
     message = rf"{closed}.* cannot be looked at: Permission denied; correct the path, or the permissions"
@@ -68,7 +68,7 @@ def test_links_in_a_circle(door: Door, tmp_path: Path) -> None:
         door(tmp_path / "one")
 
 
-def test_nothing_there_and_a_file_on_the_way(tmp_path: Path) -> None:
+def test_missing_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "none", tmp_path / "file" / "m", Path("/m\0")):
         with pytest.raises(CheckpointInvalid, match="does not exist"):
@@ -80,7 +80,7 @@ def test_a_user_without_a_passwd_entry() -> None:
         expanded("~nobody-of-that-name/m")
 
 
-def test_a_directory_of_weights_alone_lacks_its_configuration(tmp_path: Path) -> None:
+def test_directory_without_configuration_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "config.json").unlink(missing_ok=True)
     with pytest.raises(CheckpointInvalid, match=r"/config\.json is missing"):

@@ -92,7 +92,7 @@ def test_random_loads_and_reclaims_never_serve_wrong_bytes(memory: PageMemory) -
     assert 10 < copied < 60, "some units were copied, and others were reused"
 
 
-def test_pages_that_lie_apart_are_one_range_to_an_engine(memory: PageMemory) -> None:
+def test_scattered_pages_are_one_range_for_an_engine(memory: PageMemory) -> None:
     store = Store.empty(PAGES)
     for n in range(0, PAGES, 2):
         found = reserve(
@@ -115,7 +115,7 @@ def len_of(_: object) -> float:
     return 0.0
 
 
-def test_memory_is_taken_at_the_first_copy_and_given_back(memory: PageMemory) -> None:
+def test_memory_is_allocated_at_the_first_copy_and_freed(memory: PageMemory) -> None:
     found = reserve(Store.empty(PAGES), "a", "m", [Unit("u", 0, 3 * PAGE_BYTES)], 0.0, len_of)
     assert found is not None
     assert memory.allocated_bytes() == 0

@@ -46,7 +46,7 @@ def loaded(store: Store, holder: str, *units: Unit, now: float = 0.0, model: str
     return complete(found.store, [u.key for u in found.missing])
 
 
-def test_the_second_load_copies_only_what_is_missing() -> None:
+def test_second_load_copies_only_missing_units() -> None:
     base, head = unit("base", 8), unit("head", 2)
     store, handed = release(loaded(Store.empty(PAGES), "a", base), "a", 1.0)
     assert handed == {}
@@ -71,7 +71,7 @@ def test_mapped_units_are_never_reclaimed() -> None:
     assert lend(store, "kv", 5, recency) is None
 
 
-def test_reclaiming_takes_the_least_expected_cost_first_and_no_more_than_it_needs() -> None:
+def test_reclaim_takes_the_least_expected_cost_and_no_more_than_needed() -> None:
     store = Store.empty(PAGES)
     for key, at in (("cheap", 3.0), ("dear", 1.0), ("middle", 2.0)):
         store, _ = release(loaded(store, key, unit(key, 8), now=at), key, at)
@@ -82,7 +82,7 @@ def test_reclaiming_takes_the_least_expected_cost_first_and_no_more_than_it_need
     assert audit(found.store) == []
 
 
-def test_reclaiming_gives_up_the_end_of_a_model_first() -> None:
+def test_reclaim_starts_at_the_last_layers_of_a_model() -> None:
     layers = [unit(f"layer{n}", 4, offset=n * 100) for n in range(6)]
     store, _ = release(loaded(Store.empty(PAGES), "a", *layers), "a", 1.0)
     found = reserve(store, "b", "other", [unit("new", 6)], 2.0, lambda u: 1.0)
@@ -90,13 +90,13 @@ def test_reclaiming_gives_up_the_end_of_a_model_first() -> None:
     assert found.reclaimed == ("layer5", "layer4")
 
 
-def test_a_load_does_not_reclaim_what_it_is_about_to_reuse() -> None:
+def test_load_does_not_reclaim_units_it_will_reuse() -> None:
     store, _ = release(loaded(Store.empty(PAGES), "a", unit("base", 20)), "a", 1.0)
     assert reserve(store, "b", "m", [unit("base", 20), unit("more", 5)], 2.0, recency) is None
     assert missing_bytes(store, [unit("base", 20)]) == 0
 
 
-def test_a_unit_being_filled_is_handed_on_when_its_filler_ends() -> None:
+def test_unit_being_filled_is_passed_to_another_holder_on_release() -> None:
     store = reserved(Store.empty(PAGES), "a", unit("base", 4)).store
     found = reserved(store, "b", unit("base", 4))
     assert found.missing == ()
@@ -106,7 +106,7 @@ def test_a_unit_being_filled_is_handed_on_when_its_filler_ends() -> None:
     assert (handed, store.units, len(store.free)) == ({}, {}, PAGES)
 
 
-def test_a_borrower_cannot_give_back_what_it_does_not_have() -> None:
+def test_borrower_cannot_return_pages_it_does_not_have() -> None:
     lent = lend(Store.empty(PAGES), "kv", 2, recency)
     assert lent is not None
     with pytest.raises(ValueError, match="does not have pages"):

@@ -49,7 +49,7 @@ def test_equal_content_at_other_offsets_has_the_same_keys() -> None:
     assert [u.key for u in cut_units(one, names, "a")] == [u.key for u in cut_units(other, names, "b")]
 
 
-def test_a_changed_tensor_changes_the_key_of_its_unit_alone() -> None:
+def test_changed_tensor_changes_only_the_key_of_its_unit() -> None:
     segment = tensors(PAGE_BYTES, PAGE_BYTES, 100, 200)
     before = cut_units(segment, digests(segment), "w")
     after = cut_units(segment, digests(segment) | {"t3": "0" * 64}, "w")
@@ -73,12 +73,12 @@ def test_a_unit_with_an_unknown_hash_is_shared_with_no_other_weights() -> None:
     assert cut_units(segment, known, "one") == one
 
 
-def test_tied_tensors_are_in_one_unit() -> None:
+def test_tied_tensors_share_a_unit() -> None:
     embedding, head = (SegmentTensor(name=n, dtype="U8", shape=(PAGE_BYTES,), offset=4096, nbytes=PAGE_BYTES) for n in ("e", "h"))
     (unit,) = cut_units([embedding, head], {"e": "a" * 64, "h": "a" * 64}, "w")
     assert (unit.offset, unit.nbytes) == (4096, PAGE_BYTES)
 
 
-def test_an_address_range_refuses_units_that_overlap() -> None:
+def test_overlapping_units_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
         address_range([Unit("a", 0, 100), Unit("b", 50, 100)])

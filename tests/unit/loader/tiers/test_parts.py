@@ -37,18 +37,18 @@ NAMES = st.text(alphabet="ab./\\\0~ -", max_size=12)
 
 @settings(deadline=None)
 @given(NAMES)
-def test_a_safe_name_stays_below_its_directory(name: str) -> None:
+def test_safe_name_stays_below_its_directory(name: str) -> None:
     if is_safe(name):
         assert os.path.normpath(f"/root/{name}").startswith("/root/")
         assert ".." not in name.split("/")
 
 
 @pytest.mark.parametrize("name", ["", "/", "/a", "a//b", "../a", "a/../b", ".hidden", "a/.b", "a\0b", "a\\b", "a" * 300])
-def test_unsafe_names(name: str) -> None:
+def test_unsafe_names_are_refused(name: str) -> None:
     assert not is_safe(name)
 
 
-def test_small_files() -> None:
+def test_small_files_are_recognized_by_name_and_size() -> None:
     assert is_small("config.json", 10)
     assert is_small("1_Pooling/config.json", 10)
     assert is_small("own.py", 10)
@@ -58,7 +58,7 @@ def test_small_files() -> None:
     assert is_small("thaw.index.json", 200 << 20), "of a large model divided for many ranks"
 
 
-def test_what_is_a_model_s() -> None:
+def test_files_of_a_model_are_selected() -> None:
     sizes = {"config.json": 2, "model.safetensors": 9, "consolidated.safetensors": 9, "README.md": 3, "../x.json": 1}
     assert select(sizes, "there", lambda name: b"") == ("config.json", "model.safetensors")
     with pytest.raises(CheckpointInvalid, match="there has no weights"):
@@ -100,7 +100,7 @@ def test_ranges_are_sets_of_bytes(pieces: list[tuple[int, int]], size: int) -> N
         (formatdate(0), 0.0),
     ],
 )
-def test_retry_after(header: str | None, seconds: float) -> None:
+def test_retry_after_header_is_parsed(header: str | None, seconds: float) -> None:
     assert asked_seconds(header, 1000.0) == pytest.approx(seconds)
 
 
@@ -112,7 +112,7 @@ def entry(revision: str, used: float, nbytes: int = 10, **flags: Any) -> CacheEn
     return CacheEntry(revision, nbytes, used, **flags)
 
 
-def test_what_makes_room() -> None:
+def test_eviction_order_is_incomplete_then_least_recently_used() -> None:
     entries = [
         entry("old", 1),
         entry("pinned", 0, pinned=True),
@@ -145,7 +145,7 @@ def test_bytes_still_to_be_fetched_count_too() -> None:
     st.integers(0, 100),
     st.integers(0, 200),
 )
-def test_room_is_made_without_what_is_pinned_or_held(entries: list[CacheEntry], needed: int, budget: int) -> None:
+def test_eviction_never_removes_pinned_or_used_entries(entries: list[CacheEntry], needed: int, budget: int) -> None:
     plan = plan_eviction(entries, needed, budget, 10**9)
     by_name = {e.revision: e for e in entries}
     left = sum(e.nbytes for e in entries)
@@ -165,11 +165,11 @@ def test_room_is_made_without_what_is_pinned_or_held(entries: list[CacheEntry], 
     ("peers", "source", "first"),
     [([None], None, True), ([1.0], None, True), ([None], 9.0, True), ([1.0], 9.0, False), ([9.0], 1.0, True)],
 )
-def test_who_is_read_first(peers: list[float | None], source: float | None, first: bool) -> None:
+def test_faster_of_peers_and_source_is_read_first(peers: list[float | None], source: float | None, first: bool) -> None:
     assert peers_first(peers, source) is first
 
 
-async def test_offers_of_peers() -> None:
+async def test_peers_are_offered_by_load_and_trust() -> None:
     now = [0.0]
     peers = Peers("here", lambda: now[0])
     has = (CachedModel(weights_id="r", tier="ssd", nbytes=1),)
@@ -202,7 +202,7 @@ def headers(**values: str) -> HTTPMessage:
 MD5 = hashlib.md5(b"x", usedforsecurity=False)
 
 
-def test_md5_of_stores() -> None:
+def test_md5_is_read_from_the_headers_of_each_store() -> None:
     import base64
 
     encoded = base64.b64encode(MD5.digest()).decode()
@@ -218,7 +218,7 @@ def test_md5_of_stores() -> None:
 
 @settings(deadline=None)
 @given(st.binary(min_size=1, max_size=200), st.data())
-def test_checksums_whatever_the_order(content: bytes, data: st.DataObject) -> None:
+def test_checksum_is_verified_for_any_order_of_pieces(content: bytes, data: st.DataObject) -> None:
     cuts = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content)), max_size=6))})
     pieces = data.draw(st.permutations(list(itertools.pairwise(cuts))))
     right = data.draw(st.booleans())

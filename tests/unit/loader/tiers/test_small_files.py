@@ -55,13 +55,13 @@ def test_a_damaged_file_is_fetched_again(tmp_path: Path, damage: bytes, sha256: 
     assert bring(source, tmp_path) == 0
 
 
-def test_a_file_without_any_known_checksum_is_fetched_once_more(tmp_path: Path) -> None:
+def test_file_without_a_known_checksum_is_fetched_once_more(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(bytes(len(CONFIG)))
     source = Source()
     assert [bring(source, tmp_path), bring(source, tmp_path)] == [1, 0]
 
 
-def test_a_file_that_arrives_damaged_is_not_kept(tmp_path: Path) -> None:
+def test_file_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:
     source = Source(sha256="0" * 64)
     with pytest.raises(CheckpointInvalid, match="SHA-256"):
         bring_small_files(cast(Tier, source), tmp_path, trust_remote_code=False)

@@ -19,7 +19,7 @@ WRONG_PASSWORD = asyncpg.InvalidPasswordError('password authentication failed fo
         asyncpg.InvalidCatalogNameError('database "thaw" does not exist'),
     ],
 )
-def test_a_refused_login_says_what_to_correct(error: Exception) -> None:
+def test_refused_login_error_names_the_setting_to_correct(error: Exception) -> None:
     text = refused_login(error)
     assert text is not None
     assert "THAW_DATABASE_URL" in text

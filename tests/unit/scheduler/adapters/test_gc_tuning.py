@@ -12,7 +12,7 @@ class Ring:
         self.me = self
 
 
-def test_what_has_settled_is_not_walked_and_young_garbage_still_goes() -> None:
+def test_frozen_objects_are_skipped_and_new_garbage_is_collected() -> None:
     unfreeze_heap()  # other tests of this process may have set other thresholds
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     settled = [[n] for n in range(1000)]

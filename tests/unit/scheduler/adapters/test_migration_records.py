@@ -28,7 +28,7 @@ def record(name: str, state: MigrationState = "done") -> MigrationRecord:
     )
 
 
-def test_records_that_the_bucket_expires_are_dropped_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_records_are_dropped_from_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(clock, "now", lambda: now)
     events: list[Event] = []

@@ -45,7 +45,7 @@ def w() -> World:
     return w
 
 
-def test_an_adapter_gets_what_its_base_lends_it(w: World) -> None:
+def test_adapter_inherits_architecture_and_context_of_its_base(w: World) -> None:
     assert add(w, spec(), sql=adapter_info()).added == ("sql",)
     card = w.state.models["sql"].card
     assert (card.info.architecture, card.info.context_length) == ("LlamaForCausalLM", 2048)
@@ -57,7 +57,7 @@ def test_model_and_adapter_may_be_registered_together_in_any_order(w: World) -> 
     assert answer.added == ("sql", "b")
 
 
-def test_files_that_changed_are_another_generation_of_the_same_registration(w: World) -> None:
+def test_changed_files_are_a_new_generation_of_the_same_registration(w: World) -> None:
     add(w, spec(), sql=adapter_info())
     base, sql = ModelSpec(name="a", source="/m/a", aliases=("al",)), spec()
     again = add(w, base, sql, a=base_info(), sql=adapter_info())
@@ -69,7 +69,7 @@ def test_files_that_changed_are_another_generation_of_the_same_registration(w: W
     assert w.state.models["a"].card.generation == 1
 
 
-def test_it_never_has_an_instance_of_its_own(w: World) -> None:
+def test_demand_for_an_adapter_starts_only_its_base(w: World) -> None:
     add(w, spec(replicas={"min": 1, "max": 1}), sql=adapter_info())
     w.demand("sql")
     assert [s.command.card.name for s in w.starts("a")] == ["a"]
@@ -77,7 +77,7 @@ def test_it_never_has_an_instance_of_its_own(w: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["sql", "a:sql", "al:sql"])
-def test_waking_it_wakes_its_base(w: World, name: str) -> None:
+def test_waking_an_adapter_wakes_its_base(w: World, name: str) -> None:
     add(w, spec(), sql=adapter_info())
     waiter = w.wake(name)
     w.get_ready("a")
@@ -85,14 +85,14 @@ def test_waking_it_wakes_its_base(w: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["b:sql", "sql:a", "a:nothing"])
-def test_what_no_model_serves_is_not_found(w: World, name: str) -> None:
+def test_waking_an_unknown_adapter_returns_not_found(w: World, name: str) -> None:
     add(w, spec(), sql=adapter_info())
     answer = w.answer(w.wake(name))
     assert isinstance(answer, ErrorBody)
     assert answer.code == "model_not_found"
 
 
-def test_sleep_is_for_its_base(w: World) -> None:
+def test_sleep_of_an_adapter_is_refused(w: World) -> None:
     add(w, spec(), sql=adapter_info())
     assert w.answer(w.sleep("sql")).code == "invalid_request"
 
@@ -109,7 +109,7 @@ def test_sleep_is_for_its_base(w: World) -> None:
         (spec(), adapter_info(Q.model_copy(update={"rows": 32})), "checkpoint_invalid"),
     ],
 )
-def test_what_does_not_fit_is_refused(w: World, asked: ModelSpec, info: ModelInfo, code: str) -> None:
+def test_incompatible_adapter_is_refused(w: World, asked: ModelSpec, info: ModelInfo, code: str) -> None:
     embeds = base_info("/m/e").model_copy(update={"task": "embed"})
     add(w, ModelSpec(name="e", source="/m/e"), e=embeds)
     hosted = ModelSpec(name="hosted", source="/m/h", engine="llamacpp", memory=MIB)
@@ -131,14 +131,14 @@ def test_what_does_not_fit_is_refused(w: World, asked: ModelSpec, info: ModelInf
         ({"count": 9}, "in 9 layers, and a has 4"),
     ],
 )
-def test_a_misfit_says_where_and_what_it_was_made_for(wanted: dict[str, Any], message: str) -> None:
+def test_mismatch_error_names_the_matrix_and_the_expected_shape(wanted: dict[str, Any], message: str) -> None:
     base = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=base_info(), created=0)
     with pytest.raises(CheckpointInvalid, match=message):
         resolve_info(spec(), adapter_info(Q.model_copy(update=wanted)), base)
 
 
 @pytest.mark.parametrize("name", ["layers.*.self_attn.q_proj", "language_model.model.layers.*.self_attn.q_proj"])
-def test_checkpoints_may_name_their_layers_with_more_or_less_before_them(name: str) -> None:
+def test_layer_name_prefixes_may_differ_between_adapter_and_base(name: str) -> None:
     modules = Q.model_copy(update={"name": name})
     base = ModelCard(spec=ModelSpec(name="a", source="/m/a"), info=base_info("/m/a", modules), created=0)
     assert resolve_info(spec(), adapter_info(), base).context_length == 2048
@@ -146,7 +146,7 @@ def test_checkpoints_may_name_their_layers_with_more_or_less_before_them(name: s
     assert resolve_info(spec(), adapter_info(Q.model_copy(update={"rows": 1})), old).context_length == 2048
 
 
-def test_a_base_that_changes_must_still_fit(w: World) -> None:
+def test_changed_base_must_still_fit_its_adapters(w: World) -> None:
     add(w, spec(), sql=adapter_info())
     longer = base_info("/m/a2").model_copy(update={"context_length": 4096})
     add(w, ModelSpec(name="a", source="/m/a2"), a=longer)
@@ -156,7 +156,7 @@ def test_a_base_that_changes_must_still_fit(w: World) -> None:
     assert w.state.models["a"].card.spec.source == "/m/a2"
 
 
-def test_a_base_is_only_removed_with_its_adapters(w: World) -> None:
+def test_base_can_only_be_removed_with_its_adapters(w: World) -> None:
     add(w, spec(), sql=adapter_info())
     answer = w.admin(RemoveModelRequested(w.now, "r1", "a"))
     assert answer.code == "conflict"
@@ -166,14 +166,14 @@ def test_a_base_is_only_removed_with_its_adapters(w: World) -> None:
     assert not w.state.models
 
 
-def test_pruning_leaves_no_adapter_without_its_base(w: World) -> None:
+def test_prune_does_not_remove_a_base_that_an_adapter_needs(w: World) -> None:
     add(w, spec(), sql=adapter_info())
     assert add(w, spec(), prune=True).code == "model_not_found"
     assert set(w.state.models) == {"a", "sql"}
     assert add(w, ModelSpec(name="a", source="/m/a", aliases=("al",)), prune=True).removed == ("sql",)
 
 
-def test_a_context_beyond_the_models_own_is_refused(w: World) -> None:
+def test_context_above_the_models_limit_is_refused(w: World) -> None:
     asked = ModelSpec(name="b", source="/m/b", max_model_len=100_000_000)
     refused = add(w, asked, b=base_info("/m/b"))
     assert isinstance(refused, ErrorBody)

@@ -30,7 +30,7 @@ def add(w: World, *specs: ModelSpec, **options: Any) -> Any:
     return w.admin(AddModelsRequested(w.now, f"x{w._asked}", specs, infos, False, **options))
 
 
-def test_another_source_is_a_conflict_and_nothing_is_registered(w: World) -> None:
+def test_registration_with_another_source_is_a_conflict_and_changes_nothing(w: World) -> None:
     before = w.state.models["a"]
     answer = add(w, ModelSpec(name="b", source="/m/b"), ModelSpec(name="a", source="/m/other"))
     assert isinstance(answer, ErrorBody)

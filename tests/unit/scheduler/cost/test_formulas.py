@@ -29,7 +29,7 @@ def test_q_and_n_over_b() -> None:
     assert load_s(12_000_000_000, 6e9, queue_s=1.5) == pytest.approx(3.5)
 
 
-def test_a_request_is_resumed_by_its_tokens() -> None:
+def test_resume_time_follows_from_the_token_count() -> None:
     assert resume_s(100, 60, 0.001, 0.2) == pytest.approx(0.36)
 
 
@@ -39,7 +39,7 @@ def test_phases_are_the_maps() -> None:
 
 
 @given(phases)
-def test_what_overlaps_counts_once(some: dict[str, float]) -> None:
+def test_overlapping_phases_count_once(some: dict[str, float]) -> None:
     total = critical_path(some)
     assert total <= sum(some.values()) + 1e-6
     assert total >= max(some.values(), default=0.0) - 1e-6
@@ -47,11 +47,11 @@ def test_what_overlaps_counts_once(some: dict[str, float]) -> None:
 
 
 @given(phases, st.sampled_from(PHASES), st.floats(0, 100))
-def test_no_phase_makes_it_sooner(some: dict[str, float], phase: str, more: float) -> None:
+def test_additional_phase_never_shortens_the_critical_path(some: dict[str, float], phase: str, more: float) -> None:
     assert critical_path({**some, phase: some.get(phase, 0.0) + more}) >= critical_path(some) - 1e-6
 
 
-def test_spans_that_overlap_count_once() -> None:
+def test_overlapping_spans_count_once() -> None:
     assert covered([]) == 0
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
 
@@ -66,7 +66,7 @@ def loader(*links: LinkStatus, speed: float | None = None) -> LoaderStatus:
     return LoaderStatus(node="n", boot_id="b", bytes_per_second=speed, links=links)
 
 
-def test_the_slowest_link_on_the_way_counts() -> None:
+def test_slowest_link_of_the_route_determines_the_speed() -> None:
     links = (LinkStatus(link="ssd:nvme0n1", bytes_per_second=6e9), LinkStatus(link="bus:cuda:0", bytes_per_second=2e9))
     assert slowest("ssd", "cuda:0", loader(*links)) == 2e9
     assert slowest("ssd", "cuda:1", loader(*links)) == 6e9
@@ -76,7 +76,7 @@ def test_the_slowest_link_on_the_way_counts() -> None:
     assert slowest("ssd", "cuda:0", None) is None
 
 
-def test_a_queue_is_what_was_reported_and_what_was_decided_since() -> None:
+def test_link_queue_includes_reported_and_newly_decided_loads() -> None:
     busy = loader(LinkStatus(link="ssd:a", finish_ms=2000.0), LinkStatus(link="remote:b"), speed=1e9)
     assert busy_until(100.0, busy, ()) == 102.0
     assert busy_until(100.0, busy, [(101.0, 10**9), (99.0, 10**9)]) == 103.0

@@ -22,14 +22,14 @@ def after(measured: list[float], prior: float) -> Parameter:
 
 
 @given(positive, st.floats(1e-3, 1e3))
-def test_it_converges_from_any_prior_to_what_is_measured(value: float, ratio: float) -> None:
+def test_estimate_converges_from_any_prior(value: float, ratio: float) -> None:
     found = after([value] * 60, value * ratio)
     assert found.value == pytest.approx(value, rel=0.01)
     assert found.error == pytest.approx(0.0, abs=value * 0.05)
 
 
 @given(positive, st.floats(0.0, 0.5), st.integers(0, 2**32))
-def test_noise_leaves_it_near_the_median_with_an_error_of_its_size(value: float, noise: float, seed: int) -> None:
+def test_noisy_estimate_stays_near_the_median_with_a_matching_error(value: float, noise: float, seed: int) -> None:
     random = Random(seed)
     found = after([value * (1 + noise * random.uniform(-1, 1)) for _ in range(100)], value * 3)
     assert found.value == pytest.approx(value, rel=noise + 0.01)
@@ -37,7 +37,7 @@ def test_noise_leaves_it_near_the_median_with_an_error_of_its_size(value: float,
 
 
 @given(st.lists(positive, max_size=20), positive, st.floats(0, 1e15))
-def test_one_freak_moves_it_by_a_bounded_step(before: list[float], prior: float, freak: float) -> None:
+def test_outlier_moves_the_estimate_by_a_bounded_step(before: list[float], prior: float, freak: float) -> None:
     known = after(before, prior) if before else Parameter(prior, prior)
     moved = observe(known if before else None, freak, prior)
     gain = max(1 / (known.count + 1), GAIN)
@@ -45,7 +45,7 @@ def test_one_freak_moves_it_by_a_bounded_step(before: list[float], prior: float,
 
 
 @given(positive, st.integers(20, 60))
-def test_after_a_freak_it_is_soon_back(value: float, settled: int) -> None:
+def test_estimate_recovers_soon_after_an_outlier(value: float, settled: int) -> None:
     freak = observe(after([value] * settled, value), value * 1000, value)
     assert freak.value <= value * (1 + ROOM_AND_A_HALF)
     back = freak
@@ -58,7 +58,7 @@ ROOM_AND_A_HALF = GAIN * 0.5 + 1e-6
 
 
 @given(positive, st.floats(2.0, 100.0))
-def test_a_change_that_lasts_is_followed(value: float, factor: float) -> None:
+def test_estimate_follows_a_lasting_change(value: float, factor: float) -> None:
     known = after([value] * 30, value)
     for _ in range(60):
         known = observe(known, value * factor, value)

@@ -22,7 +22,7 @@ def draft(w: World) -> Transaction:
     return Transaction(w.state, w.now, w.policy)
 
 
-def test_requests_count_and_those_that_waited_too_long_for_a_start_were_late() -> None:
+def test_late_requests_count_as_missed_objectives() -> None:
     w = world()
     w.demand("a", 2)
     w.now += 3.0
@@ -34,7 +34,7 @@ def test_requests_count_and_those_that_waited_too_long_for_a_start_were_late() -
     assert (usage.total, usage.met, usage.percentile) == (5, 3, 0.5)
 
 
-def test_alpha_adapts_once_in_a_period() -> None:
+def test_alpha_adapts_once_per_period() -> None:
     w = world()
     w.up("a", served=4)
     w.tick(1)
@@ -50,7 +50,7 @@ def test_alpha_adapts_once_in_a_period() -> None:
     assert queue_alpha(draft(w)) == FIRST_ALPHA / 2, "no model complies any more"
 
 
-def test_a_policy_without_such_a_queue_counts_nothing() -> None:
+def test_policy_without_slo_queue_counts_nothing() -> None:
     w = world("lru")
     w.up("a", served=4)
     w.tick(1)

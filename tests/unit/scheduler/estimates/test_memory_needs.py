@@ -32,7 +32,7 @@ def hosted(w: World, **more: Any) -> int:
     return need_of(w.state.models["a"].card).total
 
 
-def test_the_next_start_books_what_was_measured(w: World) -> None:
+def test_next_start_books_the_measured_memory(w: World) -> None:
     w.node(budget=8000 * MIB)
     configured = hosted(w)
     measured(w, "a", configured - 2000 * MIB)
@@ -40,7 +40,7 @@ def test_the_next_start_books_what_was_measured(w: World) -> None:
     assert [e.command.reserve_bytes for e in w.starts("a")] == [configured, configured - 2000 * MIB]
 
 
-def test_more_than_configured_counts_too(w: World) -> None:
+def test_measurement_above_the_configured_size_is_booked(w: World) -> None:
     w.node(budget=8000 * MIB)
     configured = hosted(w)
     measured(w, "a", configured + 500 * MIB)
@@ -48,7 +48,7 @@ def test_more_than_configured_counts_too(w: World) -> None:
     assert w.starts("a")[-1].command.reserve_bytes == configured + 500 * MIB
 
 
-def test_weights_and_cache_are_never_booked_below_their_size(w: World) -> None:
+def test_booking_is_never_below_weights_plus_kv_cache(w: World) -> None:
     w.node(budget=8000 * MIB)
     hosted(w)
     measured(w, "a", 1 * MIB)
@@ -57,7 +57,7 @@ def test_weights_and_cache_are_never_booked_below_their_size(w: World) -> None:
     assert w.starts("a")[-1].command.reserve_bytes == need.weights + need.kv
 
 
-def test_another_generation_and_the_builtin_engine_are_reckoned(w: World) -> None:
+def test_new_generation_and_builtin_engine_use_the_computed_size(w: World) -> None:
     w.node(budget=8000 * MIB)
     hosted(w)
     measured(w, "a", 1 * MIB)
@@ -89,7 +89,7 @@ def over_two(w: World, need: int) -> Running:
     return running
 
 
-def test_each_device_holds_its_share(w: World) -> None:
+def test_each_device_is_booked_for_its_part(w: World) -> None:
     running = over_two(w, 600 * MIB)
     w.demand("a")
     assert running.state is InstanceState.RESUMING, "300 MiB on each of two devices of 400"
@@ -101,7 +101,7 @@ def test_each_device_holds_its_share(w: World) -> None:
     assert [booking_of(w.state, "n1", d).held_bytes for d in ("cpu:0", "cpu:1")] == [300 * MIB, 300 * MIB]
 
 
-def test_it_waits_until_the_last_of_its_devices_has_room(w: World) -> None:
+def test_resume_waits_until_all_its_devices_have_room(w: World) -> None:
     running = over_two(w, 600 * MIB)
     w.model("b", pin=True)
     w.demand("b")
@@ -113,7 +113,7 @@ def test_it_waits_until_the_last_of_its_devices_has_room(w: World) -> None:
     assert running.state is InstanceState.SUSPENDED
 
 
-def test_an_engine_that_has_served_was_measured_too(w: World) -> None:
+def test_engine_that_has_served_counts_as_measured(w: World) -> None:
     """An engine that has served counts as measured on a node without suspension.
 
     Before its first request it has not used all the memory that it will.
@@ -133,7 +133,7 @@ def test_an_engine_that_has_served_was_measured_too(w: World) -> None:
     assert profile.load_bytes == w.state.models["a"].card.info.weights_bytes
 
 
-def test_what_it_needs_on_one_kind_of_device_says_nothing_of_another(w: World) -> None:
+def test_measurement_applies_only_to_its_kind_of_device(w: World) -> None:
     w.node(budget=8000 * MIB)
     configured = hosted(w)
     measured(w, "a", configured - 2000 * MIB)

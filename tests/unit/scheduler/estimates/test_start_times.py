@@ -55,7 +55,7 @@ def forecast(w: World, node: str, *, leaving: bool = False) -> tuple[dict[str, f
     return Forecast(w.state, model.card, w.now).on(booking_of(w.state, node, "cpu:0"), leaving=leaving)
 
 
-def test_a_zygotes_own_start_is_paid_once(w: World) -> None:
+def test_zygote_start_is_excluded_from_the_estimate(w: World) -> None:
     """A zygote's start is paid once.
 
     A node's first engine waits for the zygote's imports; the next ones do not.
@@ -72,13 +72,13 @@ def test_loads_from_memory_do_not_change_the_disk_s_estimate(w: World) -> None:
     assert set(w.state.estimates[estimate_key("a", "n")].parameters) == {"profile"}
 
 
-def test_bytes_are_learned_as_a_bandwidth_of_the_tier_without_what_was_queued_before(w: World) -> None:
+def test_bandwidth_of_a_tier_is_learned_without_queueing_time(w: World) -> None:
     spans = (span(Phase.FETCH, 1000), span(Phase.LOAD, 1000, start_ms=500))
     teach(w.state, plan(*spans, source="remote", queued_ms=500.0))
     assert known(w.state, "n", bandwidth("remote")) == pytest.approx(WEIGHTS / 1.0)
 
 
-def test_each_gpu_of_a_node_has_a_bandwidth_of_its_own(w: World) -> None:
+def test_each_gpu_of_a_node_has_its_own_bandwidth_estimate(w: World) -> None:
     """Each GPU of a node has its own bandwidth estimate.
 
     An unused GPU takes the estimate of the node's others.
@@ -92,20 +92,20 @@ def test_each_gpu_of_a_node_has_a_bandwidth_of_its_own(w: World) -> None:
     assert 100.0 < load["cuda:2"] < 1000.0
 
 
-def test_what_a_model_takes_elsewhere_is_a_better_guess_than_what_any_takes(w: World) -> None:
+def test_unseen_node_uses_the_models_estimate_from_other_nodes(w: World) -> None:
     before = forecast(w, "other")[0]["init"]
     teach(w.state, plan(span(Phase.INIT, 900)))
     assert before == PRIOR_MS["init"]
     assert forecast(w, "other")[0]["init"] == known(w.state, ANYWHERE, "init") == pytest.approx(900)
 
 
-def test_how_long_victims_take_is_learned_of_a_node(w: World) -> None:
+def test_teardown_time_of_victims_is_learned_per_node(w: World) -> None:
     teach(w.state, plan(span(Phase.RESERVE, 1200), clearing="evict", way="evict_then_load"))
     assert forecast(w, "n", leaving=True)[0]["reserve"] == pytest.approx(PRIOR_MS["reserve"] + 1200)
     assert known(w.state, "n", "leaving", model="") == pytest.approx(1200)
 
 
-def test_what_was_waited_before_the_decision_is_not_the_victims(w: World) -> None:
+def test_wait_before_the_decision_is_not_charged_to_the_victim(w: World) -> None:
     """The wait before the decision does not count for the victim.
 
     A model waited three seconds for another model's turn to end, and half a second for its
@@ -117,7 +117,7 @@ def test_what_was_waited_before_the_decision_is_not_the_victims(w: World) -> Non
     assert known(w.state, "n", "leaving", model="") == pytest.approx(400)
 
 
-def test_the_first_start_of_another_engine_counts_whole(w: World) -> None:
+def test_first_start_of_another_engine_counts_in_full(w: World) -> None:
     """The first start of another engine counts in full.
 
     vLLM takes half a minute, the builtin engine half a second: a bound by that prior would give two
@@ -130,7 +130,7 @@ def test_the_first_start_of_another_engine_counts_whole(w: World) -> None:
     assert (found["container"], found["init"], found["profile"]) == pytest.approx((480, 24_000, 70))
 
 
-def test_a_failure_teaches_nothing(w: World) -> None:
+def test_failed_start_does_not_update_estimates(w: World) -> None:
     assert updated_estimates(w.state, plan(span(Phase.INIT, 5)).model_copy(update={"outcome": "failed"})) == []
 
 
@@ -149,7 +149,7 @@ def test_loads_queued_on_a_link_delay_a_start(w: World) -> None:
     assert not w.state.links_busy_until
 
 
-def test_a_start_that_its_loader_has_not_received_delays_too(w: World) -> None:
+def test_start_not_yet_reported_by_its_loader_adds_queueing_delay(w: World) -> None:
     loader(w, "n", bytes_per_second=1e9)
     w.now += 0.1
     w.demand("a")
@@ -159,7 +159,7 @@ def test_a_start_that_its_loader_has_not_received_delays_too(w: World) -> None:
     assert [s.node for s in w.starts("b")] == ["other"], "the other node's disk is idle"
 
 
-def test_files_on_disk_are_sooner_than_from_afar(w: World) -> None:
+def test_node_with_files_on_disk_is_preferred_over_a_remote_fetch(w: World) -> None:
     w.state.models["a"] = w.state.models["a"].__class__(
         w.state.models["a"].card.model_copy(
             update={"info": w.state.models["a"].card.info.model_copy(update={"source": "s3://bucket/a"})}
@@ -179,7 +179,7 @@ def test_files_on_disk_are_sooner_than_from_afar(w: World) -> None:
     assert record.chosen.source == "ssd"
 
 
-def test_a_plan_keeps_what_was_predicted_and_how_far_it_was_out(w: World) -> None:
+def test_plan_records_prediction_and_error(w: World) -> None:
     w.demand("a")
     w.now += 2.0
     w.get_ready("a")

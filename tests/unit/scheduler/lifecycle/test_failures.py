@@ -11,7 +11,7 @@ from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World, no_room
 
 
-def test_a_failed_start_is_tried_once_more_elsewhere(w: World) -> None:
+def test_failed_start_is_retried_once_on_another_node(w: World) -> None:
     w.node("n1")
     w.node("n2")
     w.model("a")
@@ -30,7 +30,7 @@ def test_a_failed_start_is_tried_once_more_elsewhere(w: World) -> None:
     assert w.state.models["a"].error is None
 
 
-def test_a_start_whose_engine_was_killed_is_tried_more_often(w: World) -> None:
+def test_start_whose_engine_was_killed_is_retried_more_often(w: World) -> None:
     """A start whose engine was killed is retried more often.
 
     Chaos seed 2: an engine host that was killed twice while it started had its waiting requests
@@ -48,7 +48,7 @@ def test_a_start_whose_engine_was_killed_is_tried_more_often(w: World) -> None:
     assert failed.event.error.message == "killed again"
 
 
-def test_killed_starts_do_not_excuse_those_that_fail_by_themselves(w: World) -> None:
+def test_killed_starts_do_not_excuse_other_failures(w: World) -> None:
     w.node("n1")
     w.model("a")
     w.demand("a")
@@ -59,7 +59,7 @@ def test_killed_starts_do_not_excuse_those_that_fail_by_themselves(w: World) -> 
     assert w.sent(PublishLoadFailed)
 
 
-def test_an_invalid_model_fails_its_requests_at_once(w: World) -> None:
+def test_invalid_model_fails_its_requests_immediately(w: World) -> None:
     w.node()
     w.model("a")
     w.demand("a")
@@ -87,7 +87,7 @@ def test_a_refused_reservation_is_placed_again(w: World) -> None:
     assert not w.sent(PublishLoadFailed)
 
 
-def test_an_unreachable_node_counts_as_a_failed_start(w: World) -> None:
+def test_unreachable_node_counts_as_a_failed_start(w: World) -> None:
     w.node("n1")
     w.node("n2")
     w.model("a")

@@ -30,7 +30,7 @@ def two(w: World, **second: Any) -> Running:
     return victim
 
 
-def test_it_is_sent_when_its_victim_has_nothing_more_to_do(w: World) -> None:
+def test_start_is_sent_once_its_victim_is_draining(w: World) -> None:
     victim = two(w, **HOSTED, priority=3)
     assert not w.starts("b"), "its node has not reported yet that the victim drains"
     w.hear()
@@ -57,7 +57,7 @@ def test_not_while_the_victim_serves(w: World) -> None:
     assert len(w.starts("b")) == 1
 
 
-def test_weights_are_not_fetched_into_bytes_that_are_still_the_victims(w: World) -> None:
+def test_weights_are_not_fetched_into_memory_of_a_victim(w: World) -> None:
     two(w)
     w.hear()
     assert not w.starts("b")
@@ -67,7 +67,7 @@ def test_weights_are_not_fetched_into_bytes_that_are_still_the_victims(w: World)
     assert start.command.wait_ms == 0, "nothing leaves there any more"
 
 
-def test_nothing_waits_on_a_node_if_that_is_off() -> None:
+def test_starts_do_not_wait_on_the_node_if_grant_wait_is_off() -> None:
     w = World(policy=Policy(grant_wait_s=0.0))
     two(w, **HOSTED)
     w.hear()
@@ -84,7 +84,7 @@ def test_the_next_in_line_does_not_count_on_the_same_bytes(w: World) -> None:
     assert (len(w.starts("b")), len(w.starts("c"))) == (1, 0)
 
 
-def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> None:
+def test_start_whose_grant_timed_out_is_not_a_model_failure(w: World) -> None:
     """A start that waited in vain is no failure of the model.
 
     The node reports it in its status; the scheduler places the model again, as after a refusal.
@@ -102,7 +102,7 @@ def test_a_start_that_waited_in_vain_is_no_failure_of_the_model(w: World) -> Non
     assert len(w.starts("b")) == 2
 
 
-def test_memory_that_its_loader_ran_out_of_is_a_failure_of_the_start(w: World) -> None:
+def test_loader_out_of_memory_is_a_failed_start(w: World) -> None:
     """Insufficient loader memory is a failed start.
 
     The start is retried once; then the waiting requests fail.
@@ -147,7 +147,7 @@ def test_a_resumption_waits_too(w: World, resuming: Running) -> None:
     assert [i.state for i in w.state.of_model("b")] == [READY]
 
 
-def test_a_resumption_that_waited_in_vain_is_asked_for_again(w: World, resuming: Running) -> None:
+def test_resume_whose_grant_timed_out_is_requested_again(w: World, resuming: Running) -> None:
     w.tick(10.0)
     assert resuming.error is not None
     assert [i.state for i in w.state.of_model("b")] == [SUSPENDED]

@@ -50,7 +50,7 @@ def test_an_unknown_instance_is_adopted_if_wanted(w: World) -> None:
     assert agent.instances[next(iter(agent.instances))].state is DRAINING
 
 
-def test_an_instance_that_vanished_is_replaced(w: World) -> None:
+def test_vanished_instance_is_replaced(w: World) -> None:
     agent = w.node()
     w.model("a")
     w.up("a")
@@ -65,7 +65,7 @@ def test_an_instance_that_vanished_is_replaced(w: World) -> None:
     assert len(w.starts("a")) == 2
 
 
-def test_a_silent_node_is_lost_and_readopted(w: World) -> None:
+def test_silent_node_is_lost_and_its_instances_readopted(w: World) -> None:
     agent = w.node("n1")
     w.model("a")
     w.up("a")
@@ -77,7 +77,7 @@ def test_a_silent_node_is_lost_and_readopted(w: World) -> None:
     assert len(agent.instances) == len(w.starts("a")) == 1
 
 
-def test_what_was_replaced_meanwhile_is_stopped_on_return(w: World) -> None:
+def test_replaced_instance_is_stopped_when_its_node_returns(w: World) -> None:
     w.node("n1")
     w.model("a")
     w.up("a")
@@ -92,7 +92,7 @@ def test_what_was_replaced_meanwhile_is_stopped_on_return(w: World) -> None:
     assert [r.state for r in w.agents["n1"].instances.values()] == [DRAINING]
 
 
-def test_plans_record_their_end(w: World) -> None:
+def test_plan_records_its_outcome(w: World) -> None:
     w.node()
     w.model("a")
     w.demand("a", traceparents=("00-" + "1" * 32 + "-" + "2" * 16 + "-01",))
@@ -106,7 +106,7 @@ def test_plans_record_their_end(w: World) -> None:
     assert isinstance(w.state.failures["a"].error, ErrorBody)
 
 
-def test_a_drained_node_is_emptied_of_who_serves_after_drain_timeout(w: World) -> None:
+def test_busy_instances_of_a_drained_node_stop_after_drain_timeout(w: World) -> None:
     w.node("n1")
     w.model("a", keep_alive=-1)
     w.model("b", keep_alive=-1)

@@ -58,7 +58,7 @@ def test_sleep_during_a_resume_does_not_stop_the_instance(w: World) -> None:
     assert not w.sent(SendStop)
 
 
-def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> None:
+def test_victim_that_its_node_has_not_assessed_is_suspended(w: World) -> None:
     """A victim that its node has not assessed yet is suspended.
 
     Two models take turns on a device that holds one: the instance just started makes room before
@@ -75,7 +75,7 @@ def test_a_victim_that_its_node_has_not_looked_at_yet_is_suspended(w: World) -> 
     assert not w.sent(SendStop)
 
 
-def test_a_victim_that_starts_faster_than_it_resumes_is_stopped(w: World) -> None:
+def test_victim_that_starts_faster_than_it_resumes_is_stopped(w: World) -> None:
     """A victim that restarts faster than it resumes is stopped.
 
     An example is a builtin engine whose weights stay in host memory, where swap is slow.
@@ -89,7 +89,7 @@ def test_a_victim_that_starts_faster_than_it_resumes_is_stopped(w: World) -> Non
     assert not w.sent(SendSuspend)
 
 
-def test_past_its_keep_alive_it_leaves_by_the_sooner_way_back(w: World) -> None:
+def test_idle_instance_is_suspended_or_stopped_by_the_faster_way_back(w: World) -> None:
     w.node()
     for name, resume_ms in (("a", 100.0), ("b", 60_000.0)):
         w.model(name, keep_alive=0)
@@ -99,7 +99,7 @@ def test_past_its_keep_alive_it_leaves_by_the_sooner_way_back(w: World) -> None:
     assert [e.command.instance_id for e in w.sent(SendStop)] == [w.of("b")[0].command.instance_id]
 
 
-def test_what_cannot_be_suspended_is_stopped(w: World) -> None:
+def test_instance_that_cannot_be_suspended_is_stopped(w: World) -> None:
     w.node()
     w.model("a")
     w.up("a")
@@ -108,14 +108,14 @@ def test_what_cannot_be_suspended_is_stopped(w: World) -> None:
     assert not w.sent(SendSuspend)
 
 
-def test_a_suspended_instance_holds_only_what_it_has_left(w: World) -> None:
+def test_suspended_instance_books_only_its_remaining_bytes(w: World) -> None:
     w.node()
     asleep(w, left=24 * MIB)
     booked = booking_of(w.state, "n1", "cpu:0")
     assert (booked.held_bytes, booked.claimed_bytes) == (24 * MIB, 0)
 
 
-def test_demand_resumes_it_rather_than_starting_another(w: World) -> None:
+def test_demand_resumes_a_suspended_instance_instead_of_starting_one(w: World) -> None:
     w.node()
     running = asleep(w)
     w.demand("a")
@@ -134,7 +134,7 @@ def test_demand_resumes_it_rather_than_starting_another(w: World) -> None:
     assert [i.state for i in w.state.of_model("a")] == [READY]
 
 
-def test_what_a_restore_measured_says_nothing_of_a_start(w: World) -> None:
+def test_restore_does_not_change_the_start_estimates(w: World) -> None:
     w.node()
     asleep(w)
     before = dict(w.state.estimates)
@@ -143,7 +143,7 @@ def test_what_a_restore_measured_says_nothing_of_a_start(w: World) -> None:
     assert dict(w.state.estimates) == before
 
 
-def test_wake_is_answered_when_it_is_back(w: World) -> None:
+def test_wake_is_answered_when_the_instance_has_resumed(w: World) -> None:
     w.node()
     asleep(w)
     waiter = w.wake("a")
@@ -152,7 +152,7 @@ def test_wake_is_answered_when_it_is_back(w: World) -> None:
     assert isinstance(w.answer(waiter), ModelAwake)
 
 
-def test_an_idle_instance_is_suspended_after_its_keep_alive(w: World) -> None:
+def test_idle_instance_is_suspended_after_its_keep_alive(w: World) -> None:
     w.node()
     w.model("a", keep_alive=10)
     running = w.up("a")
@@ -165,7 +165,7 @@ def test_an_idle_instance_is_suspended_after_its_keep_alive(w: World) -> None:
     assert running.state is SUSPENDED, "and stays so"
 
 
-def test_two_models_take_turns_on_a_device_that_holds_one(w: World) -> None:
+def test_two_models_alternate_on_a_device_with_room_for_one(w: World) -> None:
     w.node(budget=400 * MIB)
     first = asleep(w, "a", keep_alive=-1)
     second = asleep(w, "b", keep_alive=-1)
@@ -184,7 +184,7 @@ def test_two_models_take_turns_on_a_device_that_holds_one(w: World) -> None:
     assert plan.way == "evict_then_restore"
 
 
-def test_a_victim_that_would_leave_too_much_is_stopped(w: World) -> None:
+def test_victim_that_would_free_too_little_is_stopped(w: World) -> None:
     w.node(budget=400 * MIB)
     w.model("a")
     w.model("b")
@@ -195,7 +195,7 @@ def test_a_victim_that_would_leave_too_much_is_stopped(w: World) -> None:
     assert w.sent(SendStop)
 
 
-def test_what_a_suspended_one_has_left_can_be_had_too(w: World) -> None:
+def test_remaining_bytes_of_a_suspended_instance_can_be_reclaimed(w: World) -> None:
     w.node(budget=400 * MIB)
     asleep(w, "a", left=100 * MIB)
     w.model("b")
@@ -240,7 +240,7 @@ def test_a_waiting_resume_without_demand_stays_suspended(w: World) -> None:
     assert not w.sent(SendResume)
 
 
-def test_a_slow_restore_loses_against_a_quick_start_elsewhere(w: World) -> None:
+def test_fast_start_elsewhere_is_preferred_over_a_slow_restore(w: World) -> None:
     w.node("n1")
     asleep(w, "a", resume_ms=60_000.0)
     w.node("n2")
@@ -249,7 +249,7 @@ def test_a_slow_restore_loses_against_a_quick_start_elsewhere(w: World) -> None:
     assert len(w.starts("a")) == 2
 
 
-def test_an_instance_that_is_gone_at_its_resume_is_started_cold(w: World) -> None:
+def test_missing_suspended_instance_is_replaced_by_a_cold_start(w: World) -> None:
     w.node()
     running = asleep(w)
     running.state = InstanceState.STOPPED
@@ -257,7 +257,7 @@ def test_an_instance_that_is_gone_at_its_resume_is_started_cold(w: World) -> Non
     assert len(w.starts("a")) == 2
 
 
-def test_a_suspended_one_that_dies_is_not_the_models_fault(w: World) -> None:
+def test_death_of_a_suspended_instance_is_not_a_model_failure(w: World) -> None:
     w.node()
     running = asleep(w)
     running.state = InstanceState.FAILED
@@ -267,7 +267,7 @@ def test_a_suspended_one_that_dies_is_not_the_models_fault(w: World) -> None:
     assert "a" not in w.state.failures
 
 
-def test_a_changed_or_removed_model_leaves_nothing_suspended(w: World) -> None:
+def test_suspended_instance_of_a_removed_model_is_stopped(w: World) -> None:
     w.node()
     running = asleep(w)
     w.remove("a")
@@ -277,7 +277,7 @@ def test_a_changed_or_removed_model_leaves_nothing_suspended(w: World) -> None:
     assert w.state.of_model("a") == []
 
 
-def test_a_new_leader_finds_what_is_suspended(w: World) -> None:
+def test_new_leader_adopts_suspended_instances(w: World) -> None:
     w.node()
     running = asleep(w)
     for i in list(w.state.instances):
@@ -291,7 +291,7 @@ def test_a_new_leader_finds_what_is_suspended(w: World) -> None:
     assert running.state is InstanceState.RESUMING
 
 
-def test_replicas_min_brings_back_what_is_suspended(w: World) -> None:
+def test_demand_resumes_a_suspended_instance_of_replicas_min(w: World) -> None:
     w.node()
     w.model("a", replicas={"min": 1, "max": 1})
     w.get_ready("a")

@@ -59,7 +59,7 @@ def other(world: World, running: Running) -> str:
     return "n2" if node_of(world, running.command.instance_id) == "n1" else "n1"
 
 
-def test_an_instance_is_started_where_requests_are_to_go_then_ordered_and_stopped_at_the_end(world: World) -> None:
+def test_destination_is_started_then_migration_ordered_then_source_stopped(world: World) -> None:
     source = serving(world)
     to = other(world, source)
     waiter = ask(world, source, node=to)
@@ -81,7 +81,7 @@ def test_an_instance_is_started_where_requests_are_to_go_then_ordered_and_stoppe
     assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
 
 
-def test_a_ready_instance_is_taken_as_it_is(world: World) -> None:
+def test_existing_ready_instance_is_used_as_destination(world: World) -> None:
     world.model("a", engine="vllm", replicas={"min": 2, "max": 2})
     world.tick(0.1)
     world.get_ready("a")
@@ -106,7 +106,7 @@ def test_without_waiting_the_order_is_the_answer(world: World) -> None:
     assert answer.migrations == tuple(orders(world))
 
 
-def test_a_failed_migration_leaves_the_source_as_it_is(world: World) -> None:
+def test_failed_migration_leaves_the_source_running(world: World) -> None:
     source = serving(world)
     waiter = ask(world, source)
     world.get_ready("a")
@@ -125,11 +125,11 @@ def test_a_failed_migration_leaves_the_source_as_it_is(world: World) -> None:
         ({"device": "cpu:0"}, "invalid_request"),
     ],
 )
-def test_nonsense_is_refused(world: World, fields: dict[str, str], code: str) -> None:
+def test_invalid_migration_request_is_refused(world: World, fields: dict[str, str], code: str) -> None:
     assert world.answer(ask(world, serving(world), **fields)).code == code
 
 
-def test_what_cannot_move_is_refused(world: World) -> None:
+def test_migration_of_an_unmovable_instance_is_refused(world: World) -> None:
     world.model("c", engine="ollama")
     assert world.answer(ask(world, serving(world, "c"))).code == "unsupported_parameter"
     source = serving(world)
@@ -152,7 +152,7 @@ def test_an_operator_s_migration_without_room_is_refused(world: World) -> None:
     assert world.state.migrations == {}
 
 
-def test_a_destination_that_fails_to_start_is_reported(world: World) -> None:
+def test_destination_that_fails_to_start_is_reported(world: World) -> None:
     source = serving(world)
     waiter = ask(world, source)
     for r in world.of("a", InstanceState.LOADING):
@@ -162,7 +162,7 @@ def test_a_destination_that_fails_to_start_is_reported(world: World) -> None:
     assert "no libraries" in world.answer(waiter).message
 
 
-def test_who_waits_no_longer_orders_nothing(world: World) -> None:
+def test_cancelled_migration_request_orders_nothing(world: World) -> None:
     source = serving(world)
     waiter = ask(world, source)
     world.send(WaiterCancelled(world.now, waiter))
@@ -170,7 +170,7 @@ def test_who_waits_no_longer_orders_nothing(world: World) -> None:
     assert not orders(world)
 
 
-def test_a_drained_node_moves_what_it_serves(world: World) -> None:
+def test_drain_migrates_the_running_requests_of_a_node(world: World) -> None:
     source = serving(world)
     here = node_of(world, source.command.instance_id)
     world.change_node(here, "drain")
@@ -190,7 +190,7 @@ def test_a_drained_node_moves_what_it_serves(world: World) -> None:
     assert [r.command.instance_id for r in world.of("a")] == [started.command.instance_id]
 
 
-def test_a_drain_waits_for_room_and_then_for_its_bound(world: World) -> None:
+def test_drain_waits_for_room_until_its_timeout(world: World) -> None:
     source = serving(world)
     here, there = node_of(world, source.command.instance_id), other(world, source)
     world.agents[there].budget = 0
@@ -206,7 +206,7 @@ def test_a_drain_waits_for_room_and_then_for_its_bound(world: World) -> None:
     assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
 
 
-def test_a_drained_instance_that_cannot_move_is_left_to_finish(world: World) -> None:
+def test_drained_instance_that_cannot_move_may_finish(world: World) -> None:
     world.model("c", engine="ollama")
     source = serving(world, "c")
     world.change_node(node_of(world, source.command.instance_id), "drain")
@@ -225,7 +225,7 @@ def test_a_drains_failed_move_is_tried_again_after_a_while(world: World) -> None
     assert len(orders(world)) == 1
 
 
-def test_a_new_leader_takes_over_what_was_ordered(world: World) -> None:
+def test_new_leader_continues_ordered_migrations(world: World) -> None:
     source = serving(world)
     ask(world, source)
     world.get_ready("a")
@@ -239,7 +239,7 @@ def test_a_new_leader_takes_over_what_was_ordered(world: World) -> None:
     assert [s.command.instance_id for s in world.stops("a")] == [source.command.instance_id]
 
 
-def test_an_end_that_no_leader_received_is_applied_later(world: World) -> None:
+def test_migration_end_that_no_leader_received_is_applied_later(world: World) -> None:
     source = serving(world)
     ask(world, source)
     world.get_ready("a")
@@ -251,7 +251,7 @@ def test_an_end_that_no_leader_received_is_applied_later(world: World) -> None:
     assert len(world.stops("a")) == 1
 
 
-def test_the_times_of_rounds_are_learned_and_passed_on(world: World) -> None:
+def test_round_times_are_learned_and_passed_to_the_migrator(world: World) -> None:
     source = serving(world)
     ask(world, source)
     world.get_ready("a")
@@ -269,7 +269,7 @@ def test_the_times_of_rounds_are_learned_and_passed_on(world: World) -> None:
     assert orders(world)[-1].ms_per_token == pytest.approx(times.per_token.value * 1e3)
 
 
-def test_a_destination_is_not_evicted_meanwhile(world: World) -> None:
+def test_migration_destination_is_not_evicted(world: World) -> None:
     source = serving(world)
     to = other(world, source)
     ask(world, source, node=to)
@@ -284,7 +284,7 @@ def test_a_destination_is_not_evicted_meanwhile(world: World) -> None:
     assert not world.stops("a")
 
 
-def test_an_order_that_no_migrator_takes_up_is_called_off(world: World) -> None:
+def test_migration_that_no_migrator_claims_is_cancelled(world: World) -> None:
     waiter = ask(world, serving(world))
     world.get_ready("a")
     (record,) = orders(world)
@@ -312,7 +312,7 @@ def crowded() -> World:
     return world
 
 
-def test_requests_move_so_that_a_larger_model_gets_its_room() -> None:
+def test_requests_migrate_to_make_room_for_a_larger_model() -> None:
     world = crowded()
     (small,) = world.of("small")
     world.model("large", 350 * MIB)
@@ -364,7 +364,7 @@ def ways_of(world: World, device: str = "cuda:0") -> list[tuple[str, int]]:
     return [(m.device, m.free_bytes) for m in found]
 
 
-def test_one_device_that_holds_the_whole_is_no_way_out_of_several() -> None:
+def test_single_device_is_no_destination_for_a_multi_device_instance() -> None:
     """A multi-device victim has no destination on a single device with enough room.
 
     The scheduler drains no instance without a destination: the larger model waits, or preempts at
@@ -378,12 +378,12 @@ def test_one_device_that_holds_the_whole_is_no_way_out_of_several() -> None:
     assert not world.state.migrations
 
 
-def test_several_devices_of_one_node_are_a_way_out_if_each_has_room() -> None:
+def test_node_is_a_destination_if_each_of_enough_devices_has_room() -> None:
     world = wide_victim(("narrow", 2, 340 * MIB), ("single", 1, 2000 * MIB), ("twin", 2, 400 * MIB), ("three", 3, 380 * MIB))
     assert sorted(ways_of(world)) == [("three/", 380 * MIB), ("twin/", 400 * MIB)]
 
 
-def test_the_device_that_is_to_be_emptied_is_in_no_way_out() -> None:
+def test_device_to_be_emptied_is_not_a_destination() -> None:
     assert ways_of(wide_victim(big=(3, 800 * MIB))) == [("big/", 450 * MIB)]
     assert ways_of(wide_victim(big=(2, 800 * MIB))) == []
 
@@ -409,7 +409,7 @@ def test_placement_rules_apply_to_the_destination_of_requests() -> None:
     assert not world.state.migrations
 
 
-def test_without_the_capability_it_waits_for_its_turn_to_preempt() -> None:
+def test_without_the_migrate_capability_the_model_waits_to_preempt() -> None:
     world = crowded()
     world.policy = replace(world.policy, capabilities=frozenset({"preempt"}))
     world.model("large", 350 * MIB)

@@ -23,7 +23,7 @@ def test_the_less_busy_of_two_hot_instances_moves_to_an_idle_device() -> None:
     assert propose_move(serving, [FreeDevice("n2/cpu:0", 50), FreeDevice("n3/cpu:0", 5)]) is None
 
 
-def test_a_cold_instance_moves_to_the_others_and_frees_its_device() -> None:
+def test_cold_instance_moves_to_a_shared_device_and_frees_its_own() -> None:
     serving = [BusyInstance("i", "n1/cpu:0", 10, 1, 8), BusyInstance("j", "n2/cpu:0", 30, 1, 8)]
     rooms = [FreeDevice("n1/cpu:0", 90), FreeDevice("n2/cpu:0", 70), FreeDevice("n3/cpu:0", 100)]
     assert propose_move(serving, rooms) == ("i", "n2/cpu:0")
@@ -75,7 +75,7 @@ def test_two_hot_models_are_spread() -> None:
     assert not world.stops("b"), "it is stopped when its requests have moved"
 
 
-def test_nothing_is_moved_unless_asked_for() -> None:
+def test_rebalancing_is_off_by_default() -> None:
     world = crowded(0.0)
     world.tick(0.25)
     world.tick(60.0)

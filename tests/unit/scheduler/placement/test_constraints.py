@@ -40,14 +40,14 @@ def excluded(w: World, name: str) -> dict[str, str | None]:
     return {c.node: c.excluded for c in plan.candidates}
 
 
-def test_labels_choose_nodes() -> None:
+def test_labels_select_nodes() -> None:
     w = world()
     assert placed(w, "any", labels={"zone": "*"}) in ZONES
     assert placed(w, "first", labels={"zone": "a"}) == "n1"
     assert excluded(w, "first")["n2"] == "placement.labels requires zone=a: it is b"
 
 
-def test_nowhere_to_go_waits_and_says_why_of_each_node() -> None:
+def test_unplaceable_model_waits_and_reports_a_reason_per_node() -> None:
     w = world()
     assert placed(w, "m", labels={"gpu": "h200"}) == ""
     assert set(excluded(w, "m").values()) == {"placement.labels requires gpu=h200: the node has no such label"}
@@ -64,7 +64,7 @@ def test_devices_are_chosen_by_pattern() -> None:
     assert placed(w, "o", devices=("cuda:*",)) == ""
 
 
-def test_anti_affinity_holds_in_both_directions() -> None:
+def test_anti_affinity_applies_in_both_directions() -> None:
     w = world({"n1": "a"})
     assert placed(w, "tenant-1", anti_affinity=("tenant-*",)) == "n1"
     assert placed(w, "tenant-2") == ""
@@ -78,7 +78,7 @@ def test_anti_affinity_keeps_off_labels() -> None:
     assert excluded(w, "m")["n2"] == "placement.anti_affinity keeps it off zone=b"
 
 
-def test_a_spread_model_has_one_instance_on_a_node() -> None:
+def test_spread_model_has_one_instance_per_node() -> None:
     w = world({"n1": "a", "n2": "a"})
     w.model("m", placement={"spread": True}, replicas={"min": 3, "max": 3})
     w.tick(0.5)
@@ -91,7 +91,7 @@ def test_a_spread_model_has_one_instance_on_a_node() -> None:
     assert all(r.startswith("placement.spread") for r in reasons), reasons
 
 
-def test_another_replica_goes_to_another_node_if_it_can() -> None:
+def test_next_replica_prefers_another_node() -> None:
     w = world({"n1": "a", "n2": "a"})
     w.model("m", replicas={"min": 3, "max": 3})
     w.tick(0.5)
@@ -99,13 +99,13 @@ def test_another_replica_goes_to_another_node_if_it_can() -> None:
     assert len({s.node for s in w.starts("m")[:2]}) == 2
 
 
-def test_of_many_devices_the_excluded_ones_do_not_hide_the_one_that_is_allowed() -> None:
+def test_allowed_device_is_found_among_many_excluded_ones() -> None:
     w = world({f"n{n:02}": "far" for n in range(40)} | {"n17": "near"})
     assert placed(w, "m", labels={"zone": "near"}) == "n17"
 
 
 @pytest.mark.parametrize("placement", [{"devices": ("",)}, {"labels": {"a=b": "c"}}, {"anti_affinity": (" x",)}, {"region": "eu"}])
-def test_rules_that_make_no_sense_are_refused(placement: dict[str, Any]) -> None:
+def test_invalid_placement_rules_are_refused(placement: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ModelSpec(name="m", source="/m", placement=placement)
 
@@ -116,7 +116,7 @@ rules = st.builds(PlacementRules, anti_affinity=patterns, spread=st.booleans(), 
 
 
 @given(st.dictionaries(names, rules, min_size=3), st.lists(names, max_size=6))
-def test_no_rule_is_ever_broken(given_rules: dict[str, PlacementRules], asked: list[str]) -> None:
+def test_placement_never_violates_a_rule(given_rules: dict[str, PlacementRules], asked: list[str]) -> None:
     w = world()
     for name, placement in given_rules.items():
         w.model(name, placement=placement.model_dump(), replicas={"min": 0, "max": 2})

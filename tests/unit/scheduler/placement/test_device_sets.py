@@ -33,7 +33,7 @@ def plan_of(w: World, name: str) -> PlanRecord:
     return found
 
 
-def test_all_devices_are_of_one_node() -> None:
+def test_multi_device_model_is_placed_on_devices_of_one_node() -> None:
     w = world(1, 2)
     parallel(w)
     w.demand("wide")
@@ -44,7 +44,7 @@ def test_all_devices_are_of_one_node() -> None:
     assert plan_of(w, "wide").chosen.device_ids == ("cuda:0", "cuda:1")  # type: ignore[union-attr]  # it was placed
 
 
-def test_a_node_with_too_few_devices_can_never_hold_it() -> None:
+def test_registration_fails_if_no_node_has_enough_devices() -> None:
     w = world(1, 1)
     spec_error = w.admin(_registration(w))
     assert isinstance(spec_error, ErrorBody)
@@ -59,7 +59,7 @@ def _registration(w: World) -> object:
     return AddModelsRequested(w.now, "asked", (spec,), {"wide": model_info(spec.source, 100 * MIB)}, False)
 
 
-def test_a_device_that_is_taken_keeps_it_off_the_node_until_all_have_room() -> None:
+def test_multi_device_model_starts_only_when_all_its_devices_have_room() -> None:
     w = world(2)
     parallel(w)
     w.model("small", weights=100 * MIB, memory=600 * MIB)
@@ -81,7 +81,7 @@ def test_a_device_that_is_taken_keeps_it_off_the_node_until_all_have_room() -> N
     assert start.command.device_ids == ("cuda:0", "cuda:1")
 
 
-def test_of_many_devices_the_free_ones_are_taken() -> None:
+def test_free_devices_are_preferred_for_a_multi_device_model() -> None:
     w = world(4)
     parallel(w)
     for name in ("a", "b"):
@@ -93,7 +93,7 @@ def test_of_many_devices_the_free_ones_are_taken() -> None:
     assert not w.stops("a")
 
 
-def test_it_is_started_elsewhere_after_a_failure() -> None:
+def test_failed_multi_device_start_is_retried_on_another_node() -> None:
     w = world(2, 2)
     parallel(w)
     w.demand("wide")

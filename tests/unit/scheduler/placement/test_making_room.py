@@ -21,7 +21,7 @@ def three(w: World) -> Agent:
     return agent
 
 
-def test_5_room_that_is_coming_is_claimed(w: World) -> None:
+def test_5_memory_of_a_stopping_instance_is_claimed(w: World) -> None:
     three(w)
     w.up("a")
     w.up("b")
@@ -34,7 +34,7 @@ def test_5_room_that_is_coming_is_claimed(w: World) -> None:
     assert len(w.starts("c")) == 1
 
 
-def test_6_the_longest_idle_leaves_and_the_start_waits_for_its_bytes(w: World) -> None:
+def test_6_longest_idle_instance_is_evicted_and_the_start_waits_for_its_memory(w: World) -> None:
     agent = three(w)
     w.up("a")
     w.tick(5)
@@ -72,7 +72,7 @@ def test_6_pinned_instances_stay(w: World) -> None:
     assert not w.stops("a")
 
 
-def test_6_a_busy_victim_stays_and_another_goes(w: World) -> None:
+def test_6_busy_victim_stays_and_another_is_evicted(w: World) -> None:
     three(w)
     a = w.up("a")
     w.tick(5)
@@ -86,7 +86,7 @@ def test_6_a_busy_victim_stays_and_another_goes(w: World) -> None:
     assert w.state.instances[a.command.instance_id].leaving == "no"
 
 
-def test_6_a_new_instance_is_safe_until_it_has_served(w: World) -> None:
+def test_6_new_instance_is_not_evicted_before_it_has_served(w: World) -> None:
     three(w)
     w.up("a", served=0)
     w.up("b", served=0)
@@ -95,7 +95,7 @@ def test_6_a_new_instance_is_safe_until_it_has_served(w: World) -> None:
     assert w.demand("c").outlook == "starting"
 
 
-def test_6_no_more_leave_than_needed(w: World) -> None:
+def test_6_no_more_instances_are_evicted_than_needed(w: World) -> None:
     agent = w.node(budget=324 * MIB + 324 * MIB + 1000 * MIB)
     w.model("small", 100 * MIB)
     w.model("large", 700 * MIB)
@@ -110,7 +110,7 @@ def test_6_no_more_leave_than_needed(w: World) -> None:
     assert agent.budget
 
 
-def test_7_who_waits_too_long_may_displace_one_that_serves(w: World) -> None:
+def test_7_request_that_waits_too_long_may_preempt_a_serving_instance(w: World) -> None:
     three(w)
     a, b = w.up("a"), w.up("b")
     for _ in range(14):
@@ -130,7 +130,7 @@ def test_7_who_waits_too_long_may_displace_one_that_serves(w: World) -> None:
     assert len(w.starts("c")) == 1
 
 
-def test_7_the_shortest_queue_goes_first_in_gateway_or_engine(w: World) -> None:
+def test_7_victim_with_the_shortest_queue_is_preempted_first(w: World) -> None:
     """The victim with the shortest queue goes first, in engine and gateway together.
 
     Engines run as many requests as they can at once; gateways queue the others.
@@ -149,7 +149,7 @@ def test_7_the_shortest_queue_goes_first_in_gateway_or_engine(w: World) -> None:
     assert not stop.command.only_if_idle
 
 
-def test_7_a_victim_that_refused_as_busy_is_drained_before_its_node_reports_it(w: World) -> None:
+def test_7_victim_that_refused_as_busy_is_drained_before_its_node_reports_it(w: World) -> None:
     agent = three(w)
     a, b = w.up("a"), w.up("b")
     for seconds in range(14):
@@ -165,7 +165,7 @@ def test_7_a_victim_that_refused_as_busy_is_drained_before_its_node_reports_it(w
     assert sorted(stops) == [False, True, True], "each is asked once, then one is drained"
 
 
-def test_8_what_is_in_the_way_is_named(w: World) -> None:
+def test_8_plan_names_the_serving_instances_that_block_it(w: World) -> None:
     three(w)
     w.up("a").active = 1
     w.up("b").active = 1
@@ -194,7 +194,7 @@ def test_an_extra_replica_evicts_no_instance_with_demand(w: World) -> None:
     assert len(w.starts("a")) == 1
 
 
-def test_7_an_extra_replica_never_drains_who_serves_and_rests_when_pressure_is_over(w: World) -> None:
+def test_7_extra_replica_never_preempts_a_serving_instance(w: World) -> None:
     w.node(budget=TWO)
     w.model("a", replicas={"min": 0, "max": 2}, max_concurrency=4)
     w.model("b")

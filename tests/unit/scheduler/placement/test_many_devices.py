@@ -59,7 +59,7 @@ def test_the_soonest_of_many_is_found() -> None:
     assert len(plan.candidates) == FITTING
 
 
-def test_weights_of_another_revision_are_not_taken_for_the_models() -> None:
+def test_cached_weights_of_another_revision_are_ignored() -> None:
     w = many()
     w.model("a")
     loader(w, "n40", revision="rev-/m/a of yesterday")
@@ -67,13 +67,13 @@ def test_weights_of_another_revision_are_not_taken_for_the_models() -> None:
     assert w.starts("a")[0].node == "n00"
 
 
-def test_of_many_the_longest_idle_leaves() -> None:
+def test_longest_idle_of_many_instances_is_evicted() -> None:
     w = full()
     w.demand("new")
     assert [s.node for s in w.stops("m07")] == ["n07"]
 
 
-def test_the_one_that_may_leave_is_found_however_many_may_not() -> None:
+def test_only_evictable_instance_is_found_among_many() -> None:
     w = full()
     for n in range(MANY - 1):
         w.model(f"m{n:02}", keep_alive=-1, replicas={"min": 1, "max": 1})
@@ -81,7 +81,7 @@ def test_the_one_that_may_leave_is_found_however_many_may_not() -> None:
     assert len(w.stops(f"m{MANY - 1}")) == 1
 
 
-def test_a_wait_for_one_of_many_devices_is_explained() -> None:
+def test_waiting_reason_summarizes_many_devices() -> None:
     w = full()
     for agent in w.agents.values():
         for r in agent.instances.values():
@@ -97,7 +97,9 @@ keys = st.sampled_from("abcde")
 
 
 @given(st.dictionaries(keys, st.integers(0, 9)), st.lists(st.tuples(keys, st.none() | st.integers(0, 9))))
-def test_an_overlay_is_a_copy_that_leaves_the_original_alone(below: dict[str, int], writes: list[tuple[str, int | None]]) -> None:
+def test_overlay_behaves_like_a_copy_and_leaves_the_original_unchanged(
+    below: dict[str, int], writes: list[tuple[str, int | None]]
+) -> None:
     before = dict(below)
     copy = dict(below)
     over: Overlay[int] = Overlay(below)

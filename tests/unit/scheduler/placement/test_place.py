@@ -29,7 +29,7 @@ def test_1_replicas_min_backs_off_after_failures(w: World) -> None:
     assert len(w.starts("a")) == 3
 
 
-def test_1_a_back_off_has_a_limit() -> None:
+def test_1_backoff_has_a_limit() -> None:
     assert [Policy().backoff_s(n) for n in (1, 2, 3, 6, 50)] == [1.0, 2.0, 4.0, 30.0, 30.0]
 
 
@@ -48,7 +48,7 @@ def test_2_without_nodes_demand_waits_then_fails(w: World) -> None:
     assert w.state.models["a"].error is None, "it has not failed"
 
 
-def test_2_only_the_time_without_a_node_counts(w: World) -> None:
+def test_2_only_time_without_a_node_counts_toward_failure(w: World) -> None:
     """Only time without a node counts toward the failure of a wait.
 
     Chaos seed 1: requests that had waited long for other reasons failed when the nodes did not
@@ -64,7 +64,7 @@ def test_2_only_the_time_without_a_node_counts(w: World) -> None:
     assert w.sent(PublishLoadFailed)[0].event.error.code == "unavailable"
 
 
-def test_2_a_node_that_appears_takes_what_waits(w: World) -> None:
+def test_2_new_node_takes_waiting_requests(w: World) -> None:
     w.model("a")
     plan = w.demand("a").plan_id
     w.node()
@@ -72,7 +72,7 @@ def test_2_a_node_that_appears_takes_what_waits(w: World) -> None:
     assert w.starts("a")[0].command.plan_id == plan
 
 
-def test_3_a_model_that_can_never_fit_fails_at_once(w: World) -> None:
+def test_3_model_that_can_never_fit_fails_immediately(w: World) -> None:
     w.model("big", weights=2000 * MIB)
     w.node(budget=1000 * MIB)
     w.demand("big")
@@ -92,7 +92,7 @@ def test_the_loader_receives_the_gpu_of_the_builtin_engine(w: World) -> None:
     assert [s.command.device for s in w.sent(SendPrepare)] == ["cuda:0"]
 
 
-def test_4_one_load_for_many_waiters(w: World) -> None:
+def test_4_many_waiting_gateways_cause_one_load(w: World) -> None:
     w.node()
     w.model("a")
     assert {w.demand("a", 5, gateway=f"g{i}").outlook for i in range(20)} == {"starting"}
@@ -103,7 +103,7 @@ def test_4_one_load_for_many_waiters(w: World) -> None:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_4_the_soonest_device_is_taken(w: World, held: bool) -> None:
+def test_4_device_with_the_shortest_predicted_start_is_chosen(w: World, held: bool) -> None:
     """The soonest device is taken.
 
     It has the weights in memory, held by an instance or cached by the loader.
@@ -125,7 +125,7 @@ def test_4_the_soonest_device_is_taken(w: World, held: bool) -> None:
     assert [c.node for c in w.state.last_plan_of("a").candidates] == ["n1", "n2"]  # type: ignore[union-attr]
 
 
-def test_priority_goes_before_waiting_time(w: World) -> None:
+def test_priority_precedes_waiting_time(w: World) -> None:
     w.model("low")
     w.model("high", priority=5)
     w.demand("low", oldest_wait_ms=9000)

@@ -35,7 +35,7 @@ def demands(w: World, *models: str) -> None:
     w.send(DemandBatch(w.now, received))
 
 
-def test_who_has_nowhere_else_goes_first() -> None:
+def test_model_with_one_suitable_node_is_placed_first() -> None:
     """A model with one suitable node goes first.
 
     Both models are fastest on the same node; the one whose weights are on both nodes can use the
@@ -104,7 +104,7 @@ def test_no_model_starves_under_any_profile(profile: str) -> None:
 
 @settings(max_examples=15)
 @given(st.integers(1, 3), st.lists(st.sets(st.sampled_from([f"high{n}" for n in range(5)])), min_size=1, max_size=8))
-def test_no_model_starves_under_others_demand(places: int, turns: list[set[str]]) -> None:
+def test_no_model_starves_under_demand_for_other_models(places: int, turns: list[set[str]]) -> None:
     """No model starves under any demand of others.
 
     Only models that have waited as long go before it, each for one turn: until it may be preempted

@@ -46,7 +46,7 @@ def chosen(w: World, model: str) -> Candidate:
     return plan.chosen
 
 
-def test_ready_it_is_used_as_it_is(w: World) -> None:
+def test_ready_instance_is_used_without_a_new_plan(w: World) -> None:
     w.model("m")
     w.up("m")
     before = w.state.last_plan_of("m")
@@ -72,7 +72,7 @@ def test_from_sleep_and_from_a_snapshot(w: World, state: InstanceState, way: str
 
 
 @pytest.mark.parametrize(("tier", "mb_per_s"), [("dram", 0.0), ("ssd", 200.0), ("remote", 50.0)])
-def test_from_memory_disk_or_afar_by_the_slowest_link_on_the_way(w: World, tier: str, mb_per_s: float) -> None:
+def test_load_time_follows_the_slowest_link_from_each_tier(w: World, tier: str, mb_per_s: float) -> None:
     w.model("m")
     source = w.state.models["m"].card.info
     far = source.model_copy(update={"source": "s3://bucket/m"})
@@ -87,7 +87,7 @@ def test_from_memory_disk_or_afar_by_the_slowest_link_on_the_way(w: World, tier:
     assert found.predicted.get("fetch", 0.0) == pytest.approx(expected if tier == "remote" else 0.0)
 
 
-def test_the_queue_of_its_links_is_added(w: World) -> None:
+def test_queueing_time_of_the_links_is_added(w: World) -> None:
     w.model("m")
     report_loader(w, "n1", cached("m", "ssd"), queue_ms=4000.0)
     w.demand("m")
@@ -96,7 +96,7 @@ def test_the_queue_of_its_links_is_added(w: World) -> None:
     assert found.predicted["load"] == pytest.approx(4000.0 + 100 * MIB / 2e8 * 1e3)
 
 
-def test_after_an_idle_one_has_left(w: World) -> None:
+def test_eviction_of_an_idle_instance_is_predicted(w: World) -> None:
     w.model("old")
     w.up("old")
     w.model("m")
@@ -109,7 +109,7 @@ def test_after_an_idle_one_has_left(w: World) -> None:
     assert len(found.victims) == 1
 
 
-def test_after_one_that_serves_was_interrupted(w: World) -> None:
+def test_preemption_of_a_serving_instance_is_predicted(w: World) -> None:
     w.model("serves")
     w.up("serves").active = 2
     w.policy = replace(w.policy, capabilities=frozenset({"preempt"}))

@@ -21,7 +21,7 @@ def resident(key: str, state: str = "idle", **more: object) -> Resident:
     return Resident(key, model=key, nbytes=10, state=state, **more)  # type: ignore[arg-type]  # the test's own keywords
 
 
-def test_the_random_scheduler_takes_every_device_about_equally_often_and_the_quickest_way_there() -> None:
+def test_random_scheduler_draws_devices_uniformly_and_the_fastest_way_on_each() -> None:
     options = [option("n0/g0", 5.0), option("n0/g0", 1.0, "reuse"), option("n1/g0", 9.0), option("n2/g0", 9.0)]
     drawn = [baselines.any_device(ask(), options, f"plan {n}") for n in range(300)]
     counts = {o.key: drawn.count(o) for o in options if o in drawn}
@@ -31,7 +31,7 @@ def test_the_random_scheduler_takes_every_device_about_equally_often_and_the_qui
     assert baselines.any_device(ask(), [], "") is None
 
 
-def test_least_recently_used_takes_room_first_and_then_the_oldest_victim() -> None:
+def test_least_recently_used_prefers_free_room_then_the_oldest_victim() -> None:
     old, new = resident("old", last_used=1.0), resident("new", last_used=5.0)
     evict_old = option("n0/g0", clearance=Clearance("evict", ("old",), 10), residents=(old,))
     evict_new = option("n1/g0", clearance=Clearance("evict", ("new",), 10), residents=(new,))
@@ -46,7 +46,7 @@ def test_victims_by_last_use_and_by_loading() -> None:
     assert baselines.evict_first_in(ask(), view, 10, 0.0) == Clearance("evict", ("b",), 10)
 
 
-def test_early_binding_evicts_no_instance_and_has_one() -> None:
+def test_early_binding_evicts_nothing_and_keeps_one_instance() -> None:
     assert baselines.NATIVE.clear(ask(), device("n/g", resident("a")), 10, 0.0) is None
     options = [option("n0/g0", free=5), option("n1/g0", free=9)]
     assert baselines.bound(ask(), options, "") == options[1]
@@ -70,7 +70,7 @@ def test_demand_aware_preemption_takes_the_shortest_queue_then_the_oldest() -> N
     assert swapservellm.clear(ask("asking"), view, 41, 0.0) is None
 
 
-def test_keep_alives() -> None:
+def test_keep_alive_formulas_of_the_baselines() -> None:
     assert (keep_load_time(60.0, 1.5), keep_setting(60.0, 1.5), keep_until_needed(60.0, 1.5)) == (1.5, 60.0, -1)
     assert baselines.infless_keep([], [], 8.0) == 8.0
     assert baselines.infless_keep([], [5.0, 20.0], 8.0) == 20.0
@@ -81,6 +81,6 @@ def test_keep_alives() -> None:
     ("waiting", "running", "live", "one", "each"),
     [(0, 0, 0, 0, 0), (1, 0, 0, 1, 1), (5, 3, 1, 1, 4), (0, 0, 2, 2, 0), (90, 0, 1, 1, 9)],
 )
-def test_how_many(waiting: int, running: int, live: int, one: int, each: int) -> None:
+def test_replica_targets_of_the_baselines(waiting: int, running: int, live: int, one: int, each: int) -> None:
     demand = Demand("m", waiting, running, live, capacity=2, max_replicas=9)
     assert (one_each(demand), per_request(demand)) == (one, each)

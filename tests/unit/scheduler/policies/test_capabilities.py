@@ -54,21 +54,21 @@ def machines(profile: str, capabilities: frozenset[str] = EVERY_CAPABILITY) -> t
     return ClusterFile(nodes=(group,), runtime=runtime), models, synthetic(Synthetic(0.8, 120, 2.0), names_of(models), 1)
 
 
-def test_what_the_mesh_cannot_do_is_off_live_and_on_in_the_simulator() -> None:
+def test_live_and_simulator_only_capabilities_are_disjoint() -> None:
     assert not LIVE & NOT_LIVE
     assert LIVE | NOT_LIVE == EVERY_CAPABILITY
     assert Policy().capabilities == LIVE
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
-def test_no_profile_switches_them_on(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_profile_enables_simulator_only_capabilities(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THAW_POLICY", profile)
     policy = SchedulerSettings(database_url="postgresql://nowhere/db").rules()
     assert (policy.profile.name, policy.capabilities) == (profile, LIVE)
 
 
 @pytest.mark.parametrize(("profile", "way"), WAYS.items())
-def test_the_simulator_decides_them_and_carries_them_out(profile: str, way: str) -> None:
+def test_simulator_uses_the_capability_only_if_enabled(profile: str, way: str) -> None:
     found = simulate(*machines(profile), profile_named(profile))
     assert found.loads.get(way, 0) > 0
     without = simulate(*machines(profile, LIVE), profile_named(profile))
@@ -77,7 +77,7 @@ def test_the_simulator_decides_them_and_carries_them_out(profile: str, way: str)
 
 
 @pytest.mark.parametrize(("profile", "way"), WAYS.items())
-def test_the_live_decisions_never_contain_them(profile: str, way: str) -> None:
+def test_live_decisions_never_use_simulator_only_options(profile: str, way: str) -> None:
     cluster, models, requests = machines(profile)
     simulation = Simulation(cluster, models, profile_named(profile))
     outcome = simulation.run(requests)

@@ -14,7 +14,7 @@ from tests.unit.scheduler.test_machine import Cluster
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES.keys() - {"thaw"}))
-def test_what_holds_under_every_profile(profile: str) -> None:
+def test_cluster_invariants_hold_under_every_profile(profile: str) -> None:
     machine = type(f"Cluster_{profile.replace('-', '_')}", (Cluster,), {"profile": profile})
     run_state_machine_as_test(
         machine,

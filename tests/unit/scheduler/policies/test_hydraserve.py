@@ -53,7 +53,7 @@ def test_equation_5_by_hand() -> None:
     assert ttft_overlapped(12 * GB, 2, 2, [server(0), server(1, pcie=1.0)], TIMES) == pytest.approx(4.0 + 6.0 + 1.5 + 0.004)
 
 
-def test_full_workers_get_the_quickest_servers_that_hold_the_model_and_the_others_what_is_left() -> None:
+def test_full_workers_use_the_fastest_servers_that_hold_the_whole_model() -> None:
     servers = [server(0, free=22, network=1.0), server(1, free=8, network=4.0), server(2, free=22, network=2.0)]
     found = {(x.stages, x.full): [s.key for s in x.servers] for x in schemes(12 * GB, 17 * GB, servers, TIMES)}
     assert found[1, 1] == ["s2/g0"]
@@ -64,7 +64,7 @@ def test_full_workers_get_the_quickest_servers_that_hold_the_model_and_the_other
     assert (3, 3) not in found
 
 
-def test_of_the_schemes_within_both_objectives_the_one_that_shares_least() -> None:
+def test_scheme_with_least_sharing_is_chosen_among_those_within_objectives() -> None:
     shared = [server(n, sharing=1) for n in range(4)]
     free = server(9)
     found = allocate(12 * GB, 17 * GB, [*shared, free], TIMES, slo_ttft=60, slo_tpot=1)
@@ -72,7 +72,7 @@ def test_of_the_schemes_within_both_objectives_the_one_that_shares_least() -> No
     assert (found.stages, found.servers) == (1, (free,))
 
 
-def test_a_tight_objective_takes_more_stages_and_one_that_cannot_be_met_takes_one() -> None:
+def test_tight_objective_takes_more_stages_and_an_infeasible_one_takes_one() -> None:
     servers = [server(n, network=0.5) for n in range(4)]  # 24 s for the whole of it
     found = allocate(12 * GB, 17 * GB, servers, TIMES, slo_ttft=20, slo_tpot=0.2)
     assert found is not None
@@ -115,7 +115,7 @@ def test_options_are_chosen_as_schemes_are() -> None:
     assert hydraserve.choose(wanted, [pipeline, ready := option("e/0", 0.0, "ready")], "") == ready
 
 
-def test_a_server_takes_another_fetch_only_if_all_keep_their_deadlines() -> None:
+def test_server_accepts_another_fetch_only_if_all_fetches_keep_their_deadlines() -> None:
     """A server takes another fetch only if all fetches keep their deadlines.
 
     2 GB/s. 8 GB until 5 s: alone it needs 4 s; with another from the start it would need 8 s.

@@ -41,7 +41,7 @@ def test_the_order_is_a_permutation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_the_choice_is_one_of_the_options_and_does_not_depend_on_their_order(name: str) -> None:
+def test_choice_is_one_of_the_options_and_independent_of_their_order(name: str) -> None:
     wanted: Ask = ask()
     choose = PROFILES[name].choose
     assert choose(wanted, [], "seed") is None
@@ -51,7 +51,7 @@ def test_the_choice_is_one_of_the_options_and_does_not_depend_on_their_order(nam
     assert choose(wanted, options[::-1], "seed") == chosen
 
 
-def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
+def test_unknown_profile_is_refused_with_the_known_names() -> None:
     assert profile_named("torpor").slo_queue
     with pytest.raises(InvalidRequest, match=r"'best'.*hydraserve.*torpor"):
         profile_named("best")

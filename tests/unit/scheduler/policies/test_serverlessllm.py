@@ -49,7 +49,7 @@ def brute_force(victims: list[EvictionCandidate], short: int) -> float | None:
 
 @settings(deadline=None)
 @given(victims=departures(), short=st.integers(1, 40))
-def test_the_recurrence_finds_what_trying_every_assignment_finds(victims: list[EvictionCandidate], short: int) -> None:
+def test_recurrence_finds_the_same_optimum_as_exhaustive_search(victims: list[EvictionCandidate], short: int) -> None:
     found = least_time(victims, short)
     best = brute_force(victims, short)
     assert (found.seconds if found is not None else None) == best
@@ -63,7 +63,7 @@ def resident(key: str, nbytes: int, state: str = "serving", **more: object) -> R
     return Resident(key, model=key, nbytes=nbytes, state=state, **more)  # type: ignore[arg-type]  # the test's own keywords
 
 
-def test_two_small_ones_move_rather_than_a_large_one_if_that_is_quicker() -> None:
+def test_two_small_instances_migrate_if_that_is_faster_than_one_large() -> None:
     there = MigrationTarget("s2/0", 2.0, 100)
     view = device(
         "s1/0",
@@ -75,25 +75,25 @@ def test_two_small_ones_move_rather_than_a_large_one_if_that_is_quicker() -> Non
     assert found == Clearance("migrate", ("little", "small"), 20, 2.5, 4.5, {"small": "s2/0", "little": "s3/0"})
 
 
-def test_moves_to_one_server_are_loaded_one_after_another() -> None:
+def test_migrations_to_one_server_load_sequentially() -> None:
     view = device("s1/0", *(resident(k, 10, moves=(MigrationTarget(f"s2/{k}", 2.0, 10),)) for k in "ab"))
     found = serverlessllm.clear(ask(), view, 20, 0.0)
     assert found is not None
     assert found.delay_s == 4.0
 
 
-def test_an_idle_one_is_unloaded_before_anybody_moves() -> None:
+def test_idle_instance_is_evicted_before_a_busy_one_migrates() -> None:
     view = device("s1/0", resident("idle", 10, "idle"), resident("busy", 10, moves=(MigrationTarget("s2/0", 1.0, 100),)))
     assert serverlessllm.clear(ask(), view, 10, 0.0) == Clearance("evict", ("idle",), 10)
 
 
-def test_a_destination_takes_no_more_than_is_free_there() -> None:
+def test_destination_receives_no_more_than_its_free_memory() -> None:
     view = device("s1/0", *(resident(k, 10, moves=(MigrationTarget("s2/0", 1.0, 15),)) for k in "ab"))
     assert serverlessllm.clear(ask(), view, 20, 0.0) is None
     assert serverlessllm.clear(ask(), view, 10, 0.0) is not None
 
 
-def test_one_that_cannot_move_stays_and_the_single_destination_of_a_view_is_used() -> None:
+def test_instance_without_destination_stays_and_a_single_destination_is_used() -> None:
     assert serverlessllm.clear(ask(), device("s1/0", resident("busy", 10)), 10, 0.0) is None
     view = device("s1/0", resident("busy", 10, resume_s=3.0, move_to="s2/0"))
     found = serverlessllm.clear(ask(), view, 10, 0.0)

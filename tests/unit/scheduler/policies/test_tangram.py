@@ -13,7 +13,7 @@ from simulator.policies.tangram_packing import Packing, Region, evict, merge_all
 from tests.unit.scheduler.policies.views import ask, device, option
 
 
-def test_requests_in_order_take_the_device_that_needs_least_loading_each_device_once() -> None:
+def test_each_request_takes_the_free_device_that_loads_least() -> None:
     """Requests in order take the device that loads least; each device is taken once.
 
     Both prefer g0; the first gets it, the second g1, the third finds none.
@@ -27,7 +27,7 @@ def test_requests_in_order_take_the_device_that_needs_least_loading_each_device_
     assert tangram.schedule(asks, options) == [(asks[0], options["a"][0]), (asks[1], options["b"][1])]
 
 
-def test_what_costs_least_to_miss_leaves_first_and_active_models_never() -> None:
+def test_victims_are_ordered_by_miss_cost_and_active_models_are_exempt() -> None:
     def weights(key: str, miss: float, reload_s: float, sensitivity: float = 1.0, state: str = "weights") -> Resident:
         return Resident(key, key, 10, state, miss_probability=miss, reload_s=reload_s, sensitivity=sensitivity)  # type: ignore[arg-type]  # a literal
 
@@ -47,7 +47,7 @@ def test_what_costs_least_to_miss_leaves_first_and_active_models_never() -> None
     assert tangram.clear(ask(), device("n/g0"), 0, 0.0) == Clearance("evict")
 
 
-def test_the_papers_example_ends_with_a_merge_cost_of_one() -> None:
+def test_packing_of_the_papers_example_has_merge_cost_one() -> None:
     """The paper's example ends with a merge cost of one.
 
     Fig. 6: allocated 1 and 3 of 12, so that merging all costs 4; split at the 3 (gain 3), the left
@@ -62,7 +62,7 @@ def test_the_papers_example_ends_with_a_merge_cost_of_one() -> None:
     assert found.places == {"large": 0, "small": 8} or set(found.places.values()) == {1, 8}
 
 
-def test_nothing_moves_where_the_tensors_fit_as_it_is_and_nothing_crosses_a_fixed_region() -> None:
+def test_fitting_tensors_move_nothing_and_none_crosses_a_fixed_region() -> None:
     regions = [Region(4), Region(2, "x"), Region(6)]
     found = pack(regions, {"a": 6, "b": 4})
     assert found == Packing({"a": 6, "b": 0}, {}, 0, 0)
@@ -71,7 +71,7 @@ def test_nothing_moves_where_the_tensors_fit_as_it_is_and_nothing_crosses_a_fixe
     assert pack([Region(4), Region(2, "x"), Region(4)], {"a": 5}) is not None
 
 
-def test_eviction_of_regions_stops_when_there_is_enough_and_joins_what_is_free() -> None:
+def test_region_eviction_stops_at_enough_space_and_joins_free_regions() -> None:
     regions = [Region(2), Region(3, "cheap", cost=0.1), Region(1), Region(5, "dear", cost=9.0), Region(2, "kv", fixed=True)]
     assert evict(regions, 3) == regions
     assert evict(regions, 6) == [Region(6), Region(5, "dear", cost=9.0), Region(2, "kv", fixed=True)]

@@ -25,14 +25,14 @@ def option(key: str, total: float, penalty: float = 0.0, how: str = "none", *, f
     return Option((device(key=key, failed=failed),), "load", Cost(total), clearance)
 
 
-def test_the_least_missed_leave() -> None:
+def test_least_likely_used_instance_is_evicted() -> None:
     found = clear(ASK, device(idle("hot", 10, miss=0.9), idle("cold", 10, miss=0.1)), 10, 0.0)
     assert found is not None
     assert (found.how, found.victims, found.penalty_s) == ("evict", ("cold",), 0.1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.floats(0, 9)), max_size=6), st.integers(1, 30))
-def test_enough_is_freed_and_no_instance_is_evicted_in_vain(sizes: list[tuple[int, float, float]], short: int) -> None:
+def test_eviction_frees_enough_and_has_no_superfluous_victim(sizes: list[tuple[int, float, float]], short: int) -> None:
     there = [idle(f"r{n}", size, miss, again) for n, (size, miss, again) in enumerate(sizes)]
     found = clear(ASK, device(*there), short, 0.0)
     assert (found is None) == (sum(r.nbytes for r in there) < short)
@@ -42,7 +42,7 @@ def test_enough_is_freed_and_no_instance_is_evicted_in_vain(sizes: list[tuple[in
         assert all(found.freed_bytes - size < short for size in freed)
 
 
-def test_who_serves_moves_rather_than_being_interrupted() -> None:
+def test_serving_instance_migrates_rather_than_being_preempted() -> None:
     serving = Resident(
         "a", "a", 10, "serving", active=1, resume_s=0.5, moves=(MigrationTarget("n/1", 0.5, 10),), remaining_s=60, reload_s=1
     )
@@ -51,12 +51,12 @@ def test_who_serves_moves_rather_than_being_interrupted() -> None:
     assert (found.how, found.moves, found.delay_s) == ("migrate", {"a": "n/1"}, 0.5)
 
 
-def test_an_instance_that_finishes_before_it_could_restart_is_not_preempted() -> None:
+def test_instance_that_finishes_before_it_could_restart_is_not_preempted() -> None:
     nearly = Resident("a", "a", 10, "serving", active=1, resume_s=1.0, remaining_s=0.5, reload_s=5)
     assert clear(ASK, device(nearly), 10, 0.0) is None
 
 
-def test_own_time_and_what_others_lose_are_one_sum() -> None:
+def test_choice_minimizes_own_time_plus_the_loss_of_others() -> None:
     options = [option("a/0", 5.0), option("b/0", 1.0, penalty=3.0, how="evict"), option("c/0", 1.0, penalty=9.0, how="evict")]
     assert choose(ASK, options, "") is options[1]
     crowd = Ask("new", 10, 1.0, requests=9)
@@ -70,13 +70,13 @@ def test_a_device_of_a_recent_failure_is_avoided_and_preemption_is_the_last_reso
     assert choose(ASK, [], "") is None
 
 
-def test_as_many_as_what_waits_and_runs_needs() -> None:
+def test_replica_target_covers_waiting_and_running_requests() -> None:
     assert scale(Demand("a", waiting=1, running=0, live=0, capacity=4)) == 1
     assert scale(Demand("a", waiting=3, running=8, live=2, capacity=4, max_replicas=8)) == 3
     assert scale(Demand("a", waiting=0, running=8, live=2, capacity=4, max_replicas=8)) == 2
 
 
-def test_what_is_later_for_its_absence_counts_not_what_loading_takes() -> None:
+def test_eviction_cost_is_the_delay_of_a_restart_and_not_its_load_time() -> None:
     """The delay that an eviction causes counts, not the load time.
 
     A light model's load overlaps its execution: it is as fast after an eviction (Torpor §4.3).
@@ -87,14 +87,14 @@ def test_what_is_later_for_its_absence_counts_not_what_loading_takes() -> None:
     assert (found.victims, found.penalty_s) == (("light",), 0.0)
 
 
-def test_what_would_leave_anyway_is_missed_less() -> None:
+def test_instance_near_its_keep_alive_is_evicted_first() -> None:
     ending = Resident("ending", "ending", 10, "idle", miss_probability=0.9, reuse_probability=0.01, reload_s=1.0)
     found = clear(ASK, device(idle("stays", 10, miss=0.5), ending), 10, 0.0)
     assert found is not None
     assert found.victims == ("ending",)
 
 
-def test_equals_are_interrupted_for_what_is_shorter_only() -> None:
+def test_equal_priority_is_preempted_only_for_a_shorter_request() -> None:
     serving = Resident("a", "a", 10, "serving", active=1, resume_s=0.5, remaining_s=10, reload_s=1)
     assert clear(Ask("new", 10, 1.0, exec_s=30), device(serving), 10, 0.0) is None
     found = clear(Ask("new", 10, 1.0, exec_s=3), device(serving), 10, 0.0)
@@ -104,7 +104,7 @@ def test_equals_are_interrupted_for_what_is_shorter_only() -> None:
     assert higher is not None
 
 
-def test_objectives_that_can_be_met_go_first_the_earliest_before_others() -> None:
+def test_feasible_objectives_precede_others_earliest_deadline_first() -> None:
     late, soon, has_time, none = (
         Ask("late", 10, 9.0, slo_ttft_s=5.0),
         Ask("soon", 10, 4.0, slo_ttft_s=5.0),
@@ -126,7 +126,7 @@ def test_in_time_where_devices_are_shared_least_else_as_soon_as_possible() -> No
     assert choose(ASK, [shared, alone], "") is shared, "no objective"
 
 
-def test_a_small_model_is_slow_beside_a_busy_large_one() -> None:
+def test_small_model_avoids_a_device_with_a_busy_large_model() -> None:
     large = Resident("large", "large", 70, "serving", active=1, remaining_s=2.0)
     beside = Option((device(large, key="a/0"),), "load", Cost(1.0))
     away = Option((device(key="b/0"),), "load", Cost(2.0))

@@ -19,19 +19,19 @@ from simulator.policies import torpor
 from tests.unit.scheduler.policies.views import ask, device, option
 
 
-def test_a_free_device_that_has_the_model_is_taken_before_any_swap() -> None:
+def test_free_device_with_the_model_is_preferred_over_any_swap() -> None:
     here = option("n/g3", way="ready", seconds=9.0)
     others = [option("n/g0", way="load", seconds=0.1), option("n/g1", way="peer_copy", seconds=0.1)]
     assert torpor.choose(ask(), [*others, here], "") == here
 
 
-def test_of_several_devices_that_have_it_none_is_preferred() -> None:
+def test_devices_with_the_model_are_chosen_with_equal_probability() -> None:
     options = [option(f"n/g{n}", way="ready") for n in range(3)]
     drawn = [torpor.choose(ask(), options, f"plan {n}") for n in range(300)]
     assert all(70 < drawn.count(o) < 130 for o in options)
 
 
-def test_resident_on_busy_devices_only_it_is_copied_over_the_fastest_link() -> None:
+def test_model_on_busy_devices_is_copied_over_the_fastest_link() -> None:
     busy = option("n/g0", way="ready", running=1)
     slow, fast = option("n/g1", way="peer_copy", seconds=0.4), option("n/g2", way="peer_copy", seconds=0.2)
     from_host = option("n/g3", way="load", seconds=0.1)
@@ -56,7 +56,7 @@ def test_from_host_the_neighbour_decides(neighbours: tuple[str, ...], chosen: in
     assert torpor.choose(ask(), options, "") == options[chosen]
 
 
-def test_it_is_queued_while_every_device_executes() -> None:
+def test_request_is_queued_while_every_device_executes() -> None:
     assert torpor.choose(ask(), [option("n/g0", way="ready", running=1), option("n/g1", running=1)], "") is None
 
 
@@ -64,7 +64,7 @@ def resident(key: str, **more: object) -> Resident:
     return Resident(key, model=key, nbytes=10, state="idle", **more)  # type: ignore[arg-type]  # the test's own keywords
 
 
-def test_second_replicas_go_first_then_light_models_then_the_heavy_one_used_longest_ago() -> None:
+def test_victims_are_second_replicas_then_light_models_then_least_recent_heavy_ones() -> None:
     view = device(
         "n/g0",
         resident("heavy-old", is_heavy=True, last_used=1.0, reload_s=2.0),
@@ -77,7 +77,7 @@ def test_second_replicas_go_first_then_light_models_then_the_heavy_one_used_long
     assert torpor.clear(ask(), view, 41, 0.0) is None
 
 
-def test_rrc_is_what_is_still_to_be_served_in_time() -> None:
+def test_rrc_is_the_number_of_requests_still_to_be_served_in_time() -> None:
     """RRC is the number of requests still to be served in time.
 
     p = 0.98, 100 requests, 95 in time: (98 - 95) / 0.02 = 150; and 150 more in time make exactly
@@ -98,7 +98,7 @@ def book(*needed: float) -> dict[str, Usage]:
     return made
 
 
-def test_the_largest_k_within_alpha_of_all_that_is_needed_is_high_priority() -> None:
+def test_high_priority_set_is_the_largest_k_within_alpha_of_the_total() -> None:
     """The largest k whose sum is within alpha of the total has high priority.
 
     RRCs are 0, 10, 20, 30, 60 in total. Half is 30: the first three; a sixth is 10: two; zero:
@@ -111,13 +111,13 @@ def test_the_largest_k_within_alpha_of_all_that_is_needed_is_high_priority() -> 
     assert high_priority(b, 1.0) == set(b)
 
 
-def test_high_priority_begins_with_the_nearly_compliant_and_low_priority_with_the_nearest() -> None:
+def test_high_priority_orders_by_least_compliant_and_low_priority_by_nearest() -> None:
     asks = [Ask(m, 1, waited_s=0.0, request_id=m) for m in ("f0", "f1", "f2", "f3", "f4")]
     ordered = order(asks, book(-4, 10, 20, 30, 40), 0.3)
     assert [a.model for a in ordered] == ["f2", "f1", "f0", "f3", "f4"]
 
 
-def test_the_longest_waiting_request_of_a_function_goes_first_and_an_unknown_function_is_high() -> None:
+def test_longest_waiting_request_leads_its_function_and_unknown_functions_are_high() -> None:
     asks = [Ask("f1", 1, waited_s=1.0), Ask("f1", 1, waited_s=2.0), Ask("new", 1, waited_s=0.0)]
     ordered = order(asks, book(50, 60), 0.1)
     assert [(a.model, a.waited_s) for a in ordered] == [("new", 0.0), ("f1", 2.0), ("f1", 1.0)]
@@ -129,7 +129,7 @@ def test_the_longest_waiting_request_of_a_function_goes_first_and_an_unknown_fun
     st.floats(0, 1),
     st.floats(0, 1),
 )
-def test_more_alpha_never_takes_priority_away(counts: list[tuple[int, int]], one: float, other: float) -> None:
+def test_higher_alpha_never_removes_high_priority(counts: list[tuple[int, int]], one: float, other: float) -> None:
     b = {f"f{n}": Usage(f"f{n}", total, min(total, met)) for n, (total, met) in enumerate(counts)}
     assert high_priority(b, min(one, other)) <= high_priority(b, max(one, other))
 

@@ -51,7 +51,7 @@ def seen(w: World, model: str) -> ParkView:
     return found
 
 
-def test_it_is_started_suspended_and_resumed_by_its_first_request(w: World) -> None:
+def test_parked_model_is_started_suspended_and_resumed_by_its_first_request(w: World) -> None:
     able(w)
     w.model("a", park=True)
     w.tick(1)
@@ -71,7 +71,7 @@ def test_it_is_started_suspended_and_resumed_by_its_first_request(w: World) -> N
     assert seen(w, "a").state == "up"
 
 
-def test_others_are_not_started_ahead(w: World) -> None:
+def test_models_without_park_are_not_started(w: World) -> None:
     able(w)
     w.model("a")
     w.tick(60)
@@ -96,7 +96,7 @@ def test_priority_then_the_smallest_first_two_at_a_time(w: World) -> None:
     assert order == ["first", "small", "middle", "big"]
 
 
-def test_what_does_not_fit_now_waits_and_smaller_ones_pass(w: World) -> None:
+def test_model_without_room_waits_and_smaller_models_are_parked_first(w: World) -> None:
     able(w, TWO)
     w.model("here")
     w.up("here")
@@ -111,7 +111,7 @@ def test_what_does_not_fit_now_waits_and_smaller_ones_pass(w: World) -> None:
     assert not w.sent(SendStop), "no instance is evicted for it"
 
 
-def test_requests_go_before_parking(w: World) -> None:
+def test_requests_have_priority_over_parking(w: World) -> None:
     able(w)
     w.model("real")
     w.demand("real")
@@ -125,7 +125,7 @@ def test_requests_go_before_parking(w: World) -> None:
     assert w.starts("a")
 
 
-def test_it_makes_way_for_a_request_and_is_tried_again(w: World) -> None:
+def test_parking_start_is_stopped_for_a_request_and_retried(w: World) -> None:
     able(w, 400 * MIB)
     w.model("a", park=True)
     w.model("real")
@@ -146,7 +146,7 @@ def test_it_makes_way_for_a_request_and_is_tried_again(w: World) -> None:
     assert len(w.starts("a")) == 2
 
 
-def test_a_request_for_it_takes_the_start_over(w: World) -> None:
+def test_request_takes_over_a_parking_start(w: World) -> None:
     able(w, keep_alive=300)
     w.model("a", park=True)
     w.tick(1)
@@ -161,7 +161,7 @@ def test_a_request_for_it_takes_the_start_over(w: World) -> None:
     assert w.sent(SendSuspend)
 
 
-def test_where_nothing_can_be_suspended_nothing_is_started(w: World) -> None:
+def test_parking_starts_nothing_on_a_node_that_cannot_suspend(w: World) -> None:
     able(w, capabilities=(Capability(name="suspend:cpu", available=False, reason="there is no swap"),))
     w.model("a", park=True)
     w.tick(5)
@@ -172,7 +172,7 @@ def test_where_nothing_can_be_suspended_nothing_is_started(w: World) -> None:
     assert w.starts("a"), "swap was set up meanwhile"
 
 
-def test_suspending_switched_off(w: World) -> None:
+def test_parking_is_impossible_if_suspension_is_off(w: World) -> None:
     able(w, capabilities=())
     w.model("a", park=True)
     w.tick(5)
@@ -180,7 +180,7 @@ def test_suspending_switched_off(w: World) -> None:
     assert "THAW_SUSPEND" in seen(w, "a").reason
 
 
-def test_one_that_turns_out_to_be_of_no_use_is_stopped_and_says_why(w: World) -> None:
+def test_parked_instance_that_saves_no_time_is_stopped_with_a_reason(w: World) -> None:
     able(w)
     w.model("a", park=True)
     w.tick(1)
@@ -209,7 +209,7 @@ def test_failures_are_tried_again_three_times_in_all(w: World) -> None:
     assert len(w.starts("a")) == 4, "its change is a new beginning"
 
 
-def test_a_request_is_not_refused_for_what_parking_met(w: World) -> None:
+def test_request_starts_a_model_whose_parking_failed(w: World) -> None:
     able(w)
     w.model("a", park=True)
     for _ in range(6):
@@ -219,7 +219,7 @@ def test_a_request_is_not_refused_for_what_parking_met(w: World) -> None:
     assert len(w.starts("a")) == 4
 
 
-def test_a_suspension_that_fails_counts(w: World) -> None:
+def test_failed_suspension_counts_as_a_parking_failure(w: World) -> None:
     able(w)
     w.model("a", park=True)
     for _ in range(6):
@@ -256,7 +256,7 @@ def test_models_are_parked_again_on_a_node_that_restarted_empty(w: World) -> Non
     assert len(w.starts("a")) == 2
 
 
-def test_one_that_dies_while_parked_is_parked_again_but_not_for_ever(w: World) -> None:
+def test_model_that_dies_while_parked_is_parked_again_a_limited_number_of_times(w: World) -> None:
     able(w)
     w.model("a", park=True)
     for _ in range(6):
@@ -268,7 +268,7 @@ def test_one_that_dies_while_parked_is_parked_again_but_not_for_ever(w: World) -
     assert len(w.starts("a")) == 3
 
 
-def test_a_new_leader_continues_after_requests_have_reported() -> None:
+def test_new_leader_parks_only_after_the_demand_grace_period() -> None:
     w = World(policy=Policy(demand_grace_s=3.0))
     able(w)
     w.state.recovered_at = w.now
@@ -294,7 +294,7 @@ def test_a_model_put_to_sleep_stays_asleep(w: World) -> None:
     assert seen(w, "a").state == "parked"
 
 
-def test_a_floor_that_never_fits_blocks_no_other_model(w: World) -> None:
+def test_unsatisfiable_replicas_min_does_not_block_parking_of_other_models(w: World) -> None:
     able(w, 400 * MIB)
     w.model("pinned", 10 * MIB, pin=True)
     w.up("pinned")
@@ -306,7 +306,7 @@ def test_a_floor_that_never_fits_blocks_no_other_model(w: World) -> None:
     assert w.starts("a")
 
 
-def test_none_at_once_means_none() -> None:
+def test_park_concurrency_zero_disables_parking() -> None:
     w = World(policy=Policy(park_concurrency=0))
     able(w)
     w.model("a", park=True)
@@ -317,7 +317,7 @@ def test_none_at_once_means_none() -> None:
 PARALLEL: dict[str, Any] = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 2}}
 
 
-def test_over_several_devices_of_one_node_or_not_at_all(w: World) -> None:
+def test_multi_device_model_is_parked_on_one_node(w: World) -> None:
     able(w, name="n1")  # one device, with room for all of it
     able(w, 600 * MIB, name="n2", devices=("cpu:0", "cpu:1", "cpu:2"))
     w.model("wide", memory=1000 * MIB, park=True, **PARALLEL)
@@ -331,7 +331,7 @@ def test_over_several_devices_of_one_node_or_not_at_all(w: World) -> None:
     assert len(w.starts("wide")) == 1
 
 
-def test_over_several_devices_each_has_to_have_room(w: World) -> None:
+def test_multi_device_parking_needs_room_on_each_device(w: World) -> None:
     able(w, 600 * MIB, name="n1", devices=("cpu:0", "cpu:1"))
     w.model("here")
     w.up("here")

@@ -65,7 +65,7 @@ def prefetched(w: World) -> list[tuple[str, str, str]]:
     return [(e.node, e.command.card.name, e.command.tier) for e in w.sent(SendPrefetch)]
 
 
-def test_a_likely_model_is_brought_to_an_idle_node_once() -> None:
+def test_likely_model_is_prefetched_to_an_idle_node_once() -> None:
     w = world()
     report_loader(w)
     w.tick(0.25)
@@ -76,7 +76,7 @@ def test_a_likely_model_is_brought_to_an_idle_node_once() -> None:
     assert not w.state.prefetches
 
 
-def test_not_while_requests_wait_or_links_are_busy_or_it_is_off() -> None:
+def test_prefetch_is_skipped_while_requests_wait_or_links_are_busy() -> None:
     w = world()
     w.model("full", pin=True)
     w.up("full")
@@ -91,7 +91,7 @@ def test_not_while_requests_wait_or_links_are_busy_or_it_is_off() -> None:
     assert prefetched(w) == []
 
 
-def test_nothing_likelier_is_pushed_out() -> None:
+def test_prefetch_does_not_evict_a_likelier_model() -> None:
     w = world()
     w.model("often")
     used_to_be_asked_for(w, "often", every=5.0, times=6)
@@ -104,7 +104,7 @@ def test_nothing_likelier_is_pushed_out() -> None:
     assert ("n1", "m", "dram") in prefetched(w)
 
 
-def test_a_dropped_prefetch_is_chosen_again_after_a_while_and_a_running_one_is_not() -> None:
+def test_dropped_prefetch_is_retried_and_a_running_one_is_not_repeated() -> None:
     w = world()
     report_loader(w)
     w.tick(0.25)
@@ -123,7 +123,7 @@ def test_a_dropped_prefetch_is_chosen_again_after_a_while_and_a_running_one_is_n
     assert prefetched(w) == [("n1", "m", "dram")] * 2
 
 
-def test_it_is_called_off_when_it_is_of_no_use() -> None:
+def test_prefetch_of_a_removed_model_is_cancelled() -> None:
     w = world()
     report_loader(w)
     w.tick(0.25)
@@ -143,7 +143,7 @@ def test_a_period_is_noticed() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=20), st.floats(0.0, 1e6))
-def test_likelihood_is_one(distances: list[float], unused: float) -> None:
+def test_likelihood_is_between_zero_and_one(distances: list[float], unused: float) -> None:
     habit, at = UsageHistory("m", 0.0), 0.0
     for distance in distances:
         at += distance

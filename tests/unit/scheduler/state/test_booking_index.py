@@ -120,7 +120,7 @@ drafts = st.integers(0, 2**32).map(draft_of)
     st.sets(st.sampled_from([f"n{n}/cuda:1" for n in range(NODES)]), max_size=2),
     st.sampled_from([CARD, AFAR]),
 )
-def test_the_shortlists_are_those_of_a_look_at_everything(tx: Transaction, need: int, avoid: set[str], card: ModelCard) -> None:
+def test_shortlists_equal_a_scan_over_all_devices(tx: Transaction, need: int, avoid: set[str], card: ModelCard) -> None:
     forecast = Forecast(tx.state, card)
     found = list(shortlists(tx, need, tuple(avoid), forecast))
     assert found == list(scanned(tx, need, tuple(avoid), forecast))
@@ -129,7 +129,7 @@ def test_the_shortlists_are_those_of_a_look_at_everything(tx: Transaction, need:
 
 
 @given(drafts)
-def test_a_rebuilt_table_has_the_same_orders(tx: Transaction) -> None:
+def test_rebuilt_table_has_the_same_orders(tx: Transaction) -> None:
     kept = tx.origin.bookings
     assert isinstance(kept, BookingTable)
     rebuilt = BookingTable(kept.items())

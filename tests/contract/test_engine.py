@@ -107,7 +107,7 @@ async def engine(request: pytest.FixtureRequest, nats_server: NatsServer, tmp_pa
         await mesh.stop()
 
 
-async def test_it_reports_and_answers_a_ping(engine: Running) -> None:
+async def test_engine_reports_status_and_answers_a_ping(engine: Running) -> None:
     report = await engine.engines.mesh.request(subjects.engine_control(engine.name), PingEngine(), EngineReport)
     assert (report.state, report.pid, report.progress) == ("ready", engine.pid, 1.0)
     assert report.phases
@@ -116,7 +116,7 @@ async def test_it_reports_and_answers_a_ping(engine: Running) -> None:
     await engine.engines.reported(engine.name, lambda _: len(engine.engines.reports[engine.name]) > seen + 1)
 
 
-async def test_a_stream_is_numbered_and_ends_once(engine: Running) -> None:
+async def test_stream_is_numbered_and_ends_once(engine: Running) -> None:
     stream = await engine.ask(QUICK)
     await stream.last()
     assert [r.seq for r in stream.replies] == list(range(len(stream.replies)))
@@ -153,12 +153,12 @@ async def test_a_busy_engine_stays_and_then_drains(engine: Running) -> None:
         await engine.control(DrainEngine())
 
 
-async def test_an_idle_engine_leaves_at_once(engine: Running) -> None:
+async def test_idle_engine_exits_immediately_on_drain(engine: Running) -> None:
     await engine.control(DrainEngine(only_if_idle=True))
     assert await engine.exit_status() == 0
 
 
-async def test_sigterm_ends_it_cleanly(engine: Running) -> None:
+async def test_sigterm_ends_the_engine_cleanly(engine: Running) -> None:
     os.kill(engine.pid, signal.SIGTERM)
     assert await engine.exit_status() == 0
     await engine.engines.reported(engine.name, lambda r: r.state == "stopped")

@@ -36,7 +36,7 @@ async def test_the_trace_stream_is_bounded(js: JetStreamContext, before: bool) -
 
 
 @pytest.mark.parametrize("before", [False, True])
-async def test_buckets_are_shared(js: JetStreamContext, before: bool) -> None:
+async def test_concurrently_created_buckets_are_shared(js: JetStreamContext, before: bool) -> None:
     if before:
         await js.create_key_value(bucket=subjects.CATALOG_BUCKET, history=3)
     first, second = await asyncio.gather(catalog_bucket(js), catalog_bucket(js))

@@ -27,13 +27,13 @@ print(json.dumps({kind: {key: getattr(CONFIG_MAPPING[kind](), key) for key in ke
 """
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_defaults_equal_those_of_transformers() -> None:
     asked = json.dumps({kind: list(values) for kind, values in DEFAULTS.items()})
     ran = subprocess.run([sys.executable, "-c", PRINT_DEFAULTS, asked], capture_output=True, text=True, check=True, timeout=120)
     assert json.loads(ran.stdout.splitlines()[-1]) == {kind: dict(values) for kind, values in DEFAULTS.items()}
 
 
-def test_known_architectures_are_those_of_transformers() -> None:
+def test_known_architectures_equal_those_of_transformers() -> None:
     ran = subprocess.run([sys.executable, "-c", PRINT_KNOWN], capture_output=True, text=True, check=True, timeout=120)
     known = json.loads(ran.stdout.splitlines()[-1])
     assert known == [sorted(CAUSAL_TYPES), sorted(CAUSAL_CLASSES), sorted(ENCODER_TYPES)]

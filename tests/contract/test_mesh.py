@@ -52,12 +52,12 @@ async def serve(mesh: Mesh, subject: str, *, concurrent: bool = False) -> None:
     await mesh.respond(subject, ASK, handle, concurrent=concurrent).start()
 
 
-async def test_a_request_gets_its_typed_reply(mesh: Mesh) -> None:
+async def test_request_receives_its_typed_reply(mesh: Mesh) -> None:
     await serve(mesh, "t.reply")
     assert (await mesh.request("t.reply", Ask(value=1), Answer)).value == 2
 
 
-async def test_an_error_keeps_its_class_and_fields(mesh: Mesh) -> None:
+async def test_error_keeps_its_class_and_fields(mesh: Mesh) -> None:
     await serve(mesh, "t.error")
     with pytest.raises(ModelNotFound, match="no model -3") as caught:
         await mesh.request("t.error", Ask(value=-3), Answer)
@@ -82,12 +82,12 @@ async def test_malformed_requests_are_answered(mesh: Mesh) -> None:
     assert "a prompt" not in caught.value.message
 
 
-async def test_a_missing_responder_is_reported_at_once(mesh: Mesh) -> None:
+async def test_missing_responder_is_reported_immediately(mesh: Mesh) -> None:
     with pytest.raises(Unreachable):
         await asyncio.wait_for(mesh.request("t.nobody", Ask(value=1, deadline_ms=60_000), Answer), 5)
 
 
-async def test_a_deadline_ends_the_handler_and_is_reported(mesh: Mesh) -> None:
+async def test_deadline_ends_the_handler_and_is_reported(mesh: Mesh) -> None:
     await serve(mesh, "t.deadline")
     with pytest.raises(DeadlineExceeded):
         await mesh.request("t.deadline", Ask(value=101, deadline_ms=100), Answer)
@@ -102,7 +102,7 @@ async def test_concurrent_handlers_do_not_wait_for_each_other(mesh: Mesh) -> Non
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-async def test_a_request_while_a_responder_stops_is_answered_or_unreachable_at_once(mesh: Mesh, concurrent: bool) -> None:
+async def test_request_to_a_stopping_responder_is_answered_or_unreachable(mesh: Mesh, concurrent: bool) -> None:
     received = asyncio.Event()
     proceed = asyncio.Event()
 
@@ -130,7 +130,7 @@ async def test_a_request_while_a_responder_stops_is_answered_or_unreachable_at_o
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-async def test_requests_that_arrive_while_a_responder_stops_are_answered(mesh: Mesh, concurrent: bool) -> None:
+async def test_requests_that_arrive_during_a_stop_are_answered(mesh: Mesh, concurrent: bool) -> None:
     async def handle(ask: Ask) -> Answer:
         return Answer(value=ask.value)
 

@@ -39,14 +39,14 @@ def run_agent(home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda v: str(v)[:30],
 )
-def test_a_setting_that_cannot_work_is_named_with_status_2(tmp_path: Path, settings: dict[str, str], says: str) -> None:
+def test_invalid_setting_is_named_and_exits_with_status_2(tmp_path: Path, settings: dict[str, str], says: str) -> None:
     done = run_agent(tmp_path, **settings)
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_engine_gets_settings_that_it_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_environment_is_readable_by_engine_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = NodeagentSettings.model_validate(
         {"home": tmp_path, "node": "n1", "nats_url": "nats://u:p@h:1", "otlp_endpoint": "http://c:4317", "log_prompts": True}
     )
@@ -57,7 +57,7 @@ def test_an_engine_gets_settings_that_it_can_read(tmp_path: Path, monkeypatch: p
     assert (engine.node, engine.state, engine.otlp_endpoint, engine.log_prompts) == ("n1", tmp_path, "http://c:4317", True)
 
 
-def test_a_state_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+def test_state_directory_writable_by_others_is_refused(tmp_path: Path) -> None:
     """A state directory that others can write is refused.
 
     Its sockets and records could belong to another user.

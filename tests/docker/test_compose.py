@@ -31,7 +31,7 @@ def test_the_command_line_in_the_gateway_registers_and_shows(mesh: Project) -> N
     assert "demo" in mesh.execute("gateway", "thaw", "models", "list")
 
 
-def test_the_admin_api_needs_the_key_that_was_made(mesh: Project) -> None:
+def test_admin_api_requires_the_generated_key(mesh: Project) -> None:
     assert httpx.get(f"{mesh.url}/admin/v1/cluster", trust_env=False).status_code == 401
     key = mesh.execute("gateway", "cat", "/run/thaw-secrets/thaw_admin_key")
     answer = httpx.get(f"{mesh.url}/admin/v1/cluster", headers={"authorization": f"Bearer {key}"}, trust_env=False)
@@ -56,7 +56,7 @@ def test_a_response_is_streamed_in_several_chunks(mesh: Project, client: openai.
     assert pieces[-1].finish_reason == "length"
 
 
-def test_a_repeated_key_generates_once(mesh: Project, client: openai.OpenAI) -> None:
+def test_repeated_idempotency_key_generates_once(mesh: Project, client: openai.OpenAI) -> None:
     with client:
         answers = [
             client.chat.completions.create(
@@ -97,7 +97,7 @@ def test_our_services_run_as_a_user_without_rights(mesh: Project) -> None:
         assert mesh.inspect(service)["HostConfig"]["ReadonlyRootfs"]
 
 
-def test_the_servers_have_no_more_than_their_start_needs(mesh: Project) -> None:
+def test_nats_and_postgres_run_with_minimal_rights(mesh: Project) -> None:
     for service in ("nats", "postgres"):
         host = mesh.inspect(service)["HostConfig"]
         assert host["ReadonlyRootfs"], service
@@ -126,7 +126,7 @@ def _address(mesh: Project, service: str, network: str, port: int) -> str:
     return f"{mesh.inspect(service)['NetworkSettings']['Networks'][f'{mesh.name}_{network}']['IPAddress']}:{port}"
 
 
-def test_a_service_reaches_those_it_needs_and_no_others(mesh: Project) -> None:
+def test_services_reach_only_the_servers_they_need(mesh: Project) -> None:
     nats, postgres = _address(mesh, "nats", "core", 4222), _address(mesh, "postgres", "data", 5432)
     reached = {
         service: mesh.execute(service, "python", "-", nats, postgres, text=_CONNECT).split()
@@ -151,14 +151,14 @@ def test_neither_jaeger_nor_the_edge_reaches_nats_or_the_database(mesh: Project,
     assert output.split() == ["refused"] * 4
 
 
-def test_nats_and_the_database_have_no_way_out_of_the_host(mesh: Project) -> None:
+def test_nats_and_postgres_networks_are_internal(mesh: Project) -> None:
     for service, network in (("nats", "core"), ("postgres", "data")):
         assert list(mesh.inspect(service)["NetworkSettings"]["Networks"]) == [f"{mesh.name}_{network}"]
         (found,) = json.loads(docker("network", "inspect", f"{mesh.name}_{network}"))
         assert found["Internal"] is True
 
 
-def test_the_mesh_image_has_no_torch_and_images_hold_no_sources(images: Images) -> None:
+def test_mesh_image_has_no_torch_and_images_contain_no_sources(images: Images) -> None:
     ask = "import importlib.util as u; print(u.find_spec('torch') is not None)"
     assert docker("run", "--rm", images.mesh, "python", "-c", ask).strip() == "False"
     assert docker("run", "--rm", images.node, "python", "-c", ask).strip() == "True"
@@ -166,7 +166,7 @@ def test_the_mesh_image_has_no_torch_and_images_hold_no_sources(images: Images) 
 
 
 @pytest.mark.parametrize("image", ["mesh", "node"])
-def test_the_lock_left_no_requirement_out(images: Images, image: str) -> None:
+def test_lock_contains_every_requirement(images: Images, image: str) -> None:
     """The lock contains every requirement, since pip installs it with --no-deps."""
     assert "No broken requirements" in docker("run", "--rm", getattr(images, image), "pip", "check")
     with_extras = "import transformers, sentencepiece, safetensors, obstore, pynvml, huggingface_hub, tokenizers"
@@ -189,7 +189,7 @@ print(os.getuid(), taken > 0 or os.strerror(ctypes.get_errno()), open("/proc/sel
 """
 
 
-def test_suspending_has_the_two_capabilities_it_names_and_serving_has_none(images: Images) -> None:
+def test_only_suspend_compose_file_grants_capabilities(images: Images) -> None:
     (service,) = yaml.safe_load((ROOT / "compose" / "suspend.yaml").read_text())["services"].values()
     options = ["--cap-drop=ALL", "--security-opt=no-new-privileges:true", "-i"]
     plain = docker("run", "--rm", *options, images.node, "python", "-", text=_PAGE_OUT)
@@ -217,7 +217,7 @@ def test_both_files_and_the_gpu_profile_are_understood(mesh: Project) -> None:
     assert "cap_add" not in gpu
 
 
-def test_a_service_sees_its_own_secrets_only(mesh: Project) -> None:
+def test_service_has_access_only_to_its_own_secrets(mesh: Project) -> None:
     seen = {service: set(mesh.execute(service, "ls", "/run/thaw-secrets").split()) for service in OURS}
     assert seen == {
         "gateway": {"thaw_nats_url", "thaw_admin_key"},
@@ -283,7 +283,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*"):
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "migrator", "loader", "nodeagent"])
-def test_a_hung_service_is_restarted_in_its_container(mesh: Project, client: openai.OpenAI, service: str) -> None:
+def test_hung_service_is_restarted_in_its_container(mesh: Project, client: openai.OpenAI, service: str) -> None:
     """The watchdog restarts a hung service in its container.
 
     SIGSTOP stops the service; its container keeps running, so Docker does not restart it.
@@ -309,12 +309,12 @@ def test_a_hung_service_is_restarted_in_its_container(mesh: Project, client: ope
     assert answer.usage.completion_tokens == 4
 
 
-def test_no_zombies_are_left_of_them(mesh: Project) -> None:
+def test_killed_services_leave_no_zombies(mesh: Project) -> None:
     states = mesh.execute("node", "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //' | cut -c1")
     assert "Z" not in states.split()
 
 
-def test_keys_are_made_and_revoked_while_it_runs(mesh: Project) -> None:
+def test_keys_are_created_and_revoked_in_a_running_mesh(mesh: Project) -> None:
     key = json.loads(mesh.execute("gateway", "thaw", "keys", "add", "alice", "--json"))["key"]
     try:
         assert httpx.get(f"{mesh.url}/v1/models", trust_env=False).status_code == 401
@@ -323,7 +323,7 @@ def test_keys_are_made_and_revoked_while_it_runs(mesh: Project) -> None:
         mesh.execute("gateway", "thaw", "keys", "revoke", "alice")
 
 
-def test_the_endpoint_stays_closed_when_the_disk_of_nats_is_lost(mesh: Project) -> None:
+def test_endpoint_stays_closed_if_the_disk_of_nats_is_lost(mesh: Project) -> None:
     """The endpoint stays closed if the disk of NATS is lost.
 
     The gateway's volume records that keys have existed (docs/operations.md).
@@ -345,7 +345,7 @@ def test_nats_refused_no_service_a_subject(mesh: Project) -> None:
     assert "Permissions Violation" not in mesh.compose("logs", "--no-color")
 
 
-def test_down_leaves_nothing(mesh: Project) -> None:
+def test_down_removes_all_containers_volumes_and_networks(mesh: Project) -> None:
     assert mesh.left()
     mesh.down()
     assert mesh.left() == []

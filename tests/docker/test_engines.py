@@ -115,7 +115,7 @@ async def test_from_start_to_removed(hosts: Hosts, boxes: Boxes, image: str) -> 
     assert "tiny: stopped by SIGTERM" in Path(start.log_path).read_text()
 
 
-async def test_what_a_container_may_do(hosts: Hosts, boxes: Boxes, image: str) -> None:
+async def test_container_has_restricted_rights_and_limits(hosts: Hosts, boxes: Boxes, image: str) -> None:
     start = hosts.host(card(image, capabilities=["NET_BIND_SERVICE"], pids_limit=300, memory_limit_bytes=256 * MIB))
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
@@ -151,7 +151,7 @@ async def test_a_published_port_is_the_loopbacks_and_no_other_container_reaches_
             boxes("run", "--rm", "--network", network, "--entrypoint", "python3", image, "-c", ask)
 
 
-async def test_one_that_listens_on_a_socket_has_no_network_and_no_other_user_reaches_it(
+async def test_container_with_a_socket_has_no_network_and_a_private_socket(
     hosts: Hosts, boxes: Boxes, image: str, tmp_path: Path
 ) -> None:
     if os.geteuid():
@@ -183,7 +183,9 @@ async def test_one_that_listens_on_a_socket_has_no_network_and_no_other_user_rea
     [(("--exit", "7"), "exit status 7"), (("--signal", "9"), "signal 9"), (("--eat",), "out-of-memory killer")],
 )
 @pytest.mark.usefixtures("kernel_kills")
-async def test_its_end_is_explained(hosts: Hosts, boxes: Boxes, image: str, arguments: tuple[str, ...], words: str) -> None:
+async def test_exit_of_a_container_is_explained(
+    hosts: Hosts, boxes: Boxes, image: str, arguments: tuple[str, ...], words: str
+) -> None:
     start = hosts.host(card(image, *arguments))
     report = await hosts.settled(start.instance_id)
     if words == "out-of-memory killer" and report.state == "ready":
@@ -198,7 +200,7 @@ async def test_its_end_is_explained(hosts: Hosts, boxes: Boxes, image: str, argu
     assert boxes.containers(start.instance_id) == []
 
 
-async def test_one_that_has_ended_before_it_is_looked_at_is_explained_too(
+async def test_container_that_exits_before_its_inspection_is_explained(
     hosts: Hosts, boxes: Boxes, image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container that exits before its first inspection is explained too.
@@ -224,7 +226,7 @@ async def test_one_that_has_ended_before_it_is_looked_at_is_explained_too(
     assert boxes.containers(start.instance_id) == []
 
 
-async def test_an_image_that_is_not_there(hosts: Hosts, image: str) -> None:
+async def test_missing_image_is_reported(hosts: Hosts, image: str) -> None:
     start = hosts.host(card("thaw-test-none:1", pull="never"))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
@@ -235,14 +237,14 @@ async def test_an_image_that_is_not_there(hosts: Hosts, image: str) -> None:
     assert "Image localhost:1/thaw-test-none:1 cannot be pulled" in report.error.message
 
 
-async def test_no_container_engine(hosts: Hosts) -> None:
+async def test_missing_container_engine_is_reported(hosts: Hosts) -> None:
     start = hosts.host(card("any"), THAW_CONTAINER_SOCKET="/nowhere/docker.sock")
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
     assert "/nowhere/docker.sock does not answer" in report.error.message
 
 
-async def test_what_a_killed_host_leaves_is_removed_by_its_nodeagent(
+async def test_nodeagent_removes_the_container_of_a_killed_host(
     nats_server: NatsServer, boxes: Boxes, image: str, tmp_path: Path
 ) -> None:
     async with running_node(nats_server.url, tmp_path) as node:

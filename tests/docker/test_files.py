@@ -43,7 +43,7 @@ def test_every_service_has_a_health_check_limits_and_a_pinned_image(document: di
         assert not service.get("privileged"), name
 
 
-def test_checks_by_python_have_time_to_start_it(document: dict[str, Any]) -> None:
+def test_python_health_checks_allow_for_interpreter_startup(document: dict[str, Any]) -> None:
     """Health checks in Python have time to start the interpreter.
 
     On a busy machine Python alone takes more than five seconds to start; a check that times out
@@ -103,7 +103,7 @@ def test_networks_separate_the_edge_from_the_core(document: dict[str, Any]) -> N
     assert {name for name, options in document["networks"].items() if (options or {}).get("internal")} == {"core", "data"}
 
 
-def test_the_gpu_node_is_there_by_profile_only(document: dict[str, Any]) -> None:
+def test_gpu_node_is_started_only_by_profile(document: dict[str, Any]) -> None:
     profiled = {name for name, service in document["services"].items() if "profiles" in service}
     assert profiled == {"node-gpu", "loader-gpu", "nodeagent-gpu"}
     devices = document["services"]["nodeagent-gpu"]["deploy"]["resources"]["reservations"]["devices"]
@@ -140,7 +140,7 @@ def test_every_service_of_ours_runs_under_the_watchdog(document: dict[str, Any])
     assert suspending["command"][-7:] == document["services"]["nodeagent"]["command"]
 
 
-def test_the_gateway_has_a_volume_of_its_own_for_its_state(document: dict[str, Any]) -> None:
+def test_gateway_has_its_own_state_volume(document: dict[str, Any]) -> None:
     """The gateway has a state volume, separate from that of NATS.
 
     It records that keys have existed, in case the volume of NATS is lost with the keys.
@@ -155,7 +155,7 @@ HERE = {"node": "node-0", "node-gpu": "gpu-0"}
 """Nodes of compose.yaml, by folder."""
 
 
-def test_secrets_are_made_once_and_kept_by_later_runs(tmp_path: Path) -> None:
+def test_secrets_are_created_once_and_kept_by_later_runs(tmp_path: Path) -> None:
     make_secrets(tmp_path, HERE)
     first = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
     shutil.rmtree(tmp_path / "node")
@@ -165,7 +165,7 @@ def test_secrets_are_made_once_and_kept_by_later_runs(tmp_path: Path) -> None:
     assert {p.parts[0] for p in first} == {"nats", "postgres", "gateway", "scheduler", "migrator", "node", "node-gpu"}
 
 
-def test_compose_makes_the_secrets_that_its_services_mount(document: dict[str, Any], tmp_path: Path) -> None:
+def test_compose_creates_the_secrets_that_its_services_mount(document: dict[str, Any], tmp_path: Path) -> None:
     services = document["services"]
     command = [re.sub(r"\$\{\w+:-(.*?)}", r"\1", word) for word in services["secrets"]["command"][3:]]
     assert command[0] == "/run/make-secrets"
@@ -184,7 +184,7 @@ def test_compose_makes_the_secrets_that_its_services_mount(document: dict[str, A
         assert f"nats://{user}:" in (tmp_path / made[volume].removeprefix("/run/make-secrets/") / "thaw_nats_url").read_text()
 
 
-def test_every_node_has_a_user_and_a_password_of_its_own(tmp_path: Path) -> None:
+def test_every_node_has_its_own_user_and_password(tmp_path: Path) -> None:
     make_secrets(tmp_path, HERE, remote_nodes=["far-1"])
     folders = ("node", "node-gpu", "nats/nodes/far-1")
     urls = [urlsplit((tmp_path / folder / "thaw_nats_url").read_text()) for folder in folders]
@@ -195,7 +195,7 @@ def test_every_node_has_a_user_and_a_password_of_its_own(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["", "Node", "a.b", "*", "a b", '"', "-a"])
-def test_a_name_that_could_be_more_than_a_subject_token_is_refused(tmp_path: Path, name: str) -> None:
+def test_node_name_with_subject_separators_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="is not a node's name"):
         make_secrets(tmp_path, {"node": name})
 
@@ -247,7 +247,7 @@ DENIED = [
 
 
 @pytest.mark.parametrize(("user", "subject", "what"), DENIED, ids=[f"{u} {w}" for u, _, w in DENIED])
-async def test_publishing_is_refused(guarded: Guarded, user: str, subject: str, what: str) -> None:
+async def test_unauthorized_publish_is_refused(guarded: Guarded, user: str, subject: str, what: str) -> None:
     async with guarded.client(user) as (client, refused):
         await client.publish(subject, b"{}")
         assert "permissions violation for publish" in await asyncio.wait_for(refused.get(), 5)
@@ -286,7 +286,7 @@ async def test_connections_without_a_password_are_refused(guarded: Guarded) -> N
     writer.close()
 
 
-async def test_an_answer_may_take_its_time_and_is_one(guarded: Guarded) -> None:
+async def test_node_may_send_one_delayed_reply(guarded: Guarded) -> None:
     async with guarded.client("node-node-0") as (node, refused), guarded.client("scheduler") as (scheduler, _):
 
         async def answer(message: Any) -> None:
@@ -326,7 +326,7 @@ async def test_gateway_and_scheduler_share_catalogue_keys_and_traces(guarded: Gu
         assert g_refused.empty()
 
 
-async def test_a_node_has_no_way_to_streams(guarded: Guarded) -> None:
+async def test_node_cannot_access_streams(guarded: Guarded) -> None:
     async with guarded.client("node-node-0") as (node, _):
         with pytest.raises((NatsTimeoutError, NoRespondersError, APIError, asyncio.TimeoutError)):
             await node.jetstream(timeout=0.5).stream_info(f"KV_{subjects.CATALOG_BUCKET}")

@@ -43,7 +43,7 @@ async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
     await mesh.stop()
 
 
-async def test_a_scheduler_is_healthy_while_the_mesh_has_a_leader(mesh: Mesh, own_nats: NatsServer) -> None:
+async def test_scheduler_is_healthy_while_the_mesh_has_a_leader(mesh: Mesh, own_nats: NatsServer) -> None:
     async def view(_: ViewCluster) -> ClusterView:
         return ClusterView(scheduler="s", epoch=1)
 
@@ -58,7 +58,7 @@ async def test_a_scheduler_is_healthy_while_the_mesh_has_a_leader(mesh: Mesh, ow
     assert "No process answers" in output
 
 
-async def test_a_loader_is_healthy_while_its_status_is_received(mesh: Mesh, own_nats: NatsServer) -> None:
+async def test_loader_is_healthy_while_its_status_is_received(mesh: Mesh, own_nats: NatsServer) -> None:
     async def broadcast() -> None:
         while True:
             for _ in range(20):  # more than the check reads
@@ -83,7 +83,7 @@ async def test_no_service_is_healthy_without_nats() -> None:
     assert "TimeoutError" in output
 
 
-async def test_a_gateway_is_healthy_when_it_is_ready() -> None:
+async def test_gateway_is_healthy_when_it_is_ready() -> None:
     statuses = [200, 503]
 
     class Handler(BaseHTTPRequestHandler):

@@ -62,7 +62,7 @@ def closure(requirements: list[Requirement]) -> set[str]:
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_every_pin_is_that_of_the_constraints(lock: str) -> None:
+def test_every_pinned_version_equals_the_constraints(lock: str) -> None:
     tested = pins((ROOT / "constraints.txt").read_text())
     locked = pins(read(lock))
     assert locked
@@ -70,7 +70,7 @@ def test_every_pin_is_that_of_the_constraints(lock: str) -> None:
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_every_pin_has_hashes_and_nothing_else_is_in_the_lock(lock: str) -> None:
+def test_lock_has_only_pins_with_hashes(lock: str) -> None:
     entries = re.sub(r" *\\\n +", " ", read(lock)).splitlines()
     assert entries.pop(0).startswith("#")
     for entry in entries:
@@ -78,7 +78,7 @@ def test_every_pin_has_hashes_and_nothing_else_is_in_the_lock(lock: str) -> None
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_every_requirement_is_in_the_lock_by_a_version_that_it_allows(lock: str) -> None:
+def test_every_requirement_allows_its_locked_version(lock: str) -> None:
     locked = pins(read(lock))
     for requirement in wanted(lock):
         assert requirement.specifier.contains(locked[name_of(requirement.name)], prereleases=True), (
@@ -87,12 +87,12 @@ def test_every_requirement_is_in_the_lock_by_a_version_that_it_allows(lock: str)
 
 
 @pytest.mark.parametrize("lock", ["mesh", "node"])
-def test_the_lock_has_everything_that_is_required_and_no_more(lock: str) -> None:
+def test_lock_contains_exactly_the_required_packages(lock: str) -> None:
     """The lock has exactly the required packages: pip installs it with --no-deps."""
     assert set(pins(read(lock))) == closure(wanted(lock)), "run `make lock`"
 
 
-def test_the_nodes_lock_has_the_requirements_of_every_build_of_torch() -> None:
+def test_node_lock_contains_the_requirements_of_every_torch_build() -> None:
     needed = [
         r for r in map(Requirement, metadata.requires("torch") or ()) if not r.marker or r.marker.evaluate(TARGET | {"extra": ""})
     ]
@@ -109,7 +109,7 @@ def test_the_images_install_by_hash_and_otherwise_only_our_wheel_and_torch() -> 
     assert [c.endswith('"$TORCH"') for c in others] == [True]
 
 
-def test_the_build_context_has_what_the_images_copy() -> None:
+def test_build_context_contains_the_files_that_images_copy() -> None:
     """The build context contains all files that the images copy.
 
     Checks `docker compose build` (.dockerignore) and the test images (engine.py).

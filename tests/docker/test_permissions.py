@@ -92,7 +92,7 @@ async def _refused(guarded: Guarded, user: str, node: str, hear: bool) -> set[st
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("node", NODES)
 @pytest.mark.parametrize(("hear", "allowed"), [(False, MAY_PUBLISH), (True, MAY_HEAR)], ids=["publishes", "hears"])
-async def test_no_channel_is_open_to_more_than_need_it(
+async def test_channels_are_open_only_to_roles_that_need_them(
     guarded: Guarded, user: str, node: str, hear: bool, allowed: dict[str, set[str]]
 ) -> None:
     """Only services that need a channel can use it.
@@ -106,7 +106,7 @@ async def test_no_channel_is_open_to_more_than_need_it(
     assert await _refused(guarded, user, node, hear) == closed | {name for name, roles in allowed.items() if role not in roles}
 
 
-async def test_nodes_receive_each_others_loader_status_only_where_models_are_copied(
+async def test_nodes_receive_loader_status_of_others_only_if_copying_is_enabled(
     guarded: Guarded, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assert "loaderStatus" in await _refused(guarded, "node-node-1", "node-0", True)
@@ -216,7 +216,7 @@ def site(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory, database_ur
         assert "permissions violation" not in site.close().lower()
 
 
-def test_nothing_that_a_mesh_does_is_refused(site: Site) -> None:
+def test_no_operation_of_a_mesh_is_refused(site: Site) -> None:
     make_demo_model(site.home / "m", "test")
     spec = {"name": "m", "source": str(site.home / "m"), "keep_alive": -1}
     asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}

@@ -104,7 +104,7 @@ def test_an_engine_in_a_container_is_paged_out_and_resumed(suspending: Project) 
     assert instance(mesh)["pids"] == ready["pids"]
 
 
-def test_the_agent_has_these_two_rights_and_no_others(suspending: Project) -> None:
+def test_nodeagent_has_exactly_two_capabilities(suspending: Project) -> None:
     found = (
         "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -q '^python -m services.nodeagent' && cat $p/status; done; true"
     )

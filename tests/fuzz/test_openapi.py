@@ -33,13 +33,13 @@ def send(case: Case[Any], endpoint: str) -> None:
 
 @schema.parametrize()
 @quickly
-def test_what_fits_the_description(case: Case[Any], endpoint: str) -> None:
+def test_request_that_matches_the_schema_causes_no_server_error(case: Case[Any], endpoint: str) -> None:
     send(case, endpoint)
 
 
 @schema.include(method="POST").parametrize()
 @quickly
-def test_what_fits_and_names_a_model(case: Case[Any], endpoint: str) -> None:
+def test_valid_request_for_a_known_model_causes_no_server_error(case: Case[Any], endpoint: str) -> None:
     """Valid requests for known models get past the catalogue to the engine protocol."""
     if isinstance(case.body, dict):
         case.body["model"] = "vectors" if "embeddings" in case.path else "alpha"
@@ -62,7 +62,7 @@ def test_what_fits_and_names_a_model(case: Case[Any], endpoint: str) -> None:
         b"\x00" * 1000,
     ],
 )
-def test_what_is_no_request(endpoint: str, path: str, body: bytes) -> None:
+def test_malformed_body_is_refused_with_the_expected_status(endpoint: str, path: str, body: bytes) -> None:
     import httpx
 
     answer = httpx.post(f"{endpoint}{path}", content=body, timeout=TIMEOUT_S)

@@ -22,7 +22,7 @@ def device() -> CudaDevice:
     return CudaDevice(nvml, 0, 0.9, None)
 
 
-def test_the_inventory_names_the_device_and_its_budget(device: CudaDevice) -> None:
+def test_inventory_names_the_device_and_its_budget(device: CudaDevice) -> None:
     assert device.info.device_id == "cuda:0"
     assert device.info.uuid.startswith("GPU-")
     assert device.info.name
@@ -30,7 +30,7 @@ def test_the_inventory_names_the_device_and_its_budget(device: CudaDevice) -> No
     assert 0 <= device.used_bytes(0, 0) <= device.info.total_bytes
 
 
-def test_memory_of_a_process_is_seen_and_seen_to_go(device: CudaDevice) -> None:
+def test_memory_of_a_process_is_measured_and_freed_after_its_exit(device: CudaDevice) -> None:
     pytest.importorskip("torch")
     before = device.used_bytes(0, 0)
     code = "import torch, sys; x = torch.zeros(512 << 20, dtype=torch.uint8, device='cuda'); print('held', flush=True); sys.stdin.read()"

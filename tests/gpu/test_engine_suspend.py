@@ -141,7 +141,7 @@ async def swapped(node: Node, device: CudaDevice, card: ModelCard, reserve: int,
         )
 
 
-async def test_the_builtin_engine(node: Node, device: CudaDevice, source: Path) -> None:
+async def test_builtin_engine_is_suspended_and_resumed(node: Node, device: CudaDevice, source: Path) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch here has no CUDA")
@@ -157,7 +157,7 @@ async def test_the_builtin_engine(node: Node, device: CudaDevice, source: Path) 
         loader.wait()
 
 
-async def test_vllm(node: Node, device: CudaDevice, source: Path) -> None:
+async def test_vllm_is_suspended_and_resumed(node: Node, device: CudaDevice, source: Path) -> None:
     if not os.environ.get("THAW_TEST_VLLM_PYTHON"):
         pytest.skip("THAW_TEST_VLLM_PYTHON names no interpreter")
     await swapped(node, device, hosted_card(source, "vllm", context=1024), VLLM_BYTES, VLLM_KV_BYTES)

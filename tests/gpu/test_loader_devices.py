@@ -77,11 +77,11 @@ class TestRealGpu(DeviceBehaviour):
         arena.release()
         assert cuda.free_bytes() > before - (256 << 20)
 
-    def test_no_room(self, device: Device, cuda: CudaRuntime) -> None:
+    def test_allocation_beyond_the_device_memory_fails(self, device: Device, cuda: CudaRuntime) -> None:
         with pytest.raises(InsufficientMemory, match="cudaMalloc"):
             device.allocate(Place("huge", cuda.facts(0).total_bytes * 2, "thaw-test"))
 
 
-def test_the_probe_gives_a_curve_that_rises(cuda: CudaRuntime) -> None:
+def test_probe_throughput_rises_with_size(cuda: CudaRuntime) -> None:
     points = measure(cuda, cuda.facts(0), (64 << 10, 1 << 20, 16 << 20), 64 << 20)
     assert points[0].bytes_per_second < points[-1].bytes_per_second

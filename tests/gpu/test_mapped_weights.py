@@ -68,7 +68,7 @@ async def answer(engines: Engines, card: ModelCard) -> tuple[str, list[int]]:
     return start.instance_id, stream.tokens()
 
 
-async def test_mapped_weights_give_what_copied_ones_give_and_leave_with_their_engine(
+async def test_mapped_weights_equal_copied_ones_and_are_freed_with_their_engine(
     cuda: CudaRuntime, loader: LoaderProcess, mesh: Mesh, nats_server: NatsServer, tmp_path: Path
 ) -> None:
     client, engines = Client(mesh, loader.node), Engines(mesh, loader.node, nats_server.url, tmp_path)

@@ -115,7 +115,7 @@ def computing(groups: Cgroups, mib: int) -> Iterator[tuple[Process, Target]]:
 
 
 @pytest.mark.parametrize("mib", [256, 1024, 4096])
-async def test_a_process_gives_the_device_up_and_gets_it_back(
+async def test_process_frees_device_memory_and_restores_it(
     device: CudaDevice, way: CudaCheckpoint, groups: Cgroups, mib: int
 ) -> None:
     with computing(groups, mib) as (process, target):
@@ -150,7 +150,7 @@ async def test_a_snapshot_is_paged_out_and_restored(way: CudaCheckpoint, groups:
         assert process.ask() == before
 
 
-async def test_an_engine_of_several_processes_is_locked_and_restored_as_a_whole(way: CudaCheckpoint, groups: Cgroups) -> None:
+async def test_engine_of_several_processes_is_locked_and_restored_as_a_whole(way: CudaCheckpoint, groups: Cgroups) -> None:
     """An engine of several processes is locked and restored as a whole.
 
     Lock all, checkpoint all, then freeze; thaw, restore all, unlock all: the order of
@@ -194,7 +194,7 @@ except EngineFailed as e:
 HANGS_AFTER_S = 30.0
 
 
-async def test_what_the_papers_order_does(way: CudaCheckpoint, groups: Cgroups) -> None:
+async def test_freezing_before_the_lock_hangs_or_returns(way: CudaCheckpoint, groups: Cgroups) -> None:
     """Print what this driver does in the paper's order, which freezes first.
 
     CRIU's maintainers found that this hangs. If the driver answers, the process continues.

@@ -65,7 +65,7 @@ def test_every_write_is_synced_before_its_acknowledgement(server: OwnNats) -> No
     assert ["sync_interval: always" in line for line in settings] == [True]
 
 
-async def test_a_copy_of_the_disk_at_the_acknowledgement_has_key_revocation_and_answer(server: OwnNats) -> None:
+async def test_disk_copy_at_acknowledgement_has_key_revocation_and_response(server: OwnNats) -> None:
     client = await nats.connect(server.plan.effective_nats_url)
     js = client.jetstream(timeout=20)
     keys, answers = await keys_bucket(js), await idempotency_bucket(js, 3600)

@@ -18,7 +18,7 @@ from tests.support.fake_engine import FakeNode, card_of
 ROUTES = sorted((method, route.path) for route in Admin(cast(Gateway, None)).routes() for method in route.methods or ())
 
 
-async def test_every_admin_route_asks_for_the_admin_key(node: FakeNode, serve: ServeFn, caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_admin_route_requires_the_admin_key(node: FakeNode, serve: ServeFn, caplog: pytest.LogCaptureFixture) -> None:
     assert {path for _, path in ROUTES} >= {"/admin/v1/models", "/admin/v1/keys", "/admin/v1/nodes/{node}/drain"}
     async with serve(admin_key="root", api_keys="0" * 64) as served:
         for method, path in ROUTES:
@@ -33,7 +33,7 @@ async def test_every_admin_route_asks_for_the_admin_key(node: FakeNode, serve: S
         assert "administers the mesh" in caplog.text
 
 
-async def test_the_list_of_models_contains_no_secrets_of_their_sources(node: FakeNode, serve: ServeFn) -> None:
+async def test_model_list_contains_no_secrets_of_sources(node: FakeNode, serve: ServeFn) -> None:
     secret = card_of("gamma", source="https://me:hidden@host/models/gamma?X-Signature=hidden")
     await (await catalog_bucket(node.mesh.nc.jetstream())).put(subjects.token(secret.name), secret.model_dump_json().encode())
     async with serve() as served:
@@ -45,7 +45,7 @@ async def test_the_list_of_models_contains_no_secrets_of_their_sources(node: Fak
 
 
 @pytest.mark.parametrize("asked", [False, True])
-async def test_prompts_are_logged_only_where_that_is_asked_for(
+async def test_prompts_are_logged_only_if_enabled(
     asked: bool, node: FakeNode, serve: ServeFn, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret = "the walrus keeps its own counsel"

@@ -79,7 +79,7 @@ async def test_the_first_key_closes_the_endpoint_on_every_gateway(guarded: Serve
         assert (await thaw(guarded, "keys", "revoke", "alice"))[1]["error"]["code"] == "not_found"
 
 
-async def test_revoking_the_last_key_says_that_every_request_is_refused(guarded: Served) -> None:
+async def test_revoking_the_last_key_warns_that_every_request_is_refused(guarded: Served) -> None:
     assert [(await thaw(guarded, "keys", "add", name))[0] for name in ("alice", "bob")] == [0, 0]
     assert "every request is refused" not in await output_of(guarded, "keys", "revoke", "alice")
     assert "every request is refused" in await output_of(guarded, "keys", "revoke", "bob")
@@ -97,7 +97,7 @@ async def test_only_an_explicit_setting_opens_the_endpoint_with_the_last_key(nod
         assert not await opens(served, "/v1/models", None)
 
 
-async def test_a_key_lost_with_the_disk_of_nats_does_not_open_the_endpoint(node: FakeNode, serve: ServeFn) -> None:
+async def test_loss_of_the_keys_bucket_does_not_open_the_endpoint(node: FakeNode, serve: ServeFn) -> None:
     async with serve(admin_key="root") as served:
         await thaw(served, "keys", "add", "alice")
         js = node.mesh.nc.jetstream()
@@ -107,9 +107,7 @@ async def test_a_key_lost_with_the_disk_of_nats_does_not_open_the_endpoint(node:
         assert (await thaw(served, "keys", "list"))[1]["required"]
 
 
-async def test_a_revoked_key_closes_the_endpoint_for_a_gateway_that_never_saw_it(
-    node: FakeNode, serve: ServeFn, tmp_path: Path
-) -> None:
+async def test_revoked_key_closes_the_endpoint_for_a_new_gateway(node: FakeNode, serve: ServeFn, tmp_path: Path) -> None:
     async with serve(admin_key="root") as served:
         await thaw(served, "keys", "add", "alice")
         await thaw(served, "keys", "revoke", "alice")
@@ -119,9 +117,7 @@ async def test_a_revoked_key_closes_the_endpoint_for_a_gateway_that_never_saw_it
 
 @pytest.mark.parametrize("require_key", [None, False])
 @pytest.mark.parametrize("value", [b"{", b'{"name": "alice"}', b'{"name": "alice", "scope": "root", "created": 1}'])
-async def test_an_entry_that_is_no_key_opens_nothing(
-    node: FakeNode, serve: ServeFn, value: bytes, require_key: bool | None
-) -> None:
+async def test_damaged_key_entry_grants_no_access(node: FakeNode, serve: ServeFn, value: bytes, require_key: bool | None) -> None:
     async with serve(require_key=require_key) as served:
         await until_listed(served, CARDS)
         bucket = await node.mesh.nc.jetstream().key_value(subjects.KEYS_BUCKET)
@@ -132,7 +128,7 @@ async def test_an_entry_that_is_no_key_opens_nothing(
         assert not await opens(served, "/admin/v1/keys", "sk-damaged")
 
 
-async def test_beyond_loopback_nothing_is_open_without_keys(node: FakeNode, serve: ServeFn) -> None:
+async def test_endpoint_beyond_loopback_is_closed_without_keys(node: FakeNode, serve: ServeFn) -> None:
     async with serve(gateway_host="0.0.0.0") as served:
         assert not await opens(served, "/v1/models", None)
         for method, path in (("GET", "cluster"), ("GET", "keys"), ("POST", "keys"), ("POST", "models")):
@@ -149,7 +145,7 @@ async def test_beyond_loopback_nothing_is_open_without_keys(node: FakeNode, serv
         assert await opens(served, "/v1/models", made["key"])
 
 
-async def test_a_container_is_beyond_loopback_where_its_port_is_published_so(node: FakeNode, serve: ServeFn) -> None:
+async def test_published_address_decides_whether_a_container_is_beyond_loopback(node: FakeNode, serve: ServeFn) -> None:
     async with serve(gateway_host="0.0.0.0", published_address="127.0.0.1") as served:
         await until_listed(served, CARDS)
         assert await opens(served, "/v1/models", None)
@@ -158,14 +154,14 @@ async def test_a_container_is_beyond_loopback_where_its_port_is_published_so(nod
         assert (await served.http.get("/admin/v1/keys")).status_code == 403
 
 
-async def test_keys_of_the_settings_count_when_they_are_gone(node: FakeNode, serve: ServeFn) -> None:
+async def test_keys_removed_from_the_settings_leave_the_endpoint_closed(node: FakeNode, serve: ServeFn) -> None:
     async with serve(api_keys=hash_key("sk-listed")) as served:
         assert await opens(served, "/v1/models", "sk-listed")
     async with serve() as served:
         assert not await opens(served, "/v1/models", None)
 
 
-async def test_an_endpoint_that_requires_keys_is_closed_without_any(node: FakeNode, serve: ServeFn) -> None:
+async def test_require_key_without_keys_refuses_every_request(node: FakeNode, serve: ServeFn) -> None:
     async with serve(admin_key="root", require_key=True) as served:
         assert not await opens(served, "/v1/models", None)
         assert "every request is refused" in await output_of(served, "keys", "list")
@@ -179,7 +175,7 @@ async def _closed(served: Served) -> bool:
     return not await opens(served, "/v1/models", None)
 
 
-async def test_an_open_admin_api_makes_no_admin_key(node: FakeNode, serve: ServeFn) -> None:
+async def test_open_admin_api_creates_no_admin_key(node: FakeNode, serve: ServeFn) -> None:
     """An open admin API creates no admin key.
 
     With an admin key of its own, a caller could have commands run on every node.
@@ -219,7 +215,7 @@ async def _refuses(served: Served, key: str) -> bool:
 
 
 @pytest.mark.parametrize("fields", [{"name": "a b"}, {"sha256": "sk-raw"}, {"scope": "root"}, {"name": None}])
-async def test_what_is_no_key_is_refused_by_name(guarded: Served, fields: dict[str, Any]) -> None:
+async def test_invalid_key_field_is_refused_by_name(guarded: Served, fields: dict[str, Any]) -> None:
     body = {"name": "bob", "sha256": hash_key("x")} | fields
     answer = await guarded.http.post("/admin/v1/keys", json=body, headers=ADMIN)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))

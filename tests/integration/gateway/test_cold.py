@@ -23,7 +23,7 @@ TEXT = "".join(WORDS)
 URL = "/v1/chat/completions"
 
 
-async def test_a_hundred_requests_wake_one_model(gateway: Served, node: FakeNode) -> None:
+async def test_hundred_requests_wake_one_model(gateway: Served, node: FakeNode) -> None:
     waiting = [asyncio.create_task(gateway.http.post(URL, json=chat())) for _ in range(100)]
     await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 100)
     assert len(node.demand) < 20  # the dispatcher's own test counts exactly; here a slow machine only adds seconds
@@ -75,7 +75,7 @@ async def test_a_failed_load_fails_every_waiting_request(gateway: Served, node: 
         }
 
 
-async def test_a_model_that_can_never_fit_fails_at_once(gateway: Served, node: FakeNode) -> None:
+async def test_model_that_can_never_fit_fails_immediately(gateway: Served, node: FakeNode) -> None:
     async def impossible(demand: Demand) -> None:
         raise InsufficientMemory("alpha needs 9 GB and no device has more than 4")
 
@@ -85,7 +85,7 @@ async def test_a_model_that_can_never_fit_fails_at_once(gateway: Served, node: F
     assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_a_waking_stream_says_so_and_then_answers(node: FakeNode, serve: ServeFn) -> None:
+async def test_waking_stream_sends_progress_comments_and_then_the_response(node: FakeNode, serve: ServeFn) -> None:
     async def ignoring(run: Run) -> None:
         await run.start(ignored=("shoe_size",))
         await run.text("Hello")
@@ -120,7 +120,7 @@ async def test_a_failure_after_the_first_comment_is_an_event(node: FakeNode, ser
         assert json.loads(rest[0].removeprefix("data: "))["error"]["code"] == "engine_failed"
 
 
-async def test_leaving_the_queue_ends_the_demand(gateway: Served, node: FakeNode) -> None:
+async def test_cancelled_queued_request_ends_the_demand(gateway: Served, node: FakeNode) -> None:
     waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
     await node.until_demand(lambda: node.demand[-1:] != [] and node.demand[-1].waiting == 1)
     waiting.cancel()
@@ -137,7 +137,7 @@ async def test_a_missing_responder_is_hidden_from_the_client(gateway: Served, no
     assert (await waiting).status_code == 200
 
 
-async def test_a_draining_engine_hands_its_request_on(gateway: Served, node: FakeNode) -> None:
+async def test_request_of_a_draining_engine_is_sent_to_another(gateway: Served, node: FakeNode) -> None:
     draining = await node.engine("alpha", drain)
     waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
     await draining.until(lambda: len(draining.requests) > 0)
@@ -146,7 +146,7 @@ async def test_a_draining_engine_hands_its_request_on(gateway: Served, node: Fak
     assert (await waiting).json()["choices"][0]["message"]["content"] == TEXT
 
 
-async def test_a_stream_that_cannot_be_resumed_ends_with_an_error(gateway: Served, node: FakeNode) -> None:
+async def test_stream_that_cannot_be_resumed_ends_with_an_error(gateway: Served, node: FakeNode) -> None:
     async def fixed(run: Run) -> None:
         await run.start(fixed="it has a memory of its own")
         await run.text(WORDS[0])
@@ -167,7 +167,7 @@ async def test_a_stream_that_cannot_be_resumed_ends_with_an_error(gateway: Serve
     assert "signal 9" in error["message"]
 
 
-async def test_an_engine_that_dies_before_its_first_word_is_replaced(gateway: Served, node: FakeNode) -> None:
+async def test_engine_that_dies_before_its_first_token_is_replaced(gateway: Served, node: FakeNode) -> None:
     async def silent(run: Run) -> None:
         await run.start()
         await run.cancelled.wait()
@@ -183,7 +183,7 @@ async def test_an_engine_that_dies_before_its_first_word_is_replaced(gateway: Se
     assert (await waiting).status_code == 200
 
 
-async def test_lost_messages_are_noticed_and_the_request_asked_again_within_bounds(gateway: Served, node: FakeNode) -> None:
+async def test_lost_messages_are_detected_and_the_request_resent_within_limits(gateway: Served, node: FakeNode) -> None:
     async def gap(run: Run) -> None:
         await run.start()
         run.seq += 1
@@ -197,7 +197,7 @@ async def test_lost_messages_are_noticed_and_the_request_asked_again_within_boun
     await engine.until(lambda: len(engine.cancelled) == len(engine.requests) == MAX_MESSAGE_LOSSES + 1)
 
 
-async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node: FakeNode) -> None:
+async def test_critical_path_of_a_cold_request_tiles_its_ttft(gateway: Served, node: FakeNode) -> None:
     starting = await node.engine("alpha", ready=False)
     starting.traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
     waiting = asyncio.create_task(gateway.http.post(URL, json=chat(), headers={"x-client-request-id": "cold-1"}))
@@ -224,7 +224,7 @@ async def test_the_trace_of_a_cold_request_tiles_its_ttft(gateway: Served, node:
         assert {s.phase for s in trace.critical_path} >= {Phase.LOAD, Phase.INIT}
 
 
-async def test_the_traces_that_are_kept_are_read_page_by_page(gateway: Served, node: FakeNode) -> None:
+async def test_stored_traces_are_paginated(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
     asked: list[str] = []
     for _ in range(3):

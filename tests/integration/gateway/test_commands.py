@@ -30,7 +30,7 @@ A new option fails this test until it has one.
 """
 
 
-def test_every_option_that_can_run_code_is_known() -> None:
+def test_every_option_that_can_execute_code_is_listed() -> None:
     example = {
         "command": ("sh",), "env": {"A": "b"}, "container": ContainerOptions(image="i"), "trust_remote_code": True, "engine_args": {"a": 1}
     }  # fmt: skip
@@ -41,7 +41,7 @@ def test_every_option_that_can_run_code_is_known() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-async def test_an_open_admin_api_takes_no_commands(node: FakeNode, serve: ServeFn, spec: dict[str, Any]) -> None:
+async def test_open_admin_api_accepts_no_commands(node: FakeNode, serve: ServeFn, spec: dict[str, Any]) -> None:
     async with serve() as served:
         await until_listed(served, CARDS)
         answer = await served.http.post("/admin/v1/models", json={"specs": [spec]})

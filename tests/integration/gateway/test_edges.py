@@ -47,7 +47,7 @@ FAULTS: list[tuple[dict[str, Any], int, str, str | None]] = [
 
 
 @pytest.mark.parametrize(("body", "status", "code", "param"), FAULTS)
-async def test_faults_name_their_parameter(
+async def test_invalid_request_error_names_its_parameter(
     gateway: Served, body: dict[str, Any], status: int, code: str, param: str | None
 ) -> None:
     answer = await gateway.http.post(URL, json=body)
@@ -58,7 +58,7 @@ async def test_faults_name_their_parameter(
     assert answer.headers["x-request-id"]
 
 
-async def test_inert_and_unknown_fields_are_taken(gateway: Served, node: FakeNode) -> None:
+async def test_inert_and_unknown_fields_are_accepted(gateway: Served, node: FakeNode) -> None:
     async def ignoring(run: Run) -> None:
         await run.start(ignored=("shoe_size",))
         await run.text(str(run.request.body["shoe_size"]))
@@ -71,7 +71,7 @@ async def test_inert_and_unknown_fields_are_taken(gateway: Served, node: FakeNod
     assert answer.headers["x-thaw-ignored"] == "shoe_size"
 
 
-async def test_token_ids_outside_the_vocabulary_are_refused_before_anybody_is_asked(gateway: Served) -> None:
+async def test_token_ids_outside_the_vocabulary_are_refused_by_the_gateway(gateway: Served) -> None:
     answer = await gateway.http.post("/v1/completions", json={"model": "alpha", "prompt": [[1], [2, 32000]]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
@@ -96,7 +96,9 @@ async def test_token_ids_outside_the_vocabulary_are_refused_before_anybody_is_as
         ("GET", "/admin/v1/cluster", b"", 503, "unreachable"),
     ],
 )
-async def test_every_refusal_has_one_shape(gateway: Served, method: str, path: str, content: bytes, status: int, code: str) -> None:
+async def test_every_refusal_has_the_openai_error_shape(
+    gateway: Served, method: str, path: str, content: bytes, status: int, code: str
+) -> None:
     answer = await gateway.http.request(method, path, content=content)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["code"] == code
@@ -125,7 +127,7 @@ async def test_a_body_as_large_as_a_message_may_be_does_not_cost_the_connection(
     assert (await gateway.http.get("/ready")).status_code == 200
 
 
-async def test_request_ids_are_the_gateways_own(gateway: Served, node: FakeNode) -> None:
+async def test_gateway_assigns_request_ids_and_returns_the_clients_own(gateway: Served, node: FakeNode) -> None:
     """The gateway assigns request ids; no client can take another request's id.
 
     A client's own id is returned beside it.
@@ -145,7 +147,7 @@ async def test_request_ids_are_the_gateways_own(gateway: Served, node: FakeNode)
     assert second.headers["x-client-request-id"] == first
 
 
-async def test_keys(node: FakeNode, serve: ServeFn, tmp_path: Any) -> None:
+async def test_api_keys_grant_access_by_scope(node: FakeNode, serve: ServeFn, tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"# people\n{hash_key('sk-file')} alice\n")
     async with serve(api_keys=hash_key("sk-list"), api_keys_file=keys, admin_key="root") as gateway:
@@ -160,7 +162,7 @@ async def test_keys(node: FakeNode, serve: ServeFn, tmp_path: Any) -> None:
         assert await status("/health", None) == 200
 
 
-async def test_log_probabilities_and_token_ids_have_their_shapes(gateway: Served, node: FakeNode) -> None:
+async def test_log_probabilities_and_token_ids_have_the_openai_shape(gateway: Served, node: FakeNode) -> None:
     token = TokenLogprob(
         token_id=5, token="é", logprob=-0.5, bytes=(195, 169), top=(TopLogprob(token_id=5, token="é", logprob=-0.5),)
     )
@@ -215,7 +217,7 @@ async def _registered(node: FakeNode, card: ModelCard) -> bool:
     return True
 
 
-async def test_a_removed_model_fails_its_waiters(gateway: Served, node: FakeNode) -> None:
+async def test_removed_model_fails_its_waiting_requests(gateway: Served, node: FakeNode) -> None:
     waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
     await node.until_demand(lambda: len(node.demand) > 0)
     bucket = await catalog_bucket(node.mesh.nc.jetstream())
@@ -223,7 +225,7 @@ async def test_a_removed_model_fails_its_waiters(gateway: Served, node: FakeNode
     assert (await waiting).status_code == 404
 
 
-async def test_the_admin_api_asks_the_scheduler(gateway: Served, node: FakeNode) -> None:
+async def test_admin_requests_are_forwarded_to_the_scheduler(gateway: Served, node: FakeNode) -> None:
     asked: list[AdminRequest] = []
 
     async def answer(request: AdminRequest) -> Message:
@@ -258,7 +260,7 @@ async def test_the_admin_api_asks_the_scheduler(gateway: Served, node: FakeNode)
     assert (faulty.status_code, faulty.json()["error"]["param"]) == (400, "specs[0].source")
 
 
-async def test_metrics_and_description(gateway: Served, node: FakeNode) -> None:
+async def test_metrics_and_openapi_description_are_served(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
     await gateway.http.post(URL, json=chat())
     text = (await gateway.http.get("/metrics")).text
@@ -302,7 +304,7 @@ async def _refuses(gateway: Served) -> bool:
         return True
 
 
-async def test_stopping_ends_what_does_not_finish(node: FakeNode, serve: ServeFn) -> None:
+async def test_stop_ends_unfinished_streams_after_the_drain_timeout(node: FakeNode, serve: ServeFn) -> None:
     async with serve(drain_timeout=0.3) as gateway:
         await until_listed(gateway, CARDS)
         engine = await node.engine("alpha", hang)
@@ -315,7 +317,7 @@ async def test_stopping_ends_what_does_not_finish(node: FakeNode, serve: ServeFn
         await engine.until(lambda: len(engine.cancelled) == 1)
 
 
-async def test_a_client_that_does_not_read_costs_no_memory(node: FakeNode, serve: ServeFn) -> None:
+async def test_slow_reader_is_cancelled_at_the_stream_buffer_limit(node: FakeNode, serve: ServeFn) -> None:
     async def torrent(run: Run) -> None:
         await run.start()
         while not run.cancelled.is_set():
@@ -331,9 +333,7 @@ async def test_a_client_that_does_not_read_costs_no_memory(node: FakeNode, serve
         assert "reads more slowly" in lines[-1]
 
 
-async def test_prompts_over_the_context_are_refused_by_the_models_own_tokenizer(
-    gateway: Served, node: FakeNode, tmp_path: Any
-) -> None:
+async def test_prompt_over_the_context_is_refused_by_the_models_tokenizer(gateway: Served, node: FakeNode, tmp_path: Any) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -368,7 +368,7 @@ async def test_a_wake_is_interrupted_by_a_shutdown(node: FakeNode, serve: ServeF
     assert answer.headers["x-should-retry"] == "true"
 
 
-async def test_who_waits_for_a_model_to_be_woken_does_not_hold_up_the_end(node: FakeNode, serve: ServeFn) -> None:
+async def test_pending_wake_does_not_delay_the_shutdown(node: FakeNode, serve: ServeFn) -> None:
     asked = asyncio.Event()
 
     async def never(request: AdminRequest) -> Message:

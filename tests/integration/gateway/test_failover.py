@@ -41,7 +41,7 @@ def content_of(body: str, index: int = 0) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_resumes_where_its_engine_died(gateway: Served, node: FakeNode, stream: bool) -> None:
+async def test_request_resumes_where_its_engine_died(gateway: Served, node: FakeNode, stream: bool) -> None:
     script = Script((TEXT,))
     first = await node.engine("alpha", Teller(script, holding(9)))
     body = chat(stream=stream, stream_options={"include_usage": True}) if stream else chat()
@@ -74,7 +74,7 @@ async def test_a_request_resumes_where_its_engine_died(gateway: Served, node: Fa
     await until(counted)
 
 
-async def test_an_end_that_was_lost_is_missed_though_the_engine_is_busy(
+async def test_lost_final_message_is_detected_while_the_engine_is_busy(
     gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lost end is detected though the engine is busy.

@@ -95,7 +95,7 @@ async def test_a_response_resumes_on_another_host(
         assert again.content == answer.content
 
 
-async def test_a_host_that_does_not_resume_is_not_used(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_host_that_refuses_to_resume_is_not_used(http: httpx.AsyncClient, node: FakeNode) -> None:
     first = await node.engine("own", Host(until=2))
     waiting = asyncio.create_task(http.post(URL, json=body(True)))
     await first.until(lambda: bool(first.requests) and first.requests[0].seq == 3)
@@ -110,7 +110,7 @@ async def test_a_host_that_does_not_resume_is_not_used(http: httpx.AsyncClient, 
     assert answer.text.count(first.id) == len(WORDS)
 
 
-async def test_a_response_that_only_its_host_can_resume_ends_with_an_error(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_response_that_only_its_host_can_resume_ends_with_an_error(http: httpx.AsyncClient, node: FakeNode) -> None:
     first = await node.engine("own", Host(until=2, fixed="it has tools"))
     waiting = asyncio.create_task(http.post(URL, json=body(True)))
     await first.until(lambda: bool(first.requests) and first.requests[0].seq == 3)

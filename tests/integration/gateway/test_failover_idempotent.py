@@ -46,7 +46,9 @@ async def has_sent(engine: FakeEngine, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
-async def test_all_who_bring_the_key_get_the_parts_as_one(gateway: Served, node: FakeNode, serve: ServeFn, logprobs: bool) -> None:
+async def test_all_clients_of_one_key_receive_the_parts_as_one_response(
+    gateway: Served, node: FakeNode, serve: ServeFn, logprobs: bool
+) -> None:
     script = Script((TEXT,), logprobs=logprobs)
     body = chat(stream=True, logprobs=logprobs)
     first = await node.engine("alpha", Teller(script, holding(9)))
@@ -94,7 +96,7 @@ async def test_a_new_owner_resumes_from_the_parts(node: FakeNode, serve: ServeFn
 
 
 @pytest.mark.usefixtures("short_lease")
-async def test_a_response_whose_parts_nats_lost_is_generated_again(
+async def test_response_whose_parts_nats_lost_is_generated_again(
     node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A response whose parts NATS lost is generated again.
@@ -151,7 +153,7 @@ def hard_of_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hard_of_hearing")
 @pytest.mark.parametrize("logprobs", [False, True])
-async def test_a_follower_that_read_more_than_the_owner_skips_the_repetition(
+async def test_follower_ahead_of_the_owner_skips_repeated_output(
     gateway: Served, node: FakeNode, serve: ServeFn, logprobs: bool
 ) -> None:
     """A follower that read more than the owner skips the repeated output.
@@ -182,7 +184,7 @@ async def test_a_follower_that_read_more_than_the_owner_skips_the_repetition(
 
 
 @pytest.mark.usefixtures("hard_of_hearing", "short_lease")
-async def test_a_follower_that_read_more_takes_over_in_the_middle(node: FakeNode, serve: ServeFn) -> None:
+async def test_follower_ahead_of_the_owner_takes_over_mid_response(node: FakeNode, serve: ServeFn) -> None:
     """A follower that read more takes over in the middle of a response.
 
     The next engine does not resume from output beyond the recorded part: all clients of the key

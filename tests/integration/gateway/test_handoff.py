@@ -111,7 +111,7 @@ async def traced(gateway: Served, answer: httpx.Response) -> dict[str, Any]:
     return trace
 
 
-async def test_an_order_that_was_carried_out_can_be_repeated_and_an_older_one_is_refused(gateway: Served, node: FakeNode) -> None:
+async def test_completed_order_may_be_repeated_and_an_older_one_is_refused(gateway: Served, node: FakeNode) -> None:
     async with held(gateway, node) as move:
         to = await destination(node, Teller(Script((TEXT,)), holding(2)))
         moved = await move.order(to.id, token=5)
@@ -126,7 +126,7 @@ async def test_an_order_that_was_carried_out_can_be_repeated_and_an_older_one_is
         await move.whole()
 
 
-async def test_of_two_orders_at_once_one_is_carried_out(gateway: Served, node: FakeNode) -> None:
+async def test_only_one_of_two_concurrent_orders_is_carried_out(gateway: Served, node: FakeNode) -> None:
     async with held(gateway, node) as move:
         asked, release = asyncio.Event(), asyncio.Event()
         stop = move.source.yields
@@ -152,7 +152,7 @@ async def test_of_two_orders_at_once_one_is_carried_out(gateway: Served, node: F
 
 
 @pytest.mark.parametrize("error", [InstanceDraining(), InsufficientMemory("no room"), Conflict("other weights", param="resume")])
-async def test_a_destination_that_refuses_changes_nothing_for_the_client(gateway: Served, node: FakeNode, error: ThawError) -> None:
+async def test_refusal_by_the_destination_is_invisible_to_the_client(gateway: Served, node: FakeNode, error: ThawError) -> None:
     async def refuse(run: Run) -> None:
         await run.fail(error)
 
@@ -166,7 +166,7 @@ async def test_a_destination_that_refuses_changes_nothing_for_the_client(gateway
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-async def test_a_destination_that_dies_is_replaced(gateway: Served, node: FakeNode, tokens: int) -> None:
+async def test_destination_that_dies_is_replaced(gateway: Served, node: FakeNode, tokens: int) -> None:
     """A destination that dies before or after its first token is replaced."""
     async with held(gateway, node) as move:
         move.source.behaviour = Teller(Script((TEXT,)))
@@ -183,7 +183,7 @@ async def test_a_destination_that_dies_is_replaced(gateway: Served, node: FakeNo
 
 
 @pytest.mark.parametrize("dead", ["before", "asked", "mute"])
-async def test_a_source_that_dies_is_done_without(
+async def test_handover_completes_although_the_source_dies(
     gateway: Served, node: FakeNode, dead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hand-over completes without a source that dies.
@@ -206,7 +206,7 @@ async def test_a_source_that_dies_is_done_without(
         await move.whole()
 
 
-async def test_a_request_that_is_over_before_it_stops_has_not_moved(gateway: Served, node: FakeNode) -> None:
+async def test_request_that_finishes_before_the_yield_is_not_moved(gateway: Served, node: FakeNode) -> None:
     release = asyncio.Event()
     async with held(gateway, node, release) as move:
 
@@ -223,7 +223,7 @@ async def test_a_request_that_is_over_before_it_stops_has_not_moved(gateway: Ser
         assert to.requests == []
 
 
-async def test_a_client_that_leaves_during_a_move_leaves_nothing_running(gateway: Served, node: FakeNode) -> None:
+async def test_client_disconnect_during_a_move_cancels_the_destination(gateway: Served, node: FakeNode) -> None:
     async with held(gateway, node) as move:
         to = await destination(node, Teller(Script((TEXT,)), holding(0)))
         ordered = asyncio.create_task(move.order(to.id))
@@ -234,7 +234,7 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing_running(gateway
         await to.until(lambda: to.cancelled == [to.requests[0].request.request_id])
 
 
-async def test_what_cannot_be_moved_is_refused_and_runs_on(gateway: Served, node: FakeNode) -> None:
+async def test_request_that_cannot_be_moved_continues(gateway: Served, node: FakeNode) -> None:
     async with held(gateway, node) as move:
         other = await node.engine("beta")
         for to in ("nowhere", other.id):
@@ -254,7 +254,7 @@ async def refuse_to_stop(run: Run | None) -> Message:
     return Failure(error=Conflict("it has no such thing").body())
 
 
-async def test_a_draining_source_does_not_get_it_back(gateway: Served, node: FakeNode) -> None:
+async def test_draining_source_does_not_get_its_request_back(gateway: Served, node: FakeNode) -> None:
     async with held(gateway, node) as move:
         move.source.behaviour = drain
         to = await destination(node, drain)

@@ -28,7 +28,7 @@ REPEATED = b"--b\r\n" + b"content-disposition:" * 300_000 + b"\r\n--b--\r\n"
         ("/v1/completions", "application/json", json.dumps({"model": "alpha", "prompt": ["a"] * 2_000, "n": 128}).encode(), 400, "invalid_request"),
     ],
 )  # fmt: skip
-async def test_what_costs_more_than_it_says_is_refused(
+async def test_expensive_request_is_refused(
     gateway: Served, node: FakeNode, path: str, kind: str, body: bytes, status: int, code: str
 ) -> None:
     await node.engine("alpha")
@@ -57,7 +57,7 @@ async def test_open_requests_are_bounded_in_bytes(node: FakeNode, serve: ServeFn
         await until(taken)
 
 
-async def test_a_body_that_does_not_arrive_is_given_up(node: FakeNode, serve: ServeFn) -> None:
+async def test_incomplete_body_times_out_with_408(node: FakeNode, serve: ServeFn) -> None:
     async with serve(body_timeout=0.3) as gateway:
         await until_listed(gateway, CARDS)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.gateway_port)
@@ -101,7 +101,7 @@ LAST = GET + b"connection: close\r\n\r\n"
         ((GET + b"\r\n", LAST), 200, b"uptime_s"),
     ],
 )
-async def test_heads_are_bounded(gateway: Served, parts: tuple[bytes, ...], status: int, code: bytes) -> None:
+async def test_request_heads_are_bounded(gateway: Served, parts: tuple[bytes, ...], status: int, code: bytes) -> None:
     answer = await talk(gateway, *parts)
     assert answer.startswith(b"HTTP/1.1 %d" % status), answer[:300]
     assert code in answer
@@ -110,7 +110,7 @@ async def test_heads_are_bounded(gateway: Served, parts: tuple[bytes, ...], stat
         assert error.keys() == {"message", "type", "param", "code"}
 
 
-async def test_slow_heads_and_idle_connections_are_ended(serve: ServeFn, node: FakeNode) -> None:
+async def test_slow_heads_and_idle_connections_are_closed(serve: ServeFn, node: FakeNode) -> None:
     async with serve(header_timeout=0.3, idle_timeout=1) as gateway:
         assert await talk(gateway) == b"", "a connection that says nothing"
         assert (await talk(gateway, b"GET /health HT")).startswith(b"HTTP/1.1 408")
@@ -118,7 +118,7 @@ async def test_slow_heads_and_idle_connections_are_ended(serve: ServeFn, node: F
         assert (await talk(gateway, GET + b"\r\n", b"\r\n")).startswith(b"HTTP/1.1 200")
 
 
-async def test_pipelines_are_bounded(gateway: Served) -> None:
+async def test_pipelined_requests_are_bounded(gateway: Served) -> None:
     few = await talk(gateway, (GET + b"\r\n") * 8 + LAST)
     assert few.count(b"HTTP/1.1 200") == 9
     assert (await talk(gateway, (GET + b"\r\n") * 2000 + LAST)).count(b"HTTP/1.1 200") < 100
@@ -142,7 +142,7 @@ async def test_connections_are_bounded(serve: ServeFn, node: FakeNode) -> None:
             await until(taken)
 
 
-async def test_a_client_that_does_not_read_is_cut_off(serve: ServeFn, node: FakeNode) -> None:
+async def test_client_that_does_not_read_is_disconnected(serve: ServeFn, node: FakeNode) -> None:
     async def endless(run: Run) -> None:
         await run.start()
         while not run.engine.cancelled:  # as an engine does; the fake one only records the command
@@ -212,7 +212,7 @@ async def test_hosts_and_origins_may_be_allowed(serve: ServeFn, node: FakeNode) 
         assert (await gateway.http.post(URL, json=chat(), headers=ours | {"origin": "https://other.example"})).status_code == 403
 
 
-async def test_a_container_is_guarded_by_where_its_port_is_published(serve: ServeFn) -> None:
+async def test_host_header_is_checked_by_the_published_address(serve: ServeFn) -> None:
     """It listens on all addresses of its container.
 
     Other containers reach it by a name without a dot.
@@ -229,7 +229,7 @@ async def test_a_container_is_guarded_by_where_its_port_is_published(serve: Serv
         assert (await gateway.http.get("/metrics")).status_code == 401
 
 
-async def test_metrics_and_description_follow_their_settings(serve: ServeFn, node: FakeNode) -> None:
+async def test_access_to_metrics_and_openapi_follows_the_settings(serve: ServeFn, node: FakeNode) -> None:
     key = {"authorization": "Bearer sk-one"}
     async with serve(metrics_access="key", openapi_access="off", api_keys=hash_key("sk-one")) as gateway:
         assert (await gateway.http.get("/openapi.json", headers=key)).status_code == 404

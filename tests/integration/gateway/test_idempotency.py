@@ -46,7 +46,7 @@ async def test_the_second_request_gets_the_firsts_answer(gateway: Served, node: 
     assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
 
 
-async def test_readers_of_kept_answers_leave_nothing_in_nats(gateway: Served, node: FakeNode) -> None:
+async def test_readers_of_stored_responses_leave_no_consumers_in_nats(gateway: Served, node: FakeNode) -> None:
     """Readers of stored responses leave nothing in NATS.
 
     A stream has room for a thousand consumers: clients that repeat a request for minutes would
@@ -64,7 +64,7 @@ async def test_readers_of_kept_answers_leave_nothing_in_nats(gateway: Served, no
     await until(gone, within=2.0)
 
 
-async def test_two_gateways_generate_once(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
+async def test_two_gateways_generate_once_per_key(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
     async with serve(waking_comment_after=0.2) as other:
         await until_listed(other, CARDS)
         first = asyncio.create_task(gateway.http.post(URL, json=chat(stream=True), headers=KEY))
@@ -142,7 +142,7 @@ async def test_a_request_without_a_key_touches_no_stream(gateway: Served, node: 
             await js.stream_info(stream)
 
 
-async def test_a_stream_and_its_repetition_are_the_same(gateway: Served, node: FakeNode) -> None:
+async def test_repeated_stream_and_embedding_equal_the_first(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
     first = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
     second = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)
@@ -155,7 +155,7 @@ async def test_a_stream_and_its_repetition_are_the_same(gateway: Served, node: F
     assert len(vectors.requests) == 1
 
 
-async def test_an_answer_over_what_a_message_may_carry_is_generated_once(gateway: Served, node: FakeNode) -> None:
+async def test_response_over_the_message_limit_is_generated_once(gateway: Served, node: FakeNode) -> None:
     async def long(run: Run) -> None:
         await run.start()
         for _ in range(24):
@@ -217,7 +217,7 @@ async def claimed(node: FakeNode, body: bytes) -> Claim:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_gateway_that_died_in_its_queue_is_replaced(gateway: Served, node: FakeNode) -> None:
+async def test_gateway_that_died_while_queueing_is_replaced(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
     request = gateway.http.build_request("POST", URL, json=chat(), headers=KEY)
     await claimed(node, request.content)
@@ -228,7 +228,7 @@ async def test_a_gateway_that_died_in_its_queue_is_replaced(gateway: Served, nod
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("sent", [False, True])
-async def test_an_engine_that_may_not_have_been_asked_is_asked_again(gateway: Served, node: FakeNode, sent: bool) -> None:
+async def test_recorded_attempt_without_confirmation_is_sent_again(gateway: Served, node: FakeNode, sent: bool) -> None:
     queued = asyncio.Event()
 
     async def late(run: Run) -> None:
@@ -255,7 +255,7 @@ async def test_an_engine_that_may_not_have_been_asked_is_asked_again(gateway: Se
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_engine_that_is_gone_too_is_replaced(gateway: Served, node: FakeNode) -> None:
+async def test_recorded_attempt_on_a_vanished_engine_is_restarted(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
     request = gateway.http.build_request("POST", URL, json=chat(), headers=KEY)
     claim = await claimed(node, request.content)
@@ -266,7 +266,7 @@ async def test_an_engine_that_is_gone_too_is_replaced(gateway: Served, node: Fak
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_stopped_gateway_hands_its_generation_over(node: FakeNode, serve: ServeFn) -> None:
+async def test_stopped_gateway_hands_its_generation_over(node: FakeNode, serve: ServeFn) -> None:
     paced = Paced()
     engine = await node.engine("alpha", paced)
     async with serve(drain_timeout=0.2) as first, serve() as second:
@@ -296,7 +296,7 @@ async def test_a_disconnect_cancels_a_request_without_other_waiters(gateway: Ser
     assert len(engine.requests) == 2
 
 
-async def test_a_client_that_leaves_does_not_end_what_others_wait_for(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
+async def test_disconnect_of_one_client_does_not_end_a_shared_generation(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
     paced = Paced()
     engine = await node.engine("alpha", paced)
     async with serve() as other:
@@ -312,7 +312,7 @@ async def test_a_client_that_leaves_does_not_end_what_others_wait_for(gateway: S
     assert engine.cancelled == []
 
 
-async def test_the_last_of_several_clients_ends_the_generation(gateway: Served, node: FakeNode) -> None:
+async def test_disconnect_of_the_last_client_ends_the_generation(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", Paced())
     async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as first:
         lines = first.aiter_lines()  # keeps a reference: the connection closes with the iterator
@@ -329,7 +329,7 @@ async def _waited_for(node: FakeNode) -> bool:
     return await IdempotencyStore(node.mesh, "test", 3600.0, 2**24).has_waiters(NAME)
 
 
-async def test_followers_hear_of_a_failure_once(gateway: Served, node: FakeNode) -> None:
+async def test_followers_receive_the_failure_without_a_retry(gateway: Served, node: FakeNode) -> None:
     go = asyncio.Event()
 
     async def unlucky(run: Run) -> None:
@@ -346,7 +346,7 @@ async def test_followers_hear_of_a_failure_once(gateway: Served, node: FakeNode)
     assert [(await a).status_code for a in (first, second)] == [500, 500]
 
 
-async def test_followers_outlive_an_engine_that_drains(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
+async def test_followers_survive_a_draining_engine(gateway: Served, node: FakeNode, serve: ServeFn) -> None:
     go = asyncio.Event()
 
     async def draining(run: Run) -> None:
@@ -386,7 +386,7 @@ async def _done(node: FakeNode) -> bool:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_owner_that_was_taken_for_dead_gives_way(gateway: Served, node: FakeNode) -> None:
+async def test_owner_whose_claim_was_taken_over_answers_503(gateway: Served, node: FakeNode) -> None:
     engine: FakeEngine = await node.engine("alpha", Paced())
     first = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))
     await engine.until(lambda: len(engine.requests) == 1)
@@ -454,9 +454,7 @@ async def test_an_owner_outlives_an_outage_of_the_store(
     assert len(engine.requests) == 1
 
 
-async def test_a_claim_whose_confirmation_was_lost_is_ours(
-    gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_claim_whose_confirmation_was_lost_is_kept(gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await node.engine("alpha")
     create, calls = KeyValue.create, 0
 

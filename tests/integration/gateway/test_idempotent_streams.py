@@ -54,7 +54,7 @@ async def begun(gateway: Served, engine: FakeEngine, node: FakeNode, then: Any, 
 
 
 @pytest.mark.parametrize("key", [KEY, {}])
-async def test_a_whole_answer_is_made_again_unseen(gateway: Served, node: FakeNode, key: dict[str, str]) -> None:
+async def test_complete_response_is_regenerated_after_an_engine_death(gateway: Served, node: FakeNode, key: dict[str, str]) -> None:
     engine = await node.engine("alpha", says("once upon"))
     waiting = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=key))
     await engine.until(lambda: len(engine.requests) == 1)
@@ -67,7 +67,7 @@ async def test_a_whole_answer_is_made_again_unseen(gateway: Served, node: FakeNo
     assert len(other.requests) == 1
 
 
-async def test_a_stream_resumes_where_its_engine_died(gateway: Served, node: FakeNode) -> None:
+async def test_stream_resumes_where_its_engine_died(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", says(*WORDS[:2]))
     text, other = await begun(gateway, engine, node, speak)
     assert content(text) == TEXT
@@ -102,7 +102,7 @@ async def test_a_diverging_stream_breaks_off_for_good(gateway: Served, node: Fak
     assert len(other.requests) == 1
 
 
-async def test_what_cannot_be_compared_breaks_off_and_stays_so(gateway: Served, node: FakeNode) -> None:
+async def test_stream_that_cannot_be_compared_fails_for_good(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", says(*WORDS[:2]))
     text, other = await begun(gateway, engine, node, speak, logprobs=True)
     assert errors(text)
@@ -112,7 +112,7 @@ async def test_what_cannot_be_compared_breaks_off_and_stays_so(gateway: Served, 
     assert other.requests == []
 
 
-async def test_a_stream_that_its_engine_fails_stays_failed(gateway: Served, node: FakeNode) -> None:
+async def test_stream_failed_by_its_engine_stays_failed(gateway: Served, node: FakeNode) -> None:
     go = asyncio.Event()
 
     async def fails(run: Run) -> None:
@@ -132,7 +132,7 @@ async def test_a_stream_that_its_engine_fails_stays_failed(gateway: Served, node
     assert len(engine.requests) == 1
 
 
-async def test_without_a_key_a_broken_stream_ends_with_an_error(gateway: Served, node: FakeNode) -> None:
+async def test_broken_stream_without_a_key_ends_with_an_error(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", says(*WORDS[:2]))
     text = ""
     async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:

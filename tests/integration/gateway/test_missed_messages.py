@@ -84,7 +84,7 @@ async def stored(node: FakeNode, messages: int) -> None:
     await until(enough)
 
 
-async def test_an_end_that_its_owner_missed_is_read_from_the_store(
+async def test_final_message_missed_by_the_owner_is_read_from_the_store(
     gateway: Served, node: FakeNode, deafness: Deafness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last messages are lost on their way to the owner; no later one shows the gap."""
@@ -107,9 +107,7 @@ async def test_a_gap_is_filled_from_the_store(gateway: Served, node: FakeNode, d
     assert (len(engine.requests), engine.cancelled, teller.resumed) == (1, [], [])
 
 
-async def test_an_engine_that_died_behind_missed_messages_is_continued_after_them(
-    gateway: Served, node: FakeNode, deafness: Deafness
-) -> None:
+async def test_response_resumes_after_messages_the_owner_missed(gateway: Served, node: FakeNode, deafness: Deafness) -> None:
     deafness.is_missed = lambda number: number > 4
     first = await node.engine("alpha", Teller(SCRIPT, holding(9)))
     waiting = asyncio.create_task(gateway.http.post(URL, json=BODY, headers=KEY))
@@ -123,7 +121,7 @@ async def test_an_engine_that_died_behind_missed_messages_is_continued_after_the
 
 @pytest.mark.parametrize("lost", [(6, 7, 8, 9), (6, 7)], ids=["the last ones", "in the middle"])
 @pytest.mark.parametrize("logprobs", [False, True])
-async def test_a_response_continues_where_its_stored_messages_end(
+async def test_response_resumes_after_its_last_stored_message(
     gateway: Served, node: FakeNode, serve: ServeFn, lost: tuple[int, ...], logprobs: bool
 ) -> None:
     """NATS delivers messages to the owner, and does not store them; then the engine dies."""
@@ -145,7 +143,7 @@ async def test_a_response_continues_where_its_stored_messages_end(
     assert second.made == TOKENS - 5
 
 
-async def test_a_response_whose_end_cannot_be_recorded_is_completed_by_the_next_request(
+async def test_response_with_unrecorded_end_is_completed_by_the_next_request(
     gateway: Served, node: FakeNode, serve: ServeFn
 ) -> None:
     """NATS loses messages in the middle of a response that its owner receives to the end."""
@@ -166,7 +164,7 @@ async def test_a_response_whose_end_cannot_be_recorded_is_completed_by_the_next_
     assert teller.resumed == [5]
 
 
-async def test_a_response_without_its_first_message_is_generated_again(gateway: Served, node: FakeNode) -> None:
+async def test_response_without_its_first_message_is_generated_again(gateway: Served, node: FakeNode) -> None:
     go = asyncio.Event()
     engine = await node.engine("alpha", Teller(SCRIPT, holding(TOKENS - 1, go)))
     owner = asyncio.create_task(gateway.http.post(URL, json=BODY, headers=KEY))
@@ -233,7 +231,7 @@ async def linked(nats: NatsServer) -> AsyncIterator[Link]:
         await link.cut()
 
 
-async def test_a_gateway_that_reconnects_reads_what_it_missed(node: FakeNode, serve: ServeFn, own_nats: NatsServer) -> None:
+async def test_reconnected_gateway_reads_missed_messages(node: FakeNode, serve: ServeFn, own_nats: NatsServer) -> None:
     """The engine completes a response while the gateway has no connection to NATS."""
     go = asyncio.Event()
     teller = Teller(SCRIPT, holding(9, go))

@@ -36,7 +36,7 @@ def client_of(gateway: Served) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0, timeout=10)
 
 
-async def test_a_chat_completion(gateway: Served, node: FakeNode) -> None:
+async def test_chat_completion_is_parsed(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
     async with client_of(gateway) as client:
         answer = await client.chat.completions.create(**chat("a"))
@@ -62,7 +62,7 @@ async def test_a_streamed_chat_completion(gateway: Served, node: FakeNode) -> No
     assert len({c.id for c in chunks}) == 1
 
 
-async def test_text_completions(gateway: Served, node: FakeNode) -> None:
+async def test_text_completions_are_parsed(gateway: Served, node: FakeNode) -> None:
     async def echo(run: Run) -> None:
         await run.start()
         for i, prompt in enumerate(run.request.body["prompt"]):
@@ -78,7 +78,7 @@ async def test_text_completions(gateway: Served, node: FakeNode) -> None:
 
 
 @pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
-async def test_embeddings(gateway: Served, node: FakeNode, encoding: Any) -> None:
+async def test_embeddings_are_parsed_in_each_encoding(gateway: Served, node: FakeNode, encoding: Any) -> None:
     await node.engine("vectors")
     async with client_of(gateway) as client:
         answer = await client.embeddings.create(model="vectors", input=["x", "y"], encoding_format=encoding)
@@ -120,7 +120,7 @@ async def test_embeddings_in_several_messages(gateway: Served, node: FakeNode, e
     assert floats == [[float(i), 2.0] for i in range(1000)]
 
 
-async def test_models(gateway: Served) -> None:
+async def test_models_are_listed_and_retrieved(gateway: Served) -> None:
     async with client_of(gateway) as client:
         assert {m.id async for m in client.models.list()} >= {"alpha", "beta"}
         model = await client.models.retrieve("org/alpha")
@@ -131,7 +131,7 @@ async def test_models(gateway: Served) -> None:
         assert caught.value.code == "model_not_found"
 
 
-async def test_an_engine_error_keeps_its_kind(gateway: Served, node: FakeNode) -> None:
+async def test_engine_error_keeps_its_class(gateway: Served, node: FakeNode) -> None:
     async def refuse(run: Run) -> None:
         await run.start()
         await run.fail(ContextLengthExceeded("too long", param="messages"))
@@ -161,7 +161,7 @@ async def test_an_engine_error_keeps_its_kind(gateway: Served, node: FakeNode) -
     ],
     ids=lambda v: getattr(v, "code", ""),
 )
-async def test_every_error_is_the_clients_own(
+async def test_every_error_has_its_openai_exception(
     gateway: Served, node: FakeNode, error: ThawError, kind: type[openai.APIStatusError], stream: bool
 ) -> None:
     async def refuse(run: Run) -> None:
@@ -227,7 +227,7 @@ async def test_a_draining_engine_is_passed_over(gateway: Served, node: FakeNode)
         assert (await waiting).choices[0].message.content == TEXT
 
 
-async def test_the_blocking_client(gateway: Served, node: FakeNode) -> None:
+async def test_blocking_client_receives_complete_and_streamed_responses(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
 
     def ask() -> tuple[str | None, str]:
@@ -239,7 +239,7 @@ async def test_the_blocking_client(gateway: Served, node: FakeNode) -> None:
     assert await asyncio.to_thread(ask) == (TEXT, TEXT)
 
 
-async def test_the_clients_own_retries_are_steered(gateway: Served, node: FakeNode) -> None:
+async def test_retry_headers_control_the_clients_retries(gateway: Served, node: FakeNode) -> None:
     async def unlucky(run: Run) -> None:
         if len(run.engine.requests) == 1:
             await run.fail(EngineFailed("once"))

@@ -53,7 +53,7 @@ def with_worker(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[bytes]:
     return bodies
 
 
-async def test_a_killed_parser_costs_one_request(node: FakeNode, serve: ServeFn, with_worker: asyncio.Queue[bytes]) -> None:
+async def test_killed_parser_fails_only_one_request(node: FakeNode, serve: ServeFn, with_worker: asyncio.Queue[bytes]) -> None:
     await node.engine("alpha")
     async with serve(max_body_values=1_000_000_000, max_prompts=1) as gateway:
         await until_listed(gateway, CARDS)

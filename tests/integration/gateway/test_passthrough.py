@@ -78,7 +78,7 @@ async def test_a_stream_is_passed_on_byte_for_byte(http: httpx.AsyncClient, node
         ("/v1/rerank", {"error": {"message": "gone", "type": "server_error", "param": None, "code": "engine_failed"}}),
     ],
 )
-async def test_a_stream_that_breaks_ends_with_an_error_of_its_api(
+async def test_broken_stream_ends_with_an_error_of_its_api(
     http: httpx.AsyncClient, node: FakeNode, route: str, event: dict[str, Any]
 ) -> None:
     read = asyncio.Event()
@@ -101,7 +101,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_of_its_api(
     assert last.startswith("event: error\n") == (route != "/v1/rerank")
 
 
-async def test_binary_answers_keep_their_type_and_break_off_as_such(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_binary_responses_keep_their_type_and_are_cut_off_on_failure(http: httpx.AsyncClient, node: FakeNode) -> None:
     sound = bytes(range(256)) * 64
     whole, read = True, asyncio.Event()
 
@@ -131,7 +131,7 @@ async def test_binary_answers_keep_their_type_and_break_off_as_such(http: httpx.
             _ = [part async for part in parts]
 
 
-async def test_a_status_of_the_engine_is_kept_with_its_words(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_status_of_the_engine_is_kept_with_its_message(http: httpx.AsyncClient, node: FakeNode) -> None:
     async def refuse(run: Run) -> None:
         await run.respond("application/json", b'{"detail":', b' "no"}', status=422, headers={"retry-after": "3"})
         await run.close()
@@ -144,7 +144,7 @@ async def test_a_status_of_the_engine_is_kept_with_its_words(http: httpx.AsyncCl
     assert 'http_response_status_code="422"' in (await http.get("/metrics")).text
 
 
-async def test_json_that_breaks_off_is_an_error_with_a_status(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_truncated_json_response_is_an_error_with_a_status(http: httpx.AsyncClient, node: FakeNode) -> None:
     async def broken(run: Run) -> None:
         await run.respond("application/json", b'{"half":')
         await run.fail(EngineFailed("gone"))
@@ -179,7 +179,7 @@ async def test_a_form_reaches_the_engine_unchanged(http: httpx.AsyncClient, node
     assert "authorization" not in asked.headers
 
 
-async def test_forms_that_cannot_be_taken(http: httpx.AsyncClient, serve: ServeFn, node: FakeNode) -> None:
+async def test_invalid_or_oversize_forms_are_refused(http: httpx.AsyncClient, serve: ServeFn, node: FakeNode) -> None:
     url = "/v1/audio/transcriptions"
     answer = await http.post(url, files={"file": b"x"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
@@ -193,7 +193,7 @@ async def test_forms_that_cannot_be_taken(http: httpx.AsyncClient, serve: ServeF
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
 
 
-async def test_an_engine_may_answer_openais_routes_in_its_own_words(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_engine_may_answer_openai_routes_in_its_own_format(http: httpx.AsyncClient, node: FakeNode) -> None:
     streamed = b'data: {"choices":[{"delta":{"tool_calls":[{}]}}]}\n\ndata: [DONE]\n\n'
 
     async def proxied(run: Run) -> None:
@@ -235,7 +235,7 @@ async def test_output_after_a_comment_is_an_event(node: FakeNode, serve: ServeFn
         assert json.loads(rest.rsplit("data: ", 1)[1])["error"]["message"].endswith('503: {"busy": 1}')
 
 
-async def test_with_a_key_it_is_generated_once_unless_it_asks_for_another_try(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_idempotent_passthrough_is_generated_once_except_retryable_errors(http: httpx.AsyncClient, node: FakeNode) -> None:
     busy = True
 
     async def engine(run: Run) -> None:
@@ -253,7 +253,7 @@ async def test_with_a_key_it_is_generated_once_unless_it_asks_for_another_try(ht
 
 
 @pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
-async def test_a_host_whose_engine_broke_down_has_another_one_asked(
+async def test_request_of_a_host_with_a_dead_engine_is_sent_again(
     http: httpx.AsyncClient, node: FakeNode, key: dict[str, str]
 ) -> None:
     async def breaks_once(run: Run) -> None:
@@ -269,7 +269,7 @@ async def test_a_host_whose_engine_broke_down_has_another_one_asked(
     assert len(engine.requests) == 2
 
 
-async def test_a_host_whose_engine_breaks_down_again_and_again_is_believed(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_repeated_engine_loss_reported_by_a_host_fails_the_request(http: httpx.AsyncClient, node: FakeNode) -> None:
     async def breaks(run: Run) -> None:
         await run.fail(EngineFailed("it ended"), engine_lost=True)
 
@@ -281,7 +281,7 @@ async def test_a_host_whose_engine_breaks_down_again_and_again_is_believed(http:
     assert len(engine.requests) == MAX_ENGINE_DEATHS
 
 
-async def test_what_no_client_has_seen_is_asked_of_another_engine(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_unsent_response_is_restarted_on_another_engine(http: httpx.AsyncClient, node: FakeNode) -> None:
     async def half(run: Run) -> None:
         await run.respond("application/json", b'{"half":')
         await run.cancelled.wait()
@@ -299,7 +299,7 @@ async def test_what_no_client_has_seen_is_asked_of_another_engine(http: httpx.As
     assert (await waiting).text == "{}"
 
 
-async def test_anthropics_clients_send_their_key_in_their_own_header(serve: ServeFn, node: FakeNode) -> None:
+async def test_anthropic_clients_authenticate_by_x_api_key(serve: ServeFn, node: FakeNode) -> None:
     from services.gateway.authorization import hash_key
 
     async with serve(api_keys=hash_key("sk-a")) as gateway:

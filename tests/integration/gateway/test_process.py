@@ -45,7 +45,7 @@ async def answers(base: str, path: str) -> bool:
         return False
 
 
-async def test_a_taken_port_is_reported() -> None:
+async def test_port_in_use_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -60,7 +60,7 @@ async def test_a_wrong_setting_is_reported() -> None:
     assert "gateway: THAW_GATEWAY_PORT: " in log
 
 
-async def test_it_can_be_stopped_while_nats_is_not_there() -> None:
+async def test_gateway_stops_while_nats_is_unreachable() -> None:
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}", THAW_GATEWAY_PORT=str(free_port()))
     assert process.stderr is not None
     async with asyncio.timeout(15):
@@ -69,7 +69,7 @@ async def test_it_can_be_stopped_while_nats_is_not_there() -> None:
     assert (await ended(process))[0] == 0
 
 
-async def test_before_nats_is_up_it_says_so_and_nothing_hangs() -> None:
+async def test_gateway_without_nats_answers_503_until_it_is_available() -> None:
     port, nats_port = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port), THAW_STARTING_TIMEOUT="1")
@@ -99,7 +99,7 @@ async def test_before_nats_is_up_it_says_so_and_nothing_hangs() -> None:
     assert status == 0
 
 
-async def test_sigterm_ends_it_in_order_and_logs_no_prompt(node: FakeNode, own_nats: NatsServer) -> None:
+async def test_sigterm_ends_streams_in_order_and_logs_no_prompt(node: FakeNode, own_nats: NatsServer) -> None:
     port = free_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port), THAW_DRAIN_TIMEOUT="0.2")

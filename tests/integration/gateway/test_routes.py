@@ -30,7 +30,7 @@ async def http(gateway: Served, node: FakeNode) -> httpx.AsyncClient:
     return gateway.http
 
 
-async def test_a_declared_route_wakes_its_model_and_is_answered_as_the_engine_says(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_declared_route_wakes_its_model_and_returns_the_engines_answer(http: httpx.AsyncClient, node: FakeNode) -> None:
     waiting = asyncio.create_task(http.post(URL, json=ASKED))
     await node.until_demand(lambda: any(d.model == "ranker" for d in node.demand))
     engine = await node.engine("ranker")
@@ -43,14 +43,14 @@ async def test_a_declared_route_wakes_its_model_and_is_answered_as_the_engine_sa
     assert 'gen_ai_operation_name="other"' in metrics
 
 
-async def test_an_idempotency_key_holds_for_it_too(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_idempotency_key_applies_to_declared_routes(http: httpx.AsyncClient, node: FakeNode) -> None:
     engine = await node.engine("ranker")
     answers = [await http.post(URL, json=ASKED, headers={"idempotency-key": "k"}) for _ in range(2)]
     assert answers[0].json() == answers[1].json()
     assert len(engine.requests) == 1
 
 
-async def test_what_the_engine_refuses_keeps_its_kind(http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_refusal_by_the_engine_keeps_its_class(http: httpx.AsyncClient, node: FakeNode) -> None:
     async def refuse(run: Run) -> None:
         await run.fail(InvalidRequest("no documents", param="documents"))
 
@@ -68,7 +68,7 @@ async def test_what_the_engine_refuses_keeps_its_kind(http: httpx.AsyncClient, n
         (URL, {"query": "q"}, 400, "invalid_request", ("model",)),
     ],
 )
-async def test_what_is_not_declared_is_not_served(
+async def test_undeclared_route_is_refused(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, code: str, words: tuple[str, ...]
 ) -> None:
     answer = await http.post(path, json=body)

@@ -36,7 +36,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
-async def test_tls(node: FakeNode, serve: ServeFn, certificate: tuple[Path, Path]) -> None:
+async def test_tls_gateway_serves_only_clients_that_trust_its_certificate(
+    node: FakeNode, serve: ServeFn, certificate: tuple[Path, Path]
+) -> None:
     cert, key = certificate
     async with serve(tls_certificate=cert, tls_key=key) as served:
         await until_listed(served, CARDS)
@@ -95,7 +97,7 @@ async def test_pages_may_read_answers_and_errors(shared: Served, node: FakeNode)
         assert answer.headers["x-request-id"]
 
 
-async def test_without_origins_there_is_no_cors(gateway: Served) -> None:
+async def test_cors_is_off_without_configured_origins(gateway: Served) -> None:
     answer = await gateway.http.get("/v1/models", headers=ORIGIN)
     assert "access-control-allow-origin" not in answer.headers
 
@@ -159,7 +161,7 @@ async def noticed_within(seconds: float, left: float, event: Any) -> None:
 @pytest.mark.parametrize("behaviour", [silence, prefill, hang])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("keyed", [False, True])
-async def test_an_engine_stops_when_the_client_leaves(
+async def test_engine_stops_when_the_client_disconnects(
     gateway: Served, node: FakeNode, behaviour: Any, stream: bool, keyed: bool
 ) -> None:
     engine = await node.engine("alpha", behaviour)
@@ -174,7 +176,7 @@ async def test_an_engine_stops_when_the_client_leaves(
 
 
 @pytest.mark.parametrize("comments", [False, True])
-async def test_the_queue_and_the_load_end_when_the_last_client_leaves(node: FakeNode, serve: ServeFn, comments: bool) -> None:
+async def test_queue_and_load_end_when_the_last_client_disconnects(node: FakeNode, serve: ServeFn, comments: bool) -> None:
     async with serve(waking_comment_after=0.1 if comments else 30.0, waking_comment_interval=0.05) as served:
         await until_listed(served, CARDS)
         starting = await node.engine("alpha", ready=False)
@@ -216,7 +218,7 @@ UNSUPPORTED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", UNSUPPORTED)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_honoured_is_named_before_the_first_byte(
+async def test_unsupported_parameter_is_refused_before_the_first_byte(
     gateway: Served, fields: dict[str, Any], stream: bool
 ) -> None:
     answer = await gateway.http.post(URL, json=chat(stream=stream, **fields))
@@ -224,7 +226,7 @@ async def test_what_cannot_be_honoured_is_named_before_the_first_byte(
     assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", next(iter(fields)))
 
 
-async def test_a_refused_stream_has_the_status_of_the_engine(gateway: Served, node: FakeNode) -> None:
+async def test_refused_stream_has_the_status_of_the_engine(gateway: Served, node: FakeNode) -> None:
     from shared.errors import UnsupportedParameter
 
     async def refuse(run: Run) -> None:

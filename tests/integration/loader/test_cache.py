@@ -79,7 +79,7 @@ def settle(tier: Tier) -> None:
     tier.close()
 
 
-def test_what_is_loaded_is_kept_whole(server: TierServer, cache: SsdCache) -> None:
+def test_loaded_model_is_cached_completely(server: TierServer, cache: SsdCache) -> None:
     tier = opened(server, cache)
     load(tier, (SHARD,))  # the rest arrives in the background
     settle(tier)
@@ -116,7 +116,7 @@ def test_an_interrupted_load_is_continued(server: TierServer, cache: SsdCache) -
     assert cache.lookup(tier.revision) is not None
 
 
-def test_pieces_that_the_disk_lost_are_fetched_again(server: TierServer, cache: SsdCache) -> None:
+def test_cached_pieces_lost_by_the_disk_are_fetched_again(server: TierServer, cache: SsdCache) -> None:
     """Pieces that the disk lost are fetched again.
 
     A machine that loses power may keep the journal's line and lose the bytes.
@@ -137,7 +137,7 @@ def test_pieces_that_the_disk_lost_are_fetched_again(server: TierServer, cache: 
     assert cache.lookup(tier.revision) is not None
 
 
-def test_a_wrong_checksum_is_an_error_and_the_file_goes(server: TierServer, cache: SsdCache) -> None:
+def test_wrong_checksum_is_an_error_and_the_file_is_deleted(server: TierServer, cache: SsdCache) -> None:
     server.faults.damage = lambda data, start: data[:-1] + bytes([data[-1] ^ 1])
     tier = opened(server, cache)
     load(tier)
@@ -166,7 +166,7 @@ def test_a_changed_source_is_another_revision(server: TierServer, cache: SsdCach
     two.close()
 
 
-def test_the_least_recently_used_makes_room(server: TierServer, tmp_path: Path) -> None:
+def test_least_recently_used_model_is_evicted(server: TierServer, tmp_path: Path) -> None:
     size = sum(p.stat().st_size for p in (server.directory / "m").iterdir())
     cache = SsdCache(tmp_path / "small", int(2.5 * size))
     revisions = []
@@ -188,7 +188,7 @@ def test_the_least_recently_used_makes_room(server: TierServer, tmp_path: Path) 
     hold.release()
 
 
-def test_two_that_begin_together_do_not_both_get_the_same_room(server: TierServer, tmp_path: Path) -> None:
+def test_concurrent_loads_do_not_share_the_same_free_space(server: TierServer, tmp_path: Path) -> None:
     size = sum(p.stat().st_size for p in (server.directory / "m").iterdir())
     cache = SsdCache(tmp_path / "small", int(1.5 * size))
     tiers = []
@@ -210,7 +210,7 @@ def test_two_that_begin_together_do_not_both_get_the_same_room(server: TierServe
     assert [m[0] for m in cache.status().models] == [third.revision]
 
 
-def test_a_loader_that_keeps_the_eviction_lock_blocks_no_other_loader(
+def test_held_eviction_lock_does_not_block_other_loaders(
     server: TierServer, cache: SsdCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store, "_ROOM_WITHIN_S", 0.05)
@@ -228,7 +228,7 @@ def test_a_loader_that_keeps_the_eviction_lock_blocks_no_other_loader(
     settle(tier)
 
 
-def test_a_budget_of_nothing(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_budget_of_zero_disables_caching(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = SsdCache(tmp_path / "none", 0)
     with caplog.at_level(logging.WARNING):
         tier = opened(server, cache)
@@ -238,7 +238,7 @@ def test_a_budget_of_nothing(server: TierServer, tmp_path: Path, caplog: pytest.
     assert cache.status().models == ()
 
 
-def test_a_disk_that_fills_up_midway(
+def test_write_error_stops_caching_and_deletes_the_partial_model(
     server: TierServer, cache: SsdCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write, room = PartialModel.write, [2]
@@ -260,7 +260,9 @@ def test_a_disk_that_fills_up_midway(
 
 
 @pytest.mark.root
-def test_a_disk_that_really_fills_up(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_stops_caching_and_deletes_the_partial_model(
+    server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], capture_output=True, check=False)
@@ -283,7 +285,7 @@ def test_a_disk_that_really_fills_up(server: TierServer, tmp_path: Path, caplog:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_a_cache_that_may_not_be_written(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_cache_directory_disables_caching(server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("no directory")
     cache = SsdCache(tmp_path / "file" / "cache", GIB)
     with caplog.at_level(logging.WARNING):
@@ -294,7 +296,7 @@ def test_a_cache_that_may_not_be_written(server: TierServer, tmp_path: Path, cap
     assert cache.hold(tier.revision) is None
 
 
-def test_the_source_fails_midway_and_nothing_is_left_open(server: TierServer, cache: SsdCache) -> None:
+def test_failed_source_releases_the_fill_lock(server: TierServer, cache: SsdCache) -> None:
     tier = opened(server, cache)
     server.faults.status = 500
     with pytest.raises(Unavailable, match="500"):
@@ -322,7 +324,7 @@ def test_a_second_load_follows_the_first(server: TierServer, cache: SsdCache) ->
     assert cache.lookup(first.revision) is not None
 
 
-def test_a_follower_takes_over(server: TierServer, cache: SsdCache) -> None:
+def test_follower_takes_over_an_abandoned_fill(server: TierServer, cache: SsdCache) -> None:
     first, second = opened(server, cache), opened(server, cache)
     file = next(f for f in first.files() if f.name == SHARD)
     data = bytearray(STEP)
@@ -339,7 +341,7 @@ def test_a_follower_takes_over(server: TierServer, cache: SsdCache) -> None:
     assert cache.lookup(second.revision) is not None
 
 
-def test_a_follower_that_waits_in_vain_reads_past_it(server: TierServer, cache: SsdCache) -> None:
+def test_follower_reads_the_source_after_its_patience(server: TierServer, cache: SsdCache) -> None:
     first = opened(server, cache)
     second = CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, patience_s=0.1)
     assert load(second, (SHARD,))[SHARD] == (server.directory / "m" / SHARD).read_bytes()
@@ -347,7 +349,7 @@ def test_a_follower_that_waits_in_vain_reads_past_it(server: TierServer, cache: 
     settle(second)
 
 
-def test_a_load_of_what_is_whole_by_now(server: TierServer, cache: SsdCache) -> None:
+def test_load_of_a_model_cached_meanwhile_reads_the_cache(server: TierServer, cache: SsdCache) -> None:
     tier = opened(server, cache)
     load(tier)
     settle(tier)
@@ -359,7 +361,7 @@ def test_a_load_of_what_is_whole_by_now(server: TierServer, cache: SsdCache) -> 
     settle(late)
 
 
-def test_locks_end_with_their_holder(tmp_path: Path) -> None:
+def test_locks_are_released_by_their_holder(tmp_path: Path) -> None:
     one = FileLock.take(tmp_path / "lock")
     assert one is not None
     assert FileLock.take(tmp_path / "lock") is None

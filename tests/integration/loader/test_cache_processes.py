@@ -100,7 +100,7 @@ async def test_two_loaders_fetch_a_model_once(
     await other.release("b1")
 
 
-async def test_a_loader_that_is_killed_is_followed_by_the_one_that_waited(
+async def test_waiting_loader_takes_over_from_a_killed_one(
     loader: LoaderProcess, client: Client, second: tuple[LoaderProcess, Client], server: TierServer
 ) -> None:
     _, other = second

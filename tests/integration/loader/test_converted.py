@@ -34,7 +34,7 @@ async def test_a_converted_model_is_served_like_any_other(loader: LoaderProcess,
     assert loader.memory() == 0
 
 
-async def test_what_is_damaged_is_not_registered_nor_loaded(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_damaged_model_is_neither_registered_nor_loaded(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out")
     card = await client.card(tmp_path / "out")
@@ -47,7 +47,7 @@ async def test_what_is_damaged_is_not_registered_nor_loaded(loader: LoaderProces
     assert loader.memory() == 0
 
 
-async def test_flipped_bits_are_found_where_that_is_asked_for(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_flipped_bits_are_found_if_verification_is_enabled(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", tensors(megabytes=20))
     convert(tmp_path / "m", tmp_path / "out")
     assert measure(tmp_path / "out", 2, verify=True)["verified_bytes"] > 19_000_000
@@ -70,7 +70,7 @@ async def test_flipped_bits_are_found_where_that_is_asked_for(loader: LoaderProc
     await status_where(client, loader.node, lambda status: not status.segments and loader.memory() == 0)
 
 
-def test_damage_during_a_fetch_is_named_with_its_source(tmp_path: Path) -> None:
+def test_damage_during_a_fetch_is_reported_with_its_source(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     (tmp_path / "www").mkdir()
     convert(tmp_path / "m", tmp_path / "www" / "out")

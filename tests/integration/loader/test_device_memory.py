@@ -28,7 +28,7 @@ from weights.pool.shm import SHM
 NODE = "n-gpu"
 
 
-async def test_engines_are_warned_before_the_memory_goes(
+async def test_stopping_status_precedes_the_release_of_device_memory(
     nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = FakeDriver()

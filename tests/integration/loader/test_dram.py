@@ -63,7 +63,9 @@ async def test_cached_weights_are_attached_without_a_load(loader: LoaderProcess,
     assert (await status_where(client, loader.node, lambda s: bool(s.segments))).dram_bytes == 0
 
 
-async def test_the_least_recently_used_leave_within_the_budget(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_least_recently_used_weights_are_evicted_within_the_budget(
+    loader: LoaderProcess, client: Client, tmp_path: Path
+) -> None:
     cards = [await load_and_release(client, tmp_path / name, f"i-{name}") for name in ("a", "b", "c")]
     wanted = {card.info.revision for card, _ in cards[1:]}
 
@@ -78,7 +80,7 @@ async def test_the_least_recently_used_leave_within_the_budget(loader: LoaderPro
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-async def test_what_was_cached_outlives_a_killed_loader_only(
+async def test_cached_weights_survive_sigkill_but_not_sigterm(
     loader: LoaderProcess, client: Client, tmp_path: Path, signum: signal.Signals
 ) -> None:
     card, first = await load_and_release(client, tmp_path / "m", "i1")
@@ -106,7 +108,7 @@ async def test_a_smaller_budget_is_kept_after_a_restart(loader: LoaderProcess, c
     assert loader.memory() == 0
 
 
-async def test_nothing_is_made_ready_while_the_mesh_starts(loader: LoaderProcess, client: Client) -> None:
+async def test_no_memory_is_prepared_while_the_mesh_starts(loader: LoaderProcess, client: Client) -> None:
     """The loader prepares no chunks while the mesh starts.
 
     By default it waits for ten quiet seconds.
@@ -115,7 +117,7 @@ async def test_nothing_is_made_ready_while_the_mesh_starts(loader: LoaderProcess
     assert loader.memory() == 0
 
 
-async def test_memory_is_made_ready_at_the_start(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_memory_is_prepared_at_the_start(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     loader.end(signal.SIGKILL)
     loader.environment["THAW_DRAM_READY_BYTES"] = str(64 * 1024 * 1024)
     loader.start()

@@ -68,7 +68,7 @@ def fetch(sources: Sources, revision: str, source: str = PINNED, *, trust: bool 
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_inspecting_takes_headers_only(hub: FakeHub, sources: Sources, ranges: bool) -> None:
+def test_inspection_fetches_only_headers(hub: FakeHub, sources: Sources, ranges: bool) -> None:
     hub.ranges = ranges
     found = inspect(sources)
     assert found.source == PINNED
@@ -79,13 +79,13 @@ def test_inspecting_takes_headers_only(hub: FakeHub, sources: Sources, ranges: b
     assert inspect(sources, f"{SOURCE}@main") == found
 
 
-def test_a_directory_of_the_same_files_takes_as_many_bytes(hub: FakeHub, sources: Sources) -> None:
+def test_directory_of_the_same_files_has_the_same_weights_size(hub: FakeHub, sources: Sources) -> None:
     copy = hub.directory.parent / "copy"
     write_checkpoint(copy, tensors(megabytes=30), shards=2)
     assert inspect(sources, str(copy)).weights_bytes == inspect(sources).weights_bytes
 
 
-def test_files_to_be_loaded_are_fetched_once(hub: FakeHub, sources: Sources) -> None:
+def test_files_to_load_are_fetched_once(hub: FakeHub, sources: Sources) -> None:
     revision = inspect(sources).revision
     directory = fetch(sources, revision)
     names = {p.name for p in directory.iterdir()}
@@ -126,7 +126,7 @@ def test_without_a_network_the_cache_serves(hub: FakeHub, sources: Sources, monk
             inspect(sources, "hf://org/other")
 
 
-def test_offline(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_uses_only_fetched_files(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(Unavailable, match="HF_HUB_OFFLINE is set"):
         inspect(sources)
@@ -147,7 +147,7 @@ def test_offline_with_the_small_files_only(hub: FakeHub, sources: Sources, monke
         fetch(sources, revision)
 
 
-def test_the_hubs_own_cache_is_used(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_the_hub_library_is_used(hub: FakeHub, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import snapshot_download
 
     found = inspect(sources)
@@ -172,13 +172,15 @@ def test_the_hubs_own_cache_is_used(hub: FakeHub, sources: Sources, monkeypatch:
         (503, "", Unavailable, "503"),
     ],
 )
-def test_refusals_are_typed(hub: FakeHub, sources: Sources, status: int, code: str, error: type[ThawError], message: str) -> None:
+def test_hub_refusals_are_typed(
+    hub: FakeHub, sources: Sources, status: int, code: str, error: type[ThawError], message: str
+) -> None:
     hub.status, hub.error_code = status, code
     with pytest.raises(error, match=message):
         inspect(sources)
 
 
-def test_an_unknown_revision(hub: FakeHub, sources: Sources) -> None:
+def test_unknown_revision_is_refused(hub: FakeHub, sources: Sources) -> None:
     with pytest.raises(InvalidModel, match="no such revision"):
         inspect(sources, f"{SOURCE}@v9")
 
@@ -192,7 +194,7 @@ def test_the_token_opens_gated_models(hub: FakeHub, sources: Sources, monkeypatc
     assert inspect(sources).files == 2
 
 
-def test_a_missing_shard(hub: FakeHub, sources: Sources) -> None:
+def test_missing_shard_is_named(hub: FakeHub, sources: Sources) -> None:
     (hub.directory / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointInvalid, match=r"model-00002-of-00002\.safetensors is named by .* but missing"):
         inspect(sources)

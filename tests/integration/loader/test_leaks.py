@@ -75,7 +75,9 @@ async def reader_refused(loader: LoaderProcess, client: Client, work: Path, inst
 @pytest.mark.parametrize(
     "what", [complete, called_off, shrunk, gone, too_large, reader_gone, reader_refused], ids=lambda f: f.__name__
 )
-async def test_nothing_is_left(loader: LoaderProcess, client: Client, tmp_path: Path, what: Round) -> None:
+async def test_failed_loads_leave_no_chunk_descriptor_or_mapping(
+    loader: LoaderProcess, client: Client, tmp_path: Path, what: Round
+) -> None:
     assert loader.process is not None
     process = psutil.Process(loader.process.pid)
     counts = []

@@ -51,7 +51,7 @@ async def test_weights_by_source_and_by_id(loader: LoaderProcess, client: Client
     assert loader.memory() == 0
 
 
-async def test_the_hold_ends_with_the_connection(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_weights_are_released_with_the_connection(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
     await asyncio.to_thread(weights.wait)
@@ -61,7 +61,7 @@ async def test_the_hold_ends_with_the_connection(loader: LoaderProcess, client: 
     assert loader.memory() == 0
 
 
-async def test_a_reader_that_leaves_calls_its_load_off(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_disconnected_reader_cancels_its_load(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", 2 * GIB)
     weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
     assert not weights.complete
@@ -82,7 +82,7 @@ async def test_watermarks_are_sent_while_bytes_arrive(loader: LoaderProcess, cli
     weights.close()
 
 
-async def test_refusals_are_typed(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_refused_requests_are_typed(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     def ask(**what: str) -> None:
         attach(path_of(loader), timeout=20, **what)  # type: ignore[arg-type]  # either of two strings
 
@@ -112,7 +112,7 @@ def raw(path: Path, line: bytes) -> bytes:
             return answer.read()
 
 
-async def test_a_loader_that_stops_says_so(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_stopped_loader_is_reported_to_readers(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", 3 * GIB)
     await client_card_of_sparse(client, tmp_path / "m")
     weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
@@ -124,7 +124,7 @@ async def test_a_loader_that_stops_says_so(loader: LoaderProcess, client: Client
         await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"))
 
 
-def test_what_is_sent_is_what_the_contract_says(loader: LoaderProcess, tmp_path: Path) -> None:
+def test_messages_on_the_socket_follow_the_contract(loader: LoaderProcess, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     deadline = time.monotonic() + 20
     while not path_of(loader).exists():

@@ -28,7 +28,7 @@ def in_memory(card: ModelCard, status: LoaderStatus) -> bool:
     return any(c.weights_id == card.info.revision and c.tier == "dram" for c in status.cached)
 
 
-async def test_prefetched_weights_are_there_before_anybody_asks(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_prefetched_weights_attach_without_a_read(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path / "m", tensors(megabytes=40))
     card = await client.card(tmp_path / "m")
     await prefetch(client, card)
@@ -38,7 +38,7 @@ async def test_prefetched_weights_are_there_before_anybody_asks(loader: LoaderPr
     assert_same(await client.attach("i1", card), weights)
 
 
-async def test_a_prefetch_yields_to_a_load_that_a_request_needs(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_prefetch_yields_to_a_load_for_a_request(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "large", 2 * GIB)
     write_checkpoint(tmp_path / "m", tensors(megabytes=40))
     large, card = await client_card_of_sparse(client, tmp_path / "large"), await client.card(tmp_path / "m")
@@ -58,7 +58,9 @@ async def test_a_prefetch_of_requested_weights_continues(loader: LoaderProcess, 
     await status_where(client, loader.node, lambda s: bool(s.segments) and s.segments[0].holders == ("i1",))
 
 
-async def test_it_can_be_called_off_and_an_old_leader_asks_for_none(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_prefetch_can_be_cancelled_and_a_stale_leader_is_refused(
+    loader: LoaderProcess, client: Client, tmp_path: Path
+) -> None:
     write_sparse_checkpoint(tmp_path / "large", 2 * GIB)
     large = await client_card_of_sparse(client, tmp_path / "large")
     await prefetch(client, large)
@@ -71,7 +73,7 @@ async def test_it_can_be_called_off_and_an_old_leader_asks_for_none(loader: Load
         await prefetch(client, large)
 
 
-async def test_what_cannot_be_read_is_forgotten(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_prefetch_of_unreadable_weights_is_forgotten(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", tensors(megabytes=1))
     card = await client.card(tmp_path / "m")
     [file] = (tmp_path / "m").glob("*.safetensors")

@@ -37,7 +37,7 @@ def kept(status: LoaderStatus) -> bool:
     return any(c.tier == "ssd" for c in status.cached)
 
 
-async def test_a_model_is_fetched_once_and_is_on_the_disk_afterwards(
+async def test_model_is_fetched_once_and_then_loaded_from_disk(
     loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
 ) -> None:
     weights = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=40), shards=2)
@@ -62,7 +62,7 @@ async def test_a_model_is_fetched_once_and_is_on_the_disk_afterwards(
     await client.release("i2")
 
 
-async def test_a_loader_ends_in_good_order_while_a_copy_is_still_written(
+async def test_loader_exits_cleanly_while_a_copy_is_being_written(
     loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
 ) -> None:
     loader.end()
@@ -76,7 +76,7 @@ async def test_a_loader_ends_in_good_order_while_a_copy_is_still_written(
     assert loader.segments() == []
 
 
-async def test_tensors_are_there_before_the_last_byte(
+async def test_tensors_are_available_before_the_last_byte(
     loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
 ) -> None:
     expected = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=60), shards=2)
@@ -102,7 +102,9 @@ async def test_tensors_are_there_before_the_last_byte(
     weights.close()
 
 
-async def test_a_load_by_source_asks_it_once(loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path) -> None:
+async def test_load_by_source_requests_each_file_once(
+    loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
+) -> None:
     expected = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=20), shards=2)
     with await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20) as weights:
         await asyncio.to_thread(assert_arrived, weights, expected)
@@ -137,7 +139,7 @@ async def test_the_last_release_calls_a_download_off(
     server.unblocked.set()
 
 
-async def test_bytes_that_are_not_the_source_s_are_refused_and_not_kept(
+async def test_bytes_with_a_wrong_checksum_are_refused_and_not_kept(
     loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
 ) -> None:
     directory = tmp_path / "www" / "m"

@@ -49,7 +49,7 @@ async def status_where(client: Client, node: str, wanted: Callable[[LoaderStatus
         await responder.stop()
 
 
-async def test_weights_arrive_are_shared_and_leave_nothing(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_weights_are_loaded_shared_and_freed(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path / "m", tensors(megabytes=40), shards=2)
     card = await client.card(tmp_path / "m")
     assert loader.memory() == 0  # inspecting loads nothing
@@ -98,7 +98,7 @@ async def test_an_old_leader_is_refused(client: Client, tmp_path: Path) -> None:
         await client.prepare("i2", card, token=(1 << 32) + 9)
 
 
-async def test_an_instance_holds_one_model(client: Client, tmp_path: Path) -> None:
+async def test_instance_may_hold_only_one_model(client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a")
     write_checkpoint(tmp_path / "b")
     await client.prepare("i1", await client.card(tmp_path / "a", "a"))
@@ -185,7 +185,7 @@ async def test_inspection_errors_are_typed(client: Client, tmp_path: Path) -> No
         await client.card(tmp_path / "none")
 
 
-async def test_a_killed_loader_leaves_held_segments_to_the_next(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_restarted_loader_adopts_held_segments_after_sigkill(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path / "m")
     write_sparse_checkpoint(tmp_path / "big", 3 * GIB)
     held = await client.attach("i1", await client.card(tmp_path / "m"))
@@ -203,7 +203,7 @@ async def test_a_killed_loader_leaves_held_segments_to_the_next(loader: LoaderPr
     assert await client.release("i1") == held.total_bytes
 
 
-async def test_an_orderly_end_keeps_what_is_held_only(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+async def test_clean_shutdown_keeps_only_held_segments(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     write_sparse_checkpoint(tmp_path / "big", 3 * GIB)
     held = await client.attach("i1", await client.card(tmp_path / "m"))
@@ -227,7 +227,7 @@ def test_waiting_for_nats_can_be_stopped(tmp_path: Path) -> None:
     assert process.end() == 0
 
 
-async def test_two_loaders_of_one_node_do_not_fight(loader: LoaderProcess, client: Client) -> None:
+async def test_second_loader_of_a_node_exits(loader: LoaderProcess, client: Client) -> None:
     second = LoaderProcess(loader.environment["THAW_NATS_URL"], loader.home, loader.node)
     second.start()
     assert second.process is not None
@@ -235,7 +235,7 @@ async def test_two_loaders_of_one_node_do_not_fight(loader: LoaderProcess, clien
     assert "Another loader runs" in loader.log.read_text()
 
 
-async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(client: Client, tmp_path: Path) -> None:
+async def test_overwritten_directory_must_be_registered_again(client: Client, tmp_path: Path) -> None:
     """A directory that was overwritten is another model.
 
     Size and header are the same, as of a fine-tune saved in the same place. Cached and resident
@@ -253,7 +253,7 @@ async def test_a_directory_that_was_written_over_is_no_longer_what_was_loaded(cl
     assert_same(await client.attach("i3", await client.card(tmp_path / "m")), new)
 
 
-async def test_a_node_that_did_not_register_a_model_takes_its_own_copy(client: Client, tmp_path: Path) -> None:
+async def test_unregistered_node_accepts_its_own_copy(client: Client, tmp_path: Path) -> None:
     """A node that did not register a model accepts its own copy.
 
     Files copied to each node by hand differ in their times. A node keeps to the first version it
@@ -282,7 +282,7 @@ async def test_a_hostile_name_does_not_make_an_answer_too_long_to_be_sent(client
     assert len(caught.value.message) < 10_000
 
 
-async def test_a_model_whose_description_exceeds_the_message_limit(client: Client, tmp_path: Path) -> None:
+async def test_model_description_over_the_message_limit_is_refused(client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     empty = {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]}
     header = json.dumps({f"x{number:x}{'y' * 900}.weight": empty for number in range(10_000)}).encode()

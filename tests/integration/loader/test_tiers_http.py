@@ -62,7 +62,7 @@ def content(server: TierServer, name: str = SHARD) -> bytes:
     return (server.directory / "m" / name).read_bytes()
 
 
-def test_the_files_of_a_model_are_found_by_their_names(server: TierServer, tier: HttpTier) -> None:
+def test_model_files_are_found_by_name(server: TierServer, tier: HttpTier) -> None:
     names = [f.name for f in tier.files()]
     assert names == sorted(p.name for p in (server.directory / "m").iterdir() if p.name != "README.md")
     assert all(f.size == len(content(server, f.name)) and f.version for f in tier.files())
@@ -81,7 +81,7 @@ def test_a_list_of_checksums_names_the_files(server: TierServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret.json", "/etc/passwd.json", ".ssh/id.json", "a\\b.json"])
-def test_a_list_that_leads_elsewhere(server: TierServer, name: str) -> None:
+def test_checksum_list_with_paths_is_refused(server: TierServer, name: str) -> None:
     (server.directory / "m" / "SHA256SUMS").write_text(f"{'0' * 64}  {name}\n")
     tier = HttpTier(f"{server.url}/m", QUICK)
     with pytest.raises(CheckpointInvalid, match="only plain names"):
@@ -90,11 +90,11 @@ def test_a_list_that_leads_elsewhere(server: TierServer, name: str) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 100_001])
-def test_ranges(server: TierServer, tier: HttpTier, offset: int) -> None:
+def test_range_is_read_from_any_offset(server: TierServer, tier: HttpTier, offset: int) -> None:
     assert read(tier, offset=offset) == content(server)[offset:]
 
 
-def test_a_cut_connection_is_resumed_where_it_was_cut(server: TierServer, tier: HttpTier) -> None:
+def test_cut_connection_is_resumed_where_it_was_cut(server: TierServer, tier: HttpTier) -> None:
     server.requests.clear()
     server.faults.cut_after = [300_000, 500_000, 1]
     assert read(tier) == content(server)
@@ -102,13 +102,13 @@ def test_a_cut_connection_is_resumed_where_it_was_cut(server: TierServer, tier: 
     assert [s.split("-")[0] for s in starts] == ["bytes=0", "bytes=300000", "bytes=800000", "bytes=800001"]
 
 
-def test_errors_that_pass(server: TierServer, tier: HttpTier) -> None:
+def test_transient_errors_are_retried(server: TierServer, tier: HttpTier) -> None:
     server.faults.statuses = [500, 503, 429]
     server.faults.retry_after = "0.01"
     assert read(tier) == content(server)
 
 
-def test_errors_that_stay(server: TierServer, tier: HttpTier) -> None:
+def test_persistent_errors_fail_after_four_attempts(server: TierServer, tier: HttpTier) -> None:
     server.requests.clear()
     server.faults.status = 500
     with pytest.raises(Unavailable, match=rf"m/{SHARD} could not be read in 4 attempts \(the server answered 500\)") as caught:
@@ -146,7 +146,7 @@ def test_a_shrunken_file_is_noticed(server: TierServer, tier: HttpTier) -> None:
         read(tier, offset=2000)
 
 
-def test_a_file_that_changes_between_two_parts_is_never_mixed(server: TierServer, tier: HttpTier) -> None:
+def test_file_that_changes_between_two_ranges_is_refused(server: TierServer, tier: HttpTier) -> None:
     server.faults.cut_after = [300_000]
     original = server.faults.damage
     assert original is None
@@ -172,7 +172,7 @@ def test_compressed_answers_are_refused(server: TierServer, tier: HttpTier) -> N
         read(tier, offset=200_000)
 
 
-def test_a_server_without_ranges_is_read_once_by_all_threads(server: TierServer) -> None:
+def test_server_without_ranges_is_read_once_for_all_threads(server: TierServer) -> None:
     server.faults.no_ranges = True
     tier = HttpTier(f"{server.url}/m", QUICK)
     file = file_of(tier)
@@ -205,7 +205,7 @@ def test_without_ranges_an_interrupted_download_restarts(server: TierServer, tie
     assert read(tier, offset=400_000) == content(server)[400_000:]
 
 
-def test_a_stalled_read_is_called_off_at_once(server: TierServer, tier: HttpTier) -> None:
+def test_stalled_read_is_cancelled_immediately(server: TierServer, tier: HttpTier) -> None:
     server.faults.stall_after = 128 * 1024
     cancelled = threading.Event()
 
@@ -220,7 +220,7 @@ def test_a_stalled_read_is_called_off_at_once(server: TierServer, tier: HttpTier
     thread.join()
 
 
-def test_a_stalled_connection_is_given_up(server: TierServer, tier: HttpTier) -> None:
+def test_stalled_connection_times_out(server: TierServer, tier: HttpTier) -> None:
     client = HttpClient(patience=Patience(stall_s=0.2))
     reader = RangeReader(client, QUICK)
     server.faults.stall_after = 0
@@ -245,13 +245,13 @@ def test_redirects_are_followed_and_credentials_stay_at_home(server: TierServer,
     elsewhere.close()
 
 
-def test_redirects_without_end(server: TierServer, tier: HttpTier) -> None:
+def test_endless_redirects_are_refused(server: TierServer, tier: HttpTier) -> None:
     server.faults.redirect = server.url
     with pytest.raises(Unavailable, match="redirects"):
         read(tier)
 
 
-def test_credentials_of_netrc(server: TierServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_are_read_from_netrc(server: TierServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password pass\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     tier = HttpTier(f"{server.url}/m", QUICK)
@@ -278,12 +278,12 @@ def test_a_connection_is_refused() -> None:
         HttpTier("http://127.0.0.1:1/m", QUICK).files()
 
 
-def test_tls_is_checked(server: TierServer) -> None:
+def test_invalid_tls_is_refused(server: TierServer) -> None:
     with pytest.raises(Unavailable, match=r"SSL|EOF|record"):
         HttpTier(f"https://127.0.0.1:{server.port}/m", Backoff(attempts=1)).files()
 
 
-def test_a_model_that_is_not_there(server: TierServer) -> None:
+def test_missing_or_forbidden_model_is_reported(server: TierServer) -> None:
     tier = HttpTier(f"{server.url}/none", QUICK)
     with pytest.raises(CheckpointInvalid, match="has no weights"):
         tier.files()
@@ -293,7 +293,7 @@ def test_a_model_that_is_not_there(server: TierServer) -> None:
     tier.close()
 
 
-def test_a_missing_shard(server: TierServer) -> None:
+def test_missing_shard_is_named(server: TierServer) -> None:
     (server.directory / "m" / SHARD).unlink()
     tier = HttpTier(f"{server.url}/m", QUICK)
     with pytest.raises(CheckpointInvalid, match=rf"{SHARD} is named by the model's index but missing"):
@@ -302,7 +302,7 @@ def test_a_missing_shard(server: TierServer) -> None:
 
 
 @pytest.mark.parametrize("source", ["http://", "https:///x", "http://host:port/x"])
-def test_urls_that_are_none(source: str) -> None:
+def test_invalid_urls_are_refused(source: str) -> None:
     with pytest.raises(InvalidModel, match="https://host/path"):
         HttpTier(source)
 

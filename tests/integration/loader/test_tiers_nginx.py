@@ -79,7 +79,7 @@ def test_ranges_by_four_connections(nginx: Nginx) -> None:
     assert_all_read(HttpTier(f"{nginx.http}/m", ONCE), nginx.directory)
 
 
-def test_tls(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nginx_with_tls_needs_a_trusted_certificate(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
         HttpTier(f"{nginx.https}/m", ONCE).files()
     monkeypatch.setenv("SSL_CERT_FILE", str(nginx.certificate))
@@ -145,11 +145,11 @@ def test_tls_through_a_proxy(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(b"Proxy-Authorization: Basic dTpw" in head for head in proxy.heads)
 
 
-def test_redirects(nginx: Nginx) -> None:
+def test_redirects_of_nginx_are_followed(nginx: Nginx) -> None:
     assert_all_read(HttpTier(f"{nginx.http}/moved", ONCE), nginx.directory)
 
 
-def test_through_the_cache(nginx: Nginx, tmp_path: Path) -> None:
+def test_model_from_nginx_is_served_from_the_cache(nginx: Nginx, tmp_path: Path) -> None:
     sources = sources_at(tmp_path)
     info = sources.inspect(f"{nginx.http}/m", trust_remote_code=False)
     tier = sources.open(info.source, info.revision)

@@ -63,7 +63,9 @@ async def known(serving: PeerServer, revision: str, token: str | None = None) ->
     return peers
 
 
-async def test_a_peer_goes_before_the_source(server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path) -> None:
+async def test_peer_is_preferred_over_the_source(
+    server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path
+) -> None:
     _, serving, revision = theirs
     ours = sources_at(tmp_path / "ours", peers=await known(serving, revision))
     server.requests.clear()
@@ -75,7 +77,7 @@ async def test_a_peer_goes_before_the_source(server: TierServer, theirs: tuple[S
     assert ours.cache.lookup(revision) is not None
 
 
-async def test_peers_are_asked_past_the_proxy_of_the_environment(
+async def test_peers_are_contacted_without_the_configured_proxy(
     server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, serving, revision = theirs
@@ -90,7 +92,7 @@ async def test_peers_are_asked_past_the_proxy_of_the_environment(
     assert not [r for r in server.requests if "Authorization" in r.headers], "nor is the token sent to it"
 
 
-async def test_a_source_that_is_down_and_a_peer_that_has_it(
+async def test_peer_replaces_an_unavailable_source(
     server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, serving, revision = theirs
@@ -102,7 +104,7 @@ async def test_a_source_that_is_down_and_a_peer_that_has_it(
     settle(tier)
 
 
-async def test_a_peer_that_goes_midway_is_left_for_the_source(
+async def test_source_replaces_a_peer_that_fails_during_the_read(
     server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path
 ) -> None:
     _, serving, revision = theirs
@@ -118,7 +120,7 @@ async def test_a_peer_that_goes_midway_is_left_for_the_source(
     tier.close()
 
 
-async def test_wrong_bytes_of_a_peer_are_not_asked_for_again(
+async def test_peer_that_sent_wrong_bytes_is_not_used_again(
     server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path
 ) -> None:
     sources, serving, revision = theirs
@@ -141,7 +143,7 @@ async def test_wrong_bytes_of_a_peer_are_not_asked_for_again(
     settle(tier)
 
 
-def test_without_the_token_nothing_is_served(theirs: tuple[Sources, PeerServer, str]) -> None:
+def test_peer_serves_nothing_without_the_token(theirs: tuple[Sources, PeerServer, str]) -> None:
     _, serving, revision = theirs
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"bearer {serving.token}"}):
         client = HttpClient(headers)
@@ -159,7 +161,7 @@ def test_without_the_token_nothing_is_served(theirs: tuple[Sources, PeerServer, 
         "/models/{r}/\\..\\x",
     ],
 )  # fmt: skip
-def test_nothing_but_listed_files_can_be_named(theirs: tuple[Sources, PeerServer, str], path: str) -> None:
+def test_peer_serves_only_listed_files(theirs: tuple[Sources, PeerServer, str], path: str) -> None:
     _, serving, revision = theirs
     client = HttpClient({"Authorization": f"Bearer {serving.token}"})
     with client.get(serving.url + path.format(r=revision)) as answer:
@@ -182,7 +184,7 @@ def test_ranges_of_a_peer(theirs: tuple[Sources, PeerServer, str], server: TierS
     client.close()
 
 
-def test_a_directory_is_served_as_long_as_it_is_what_it_was(tmp_path: Path) -> None:
+def test_directory_is_served_only_while_unchanged(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     sources = sources_at(tmp_path / "home")
     revision = sources.inspect(str(tmp_path / "m"), trust_remote_code=False).revision
@@ -194,7 +196,7 @@ def test_a_directory_is_served_as_long_as_it_is_what_it_was(tmp_path: Path) -> N
         assert found is None
 
 
-async def test_between_two_nodes(
+async def test_second_node_loads_from_the_first(
     loader: LoaderProcess, client: Client, nats_server: NatsServer, server: TierServer, tmp_path: Path
 ) -> None:
     card = await client.card(f"{server.url}/m")
@@ -220,7 +222,7 @@ async def test_between_two_nodes(
         other.close()
 
 
-def test_all_places_fail(server: TierServer, tmp_path: Path) -> None:
+def test_load_fails_only_if_every_location_fails(server: TierServer, tmp_path: Path) -> None:
     from weights.tiers.directory import DirectoryTier
 
     write_checkpoint(tmp_path / "a")

@@ -121,7 +121,7 @@ def test_the_same_without_signing(bucket: Path) -> None:
     tier.close()
 
 
-def test_what_google_is_asked(bucket: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_google_store_is_read_by_its_xml_api(bucket: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to Google's stores, which list and return objects as S3 does (XML API).
 
     No server of theirs is available, so moto's stands in. Google's own features (checksums in
@@ -161,14 +161,14 @@ def test_a_changed_object_is_noticed(bucket: Path) -> None:
     tier.close()
 
 
-def test_what_is_not_there(bucket: Path) -> None:
+def test_missing_bucket_or_prefix_is_reported(bucket: Path) -> None:
     with pytest.raises(CheckpointInvalid, match="holds nothing"):
         inspected("s3://bucket/none")
     with pytest.raises(CheckpointInvalid, match="s3://no-such-bucket/x is not there; correct bucket"):
         inspected("s3://no-such-bucket/x")
 
 
-def test_an_unreachable_endpoint(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_endpoint_is_reported(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     tier = ObjectStoreTier("s3://bucket/models/m", QUICK)
     with pytest.raises(Unavailable, match="endpoint"):
@@ -177,7 +177,7 @@ def test_an_unreachable_endpoint(bucket: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("source", ["s3://", "s3:///x", "s3://bucket/x?y", "gs://", "az://"])
-def test_urls_that_are_none(source: str) -> None:
+def test_invalid_urls_are_refused(source: str) -> None:
     with pytest.raises(InvalidModel, match="s3://bucket/prefix"):
         ObjectStoreTier(source)
 
@@ -251,7 +251,7 @@ def _create_container(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_the_cloud_s_metadata_address_is_asked_only_where_that_is_set(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+def test_cloud_metadata_address_is_contacted_only_if_configured(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     """The cloud's metadata address is contacted only if that is configured.
 
     There are no credentials. The store and the metadata service are one listener, which answers 403

@@ -76,7 +76,7 @@ async def filled(write: Callable[[int], Awaitable[None]]) -> tuple[int, StoreFul
     raise AssertionError("a thousand entries have room")
 
 
-async def test_every_stream_is_made_with_its_bound(mesh: Mesh) -> None:
+async def test_every_stream_is_created_with_its_bound(mesh: Mesh) -> None:
     js = mesh.nc.jetstream()
     await streams.ensure_trace_stream(js)
     await streams.ensure_keyed_stream(js, 60, bounds.KEYED_REPLIES_BYTES)
@@ -87,7 +87,7 @@ async def test_every_stream_is_made_with_its_bound(mesh: Mesh) -> None:
     assert there == bounds.MAX_BYTES
 
 
-async def test_buckets_of_earlier_versions_are_given_their_bound(mesh: Mesh) -> None:
+async def test_buckets_of_earlier_versions_receive_their_bound(mesh: Mesh) -> None:
     js = mesh.nc.jetstream()
     for name in (subjects.KEYS_BUCKET, subjects.MIGRATIONS_BUCKET):
         await (await js.create_key_value(bucket=name, history=1, direct=True)).put("k", b"kept")
@@ -127,7 +127,7 @@ async def test_migrations_beyond_the_bound_push_out_the_oldest(mesh: Mesh, small
     assert {"running", "99"} < set(await bucket.keys())
 
 
-async def test_a_full_store_of_api_keys_refuses_another_and_takes_revocations(mesh: Mesh, small: None, tmp_path: Path) -> None:
+async def test_full_api_key_store_refuses_additions_and_accepts_revocations(mesh: Mesh, small: None, tmp_path: Path) -> None:
     store = KeyStore(mesh, KeyMarker(tmp_path))
     made, full = await filled(lambda number: store.add(*a_key(number)))
     assert "thaw keys revoke" in full.message
@@ -140,7 +140,7 @@ async def test_a_full_store_of_api_keys_refuses_another_and_takes_revocations(me
     await store.add(*a_key(made))
 
 
-async def test_a_full_store_of_idempotency_keys_refuses_another_and_settles_those_it_has(mesh: Mesh, small: None) -> None:
+async def test_full_idempotency_store_refuses_new_keys_and_completes_existing_ones(mesh: Mesh, small: None) -> None:
     store = IdempotencyStore(mesh, "g", 60, SMALL)
     claims: list[Claim] = []
 
@@ -173,7 +173,7 @@ async def test_a_full_catalogue_refuses_a_model_until_another_is_removed(mesh: M
     assert made - 3 < len(await catalog.read()) < made + 50
 
 
-async def test_replicas_that_there_are_no_servers_for_are_refused_in_words(mesh: Mesh) -> None:
+async def test_too_few_servers_for_the_replicas_is_reported(mesh: Mesh) -> None:
     with pytest.raises(StreamRefused, match="THAW_NATS_REPLICAS"):
         await streams.keys_bucket(mesh.nc.jetstream(), 3)
     bucket = await streams.keys_bucket(mesh.nc.jetstream())
@@ -181,7 +181,7 @@ async def test_replicas_that_there_are_no_servers_for_are_refused_in_words(mesh:
     assert (await (await streams.keys_bucket(mesh.nc.jetstream(), 3)).get("k")).value == b"1"
 
 
-async def test_one_bucket_is_made_once_by_many_at_once(mesh: Mesh) -> None:
+async def test_concurrent_bucket_creation_creates_one(mesh: Mesh) -> None:
     buckets = await asyncio.gather(*(streams.catalog_bucket(mesh.nc.jetstream()) for _ in range(8)))
     assert len({b._name for b in buckets}) == 1
     made = await asyncio.gather(*(_created(b) for b in buckets))
@@ -220,7 +220,7 @@ async def test_the_sum_of_the_bounds_fits_the_servers_limit(tmp_path: Path) -> N
         server.close()
 
 
-def test_the_launcher_and_compose_say_that_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_and_compose_configure_the_same_store_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = Home(tmp_path)
     home.run.mkdir(parents=True)
     plan = MeshPlan(

@@ -97,7 +97,7 @@ async def consumers(mesh: Mesh) -> int:
     return int((await mesh.nc.jetstream().stream_info(f"KV_{NAME}")).state.consumer_count)
 
 
-async def test_an_entry_that_is_written_just_then_is_not_missed(mesh: Mesh) -> None:
+async def test_entry_written_during_the_snapshot_is_not_missed(mesh: Mesh) -> None:
     bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
     for key in ("calm", "busy"):
         await bucket.put(key, b"0")
@@ -130,7 +130,7 @@ async def test_changes_arrive_in_order(mesh: Mesh) -> None:
     assert changes.snapshots == [{"a": b"1"}]
 
 
-async def test_of_entries_that_have_expired_it_does_not_ask_again(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watcher_queries_expired_entries_only_once(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watcher asks only once about expired entries.
 
     Their last number remains that of the stream.
@@ -174,7 +174,7 @@ async def test_no_consumer_stays_behind(mesh: Mesh) -> None:
     assert await consumers(mesh) == 0
 
 
-async def test_an_ordered_consumer_has_no_polling_task(mesh: Mesh) -> None:
+async def test_ordered_consumer_has_no_polling_task(mesh: Mesh) -> None:
     """nats-py's task wakes four times a second, and has nothing to do for a watcher."""
     bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
     async with watching(bucket) as watcher:
@@ -197,7 +197,7 @@ async def test_flow_control_is_answered(mesh: Mesh) -> None:
     assert found == ENTRIES
 
 
-async def test_a_change_after_a_restart_of_nats_is_seen_at_once(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_change_after_a_nats_restart_is_received_immediately(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted server has lost the consumer. The check of the revision must not be needed."""
     monkeypatch.setattr(buckets, "_CHECK_S", 60.0)
     async with connected(own_nats) as mesh, connected(own_nats) as other:
@@ -213,7 +213,7 @@ async def test_a_change_after_a_restart_of_nats_is_seen_at_once(own_nats: NatsSe
             await mirror.until({"a": b"1", "b": b"2"})
 
 
-async def test_a_watch_that_ends_without_a_connection_does_not_return_with_it(own_nats: NatsServer) -> None:
+async def test_watch_that_ended_while_disconnected_is_not_restored(own_nats: NatsServer) -> None:
     async with connected(own_nats) as mesh:
         bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
         async with watching(bucket) as watcher:

@@ -52,14 +52,14 @@ async def responder(nats_server: NatsServer) -> AsyncIterator[tuple[Mesh, asynci
     await mesh.stop()
 
 
-async def test_a_reply_that_takes_longer_than_the_silence_arrives(requester: Mesh, responder: tuple[Mesh, asyncio.Event]) -> None:
+async def test_reply_slower_than_the_silence_limit_is_received(requester: Mesh, responder: tuple[Mesh, asyncio.Event]) -> None:
     asked = asyncio.create_task(requester.request(SUBJECT, LONG, Done, with_reports=True))
     loop = asyncio.get_running_loop()
     loop.call_later(progress._SILENT_S * 2, responder[1].set)
     assert await asked == Done()
 
 
-async def test_a_request_whose_responder_ends_is_given_up(requester: Mesh) -> None:
+async def test_request_fails_if_its_responder_stops_reporting(requester: Mesh) -> None:
     async def report_for_a_while(message: Msg) -> None:
         for _ in range(3):
             await requester.nc.publish(message.reply, headers={progress._HEADER: "working"})
@@ -72,7 +72,7 @@ async def test_a_request_whose_responder_ends_is_given_up(requester: Mesh) -> No
     assert not isinstance(caught.value, Unreachable)
 
 
-async def test_a_request_that_is_lost_on_its_way_is_given_up(requester: Mesh, nats_server: NatsServer) -> None:
+async def test_request_lost_by_nats_fails(requester: Mesh, nats_server: NatsServer) -> None:
     async def lose(_: object) -> None:
         pass
 
@@ -82,17 +82,17 @@ async def test_a_request_that_is_lost_on_its_way_is_given_up(requester: Mesh, na
             await requester.request("test.lost", LONG, ClusterView, with_reports=True)
 
 
-async def test_without_a_subscriber_it_fails_at_once(requester: Mesh) -> None:
+async def test_request_without_a_subscriber_fails_immediately(requester: Mesh) -> None:
     with pytest.raises(Unreachable, match="No process answers"):
         await requester.request("test.unsubscribed", LONG, ClusterView, with_reports=True)
 
 
-async def test_the_deadline_holds_while_reports_arrive(requester: Mesh, responder: tuple[Mesh, asyncio.Event]) -> None:
+async def test_deadline_applies_while_reports_arrive(requester: Mesh, responder: tuple[Mesh, asyncio.Event]) -> None:
     with pytest.raises(DeadlineExceeded, match="within"):
         await requester.request(SUBJECT, ViewCluster(deadline_ms=500), Done, with_reports=True)
 
 
-async def test_a_subscription_lasts_as_long_as_its_request(requester: Mesh, responder: tuple[Mesh, asyncio.Event]) -> None:
+async def test_subscription_ends_with_its_request(requester: Mesh, responder: tuple[Mesh, asyncio.Event]) -> None:
     responder[1].set()
     before = len(requester.nc._subs)
     for _ in range(3):

@@ -55,7 +55,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-async def test_a_waiting_process_exits_on_sigterm_and_logs_its_reason(name: str, environment: dict[str, str]) -> None:
+async def test_waiting_process_exits_on_sigterm_and_logs_its_reason(name: str, environment: dict[str, str]) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", f"services.{name}"),
@@ -79,7 +79,7 @@ async def test_a_waiting_process_exits_on_sigterm_and_logs_its_reason(name: str,
 
 
 @pytest.mark.parametrize("name", SERVICES)
-async def test_it_ends_though_a_cancellation_is_swallowed(
+async def test_shutdown_completes_if_a_cancellation_is_swallowed(
     name: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shutdown completes though a cancellation is swallowed.

@@ -60,7 +60,7 @@ def mesh(port: int) -> Mesh:
 
 
 @pytest.mark.parametrize("named", ["localhost"])
-async def test_a_server_that_proves_its_name_is_used(server: NatsServer) -> None:
+async def test_server_with_a_valid_certificate_is_used(server: NatsServer) -> None:
     connection = mesh(server.port)
     await asyncio.wait_for(connection.start(), 15)
     try:

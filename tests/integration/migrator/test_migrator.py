@@ -52,7 +52,7 @@ async def test_another_revision_is_refused(site: Site) -> None:
     assert set(source.requests) == {"q-1"}
 
 
-async def test_a_migrator_is_killed_and_another_one_finishes(site: Site) -> None:
+async def test_second_migrator_finishes_after_the_first_is_killed(site: Site) -> None:
     source = await site.engine("a", "q-1", "p-1")
     destination = await site.engine("b")
     destination.hold = asyncio.Event()
@@ -75,7 +75,7 @@ async def test_a_migrator_is_killed_and_another_one_finishes(site: Site) -> None
     assert second.returncode is None
 
 
-async def test_a_migrator_that_is_stopped_hands_over_at_once(site: Site) -> None:
+async def test_stopped_migrator_hands_over_immediately(site: Site) -> None:
     await site.engine("a", "q-1")
     destination = await site.engine("b")
     destination.hold = asyncio.Event()
@@ -91,7 +91,7 @@ async def test_a_migrator_that_is_stopped_hands_over_at_once(site: Site) -> None
     assert (await site.over(key)).state == "done"
 
 
-async def test_nats_is_away_for_two_seconds(site: Site, own_nats: NatsServer) -> None:
+async def test_migration_survives_two_seconds_without_nats(site: Site, own_nats: NatsServer) -> None:
     source = await site.engine("a", "q-1")
     destination = await site.engine("b")
     destination.hold = asyncio.Event()
@@ -129,7 +129,7 @@ async def test_a_migration_is_called_off(site: Site) -> None:
     assert set(source.requests) == {"q-1"}
 
 
-async def test_the_destination_dies(site: Site) -> None:
+async def test_death_of_the_destination_fails_the_migration(site: Site) -> None:
     source = await site.engine("a", "q-1")
     destination = await site.engine("b")
     destination.hold = asyncio.Event()
@@ -142,7 +142,7 @@ async def test_the_destination_dies(site: Site) -> None:
     assert set(source.requests) == {"q-1"}
 
 
-async def test_two_migrations_one_by_each(site: Site) -> None:
+async def test_two_migrators_carry_out_two_migrations(site: Site) -> None:
     await site.engine("a", "q-1")
     await site.engine("c", "p-1")
     destination = await site.engine("b")

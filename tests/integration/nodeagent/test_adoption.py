@@ -25,7 +25,7 @@ async def node(request: pytest.FixtureRequest, nats_server: NatsServer, tmp_path
         yield found
 
 
-async def test_a_killed_agent_disturbs_no_stream_and_the_next_one_adopts(node: Node) -> None:
+async def test_streams_survive_a_killed_nodeagent_and_engines_are_adopted(node: Node) -> None:
     instance_id = await node.start({"tokens": 60, "pace": 0.05})
     before = await node.reaches(instance_id, READY)
     chunks: list[bytes] = []
@@ -52,7 +52,7 @@ async def test_a_killed_agent_disturbs_no_stream_and_the_next_one_adopts(node: N
     await node.reaches(instance_id, STOPPED)
 
 
-async def test_an_engine_that_died_meanwhile_is_found_failed(node: Node) -> None:
+async def test_engine_that_died_without_a_nodeagent_is_found_failed(node: Node) -> None:
     instance_id = await node.start()
     pid = (await node.reaches(instance_id, READY)).pids[0]
     node.kill_agent()
@@ -66,7 +66,7 @@ async def test_an_engine_that_died_meanwhile_is_found_failed(node: Node) -> None
     assert node.released == [instance_id]
 
 
-async def test_another_process_with_its_pid_is_left_alone(node: Node) -> None:
+async def test_reused_pid_of_a_dead_engine_is_not_killed(node: Node) -> None:
     instance_id = await node.start()
     await node.reaches(instance_id, READY)
     node.kill_agent()
@@ -82,7 +82,7 @@ async def test_another_process_with_its_pid_is_left_alone(node: Node) -> None:
         await stranger.wait()
 
 
-async def test_an_adopted_engine_that_dies_is_noticed(node: Node) -> None:
+async def test_death_of_an_adopted_engine_is_detected(node: Node) -> None:
     instance_id = await node.start()
     pid = (await node.reaches(instance_id, READY)).pids[0]
     node.kill_agent()
@@ -114,7 +114,7 @@ async def test_an_engine_without_a_recorded_pid_is_found(node: Node) -> None:
     assert (await node.reaches(instance_id, READY)).pids == pids
 
 
-async def test_an_engine_that_stays_silent_is_reaped(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_silent_engine_is_killed_after_the_adoption_timeout(nats_server: NatsServer, tmp_path: Path) -> None:
     async with running_node(nats_server.url, tmp_path, THAW_ADOPT_TIMEOUT="0.5") as node:
         instance_id = await node.start({"mute": True, "ignore_term": True})
         pid = (await node.reaches(instance_id, READY)).pids[0]
@@ -128,7 +128,7 @@ async def test_an_engine_that_stays_silent_is_reaped(nats_server: NatsServer, tm
         await node.until(lambda s: s.devices[0].reserved_bytes == 0)
 
 
-async def test_lost_records_do_not_stop_the_agent(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_damaged_records_do_not_stop_the_nodeagent(nats_server: NatsServer, tmp_path: Path) -> None:
     async with running_node(nats_server.url, tmp_path) as node:
         node.kill_agent()
         broken = tmp_path / "nodes" / node.name / "agent" / "instances" / "x.json"
@@ -138,7 +138,7 @@ async def test_lost_records_do_not_stop_the_agent(nats_server: NatsServer, tmp_p
         assert not broken.exists()
 
 
-async def test_a_nats_server_that_restarts_changes_nothing(own_nats: NatsServer, tmp_path: Path) -> None:
+async def test_nats_restart_does_not_affect_instances(own_nats: NatsServer, tmp_path: Path) -> None:
     async with running_node(own_nats.url, tmp_path) as node:
         instance_id = await node.start()
         before = await node.reaches(instance_id, READY)

@@ -56,7 +56,7 @@ async def test_from_start_to_proved_free(node: Node) -> None:
     assert await gone(host)
 
 
-async def test_a_killed_host_takes_its_engine_and_all_that_it_forked_with_it(node: Node) -> None:
+async def test_death_of_a_host_ends_its_engine_and_all_its_forks(node: Node) -> None:
     host, *engine = await ready(node, "h2", "--fork", "--ignore-term")
     assert len(engine) == 2
     os.kill(host, signal.SIGKILL)
@@ -66,7 +66,7 @@ async def test_a_killed_host_takes_its_engine_and_all_that_it_forked_with_it(nod
     assert await left(node, "h2") == set()
 
 
-async def test_an_agents_death_leaves_host_and_engine_as_they_are(node: Node) -> None:
+async def test_death_of_the_nodeagent_does_not_affect_host_and_engine(node: Node) -> None:
     pids = await ready(node, "h3")
     node.kill_agent()
     await node.start_agent()
@@ -75,7 +75,7 @@ async def test_an_agents_death_leaves_host_and_engine_as_they_are(node: Node) ->
     assert all(psutil.pid_exists(pid) for pid in pids)
 
 
-async def test_what_died_while_there_was_no_agent_is_cleaned_up_by_the_next(node: Node) -> None:
+async def test_next_nodeagent_cleans_up_after_a_host_that_died(node: Node) -> None:
     host, engine, *_ = await ready(node, "h4", "--fork")
     node.kill_agent()
     for pid in reapers(token_of(engine)):  # which would leave the next agent nothing to do
@@ -90,7 +90,7 @@ async def test_what_died_while_there_was_no_agent_is_cleaned_up_by_the_next(node
     assert await left(node, "h4") == set()
 
 
-async def test_the_loader_releases_weights_that_an_engine_has_copied(node: Node) -> None:
+async def test_loader_releases_weights_that_an_engine_has_copied(node: Node) -> None:
     """The loader releases weights that an engine has copied.
 
     A page that two processes map is not paged out: the engine must have its weights to itself

@@ -33,7 +33,7 @@ asyncio.run(run())
 """
 
 
-async def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+async def test_killed_run_leaves_no_process(tmp_path: Path) -> None:
     """A killed run leaves no process.
 
     It had a server, an agent, the engine's host, the engine, and its fork in another session.

@@ -18,7 +18,7 @@ from tests.support.servers import NatsServer
 READY, DRAINING, STOPPED, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.STOPPED, InstanceState.FAILED
 
 
-async def test_a_start_becomes_ready_with_all_its_phases(node: Node) -> None:
+async def test_started_instance_becomes_ready_with_all_phases(node: Node) -> None:
     instance_id = await node.start({"ready_after": 0.2})
     status = await node.reaches(instance_id, READY)
     assert [s.phase for s in status.phases] == [Phase.SCHEDULE, Phase.RESERVE, Phase.CONTAINER, Phase.LIBRARIES, Phase.INIT]
@@ -45,7 +45,7 @@ async def test_a_stop_proves_the_memory_free(node: Node) -> None:
     assert node.latest.devices[0].reserved_bytes == 0
 
 
-async def test_a_busy_instance_stays_if_it_may_only_leave_idle(node: Node) -> None:
+async def test_conditional_stop_of_a_busy_instance_is_refused(node: Node) -> None:
     instance_id = await node.start({"tokens": 200, "pace": 0.05})
     await node.reaches(instance_id, READY)
     await begin_request(node, instance_id)
@@ -54,7 +54,7 @@ async def test_a_busy_instance_stays_if_it_may_only_leave_idle(node: Node) -> No
     assert node.instance(instance_id).state is READY
 
 
-async def test_an_idle_instance_leaves_if_asked_so(node: Node) -> None:
+async def test_conditional_stop_of_an_idle_instance_succeeds(node: Node) -> None:
     instance_id = await node.start()
     await node.reaches(instance_id, READY)
     await node.stop(instance_id, only_if_idle=True)
@@ -79,7 +79,7 @@ async def test_a_drain_lets_running_requests_finish(node: Node) -> None:
 
 
 @pytest.mark.parametrize("stub", [{}, {"ignore_term": True}, {"ignore_term": True, "ignore_drain": True}], ids=str)
-async def test_a_drain_that_takes_too_long_is_ended(node: Node, stub: dict[str, bool]) -> None:
+async def test_drain_is_ended_at_its_timeout(node: Node, stub: dict[str, bool]) -> None:
     instance_id = await node.start({"tokens": 10_000, "pace": 0.05, **stub})
     pid = (await node.reaches(instance_id, READY)).pids[0]
     await begin_request(node, instance_id)
@@ -88,21 +88,21 @@ async def test_a_drain_that_takes_too_long_is_ended(node: Node, stub: dict[str, 
     assert await gone(pid)
 
 
-async def test_a_loading_engine_is_stopped_straight_away(node: Node) -> None:
+async def test_loading_engine_is_stopped_immediately(node: Node) -> None:
     instance_id = await node.start({"never_ready": True, "ignore_term": True})
     await node.reaches(instance_id, InstanceState.LOADING)
     await node.stop(instance_id)
     await node.reaches(instance_id, STOPPED)
 
 
-async def test_a_stop_right_after_the_start_leaves_nothing(node: Node) -> None:
+async def test_stop_right_after_the_start_frees_its_reservation(node: Node) -> None:
     instance_id = await node.start({"never_ready": True})
     await node.stop(instance_id)
     await node.reaches(instance_id, STOPPED)
     assert node.latest.devices[0].reserved_bytes == 0
 
 
-async def test_an_engine_that_reports_failure_keeps_its_own_error(node: Node) -> None:
+async def test_reported_engine_failure_keeps_its_error(node: Node) -> None:
     instance_id = await node.start({"fail": {"code": "checkpoint_invalid", "message": "truncated", "status": 422}})
     await node.reaches(instance_id, FAILED)
     status = (await node.until(lambda s: s.devices[0].reserved_bytes == 0)).instances[0]
@@ -121,7 +121,7 @@ async def test_a_crash_while_loading_names_status_and_log(node: Node) -> None:
 
 
 @pytest.mark.usefixtures("kernel_kills")
-async def test_a_crash_while_ready_is_noticed_at_once(node: Node) -> None:
+async def test_crash_of_a_ready_engine_is_detected_immediately(node: Node) -> None:
     instance_id = await node.start()
     await node.reaches(instance_id, READY)
     await begin_request(node, instance_id, signal=9)
@@ -131,7 +131,7 @@ async def test_a_crash_while_ready_is_noticed_at_once(node: Node) -> None:
     assert (await node.until(lambda s: s.devices[0].reserved_bytes == 0)).instances[0].freed_bytes is not None
 
 
-async def test_two_starts_that_do_not_fit_together_never_both_start(node: Node) -> None:
+async def test_start_without_memory_is_refused_until_another_stops(node: Node) -> None:
     first = await node.start(mib=600)
     with pytest.raises(InsufficientMemory, match="do not fit cpu:0 now") as later:
         await node.start(mib=600)
@@ -171,7 +171,7 @@ async def test_an_unknown_instance_is_stopped_already(node: Node) -> None:
     await node.stop("never-started")
 
 
-async def test_a_start_without_progress_fails_and_progress_keeps_it_alive(node: Node) -> None:
+async def test_start_without_progress_fails_and_a_slow_one_continues(node: Node) -> None:
     slow = await node.start({"ready_after": 4.0, "progress_every": 0.2}, init_timeout=3.0)
     stuck = await node.start({"never_ready": True}, init_timeout=3.0)
     status = await node.reaches(stuck, FAILED)
@@ -180,7 +180,7 @@ async def test_a_start_without_progress_fails_and_progress_keeps_it_alive(node: 
     await node.reaches(slow, READY)
 
 
-async def test_weights_that_cannot_be_released_stay_booked_until_they_can(node: Node) -> None:
+async def test_unreleased_weights_stay_booked_until_the_loader_answers(node: Node) -> None:
     instance_id = await node.start()
     pid = (await node.reaches(instance_id, READY)).pids[0]
     await node.loader_off()
@@ -201,7 +201,7 @@ async def test_status_is_published_on_request_and_periodically(node: Node) -> No
     assert node.statuses[-1].seq > node.statuses[-2].seq
 
 
-async def test_a_clean_end_stops_the_engines_and_leaves_nothing(node: Node) -> None:
+async def test_clean_shutdown_stops_engines_and_removes_records(node: Node) -> None:
     instance_id = await node.start()
     pid = (await node.reaches(instance_id, READY)).pids[0]
     assert await asyncio.to_thread(node.stop_agent) == 0

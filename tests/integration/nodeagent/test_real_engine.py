@@ -88,7 +88,7 @@ async def test_a_real_engine_from_start_to_proved_free(nats_server: NatsServer, 
 
 
 @pytest.mark.usefixtures("kernel_kills")
-async def test_a_real_engine_that_is_killed_is_noticed_with_its_signal(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_killed_engine_is_reported_with_its_signal(nats_server: NatsServer, tmp_path: Path) -> None:
     source = make_demo_model(tmp_path / "model", "test")
     settings = {"THAW_ZYGOTE": "true", "THAW_ZYGOTE_MODULE": "services.engine.zygote", "THAW_ENGINE_THREADS": "1"}
     async with running_node(nats_server.url, tmp_path, **settings) as node:

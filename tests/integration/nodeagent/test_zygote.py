@@ -38,7 +38,7 @@ def zygote_of(pid: int) -> psutil.Process:
     return parent
 
 
-async def test_engines_are_forked_and_their_ends_have_a_status(node: Node) -> None:
+async def test_engines_are_forked_and_report_their_exit_status(node: Node) -> None:
     first, second = await node.start(), await node.start()
     pid = (await node.reaches(first, READY)).pids[0]
     await node.reaches(second, READY)
@@ -60,7 +60,7 @@ async def test_a_failed_fork_is_reported(node: Node) -> None:
     await node.until(lambda s: s.devices[0].reserved_bytes == 0)
 
 
-async def test_a_dead_zygote_takes_no_engine_with_it_and_is_replaced(node: Node) -> None:
+async def test_engines_survive_the_zygotes_death_and_a_new_one_is_started(node: Node) -> None:
     first = await node.start()
     pid = (await node.reaches(first, READY)).pids[0]
     old = zygote_of(pid)
@@ -86,7 +86,7 @@ async def test_the_next_agent_finds_the_same_zygote(node: Node) -> None:
     assert "exit status 4" in status.error.message
 
 
-async def test_a_zygote_that_cannot_start_fails_the_starts(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_zygote_that_cannot_start_fails_the_start(nats_server: NatsServer, tmp_path: Path) -> None:
     async with running_node(
         nats_server.url, tmp_path, THAW_ZYGOTE="true", THAW_ZYGOTE_MODULE="tests.support.no_such_module"
     ) as node:
@@ -96,7 +96,7 @@ async def test_a_zygote_that_cannot_start_fails_the_starts(nats_server: NatsServ
         assert "no_such_module" in status.error.message
 
 
-async def test_a_zygote_and_its_engines_have_none_of_the_nodes_credentials(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_zygote_and_engines_inherit_no_credentials_of_the_node(nats_server: NatsServer, tmp_path: Path) -> None:
     secrets = {"HF_TOKEN": "hf_secret", "AWS_SECRET_ACCESS_KEY": "aws_secret", "THAW_ADMIN_KEY": "admin_secret"}
     async with running_node(nats_server.url, tmp_path, **ZYGOTE, **secrets) as node:
         engine = psutil.Process((await node.reaches(await node.start(), READY)).pids[0])
@@ -109,7 +109,7 @@ async def test_a_zygote_and_its_engines_have_none_of_the_nodes_credentials(nats_
 @pytest.mark.parametrize(
     ("module", "launcher"), [("tests.support.stub_zygote", "zygote"), ("tests.support.no_such_module", NEW_ZYGOTE)]
 )
-async def test_a_launcher_is_warm_once_its_zygote_is_ready_or_cannot_start(tmp_path: Path, module: str, launcher: str) -> None:
+async def test_launcher_is_warm_once_its_zygote_is_ready_or_has_failed(tmp_path: Path, module: str, launcher: str) -> None:
     with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:  # a socket path must be short
         zygotes = ZygoteLauncher(Path(directory) / "z", tmp_path / "zygote.log", {}, module)
         running = asyncio.create_task(zygotes.run())

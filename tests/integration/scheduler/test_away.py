@@ -16,7 +16,7 @@ WITHIN_S = 60.0
 ATTEMPTS = 8
 
 
-async def test_a_scheduler_keeps_trying_and_logs_it_once(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_scheduler_retries_the_database_and_logs_each_error_once(nats_server: NatsServer, tmp_path: Path) -> None:
     attempts, enough = 0, asyncio.Event()
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -67,7 +67,9 @@ async def engine(database_url: str) -> AsyncEngine:
     return engine
 
 
-async def test_it_may_die_anywhere(database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scheduler_recovers_from_a_crash_at_any_step(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     try:
         whole = await new_site(database_url, engine, monkeypatch, 0)
         await run_through(whole)

@@ -62,7 +62,7 @@ async def up(site: Site, node: FakeNode, model: str) -> None:
     await node.load(model, 0)
 
 
-async def test_demand_starts_one_instance_and_its_plan_has_the_measurements(site: Site) -> None:
+async def test_demand_starts_one_instance_and_records_measurements_in_its_plan(site: Site) -> None:
     site.scheduler()
     node = await site.node()
     await site.add(spec("a"))
@@ -111,7 +111,7 @@ async def test_the_load_is_traced(site: Site) -> None:
     assert sum(s.duration_ms for s in trace.critical_path) == pytest.approx(trace.duration_ms)
 
 
-async def test_three_models_share_a_device_that_holds_two(site: Site) -> None:
+async def test_three_models_share_a_device_with_room_for_two(site: Site) -> None:
     site.scheduler()
     node = await site.node(budget=TWO_MODELS)
     # The cost of an eviction depends on the measured start-up time, which varies on a busy machine.
@@ -174,7 +174,7 @@ async def catalogue(site: Site) -> dict[str, ModelCard]:
     return {c.name: c for c in (await Catalog(site.mesh.nc.jetstream()).read()).values()}
 
 
-async def test_registrations_are_all_or_nothing(site: Site) -> None:
+async def test_registration_of_several_models_is_all_or_nothing(site: Site) -> None:
     site.scheduler()
     node = await site.node(sizes={"/models/huge": 2000 * MIB})
     added = await site.add(spec("a", aliases=("x",)), spec("b"))
@@ -209,7 +209,7 @@ async def test_registrations_are_all_or_nothing(site: Site) -> None:
     assert (await catalogue(site))["a"].generation == 2
 
 
-async def test_another_source_is_refused_before_its_files_are_read_and_after(site: Site) -> None:
+async def test_registration_with_another_source_is_refused(site: Site) -> None:
     site.scheduler()
     node = await site.node()
     await site.add(spec("a"))
@@ -228,7 +228,7 @@ async def test_another_source_is_refused_before_its_files_are_read_and_after(sit
     assert (await catalogue(site))["b"].spec.source == f"/models/b{winner}"
 
 
-async def test_failures_reach_gateways_once_retries_are_over(site: Site) -> None:
+async def test_failures_are_published_after_the_retries(site: Site) -> None:
     site.scheduler()
     one, two = await site.node(node="n1"), await site.node(node="n2")
     await site.add(spec("a"))
@@ -244,7 +244,7 @@ async def test_failures_reach_gateways_once_retries_are_over(site: Site) -> None
     await site.until(lambda: ready(one, "a") or ready(two, "a"))
 
 
-async def test_cordoned_nodes_take_nothing_and_drained_ones_empty(site: Site) -> None:
+async def test_cordoned_nodes_receive_no_instances_and_drained_nodes_are_emptied(site: Site) -> None:
     site.scheduler()
     one = await site.node(node="n1")
     await site.add(spec("a"))
@@ -278,7 +278,7 @@ async def test_cancelled_demand_cancels_the_start(site: Site) -> None:
     await site.until(lambda: not node.of("a"))
 
 
-async def test_a_nodeagent_restart_keeps_its_instances(site: Site) -> None:
+async def test_nodeagent_restart_keeps_its_instances(site: Site) -> None:
     site.scheduler()
     node = await site.node()
     await site.add(spec("a"))

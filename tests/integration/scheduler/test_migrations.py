@@ -66,7 +66,7 @@ async def finish(site: Site, record: MigrationRecord, state: str = "done") -> No
     await bucket.put(record.migration_id, over.model_dump_json().encode())
 
 
-async def test_an_operator_is_answered_when_it_is_done(site: Site) -> None:
+async def test_migrate_command_is_answered_when_the_migration_is_done(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)
@@ -91,7 +91,7 @@ async def test_a_request_without_an_instance(site: Site) -> None:
         await site.mesh.request(subjects.ADMIN, Migrate(request_id="req_none", deadline_ms=10_000), MigrationsViewed)
 
 
-async def test_the_leader_ends_in_the_middle(site: Site) -> None:
+async def test_ordered_migration_continues_under_the_next_leader(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler(scheduler_name="first")
     source = await serving(site, first)
@@ -110,7 +110,7 @@ async def test_the_leader_ends_in_the_middle(site: Site) -> None:
     await site.until(lambda: any(isinstance(c, StopInstance) and c.instance_id == source for c in first.commands))
 
 
-async def test_a_migration_ends_without_a_leader(site: Site) -> None:
+async def test_migration_that_ended_without_a_leader_is_applied_later(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)
@@ -128,7 +128,7 @@ async def test_a_migration_ends_without_a_leader(site: Site) -> None:
     await site.until(lambda: any(isinstance(c, StopInstance) and c.instance_id == source for c in first.commands))
 
 
-async def test_without_a_migrator_it_is_called_off(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_migration_without_a_migrator_is_cancelled(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrating, "UNCLAIMED_S", 0.2)
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
@@ -141,7 +141,7 @@ async def test_without_a_migrator_it_is_called_off(site: Site, monkeypatch: pyte
     assert (await an_order(site)).state == "cancelled"
 
 
-async def test_a_drain_begins_again_with_the_next_leader(site: Site) -> None:
+async def test_next_leader_continues_a_drain(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)

@@ -53,7 +53,7 @@ async def test_the_next_leader_continues_the_parking(site: Site) -> None:
     assert len(node.starts()) == 3
 
 
-async def test_a_node_that_lost_all_is_parked_on_again(site: Site) -> None:
+async def test_models_are_parked_again_on_a_node_that_lost_its_instances(site: Site) -> None:
     site.scheduler()
     node = await site.node(suspends=True)
     await site.add(spec("a", park=True))
@@ -64,7 +64,7 @@ async def test_a_node_that_lost_all_is_parked_on_again(site: Site) -> None:
     assert len(node.starts("a")) == 2
 
 
-async def test_where_it_cannot_be_suspended_nothing_is_started(site: Site) -> None:
+async def test_model_is_not_started_for_parking_if_it_cannot_be_suspended(site: Site) -> None:
     site.scheduler()
     node = await site.node()
     await site.add(spec("a", park=True))

@@ -83,7 +83,7 @@ def otlp() -> Iterator[OtlpReceiver]:
     receiver.close()
 
 
-async def test_a_load_is_exported_as_a_root_span_linked_with_who_waits(site: Site, otlp: OtlpReceiver) -> None:
+async def test_load_is_a_root_span_linked_with_its_waiting_requests(site: Site, otlp: OtlpReceiver) -> None:
     node = await site.node()
     often = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
     scheduler = await process(site, "first", THAW_OTLP_ENDPOINT=otlp.grpc_url, THAW_OTLP_PROTOCOL="grpc", **often)

@@ -29,7 +29,7 @@ def cluster() -> Cluster:
     return Cluster(32, 2, cold=30)
 
 
-async def test_a_new_leader_has_everything_back_and_places_the_first_request(
+async def test_new_leader_restores_its_state_and_places_the_first_request(
     own_nats: NatsServer, database_url: str, cluster: Cluster
 ) -> None:
     engine, mesh = connect(database_url), Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")

@@ -31,7 +31,7 @@ COUNT = 2500
 """Rows of 20 columns: more than the parameters of one PostgreSQL statement."""
 
 
-async def test_any_number_of_rows_in_one_transaction(database_url: str) -> None:
+async def test_transaction_accepts_any_number_of_rows(database_url: str) -> None:
     engine = connect(database_url)
     try:
         await migrate(engine)
@@ -53,7 +53,7 @@ async def test_any_number_of_rows_in_one_transaction(database_url: str) -> None:
         await engine.dispose()
 
 
-async def test_estimates_and_loader_statuses_outlive_their_leader(database_url: str) -> None:
+async def test_estimates_and_loader_statuses_survive_a_leader_change(database_url: str) -> None:
     engine = connect(database_url)
     learned = [
         Estimate("a", "n1", {"init": Parameter(120.0, 5.0, 3), "bandwidth:ssd": Parameter(2e9, 1e8, 3)}),
@@ -100,7 +100,7 @@ async def test_estimates_and_loader_statuses_outlive_their_leader(database_url: 
         await engine.dispose()
 
 
-async def test_a_plan_keeps_its_prediction_and_by_how_much_it_was_wrong(database_url: str) -> None:
+async def test_plan_is_stored_with_its_prediction_and_error(database_url: str) -> None:
     engine = connect(database_url)
     chosen = Candidate(node="n1", device_ids=("cuda:0",), way="load", predicted_ms=100.0, predicted={"load": 100.0}, took_ms=130.0)
     plan = PlanRecord(
@@ -120,7 +120,7 @@ async def test_a_plan_keeps_its_prediction_and_by_how_much_it_was_wrong(database
         await engine.dispose()
 
 
-async def test_the_server_that_takes_writes_is_used_wherever_it_stands_in_the_list(database_url: str) -> None:
+async def test_writable_server_is_used_at_any_position_of_the_list(database_url: str) -> None:
     there = urlsplit(plain_url(database_url))
     at = f"{there.username}@"
     read_only = "default_transaction_read_only"

@@ -69,7 +69,7 @@ async def test_a_killed_leader_is_replaced(site: Site) -> None:
             await first.wait()
 
 
-async def test_a_new_leader_recovers_from_the_database_alone(site: Site) -> None:
+async def test_new_leader_recovers_from_the_database_alone(site: Site) -> None:
     node = await site.node()
     stop = asyncio.Event()
     first = asyncio.create_task(run(site.settings, stop))
@@ -88,7 +88,7 @@ async def test_a_new_leader_recovers_from_the_database_alone(site: Site) -> None
     assert len(node.starts("a")) == len(node.starts("b")) == 1
 
 
-async def test_a_lost_database_is_led_above_the_epochs_seen(site: Site, postgres_server: PostgresServer) -> None:
+async def test_leader_with_an_empty_database_exceeds_the_epochs_in_use(site: Site, postgres_server: PostgresServer) -> None:
     node = await site.node()
     stop = asyncio.Event()
     first = asyncio.create_task(run(site.settings, stop))
@@ -114,7 +114,7 @@ async def test_a_lost_database_is_led_above_the_epochs_seen(site: Site, postgres
     await site.until(lambda: instance.state is InstanceState.STOPPED)
 
 
-async def test_a_deposed_leader_writes_nothing(database_url: str) -> None:
+async def test_deposed_leader_cannot_write(database_url: str) -> None:
     engine = connect(database_url)
     try:
         await migrate(engine)
@@ -126,7 +126,7 @@ async def test_a_deposed_leader_writes_nothing(database_url: str) -> None:
         await engine.dispose()
 
 
-async def test_old_plans_are_pruned_by_age_and_count_but_none_that_is_pending(database_url: str) -> None:
+async def test_old_plans_are_pruned_by_age_and_count_except_pending_ones(database_url: str) -> None:
     engine = connect(database_url)
     now = time.time()
     plans = text(
@@ -159,7 +159,7 @@ async def test_old_plans_are_pruned_by_age_and_count_but_none_that_is_pending(da
         await engine.dispose()
 
 
-async def test_every_table_that_grows_is_pruned_in_bounded_batches(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_growing_table_is_pruned_in_bounded_batches(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table that grows is pruned in bounded batches.
 
     Rows of removed models and nodes, and more plans than fit one batch, are deleted; no transaction
@@ -225,7 +225,7 @@ async def test_commands_of_an_older_epoch_are_refused(site: Site) -> None:
     assert await led_past()
 
 
-async def test_postgres_restarts_and_demand_is_not_lost(own_nats: NatsServer, site: Site) -> None:
+async def test_postgres_restart_loses_no_demand(own_nats: NatsServer, site: Site) -> None:
     server = PostgresServer()
     try:
         node = await site.node()
@@ -261,7 +261,7 @@ async def test_nats_restarts_under_a_leader(own_nats: NatsServer, site: Site) ->
     await site.until(asked)
 
 
-async def test_routes_are_those_that_the_engine_declares_today(site: Site, database_url: str) -> None:
+async def test_routes_are_those_that_the_engine_declares_now(site: Site, database_url: str) -> None:
     """The engine's current declaration determines routes, not the database."""
     await site.node()
     site.scheduler()

@@ -81,7 +81,7 @@ async def post_named(served: Served, monkeypatch: pytest.MonkeyPatch, request_id
     return task
 
 
-async def test_a_request_and_the_plan_it_waited_for(served: Served, node: ServingNode) -> None:
+async def test_request_is_explained_by_the_plan_it_waited_for(served: Served, node: ServingNode) -> None:
     answer = await served.http.post(URL, json=chat("a"))
     assert answer.status_code == 200
     (start,) = node.starts("a")
@@ -106,7 +106,7 @@ async def test_a_request_and_the_plan_it_waited_for(served: Served, node: Servin
     assert len(node.starts()) == 1
 
 
-async def test_a_request_that_is_not_over_is_explained(
+async def test_unfinished_request_is_explained_by_its_instance_or_obstacle(
     site: Site, served: Served, node: ServingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A running request is explained by its instance, a waiting one by its obstacle."""
@@ -139,7 +139,7 @@ async def test_a_request_that_is_not_over_is_explained(
     await asyncio.gather(running, more, waiting, return_exceptions=True)
 
 
-async def test_thaw_explain_says_where_a_running_request_is(
+async def test_thaw_explain_shows_the_instance_of_a_running_request(
     site: Site, served: Served, node: ServingNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.behaviour = hang
@@ -156,7 +156,7 @@ async def test_thaw_explain_says_where_a_running_request_is(
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_what_if_is_answered_and_changes_nothing(site: Site, served: Served, node: ServingNode) -> None:
+async def test_what_if_query_is_answered_and_changes_nothing(site: Site, served: Served, node: ServingNode) -> None:
     node.behaviour = hang
     tasks = [asyncio.create_task(served.http.post(URL, json=chat(m))) for m in ("a", "held")]
     await site.until(lambda: all(any(e.model == m and e.requests for e in node.engines.values()) for m in ("a", "held")))

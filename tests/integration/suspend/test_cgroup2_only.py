@@ -56,7 +56,7 @@ print(json.dumps({"versions": [f.version for f, _ in hierarchies()], "version": 
 """
 
 
-def test_engines_are_frozen_and_paged_out_where_there_is_cgroup_v2_only() -> None:
+def test_engines_are_suspended_on_a_host_with_cgroup_v2_only() -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare for a mount namespace")
     skip_unless_swap()

@@ -35,7 +35,7 @@ async def suspended(node: Node, **stub: Any) -> InstanceStatus:
 
 
 @pytest.mark.parametrize("wake", ["bad_once", "fail", "exit"])
-async def test_a_restore_that_fails_is_one_cold_start_and_says_so(node: Node, wake: str) -> None:
+async def test_failed_restore_causes_one_cold_start_and_is_reported(node: Node, wake: str) -> None:
     status = await suspended(node, wake=wake)
     await node.resume(status.instance_id)
     again = await node.reaches(status.instance_id, READY, FAILED)
@@ -46,7 +46,9 @@ async def test_a_restore_that_fails_is_one_cold_start_and_says_so(node: Node, wa
     await begin_request(node, status.instance_id)
 
 
-async def test_an_engine_that_does_not_answer_is_started_cold(able: None, nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_engine_that_does_not_respond_after_a_resume_is_started_cold(
+    able: None, nats_server: NatsServer, tmp_path: Path
+) -> None:
     async with running_node(nats_server.url, tmp_path, THAW_RESUME_TIMEOUT="1") as node:
         status = await suspended(node, wake="mute")
         await node.resume(status.instance_id)
@@ -54,7 +56,7 @@ async def test_an_engine_that_does_not_answer_is_started_cold(able: None, nats_s
         assert "did not answer within 1 s" in (node.instance(status.instance_id).suspension.fell_back or status.error).message  # type: ignore[union-attr]  # awaited above
 
 
-async def test_an_engine_that_knows_nothing_of_it_is_stopped(node: Node) -> None:
+async def test_engine_without_support_for_pause_is_stopped(node: Node) -> None:
     instance_id = await ready(node, {**BIG, "no_hold": True})
     await node.suspend(instance_id)
     status = await node.reaches(instance_id, STOPPED)
@@ -62,7 +64,7 @@ async def test_an_engine_that_knows_nothing_of_it_is_stopped(node: Node) -> None
     assert node.latest.devices[0].reserved_bytes == 0
 
 
-async def test_requests_that_run_are_finished_first(node: Node) -> None:
+async def test_running_requests_finish_before_the_suspension(node: Node) -> None:
     instance_id = await ready(node, {**BIG, "tokens": 10, "pace": 0.05})
     await begin_request(node, instance_id)
     await node.suspend(instance_id)
@@ -71,7 +73,7 @@ async def test_requests_that_run_are_finished_first(node: Node) -> None:
     assert status.state is SUSPENDED
 
 
-async def test_a_suspended_engine_is_ended_while_it_is_frozen(node: Node) -> None:
+async def test_frozen_engine_can_be_stopped(node: Node) -> None:
     status = await suspended(node, ignore_term=True, children=1)
     await node.stop(status.instance_id)
     await node.reaches(status.instance_id, STOPPED)
@@ -81,14 +83,14 @@ async def test_a_suspended_engine_is_ended_while_it_is_frozen(node: Node) -> Non
         await node.resume(status.instance_id)
 
 
-async def test_one_that_is_killed_while_it_is_suspended_gives_all_back(node: Node) -> None:
+async def test_killed_suspended_engine_releases_its_reservation(node: Node) -> None:
     status = await suspended(node)
     os.kill(status.pids[0], signal.SIGKILL)
     await node.reaches(status.instance_id, FAILED)
     await node.until(lambda s: s.devices[0].reserved_bytes == 0)
 
 
-async def test_a_new_agent_finds_it_suspended_and_brings_it_back(node: Node) -> None:
+async def test_new_nodeagent_adopts_and_resumes_a_suspended_engine(node: Node) -> None:
     status = await suspended(node)
     node.kill_agent()
     await node.start_agent()
@@ -101,7 +103,7 @@ async def test_a_new_agent_finds_it_suspended_and_brings_it_back(node: Node) -> 
     assert again.suspension.fell_back is None
 
 
-async def test_a_freezer_left_frozen_by_a_dead_agent_is_thawed(node: Node) -> None:
+async def test_control_group_frozen_by_a_dead_nodeagent_is_thawed(node: Node) -> None:
     instance_id = await ready(node, BIG)
     node.kill_agent()
     node.edit_record(
@@ -115,7 +117,7 @@ async def test_a_freezer_left_frozen_by_a_dead_agent_is_thawed(node: Node) -> No
     await begin_request(node, instance_id)
 
 
-async def test_one_that_died_with_the_agent_is_cleaned_up(node: Node) -> None:
+async def test_suspended_engine_that_died_with_the_nodeagent_is_cleaned_up(node: Node) -> None:
     status = await suspended(node)
     node.kill_agent()
     os.kill(status.pids[0], signal.SIGKILL)
@@ -134,7 +136,7 @@ async def test_an_orphan_without_a_record_is_reaped(node: Node) -> None:
     assert node.latest.instances == ()
 
 
-async def test_an_engine_that_leaks_is_stopped_at_last(node: Node) -> None:
+async def test_leaking_engine_is_eventually_stopped(node: Node) -> None:
     instance_id = await ready(node, {**BIG, "leak_mib": 200}, mib=900)
     for _ in range(8):
         await node.suspend(instance_id)
@@ -147,7 +149,7 @@ async def test_an_engine_that_leaks_is_stopped_at_last(node: Node) -> None:
     raise AssertionError(f"it was suspended again and again: {status.suspension}")
 
 
-async def test_the_coldest_snapshot_makes_room(able: None, nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_coldest_snapshot_is_evicted_for_another(able: None, nats_server: NatsServer, tmp_path: Path) -> None:
     async with running_node(nats_server.url, tmp_path, THAW_SNAPSHOT_BYTES="300MiB") as node:
         first = await suspended(node)
         second = await suspended(node)
@@ -156,7 +158,7 @@ async def test_the_coldest_snapshot_makes_room(able: None, nats_server: NatsServ
         assert node.latest.snapshot_budget_bytes == 300 << 20
 
 
-async def test_switched_off_it_stops_and_says_why(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_with_suspension_off_a_suspend_stops_the_engine(nats_server: NatsServer, tmp_path: Path) -> None:
     async with running_node(nats_server.url, tmp_path, THAW_SUSPEND="off") as node:
         instance_id = await node.start(BIG)
         await node.until(lambda s: any("THAW_SUSPEND" in i.suspension.reason for i in s.instances))
@@ -164,7 +166,7 @@ async def test_switched_off_it_stops_and_says_why(nats_server: NatsServer, tmp_p
         await node.reaches(instance_id, STOPPED)
 
 
-async def test_a_start_may_be_parked_at_once(node: Node) -> None:
+async def test_parked_start_is_suspended_when_ready(node: Node) -> None:
     instance_id = await node.start(BIG, park=True)
     status = await node.reaches(instance_id, SUSPENDED)
     assert status.started is not None

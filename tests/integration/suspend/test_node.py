@@ -23,7 +23,7 @@ async def ready(node: Node, stub: dict[str, object], *, mib: int = 400) -> str:
     return instance_id
 
 
-async def test_a_suspended_engine_gives_its_memory_back_and_gets_it_again(node: Node) -> None:
+async def test_suspended_engine_frees_its_memory_and_resumes_with_it(node: Node) -> None:
     instance_id = await ready(node, BIG)
     pid = node.instance(instance_id).pids[0]
     await node.suspend(instance_id)
@@ -45,7 +45,7 @@ async def test_a_suspended_engine_gives_its_memory_back_and_gets_it_again(node: 
     await begin_request(node, instance_id)
 
 
-async def test_one_that_has_to_make_room_the_moment_it_is_ready_is_suspended(node: Node) -> None:
+async def test_engine_asked_to_suspend_right_after_its_start_is_suspended(node: Node) -> None:
     """An engine that must make room once it is ready is suspended.
 
     Its agent has not assessed it by then: the command waits for that.
@@ -56,7 +56,7 @@ async def test_one_that_has_to_make_room_the_moment_it_is_ready_is_suspended(nod
     assert (await node.reaches(instance_id, SUSPENDED, STOPPED)).state is SUSPENDED
 
 
-async def test_a_busy_instance_is_not_suspended_if_it_may_only_be_idle(node: Node) -> None:
+async def test_conditional_suspend_of_a_busy_instance_is_refused(node: Node) -> None:
     instance_id = await ready(node, {**BIG, "tokens": 400, "pace": 0.05})
     await begin_request(node, instance_id)
     with pytest.raises(InstanceBusy):

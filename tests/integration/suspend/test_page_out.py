@@ -79,7 +79,7 @@ def way(able: None, groups: Cgroups) -> PageOut:
     return PageOut(groups)
 
 
-async def test_a_whole_tree_is_paged_out_and_restored_byte_for_byte(way: PageOut, groups: Cgroups, tree: Tree) -> None:
+async def test_process_tree_is_paged_out_and_restored_byte_for_byte(way: PageOut, groups: Cgroups, tree: Tree) -> None:
     before = tree.digest()
     target = tree.target(groups)
     assert len(target.pids) == 3
@@ -93,7 +93,7 @@ async def test_a_whole_tree_is_paged_out_and_restored_byte_for_byte(way: PageOut
     assert tree.digest() == before
 
 
-async def test_what_is_touched_again_is_read_ahead_the_next_time(
+async def test_pages_used_after_a_resume_are_prefetched_the_next_time(
     way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
@@ -116,7 +116,7 @@ async def test_what_is_touched_again_is_read_ahead_the_next_time(
         assert (memory.MADV_WILLNEED in given) == (turn > 0)
 
 
-def test_what_a_process_has_touched_is_found_page_by_page(able: None) -> None:
+def test_resident_pages_are_found_individually(able: None) -> None:
     page = mmap.PAGESIZE
     with mmap.mmap(-1, 4096 * page) as area:
         base = ctypes.addressof(ctypes.c_char.from_buffer(area))
@@ -127,7 +127,7 @@ def test_what_a_process_has_touched_is_found_page_by_page(able: None) -> None:
     assert found == [(base, 6 * page), (base + 1000 * page, page), (base + 4095 * page, page)]
 
 
-async def test_what_joined_after_the_last_look_is_frozen_too(way: PageOut, groups: Cgroups, tree: Tree) -> None:
+async def test_processes_forked_after_the_last_scan_are_frozen(way: PageOut, groups: Cgroups, tree: Tree) -> None:
     target = tree.target(groups)
     late = Target("i", "vllm", ("cpu:0",), target.pids[:1])
     await way.suspend(late)
@@ -136,7 +136,7 @@ async def test_what_joined_after_the_last_look_is_frozen_too(way: PageOut, group
     await way.resume(late)
 
 
-def test_killing_works_on_what_is_frozen(groups: Cgroups, tree: Tree) -> None:
+def test_frozen_processes_can_be_killed(groups: Cgroups, tree: Tree) -> None:
     tree.target(groups)
     groups.freeze("i")
     groups.kill("i")
@@ -158,7 +158,7 @@ sys.stdin.read()
 """
 
 
-def test_shared_memory_of_a_killed_engine_goes_with_it_and_what_others_use_stays(groups: Cgroups) -> None:
+def test_shared_memory_of_a_killed_engine_is_removed_and_that_of_others_kept(groups: Cgroups) -> None:
     """A killed engine's shared memory is removed; memory that others use stays.
 
     All its processes are killed at once, so none can clean up.
@@ -191,7 +191,7 @@ def test_descendants_are_found_to_the_last(tree: Tree) -> None:
     assert len(descendants(tree.process.pid)) == 3
 
 
-def test_a_group_that_is_not_there_is_no_fault(groups: Cgroups) -> None:
+def test_operations_on_a_missing_group_are_no_ops(groups: Cgroups) -> None:
     groups.thaw("nobody")
     groups.kill("nobody")
     assert groups.pids("nobody") == ()
@@ -200,7 +200,7 @@ def test_a_group_that_is_not_there_is_no_fault(groups: Cgroups) -> None:
     groups.add("gone", 7_000_001)  # ended meanwhile
 
 
-def test_without_groups_it_says_why() -> None:
+def test_missing_control_groups_are_reported_with_the_reason() -> None:
     none = Cgroups("n", None, None, "not here")
     assert none.create("i") is None
     with pytest.raises(EngineFailed, match="not here"):
@@ -208,7 +208,7 @@ def test_without_groups_it_says_why() -> None:
     assert list(none.known()) == []
 
 
-async def test_an_engine_whose_memory_is_not_freed_is_not_suspended(
+async def test_engine_whose_memory_is_not_freed_keeps_running(
     way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "advise", lambda *_: 0)
@@ -218,7 +218,7 @@ async def test_an_engine_whose_memory_is_not_freed_is_not_suspended(
     tree.digest()
 
 
-async def test_without_the_right_it_is_not_suspended(
+async def test_suspension_without_the_capability_is_refused(
     way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
@@ -230,7 +230,7 @@ async def test_without_the_right_it_is_not_suspended(
     assert not groups.frozen("i")
 
 
-def test_without_swap_or_room_in_it_there_is_a_clear_refusal(
+def test_suspension_without_free_swap_is_refused(
     way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tree.target(groups)
@@ -243,7 +243,7 @@ def test_without_swap_or_room_in_it_there_is_a_clear_refusal(
     assert "CAP_SYS_NICE" in way.unavailable()
 
 
-async def test_processes_that_may_not_be_grouped_are_not_suspended(way: PageOut, groups: Cgroups, tree: Tree) -> None:
+async def test_processes_that_cannot_be_grouped_are_not_suspended(way: PageOut, groups: Cgroups, tree: Tree) -> None:
     pids = tuple(descendants(tree.process.pid))
     outside = Target("i", "vllm", ("cpu:0",), pids)
     groups.create("i")

@@ -35,7 +35,7 @@ async def ready(node: Node) -> InstanceStatus:
     return node.instance("s1")
 
 
-async def test_it_sleeps_and_is_resumed_with_another_process_for_its_model(node: Node) -> None:
+async def test_sleeping_engine_resumes_with_a_new_model_process(node: Node) -> None:
     """An engine sleeps, and resumes with a new process for its model.
 
     Ollama's server stays, and ends and starts a process for the model: the new one holds its bytes.
@@ -55,7 +55,7 @@ async def test_it_sleeps_and_is_resumed_with_another_process_for_its_model(node:
 
 
 @pytest.mark.parametrize("node", [("--hoard",)], indirect=True)
-async def test_a_200_that_freed_nothing_is_reported_and_it_is_stopped(node: Node) -> None:
+async def test_sleep_that_freed_nothing_is_reported_and_the_engine_stopped(node: Node) -> None:
     await ready(node)
     await node.suspend("s1")
     status = await node.reaches("s1", ASLEEP, STOPPED, FAILED)
@@ -65,7 +65,7 @@ async def test_a_200_that_freed_nothing_is_reported_and_it_is_stopped(node: Node
 
 
 @pytest.mark.parametrize("node", [("--no-reload",)], indirect=True)
-async def test_other_tokens_after_its_sleep_are_one_cold_start(node: Node) -> None:
+async def test_different_output_after_a_sleep_causes_one_cold_start(node: Node) -> None:
     before = await ready(node)
     await node.suspend("s1")
     await node.reaches("s1", ASLEEP)

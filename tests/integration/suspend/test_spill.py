@@ -47,7 +47,9 @@ async def test_a_snapshot_is_spilled_and_restored_byte_for_byte(tree: Tree, grou
     assert tree.digest() == before
 
 
-async def test_without_the_rights_it_stays_where_it_is(tree: Tree, groups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_snapshot_stays_in_host_memory_without_the_capability(
+    tree: Tree, groups: Cgroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     way, target = on_gpu(tree, groups)
     await way.suspend(target)
     monkeypatch.setattr(memory, "has_capability", lambda number: number != memory.CAP_SYS_NICE)

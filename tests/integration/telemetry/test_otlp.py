@@ -38,7 +38,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_spans_arrive(receiver: OtlpReceiver, protocol: str) -> None:
+def test_spans_reach_the_collector_by_each_protocol(receiver: OtlpReceiver, protocol: str) -> None:
     endpoint = receiver.grpc_url if protocol == "grpc" else receiver.http_url
     # A process of its own: a tracer provider can be installed once in a process.
     environment = {**os.environ, "THAW_OTLP_ENDPOINT": endpoint, "THAW_OTLP_PROTOCOL": protocol}

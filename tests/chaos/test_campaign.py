@@ -15,7 +15,7 @@ SEED, KILLS, CLIENTS = 3, 12, 4
 
 
 @pytest.mark.long
-def test_a_short_campaign() -> None:
+def test_campaign_of_seeded_faults_has_no_failures() -> None:
     findings = campaign(plan(KILLS, SEED), SEED, CLIENTS, say)
     assert findings.failures() == []
     assert findings.skipped == []

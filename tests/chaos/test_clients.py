@@ -43,7 +43,7 @@ def in_gateway(mesh: Victim, model: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_leaving_while_it_generates_stops_the_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
+def test_client_disconnect_during_generation_stops_the_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
     ask(client)
     until(lambda: idle(mesh, "one"), what="the engine is idle")
     before = load_of(mesh, "one")[2]
@@ -103,7 +103,7 @@ def test_a_load_with_another_waiter_continues(mesh: Victim, client: openai.OpenA
     assert len(mesh.engine_logs() - before) == 1
 
 
-def test_leaving_the_queue_of_a_busy_model_leaves_the_others_their_places(mesh: Victim, client: openai.OpenAI) -> None:
+def test_disconnect_of_a_queued_client_does_not_affect_the_others(mesh: Victim, client: openai.OpenAI) -> None:
     """A client that leaves the queue of a busy model does not affect the others.
 
     The gateway sends the engine twice its capacity of 16, and queues the other requests.
@@ -125,7 +125,7 @@ def test_leaving_the_queue_of_a_busy_model_leaves_the_others_their_places(mesh: 
     assert load_of(mesh, "one")[2] - before < 40 * 500 / 4
 
 
-def test_a_client_that_does_not_read_disturbs_no_other_client(mesh: Victim, client: openai.OpenAI) -> None:
+def test_client_that_does_not_read_does_not_affect_others(mesh: Victim, client: openai.OpenAI) -> None:
     expected = ask(client, tokens=50)
     gateway = psutil.Process(mesh.pid("gateway"))
     before = gateway.memory_info().rss

@@ -14,7 +14,7 @@ AT_ONCE = 200
 LOADS_AT_MOST = 8
 
 
-def test_two_hundred_for_one_cold_model_are_one_load(mesh: Victim, client: openai.OpenAI) -> None:
+def test_two_hundred_requests_for_one_cold_model_cause_one_load(mesh: Victim, client: openai.OpenAI) -> None:
     mesh.make_cold("one")
     before = mesh.engine_logs()
     asked = [Asked(mesh.url, "one", stream=bool(i % 2), tokens=4) for i in range(AT_ONCE)]
@@ -27,7 +27,7 @@ def test_two_hundred_for_one_cold_model_are_one_load(mesh: Victim, client: opena
     assert [i["plan_id"] for i in mesh.instances("one")] == [plan["plan_id"]]
 
 
-def test_fifty_over_three_models_that_do_not_fit_are_all_answered_without_thrashing(mesh: Victim, client: openai.OpenAI) -> None:
+def test_fifty_requests_over_too_many_models_are_answered_without_thrashing(mesh: Victim, client: openai.OpenAI) -> None:
     expected = {model: ask(client, model, 30) for model in MODELS}
     before = mesh.engine_logs()
     with ThreadPoolExecutor(50) as pool, httpx.Client(timeout=120):

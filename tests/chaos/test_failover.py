@@ -33,7 +33,7 @@ def mesh() -> Iterator[Victim]:
         victim.close()
 
 
-def test_a_storm(mesh: Victim, client: openai.OpenAI) -> None:
+def test_streams_survive_an_engine_kill_every_two_seconds(mesh: Victim, client: openai.OpenAI) -> None:
     whole = ask(client, tokens=TOKENS)
     streams = [Asked(mesh.url, "one", tokens=TOKENS) for _ in range(STREAMS)]
     ended: list[Asked] = []

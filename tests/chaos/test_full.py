@@ -83,7 +83,7 @@ def mesh() -> Iterator[Victim]:
         victim.close()
 
 
-def test_shared_memory_for_one_model_serves_one_at_a_time(mesh: Cramped, client: openai.OpenAI) -> None:
+def test_with_shared_memory_for_one_model_models_are_served_in_turn(mesh: Cramped, client: openai.OpenAI) -> None:
     """With shared memory for one model, the mesh serves one model at a time.
 
     The device's budget holds two, so only the loader detects the shortage. The other model is
@@ -98,7 +98,7 @@ def test_shared_memory_for_one_model_serves_one_at_a_time(mesh: Cramped, client:
     assert ask(client) == expected
 
 
-def test_shared_memory_without_room_is_a_typed_error_until_there_is_room(mesh: Cramped, client: openai.OpenAI) -> None:
+def test_insufficient_shared_memory_is_a_typed_error_until_enlarged(mesh: Cramped, client: openai.OpenAI) -> None:
     for model in ("one", "two"):
         mesh.make_cold(model)
     mesh.resize_shared_memory(str(_WEIGHTS // 2))
@@ -112,7 +112,7 @@ def test_shared_memory_without_room_is_a_typed_error_until_there_is_room(mesh: C
 
 
 @pytest.mark.parametrize("place", ["home", "nodes"])
-def test_a_full_disk_costs_no_answer_once_there_is_room(mesh: Cramped, client: openai.OpenAI, place: str) -> None:
+def test_full_disk_loses_no_response_once_there_is_room(mesh: Cramped, client: openai.OpenAI, place: str) -> None:
     """A full disk costs no response once there is room again.
 
     With `nodes` only the nodeagent, the loader and the engines have a full disk; the servers do

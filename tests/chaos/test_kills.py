@@ -19,7 +19,7 @@ SUPERVISED = ("gateway", "scheduler", NODEAGENT, LOADER)
 
 
 @pytest.mark.parametrize("service", SUPERVISED)
-def test_idle(mesh: Victim, client: openai.OpenAI, service: str) -> None:
+def test_sigkill_of_a_service_in_an_idle_mesh_keeps_the_engine(mesh: Victim, client: openai.OpenAI, service: str) -> None:
     expected = ask(client)
     engine = mesh.engine("one")
     old = mesh.kill(service)
@@ -30,7 +30,7 @@ def test_idle(mesh: Victim, client: openai.OpenAI, service: str) -> None:
     assert ask(client) == expected
 
 
-def test_idle_engine(mesh: Victim, client: openai.OpenAI) -> None:
+def test_killed_idle_engine_is_replaced(mesh: Victim, client: openai.OpenAI) -> None:
     expected = ask(client)
     old = mesh.engine("one")
     kill(old)
@@ -38,7 +38,7 @@ def test_idle_engine(mesh: Victim, client: openai.OpenAI) -> None:
     assert mesh.engine("one") != old
 
 
-def test_idle_zygote(mesh: Victim, client: openai.OpenAI) -> None:
+def test_killed_idle_zygote_is_replaced(mesh: Victim, client: openai.OpenAI) -> None:
     """Running engines survive SIGKILL of the zygote; the next start uses a new one."""
     expected = ask(client)
     engine = mesh.engine("one")
@@ -52,7 +52,7 @@ def test_idle_zygote(mesh: Victim, client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("service", [*SUPERVISED, "engine"])
-def test_loading(mesh: Victim, client: openai.OpenAI, service: str, stream: bool) -> None:
+def test_sigkill_during_a_load_loses_no_response(mesh: Victim, client: openai.OpenAI, service: str, stream: bool) -> None:
     expected = ask(client, tokens=20)
     mesh.make_cold("one")
     loader = mesh.pid(LOADER)
@@ -74,7 +74,7 @@ def test_loading(mesh: Victim, client: openai.OpenAI, service: str, stream: bool
 
 
 @pytest.mark.parametrize("service", SUPERVISED)
-def test_streaming(mesh: Victim, client: openai.OpenAI, service: str) -> None:
+def test_sigkill_of_a_service_during_a_stream_does_not_affect_it(mesh: Victim, client: openai.OpenAI, service: str) -> None:
     whole = ask(client, tokens=900)
     asked = Asked(mesh.url, "one")
     assert asked.begun.wait(120)
@@ -91,7 +91,7 @@ def test_streaming(mesh: Victim, client: openai.OpenAI, service: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_streaming_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
+def test_killed_engine_is_replaced_and_its_responses_resumed(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
     """Responses resume on a replacement engine, from the tokens already generated."""
     whole = ask(client, tokens=900)
     first = Asked(mesh.url, "one")

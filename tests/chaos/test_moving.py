@@ -67,7 +67,9 @@ def _cases() -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize(("step", "victim"), _cases())
-def test_who_moves_dies(mesh: Roomy, streams: list[Stream], step: Step, victim: str) -> None:
+def test_sigkill_of_a_participant_during_a_migration_loses_no_stream(
+    mesh: Roomy, streams: list[Stream], step: Step, victim: str
+) -> None:
     source, node = mesh.place("one")
     to = NODES[1 - NODES.index(node)]
     (destination,) = mesh.on("one", to)
@@ -78,7 +80,7 @@ def test_who_moves_dies(mesh: Roomy, streams: list[Stream], step: Step, victim: 
 
 
 @pytest.mark.parametrize("victim", ["source", "destination"])
-def test_who_has_moved_dies(mesh: Roomy, streams: list[Stream], victim: str) -> None:
+def test_sigkill_after_the_handover_loses_no_stream(mesh: Roomy, streams: list[Stream], victim: str) -> None:
     """The source or the destination dies after the hand-over.
 
     Requests that the destination has just received resume elsewhere; the source no longer has them.

@@ -82,7 +82,7 @@ def test_the_request_finishes_during_a_round(mesh: Roomy, undisturbed: Stream) -
     assert [r["outcome"] for r in order.record()["requests"]] == ["finished"]
 
 
-def test_the_client_leaves_during_a_round(mesh: Roomy, undisturbed: Stream) -> None:
+def test_client_disconnect_during_a_round_ends_the_migration(mesh: Roomy, undisturbed: Stream) -> None:
     stream, source, node = begun(mesh)
     to = other(node)
     with Staged(mesh).at("round", source, to, engine_on(mesh, to)) as order:
@@ -126,7 +126,7 @@ def second_migrator(mesh: Roomy) -> Iterator[int]:
     process.wait(120)
 
 
-def test_two_migrations_of_one_request(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
+def test_two_migrations_of_one_request_leave_one_response(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
     stream, _, node = begun(mesh)
     first, second = other(node), other(node, other(node))
     staged = Staged(mesh)
@@ -139,7 +139,7 @@ def test_two_migrations_of_one_request(mesh: Roomy, undisturbed: Stream, second_
     assert all(m["outcome"] in ("moved", "elsewhere", "finished", "failed") for r in records for m in r["requests"])
 
 
-def test_there_and_back_at_once(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
+def test_opposite_concurrent_migrations_complete(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
     """The scheduler refuses the second of two opposite migration orders.
 
     If both orders are written anyway, both requests reach their destinations.
@@ -215,7 +215,7 @@ def test_a_destination_of_another_revision(mesh: Roomy, undisturbed: Stream) -> 
     mesh.json("sleep", "two")
 
 
-def test_a_model_that_was_changed_does_not_move(mesh: Roomy, undisturbed: Stream) -> None:
+def test_instance_of_a_changed_model_is_not_migrated(mesh: Roomy, undisturbed: Stream) -> None:
     """Instances of an older generation finish their requests without migration."""
     stream, source, node = begun(mesh)
     mesh.change("one", max_concurrency=4)

@@ -242,7 +242,7 @@ def replicated(cluster: NatsCluster) -> Iterator[Victim]:
 
 
 @pytest.mark.slow
-def test_each_server_of_a_nats_cluster_dies_once(cluster: NatsCluster, replicated: Victim) -> None:
+def test_acknowledged_writes_survive_the_death_of_each_nats_server(cluster: NatsCluster, replicated: Victim) -> None:
     with standard_client(replicated) as client, Writer(replicated, client) as writer:
         steps = (writer.warm, writer.keyed, writer.api_key, writer.model, writer.served)
         for step in steps:

@@ -25,7 +25,7 @@ def no_other_process_ends(mesh: Victim) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_idle(mesh: Victim, client: openai.OpenAI, server: str) -> None:
+def test_sigkill_of_a_server_in_an_idle_mesh_keeps_the_engine(mesh: Victim, client: openai.OpenAI, server: str) -> None:
     expected = ask(client)
     engine = mesh.engine("one")
     old = mesh.kill(server)
@@ -40,7 +40,9 @@ def test_idle(mesh: Victim, client: openai.OpenAI, server: str) -> None:
 
 @pytest.mark.parametrize("phase", ["deciding", "loading"])
 @pytest.mark.parametrize("server", SERVERS)
-def test_cold_start(mesh: Victim, client: openai.OpenAI, server: str, phase: str) -> None:
+def test_sigkill_of_a_server_during_a_cold_start_loses_no_response(
+    mesh: Victim, client: openai.OpenAI, server: str, phase: str
+) -> None:
     expected = ask(client, tokens=20)
     mesh.make_cold("one")
     if phase == "loading":
@@ -67,7 +69,7 @@ def test_streams_do_not_notice_postgres(mesh: Victim, client: openai.OpenAI) -> 
     mesh.await_replaced("postgres", old)
 
 
-def test_answers_are_whole_though_nats_restarts(mesh: Victim, client: openai.OpenAI) -> None:
+def test_responses_are_complete_after_a_nats_restart(mesh: Victim, client: openai.OpenAI) -> None:
     whole = ask(client, tokens=900)
     streams = [Asked(mesh.url, "one") for _ in range(4)]
     answer = Asked(mesh.url, "one", stream=False)
@@ -80,7 +82,7 @@ def test_answers_are_whole_though_nats_restarts(mesh: Victim, client: openai.Ope
 
 
 @pytest.mark.parametrize("key", ["", "an-end-that-was-lost"])
-def test_an_end_that_was_lost_is_missed(mesh: Victim, client: openai.OpenAI, key: str) -> None:
+def test_lost_final_message_is_detected_and_the_stream_resumed(mesh: Victim, client: openai.OpenAI, key: str) -> None:
     """The stream resumes if the engine's last messages are lost with NATS.
 
     No later message shows the gap; the gateway resumes from the tokens received. A repetition of

@@ -62,7 +62,9 @@ async def test_base_and_adapters_answer_under_every_name(clients: openai.AsyncOp
     assert together == [base, sql, poems] * 4
 
 
-async def test_one_instance_serves_them_all(mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
+async def test_one_instance_serves_the_base_and_all_adapters(
+    mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
+) -> None:
     await asyncio.gather(*(text(clients, name) for name in ("one", "sql", "poems")))
     seen = mesh.cluster()
     there = [i for n in seen["nodes"] for i in n["instances"] if i["state"] == "ready" and i["model"] in ("one", *adapters)]
@@ -87,7 +89,7 @@ async def test_an_unknown_adapter_is_not_found(clients: openai.AsyncOpenAI, adap
     assert caught.value.code == "model_not_found"
 
 
-async def test_a_request_for_an_adapter_wakes_its_base(mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
+async def test_request_for_an_adapter_wakes_its_base(mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]) -> None:
     warm = await text(clients, "sql")
     mesh.json("sleep", "one")
     assert await text(clients, "sql") == warm
@@ -96,7 +98,7 @@ async def test_a_request_for_an_adapter_wakes_its_base(mesh: Thaw, clients: open
     assert "is an adapter of one" in mesh.error("sleep", "sql")["message"]
 
 
-def test_what_does_not_fit_is_refused_at_registration(mesh: Thaw, admin: httpx.Client, adapters: dict[str, Path]) -> None:
+def test_incompatible_adapter_is_refused_at_registration(mesh: Thaw, admin: httpx.Client, adapters: dict[str, Path]) -> None:
     one = mesh.home / "models" / "one"
     wide = write_adapter(mesh.home / "adapters" / "wide", one, modules={"model.layers.0.self_attn.q_proj": (64, 32)})
     dora = write_adapter(mesh.home / "adapters" / "dora", one, use_dora=True)
@@ -141,7 +143,7 @@ async def test_adapters_are_released_when_their_engine_dies(
         await nc.close()
 
 
-async def test_an_adapter_is_loaded_while_its_base_is_still_loading(mesh: Thaw, clients: openai.AsyncOpenAI) -> None:
+async def test_adapter_is_loaded_while_its_base_is_still_loading(mesh: Thaw, clients: openai.AsyncOpenAI) -> None:
     """An adapter and its base load concurrently.
 
     The source holds back the base's last bytes until the adapter is in memory; sequential loading
@@ -181,7 +183,7 @@ async def test_an_adapter_is_loaded_while_its_base_is_still_loading(mesh: Thaw, 
         mesh.json("models", "rm", "far", "--with-adapters")
 
 
-async def test_a_converted_adapter_answers_the_same_and_leaves_with_its_registration(
+async def test_converted_adapter_gives_the_same_output_until_it_is_removed(
     mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
 ) -> None:
     pickled = mesh.home / "adapters" / "pickled"
@@ -202,7 +204,7 @@ async def test_a_converted_adapter_answers_the_same_and_leaves_with_its_registra
     assert await text(clients, "sql") == before
 
 
-async def test_a_base_is_not_removed_from_under_its_adapters(
+async def test_base_can_only_be_removed_with_its_adapters(
     mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
 ) -> None:
     assert "has the adapters poems, sql" in mesh.error("models", "rm", "one")["message"]

@@ -46,7 +46,7 @@ def stream(client: openai.OpenAI, model: str, tokens: int = 12) -> tuple[str, in
     return "".join(pieces), tokens_seen, reason
 
 
-def test_three_models_on_a_device_that_holds_two_are_all_answered(mesh: Thaw, client: openai.OpenAI) -> None:
+def test_three_models_are_served_on_a_device_with_room_for_two(mesh: Thaw, client: openai.OpenAI) -> None:
     first = {model: ask(client, model) for model in MODELS}
     assert len(set(first.values())) == len(MODELS)
     # The third model has evicted the first. A repeated request evicts again, and greedy decoding
@@ -58,7 +58,7 @@ def test_three_models_on_a_device_that_holds_two_are_all_answered(mesh: Thaw, cl
     assert len(ready) == 2
 
 
-def test_a_hundred_requests_for_one_cold_model_are_one_load(mesh: Thaw, client: openai.OpenAI) -> None:
+def test_hundred_requests_for_one_cold_model_cause_one_load(mesh: Thaw, client: openai.OpenAI) -> None:
     mesh.json("sleep", "one")
     before = mesh.json("explain", "one")["plan_id"]
     with ThreadPoolExecutor(100) as pool:
@@ -73,7 +73,7 @@ def test_a_hundred_requests_for_one_cold_model_are_one_load(mesh: Thaw, client: 
     assert instance["plan_id"] == plan["plan_id"]
 
 
-def test_the_trace_of_a_cold_request_tiles_its_ttft(mesh: Thaw, client: openai.OpenAI) -> None:
+def test_trace_of_a_cold_request_tiles_its_ttft(mesh: Thaw, client: openai.OpenAI) -> None:
     mesh.json("sleep", "two")
     ask(client, "two")
     until(lambda: mesh.json("trace")["request"]["model"] == "two", what="the trace is written")
@@ -104,7 +104,7 @@ def test_ps_shows_states_and_memory(mesh: Thaw, client: openai.OpenAI) -> None:
     assert "cpu:0" in text
 
 
-def test_sleep_frees_the_device_and_wake_takes_it(mesh: Thaw) -> None:
+def test_sleep_frees_the_device_and_wake_restarts_the_model(mesh: Thaw) -> None:
     awake = mesh.json("wake", "two")
     slept = mesh.json("sleep", "two")
     assert slept["instances"] == [awake["instance_id"]]
@@ -134,7 +134,7 @@ def test_chat_streams_and_answers(mesh: Thaw) -> None:
     assert shown["text"].strip() in done.stdout
 
 
-def test_errors_say_what_to_do(mesh: Thaw, plain: openai.OpenAI) -> None:
+def test_errors_name_a_remedy(mesh: Thaw, plain: openai.OpenAI) -> None:
     for verb in ("wake", "sleep", "explain"):
         error = mesh.error(verb, "nobody")
         assert error["code"] in ("model_not_found", "not_found")
@@ -146,7 +146,7 @@ def test_errors_say_what_to_do(mesh: Thaw, plain: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_a_registration_that_fails_leaves_nothing_behind(mesh: Thaw) -> None:
+def test_failed_registration_leaves_no_model(mesh: Thaw) -> None:
     broken = mesh.home / "models" / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")
@@ -156,7 +156,7 @@ def test_a_registration_that_fails_leaves_nothing_behind(mesh: Thaw) -> None:
     assert names == set(MODELS)
 
 
-def test_up_again_says_it_runs_and_applies_the_difference(mesh: Thaw) -> None:
+def test_second_up_applies_only_the_changes_of_the_file(mesh: Thaw) -> None:
     config = mesh.home / "thaw.yaml"
     text = config.read_text()
     changed = text.replace("keep_alive: -1", "keep_alive: 1h").replace("name: three", "name: third")
@@ -173,14 +173,14 @@ def test_up_again_says_it_runs_and_applies_the_difference(mesh: Thaw) -> None:
     assert mesh.json("up", "--detach", "--config", str(config))["models"]["unchanged"] == list(MODELS)
 
 
-def test_up_again_without_a_file_leaves_the_models_as_they_are(mesh: Thaw) -> None:
+def test_second_up_without_a_file_leaves_the_models_unchanged(mesh: Thaw) -> None:
     before = mesh.json("models", "list")
     up = mesh.json("up", "--detach")
     assert up["models"] == {"added": [], "changed": [], "unchanged": [], "removed": []}
     assert mesh.json("models", "list") == before
 
 
-def test_a_fault_in_the_file_changes_nothing(mesh: Thaw) -> None:
+def test_invalid_file_changes_no_model(mesh: Thaw) -> None:
     config = mesh.home / "bad.yaml"
     config.write_text("models:\n  - name: x\n    sorce: .\n")
     error = mesh.error("up", "--detach", "--config", str(config))
@@ -189,7 +189,7 @@ def test_a_fault_in_the_file_changes_nothing(mesh: Thaw) -> None:
     assert {m["spec"]["name"] for m in mesh.json("models", "list")["models"]} == set(MODELS)
 
 
-def test_a_cordoned_node_takes_nothing_new(mesh: Thaw) -> None:
+def test_cordoned_node_is_shown_as_cordoned(mesh: Thaw) -> None:
     mesh.json("sleep", "one")
     mesh.json("node", "cordon", "node-0")
     try:
@@ -200,7 +200,7 @@ def test_a_cordoned_node_takes_nothing_new(mesh: Thaw) -> None:
     mesh.json("wake", "one")
 
 
-def test_a_drained_node_is_emptied_once_its_streams_have_ended(mesh: Thaw, client: openai.OpenAI) -> None:
+def test_drained_node_is_emptied_after_its_streams_have_ended(mesh: Thaw, client: openai.OpenAI) -> None:
     mesh.json("wake", "one")
     chunks = client.chat.completions.create(model="one", messages=QUESTION, max_tokens=400, temperature=0, stream=True)
     next(iter(chunks))
@@ -260,7 +260,7 @@ def test_damage_after_the_registration_is_reported_and_repaired(
     assert ask(plain, "one")
 
 
-def test_logs_are_there_for_every_service(mesh: Thaw) -> None:
+def test_every_service_has_logs(mesh: Thaw) -> None:
     for service in ("gateway", "scheduler", "migrator", "nodeagent", "loader", "nats", "postgres", "supervisor", "engine"):
         assert mesh.json("logs", service)["logs"]
     assert "gateway" in mesh.error("logs", "nobody")["remedy"]

@@ -86,7 +86,7 @@ def _commands() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("words", _commands(), ids=" ".join)
-def test_commands_exist_with_their_options(words: tuple[str, ...]) -> None:
+def test_documented_commands_exist_with_their_options(words: tuple[str, ...]) -> None:
     command = typer.main.get_command(app)
     rest = list(words)
     while rest and (children := getattr(command, "commands", None)) is not None and not rest[0].startswith("-"):
@@ -115,7 +115,7 @@ def _modules() -> list[tuple[str, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize(("module", "options"), _modules(), ids=str)
-def test_modules_that_are_run_exist_with_their_options(module: str, options: tuple[str, ...]) -> None:
+def test_documented_modules_exist_with_their_options(module: str, options: tuple[str, ...]) -> None:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
@@ -125,7 +125,7 @@ def test_modules_that_are_run_exist_with_their_options(module: str, options: tup
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_have_targets(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in link or link.startswith("mailto:"):
@@ -138,7 +138,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_settings_that_are_named_exist(document: Path) -> None:
+def test_documented_settings_exist(document: Path) -> None:
     named = set(_SETTING.findall((ROOT / document).read_text()))
     assert named <= _known_settings(), "no process reads them"
 
@@ -167,7 +167,7 @@ def test_every_page_is_listed() -> None:
 
 
 @pytest.mark.parametrize(("document", "block"), _blocks("yaml"), ids=str)
-def test_files_that_are_shown_are_understood(document: Path, block: str, tmp_path: Path) -> None:
+def test_documented_thaw_files_are_valid(document: Path, block: str, tmp_path: Path) -> None:
     """Each thaw.yaml of the documents is valid, except for missing model files."""
     if not re.search(r"^(mesh|models|defaults|scheduler):", block, re.MULTILINE) or document.name == "simulator.md":
         pytest.skip("another program's file")

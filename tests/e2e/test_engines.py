@@ -70,7 +70,7 @@ def fake(**orders: Any) -> dict[str, Any]:
     return {"fake": orders}
 
 
-def test_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_complete_and_streamed_responses_are_equal(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "gpt-one", "messages": HELLO, "max_tokens": 3}
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == "t0 t1 t2 "
@@ -93,7 +93,7 @@ def test_errors_are_the_engines(client: openai.OpenAI) -> None:
     assert body["code"] == "own_code"
 
 
-def test_a_client_that_leaves_stops_the_engine(mesh: Thaw, client: openai.OpenAI) -> None:
+def test_client_disconnect_stops_the_engine(mesh: Thaw, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model="one", messages=HELLO, stream=True, extra_body=fake(tokens=10_000, pace=0.01))
     next(iter(stream))
     assert mesh.instances("one")[0]["load"]["active"] in (0, 1)
@@ -101,19 +101,19 @@ def test_a_client_that_leaves_stops_the_engine(mesh: Thaw, client: openai.OpenAI
     until(lambda: mesh.instances("one")[0]["load"]["active"] == 0, what="the engine is idle")
 
 
-def test_routes_of_its_own(mesh: Thaw) -> None:
+def test_declared_routes_are_forwarded_to_the_engine(mesh: Thaw) -> None:
     answer = httpx.post(f"{mesh.url}/v1/rerank", json={"model": "one", "documents": ["x"]}, timeout=120)
     assert answer.json() == {"echo": {"model": "one", "documents": ["x"]}}
     assert httpx.post(f"{mesh.url}/v1/rerank", json={"model": "two"}, timeout=120).status_code == 404
 
 
-def test_two_take_turns_on_a_device_that_holds_one(mesh: Thaw, client: openai.OpenAI) -> None:
+def test_two_models_alternate_on_a_device_with_room_for_one(mesh: Thaw, client: openai.OpenAI) -> None:
     for name in ("two", "one", "two"):
         assert client.chat.completions.create(model=name, messages=HELLO, max_tokens=1).choices[0].message.content == "t0 "
         assert len(mesh.instances(name)) == 1
 
 
-async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> None:
+async def test_start_waits_on_its_node_while_its_victim_stops(mesh: Thaw) -> None:
     """A start waits on its node while its victim stops.
 
     Its process exists, without memory, before the victim has ended; the node then grants the bytes
@@ -150,12 +150,12 @@ async def test_a_start_waits_on_its_node_while_its_victim_leaves(mesh: Thaw) -> 
         await nc.close()
 
 
-def test_an_engine_that_never_generates_fails_the_request(client: openai.OpenAI) -> None:
+def test_engine_that_generates_no_token_fails_the_request(client: openai.OpenAI) -> None:
     with pytest.raises(openai.InternalServerError, match="generated no token"):
         client.chat.completions.create(model="mute", messages=HELLO)
 
 
-def test_its_end_in_the_middle_of_an_answer_is_an_error_and_the_next_is_served(client: openai.OpenAI) -> None:
+def test_engine_exit_during_a_response_is_an_error_and_the_next_is_served(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIError):
         client.chat.completions.create(model="one", messages=HELLO, extra_body=fake(exit=3))
     patient = client.with_options(max_retries=5)

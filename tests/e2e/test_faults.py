@@ -46,7 +46,7 @@ def test_the_warm_path_does_not_notice_the_scheduler(mesh: Thaw, plain: openai.O
     assert ask(plain, "two")
 
 
-def test_a_request_that_wakes_a_model_outlives_the_scheduler(mesh: Thaw, plain: openai.OpenAI) -> None:
+def test_request_that_wakes_a_model_survives_the_scheduler(mesh: Thaw, plain: openai.OpenAI) -> None:
     mesh.json("sleep", "two")
     answers: list[str] = []
     waiter = threading.Thread(target=lambda: answers.append(ask(plain, "two")))
@@ -57,7 +57,7 @@ def test_a_request_that_wakes_a_model_outlives_the_scheduler(mesh: Thaw, plain: 
     assert len(answers) == 1
 
 
-def test_engines_outlive_their_nodeagent_and_are_adopted(mesh: Thaw, plain: openai.OpenAI) -> None:
+def test_engines_survive_their_nodeagent_and_are_adopted(mesh: Thaw, plain: openai.OpenAI) -> None:
     expected = ask(plain, "one")
     engine, old = engine_pid(mesh, "one"), mesh.pid("nodeagent.node-0")
     kill(old)
@@ -79,7 +79,7 @@ def test_a_stream_outlives_the_nodeagent(mesh: Thaw, plain: openai.OpenAI) -> No
     until(lambda: restarted(mesh, "nodeagent.node-0", old), what="the nodeagent is restarted")
 
 
-def test_an_idle_engine_that_dies_is_replaced_by_the_next_request(mesh: Thaw, plain: openai.OpenAI) -> None:
+def test_killed_idle_engine_is_replaced_by_the_next_request(mesh: Thaw, plain: openai.OpenAI) -> None:
     expected = ask(plain, "one")
     engine = engine_pid(mesh, "one")
     kill(engine)
@@ -87,7 +87,7 @@ def test_an_idle_engine_that_dies_is_replaced_by_the_next_request(mesh: Thaw, pl
     assert engine_pid(mesh, "one") != engine
 
 
-def test_a_stream_whose_engine_dies_resumes_on_another(mesh: Thaw, plain: openai.OpenAI) -> None:
+def test_stream_whose_engine_dies_resumes_on_another(mesh: Thaw, plain: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "one",
         "messages": QUESTION,
@@ -129,7 +129,7 @@ def test_servers_and_loader_are_restarted(mesh: Thaw, client: openai.OpenAI, ser
     assert ask(client, "one")
 
 
-def test_a_supervisor_that_dies_is_replaced_and_its_services_taken_over(mesh: Thaw, plain: openai.OpenAI) -> None:
+def test_new_supervisor_adopts_the_services_of_a_killed_one(mesh: Thaw, plain: openai.OpenAI) -> None:
     expected = ask(plain, "one")
     before = {s: mesh.pid(s) for s in ("nats", "postgres", "scheduler", "gateway", "nodeagent.node-0", "loader.node-0")}
     kill(mesh.pid("supervisor"))
@@ -140,7 +140,7 @@ def test_a_supervisor_that_dies_is_replaced_and_its_services_taken_over(mesh: Th
     assert ask(plain, "one") == expected
 
 
-def test_down_after_the_supervisor_was_killed_leaves_nothing() -> None:
+def test_down_after_the_supervisor_was_killed_leaves_no_process() -> None:
     thaw = Thaw()
     try:
         thaw.json("up", "--detach", "--port", str(thaw.port))
@@ -173,7 +173,7 @@ def test_ctrl_c_stops_a_mesh_in_the_foreground() -> None:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_foreground_that_ends_while_it_registers_leaves_nothing(broken: bool) -> None:
+def test_foreground_up_that_ends_during_registration_leaves_no_process(broken: bool) -> None:
     """A `thaw up` in the foreground that ends during registration leaves nothing.
 
     The test interrupts it when the mesh is up, or has a registration fail.
@@ -200,7 +200,7 @@ def test_a_foreground_that_ends_while_it_registers_leaves_nothing(broken: bool) 
         thaw.close()
 
 
-def test_ctrl_c_while_it_starts_leaves_nothing() -> None:
+def test_ctrl_c_during_startup_leaves_no_process() -> None:
     thaw = Thaw()
     try:
         process = thaw.popen("up", "--port", str(thaw.port), start_new_session=True)

@@ -59,7 +59,7 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def test_a_stream_moves_and_its_client_notices_nothing(mesh: Roomy, undisturbed: list[Stream]) -> None:
+def test_migrated_stream_equals_the_undisturbed_one(mesh: Roomy, undisturbed: list[Stream]) -> None:
     stream = Stream(mesh.url, BODIES[0]).start()
     assert stream.opened.wait(120)
     answer = mesh.move_away(stream.request_id)
@@ -104,13 +104,13 @@ def test_a_migration_is_shown_by_every_command(mesh: Roomy, receiver: OtlpReceiv
         assert re.search(rf"thaw_migration_{name}\{{.*\}} [1-9]", migrator), name
 
 
-def test_a_request_that_is_over_cannot_move(mesh: Roomy, undisturbed: list[Stream]) -> None:
+def test_migration_of_a_finished_request_is_refused(mesh: Roomy, undisturbed: list[Stream]) -> None:
     error = mesh.error("migrate", undisturbed[0].request_id, "--to", "node-1")
     assert error["code"] == "not_found"
     assert "may be over" in error["message"]
 
 
-def test_an_instance_moves_with_its_whole_batch_and_is_freed(mesh: Roomy, undisturbed: list[Stream]) -> None:
+def test_instance_migrates_with_its_whole_batch_and_is_freed(mesh: Roomy, undisturbed: list[Stream]) -> None:
     streams = [Stream(mesh.url, each).start() for each in BODIES]
     assert all(s.opened.wait(120) for s in streams)
     instance, node = mesh.place("one")

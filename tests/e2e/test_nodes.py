@@ -50,7 +50,7 @@ def test_replicas_leave_a_drained_node_and_return(mesh: Thaw) -> None:
     until(lambda: nodes_of(mesh, "spread") == ["node-0", "node-1"], what="the replica is back")
 
 
-def test_a_models_own_code_runs_only_where_it_is_trusted(mesh: Thaw) -> None:
+def test_remote_code_is_executed_only_if_trusted(mesh: Thaw) -> None:
     own = _with_own_code(make_demo_model(mesh.home / "models" / "own", "test"))
     assert "trust_remote_code" in mesh.error("models", "add", "own", str(own))["message"]
     mesh.json("models", "rm", "spread")

@@ -25,7 +25,7 @@ async def clients(mesh: Thaw) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-def test_the_blocking_client(client: openai.OpenAI) -> None:
+def test_blocking_client_receives_complete_and_streamed_responses(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "one", "messages": HELLO, "temperature": 0, "max_tokens": 8}
     whole = client.chat.completions.create(**asked)
     with client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream:
@@ -37,7 +37,7 @@ def test_the_blocking_client(client: openai.OpenAI) -> None:
     assert whole.choices[0].finish_reason == "length"
 
 
-async def test_the_async_client_with_many_at_once(clients: openai.AsyncOpenAI) -> None:
+async def test_async_client_sends_concurrent_requests(clients: openai.AsyncOpenAI) -> None:
     async def ask(seed: int) -> str:
         stream = await clients.chat.completions.create(model="one", messages=HELLO, seed=seed, max_tokens=8, stream=True)
         return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
@@ -46,7 +46,7 @@ async def test_the_async_client_with_many_at_once(clients: openai.AsyncOpenAI) -
     assert len({a for i, a in enumerate(answers) if i % 4 == 0}) == 1
 
 
-async def test_every_parameter(clients: openai.AsyncOpenAI) -> None:
+async def test_every_parameter_is_accepted(clients: openai.AsyncOpenAI) -> None:
     answer = await clients.chat.completions.create(
         model="one",
         messages=HELLO,
@@ -93,7 +93,7 @@ async def test_seeds_reproduce_and_n_choices_differ(clients: openai.AsyncOpenAI)
     assert several[:1] != await texts(seed=6)
 
 
-async def test_bias_and_stops_do_what_they_say(clients: openai.AsyncOpenAI) -> None:
+async def test_logit_bias_and_stop_strings_are_applied(clients: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "one", "prompt": "Once upon", "max_tokens": 12, "temperature": 0}
     ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
     forced: Any = (await clients.completions.create(**asked, **ids, logit_bias={"40": 100})).choices[0]
@@ -108,7 +108,7 @@ async def test_bias_and_stops_do_what_they_say(clients: openai.AsyncOpenAI) -> N
     assert "".join([c.choices[0].text async for c in stream if c.choices]) == stopped.text
 
 
-async def test_log_probabilities(clients: openai.AsyncOpenAI) -> None:
+async def test_log_probabilities_have_the_openai_shape(clients: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "one", "max_tokens": 4, "temperature": 0}
     chat = (await clients.chat.completions.create(**asked, messages=HELLO, logprobs=True, top_logprobs=2)).choices[0]
     assert chat.logprobs is not None
@@ -125,7 +125,7 @@ async def test_log_probabilities(clients: openai.AsyncOpenAI) -> None:
     assert [p[t] for p, t in zip(found.top_logprobs, found.tokens, strict=True)] == found.token_logprobs
 
 
-async def test_texts_and_token_ids_one_and_many(clients: openai.AsyncOpenAI) -> None:
+async def test_prompts_may_be_texts_or_token_ids(clients: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "one", "max_tokens": 4, "temperature": 0}
     one = await clients.completions.create(prompt="Once upon", **asked)
     ids: Any = (
@@ -139,7 +139,7 @@ async def test_texts_and_token_ids_one_and_many(clients: openai.AsyncOpenAI) -> 
     assert [c.index for c in both.choices] == [0, 1]
 
 
-async def test_embeddings(clients: openai.AsyncOpenAI) -> None:
+async def test_embeddings_are_equal_in_each_encoding(clients: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "one", "input": ["a", "b c"]}
     usual = await clients.embeddings.create(**asked)
     floats = await clients.embeddings.create(**asked, encoding_format="float")
@@ -151,13 +151,13 @@ async def test_embeddings(clients: openai.AsyncOpenAI) -> None:
         assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == pytest.approx(first.embedding, rel=1e-6)
 
 
-async def test_models(clients: openai.AsyncOpenAI) -> None:
+async def test_models_are_listed_and_retrieved(clients: openai.AsyncOpenAI) -> None:
     assert {m.id async for m in clients.models.list()} >= {"one", "two", "three"}
     model = await clients.models.retrieve("one")
     assert model.model_dump()["context_length"] > 0
 
 
-async def test_a_cancelled_stream_stops_its_engine(clients: openai.AsyncOpenAI, admin: httpx.Client) -> None:
+async def test_cancelled_stream_stops_its_engine(clients: openai.AsyncOpenAI, admin: httpx.Client) -> None:
     stream = await clients.chat.completions.create(
         model="one", messages=HELLO, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     )
@@ -247,7 +247,7 @@ REFUSED: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str | None
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "kind", "code", "param"), REFUSED)
-async def test_refusals(
+async def test_invalid_parameters_are_refused(
     clients: openai.AsyncOpenAI,
     fields: dict[str, Any],
     kind: type[openai.APIStatusError],
@@ -262,7 +262,7 @@ async def test_refusals(
     assert caught.value.request_id
 
 
-async def test_unknown_routes(clients: openai.AsyncOpenAI) -> None:
+async def test_unsupported_routes_return_not_found(clients: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         await clients.responses.create(model="one", input="x")
     with pytest.raises(openai.NotFoundError):

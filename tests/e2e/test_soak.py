@@ -89,7 +89,7 @@ def _faults(mesh: Thaw, counter: Counter) -> list[str]:
     return faults + [f"control group {g} is no instance's" for g in groups] + [f"engine {p} is no instance's" for p in engines]
 
 
-async def test_rounds_of_mixed_load_leave_nothing_behind(mesh: Thaw) -> None:
+async def test_resources_do_not_grow_over_rounds_of_mixed_load(mesh: Thaw) -> None:
     counter = Counter(mesh, (STEADY,))
     try:
         first = await _ask(mesh, _WARM_UP)

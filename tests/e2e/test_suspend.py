@@ -51,7 +51,7 @@ def text(mesh: Thaw) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_a_model_sleeps_and_wakes_as_it_was(mesh: Thaw) -> None:
+def test_slept_model_wakes_with_the_same_process_and_output(mesh: Thaw) -> None:
     before = text(mesh)
     ready = facts(mesh)
     assert ready["can_suspend"], ready["cannot_suspend"]
@@ -70,7 +70,7 @@ def test_a_model_sleeps_and_wakes_as_it_was(mesh: Thaw) -> None:
     assert plan["way"] == "restore"
 
 
-def test_models_are_parked_ahead_of_their_first_request() -> None:
+def test_parked_models_are_suspended_before_their_first_request() -> None:
     with home_with_a_model(", park: true") as mesh:
         up = mesh.run("up", "--detach", "--config", str(mesh.home / "thaw.yaml"))
         assert up.returncode == 0, up.stdout + up.stderr + mesh.last_words()

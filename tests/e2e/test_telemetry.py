@@ -63,7 +63,7 @@ def ask(http: httpx.Client, headers: dict[str, str] | None = None) -> tuple[floa
         return first, response.headers["x-request-id"]
 
 
-def test_every_process_traces_a_cold_start_and_links_it_both_ways(http: httpx.Client, receiver: OtlpReceiver) -> None:
+def test_cold_start_is_traced_by_every_process_with_links_both_ways(http: httpx.Client, receiver: OtlpReceiver) -> None:
     trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     ask(http, {"traceparent": f"00-{trace_id}-{parent}-01"})
     chat, load = receiver.wait_for("chat demo"), receiver.wait_for("load demo")
@@ -83,7 +83,7 @@ def test_every_process_traces_a_cold_start_and_links_it_both_ways(http: httpx.Cl
     assert sorted(spans) == sorted(set(spans))
 
 
-def test_the_critical_path_is_the_ttft_that_the_client_measured(mesh: Thaw, http: httpx.Client) -> None:
+def test_critical_path_equals_the_ttft_measured_by_the_client(mesh: Thaw, http: httpx.Client) -> None:
     for temperature in ("cold", "warm"):
         misses = []
         # Another process may preempt between the gateway's clock and the client's: one good attempt

@@ -83,7 +83,7 @@ VERBS = {path: verb for entry in COMMANDS for path, verb in _verbs(entry.load(),
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb: str) -> None:
+def test_every_verb_has_help_with_an_example(verb: str) -> None:
     command = VERBS[verb]
     assert "Example" in (command.help or ""), "the help shows no example"
     assert {"--json"} <= {option for p in command.params for option in p.opts}
@@ -113,7 +113,7 @@ def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw) -> None:
     assert {verb: keys for verb, keys in gone.items() if keys} == {}
 
 
-def test_every_error_is_one_json_document_too(mesh: Thaw) -> None:
+def test_every_error_is_one_json_document(mesh: Thaw) -> None:
     """Every error is one JSON document.
 
     The mesh is down: verbs that need one report that, and every verb reports invalid arguments.

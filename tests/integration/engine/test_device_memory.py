@@ -39,7 +39,7 @@ class GpuLoader(FakeLoader):
 
 
 @pytest.mark.parametrize("gone", [{"boot_id": "second"}, {"boot_id": "first", "stopping": True}], ids=["restarted", "stopping"])
-async def test_it_serves_from_the_loaders_memory_and_fails_with_its_loader(
+async def test_engine_serves_from_loader_memory_and_fails_with_its_loader(
     mesh: Mesh, engines: Engines, demo_directory: Path, gone: dict[str, Any]
 ) -> None:
     loader = GpuLoader(mesh, engines.node)

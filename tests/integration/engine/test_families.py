@@ -172,7 +172,7 @@ def save(name: str, directory: Path, tokenizer: Path, dtype: torch.dtype) -> Pat
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_float32_equals_generate_alone_and_in_any_mix(name: str, tmp_path: Path, demo_directory: Path) -> None:
+def test_float32_output_equals_generate_alone_and_in_any_batch(name: str, tmp_path: Path, demo_directory: Path) -> None:
     loaded = LoadedModel(save(name, tmp_path / "m", demo_directory, torch.float32), "float32")
     try:
         assert bool(loaded.bound.copied) == (name in CONVERTED)
@@ -188,7 +188,9 @@ def test_float32_equals_generate_alone_and_in_any_mix(name: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "mistral-window", "gemma", "gpt-neox", "gpt2", "opt", "bloom"])
-def test_bfloat16_equals_generate_alone_and_departs_only_at_near_ties(name: str, tmp_path: Path, demo_directory: Path) -> None:
+def test_bfloat16_output_equals_generate_alone_and_differs_only_at_near_ties(
+    name: str, tmp_path: Path, demo_directory: Path
+) -> None:
     loaded = LoadedModel(save(name, tmp_path / "m", demo_directory, torch.bfloat16), "bfloat16")
     try:
         assert not loaded.bound.copied
@@ -212,7 +214,7 @@ def assert_near_tie(loaded: LoadedModel, prompt: list[int], alone: list[int], mi
     assert abs(gap) <= BF16_NEAR_TIE
 
 
-def test_preemption_changes_nothing(tmp_path: Path, demo_directory: Path) -> None:
+def test_preemption_does_not_change_the_output(tmp_path: Path, demo_directory: Path) -> None:
     """Preemption does not change output.
 
     Four sequences grow beyond a block each in a cache of five blocks: some are preempted and

@@ -37,7 +37,7 @@ async def test_a_response_over_the_message_limit_is_sent_in_parts(engines: Engin
     assert [r.seq for r in stream.replies] == list(range(len(stream.replies)))
 
 
-def test_an_answer_is_divided_only_where_it_must_be() -> None:
+def test_embedding_response_is_split_only_above_the_message_limit() -> None:
     vectors = tuple("x" * 97 for _ in range(1000))  # 100 bytes each with its quotes
     assert split_vectors(vectors, 101_024) == ([], vectors)
     first, last = split_vectors(vectors, 101_023)

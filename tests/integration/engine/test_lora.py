@@ -91,7 +91,7 @@ def mixed(loaded: LoadedModel, adapters: list[LoraAdapter | None]) -> tuple[list
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_float32_rows_of_any_adapters_are_what_they_are_alone_and_merged(
+def test_float32_adapter_output_is_independent_of_the_batch(
     name: str, tmp_path: Path, demo_directory: Path, attachments: Attachments
 ) -> None:
     base = save(name, tmp_path / "m", demo_directory, torch.float32)
@@ -163,7 +163,7 @@ def test_weights_are_not_copied(tmp_path: Path, demo_directory: Path, attachment
         ({"model.norm": (64, 64)}, "no linear layer of its base"),
     ],
 )
-def test_what_does_not_fit_the_built_model_is_refused(
+def test_adapter_that_does_not_fit_the_model_is_refused(
     modules: dict[str, tuple[int, int]], message: str, tmp_path: Path, demo_directory: Path, attachments: Attachments
 ) -> None:
     base = save("llama", tmp_path / "m", demo_directory, torch.float32)

@@ -49,7 +49,7 @@ async def answer(engines: Engines, instance: str, adapter: ModelCard | None) -> 
     return stream.text()
 
 
-async def test_adapters_are_loaded_once_shared_and_make_room(
+async def test_adapters_are_loaded_once_shared_and_evicted(
     engines: Engines, loader: FakeLoader, instance: str, cards: list[ModelCard]
 ) -> None:
     assert 20_000 < cards[0].info.weights_bytes < 30_000
@@ -97,7 +97,7 @@ async def test_an_unusable_adapter_is_a_typed_error_and_the_engine_continues(
     assert await answer(engines, instance, None)
 
 
-async def test_a_request_cancelled_while_its_adapter_loads_leaves_nothing(
+async def test_cancelled_request_leaves_no_adapter_load(
     engines: Engines, mesh: Mesh, zygote: ZygoteProcess, demo_directory: Path, cards: list[ModelCard]
 ) -> None:
     loader = FakeLoader(mesh, engines.node, hold=True)
@@ -141,7 +141,7 @@ async def notify(engines: Engines, instance: str, *cards: ModelCard) -> None:
         await engines.mesh.request(subjects.engine_control(instance), LoadAdapter(card=card), Done)
 
 
-async def test_adapters_load_beside_a_base_that_is_still_loading(
+async def test_adapters_load_concurrently_with_their_base(
     engines: Engines, starting: tuple[FakeLoader, str], cards: list[ModelCard]
 ) -> None:
     loader, instance = starting
@@ -158,7 +158,7 @@ async def test_adapters_load_beside_a_base_that_is_still_loading(
     assert set(loader.holders) == {instance, *early, adapter_holder(instance, 1), adapter_holder(instance, 2)}
 
 
-async def test_a_failed_prefetch_is_left_to_the_request(
+async def test_failed_adapter_prefetch_is_retried_by_the_request(
     engines: Engines, starting: tuple[FakeLoader, str], cards: list[ModelCard], tmp_path: Path, demo_directory: Path
 ) -> None:
     loader, instance = starting

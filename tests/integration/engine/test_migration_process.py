@@ -76,7 +76,7 @@ async def test_a_request_resumes_at_another_engine(engines: Engines, pair: tuple
         assert rest.finish(i) == "length"
 
 
-async def test_what_cannot_be_is_refused(engines: Engines, pair: tuple[str, str]) -> None:
+async def test_invalid_prepare_and_resume_requests_are_refused(engines: Engines, pair: tuple[str, str]) -> None:
     to, mesh = subjects.engine_control(pair[0]), engines.mesh
     order = PrepareResume(prepared="m", revision="test", sequences=((5, 6, 7),))
     for changes, error in (

@@ -20,7 +20,7 @@ from tests.support.engines import Engines, ZygoteClient
 from tests.support.segments import FakeLoader, card_of
 
 
-async def test_a_start_is_reported_with_its_phases(engines: Engines, instance: tuple[str, int], loader: FakeLoader) -> None:
+async def test_start_is_reported_with_its_phases(engines: Engines, instance: tuple[str, int], loader: FakeLoader) -> None:
     name, pid = instance
     report = await engines.mesh.request(subjects.engine_control(name), PingEngine(), EngineReport)
     assert (report.pid, report.state, report.progress) == (pid, "ready", 1.0)
@@ -30,7 +30,7 @@ async def test_a_start_is_reported_with_its_phases(engines: Engines, instance: t
     assert loader.asked == ["index", "complete"]
 
 
-async def test_an_answer_streams_numbered_and_whole(engines: Engines, instance: tuple[str, int]) -> None:
+async def test_response_is_streamed_in_numbered_messages(engines: Engines, instance: tuple[str, int]) -> None:
     stream = await engines.answer(
         instance[0],
         "chat",
@@ -64,7 +64,7 @@ async def test_an_answer_streams_numbered_and_whole(engines: Engines, instance: 
             assert status.logprob <= 0
 
 
-async def test_many_at_once_are_each_what_they_are_alone(engines: Engines, instance: tuple[str, int]) -> None:
+async def test_concurrent_requests_give_the_same_output_as_alone(engines: Engines, instance: tuple[str, int]) -> None:
     def body(i: int) -> dict[str, object]:
         return {"prompt": f"Number {i} says", "max_tokens": 20 + i, "temperature": 0}
 
@@ -92,7 +92,7 @@ async def test_embeddings_of_a_generating_model(engines: Engines, instance: tupl
     assert done.vectors[0] == done.vectors[2] != done.vectors[1]
 
 
-async def test_a_cancelled_request_ends_without_a_last_message(engines: Engines, instance: tuple[str, int]) -> None:
+async def test_cancelled_request_ends_without_a_final_message(engines: Engines, instance: tuple[str, int]) -> None:
     stream = await engines.ask(instance[0], "completion", **SLOW)
     await until_streaming(stream)
     cancel = CancelInfer(request_id=stream.request_id)
@@ -104,7 +104,7 @@ async def test_a_cancelled_request_ends_without_a_last_message(engines: Engines,
     assert len(stream.tokens()) < 900
 
 
-async def test_a_request_over_its_deadline_is_ended(engines: Engines, instance: tuple[str, int]) -> None:
+async def test_request_over_its_deadline_fails(engines: Engines, instance: tuple[str, int]) -> None:
     stream = await engines.ask(instance[0], "completion", deadline_ms=150, **SLOW)
     last = await stream.last()
     assert isinstance(last, InferFailed)
@@ -121,14 +121,16 @@ async def test_a_request_over_its_deadline_is_ended(engines: Engines, instance: 
         ({}, "invalid_request"),
     ],
 )
-async def test_bad_requests_fail_at_once(engines: Engines, instance: tuple[str, int], body: dict[str, object], code: str) -> None:
+async def test_invalid_request_fails_immediately(
+    engines: Engines, instance: tuple[str, int], body: dict[str, object], code: str
+) -> None:
     stream = await engines.answer(instance[0], "completion", **body)
     (only,) = stream.replies
     assert isinstance(only, InferFailed)
     assert (only.seq, only.error.code) == (0, code)
 
 
-async def test_draining_answers_what_runs_and_refuses_the_rest(
+async def test_draining_engine_finishes_running_requests_and_refuses_others(
     engines: Engines, instance: tuple[str, int], client: ZygoteClient
 ) -> None:
     name, pid = instance
@@ -149,12 +151,14 @@ async def test_draining_answers_what_runs_and_refuses_the_rest(
         await engines.mesh.request(subjects.engine_control(name), PingEngine(), EngineReport)
 
 
-async def test_an_idle_engine_leaves_if_idle(engines: Engines, instance: tuple[str, int], client: ZygoteClient) -> None:
+async def test_idle_engine_exits_on_a_conditional_drain(engines: Engines, instance: tuple[str, int], client: ZygoteClient) -> None:
     await engines.mesh.request(subjects.engine_control(instance[0]), DrainEngine(only_if_idle=True), Done)
     assert await exited(client, instance[1]) == 0
 
 
-async def test_sigterm_ends_what_runs_with_an_error(engines: Engines, instance: tuple[str, int], client: ZygoteClient) -> None:
+async def test_sigterm_ends_running_requests_with_an_error(
+    engines: Engines, instance: tuple[str, int], client: ZygoteClient
+) -> None:
     stream = await engines.ask(instance[0], "completion", **SLOW)
     await until_streaming(stream)
     os.kill(instance[1], signal.SIGTERM)

@@ -157,7 +157,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_the_answer_is_the_same_wherever_it_is_cut(loaded: LoadedModel, reported: RecordedBatcher, body: str) -> None:
+def test_resumed_response_equals_the_undisturbed_one_at_any_cut(loaded: LoadedModel, reported: RecordedBatcher, body: str) -> None:
     first = request(loaded, "whole", **BODIES[body])
     whole = reported.answer(first)
     for count in (1, 2, 13, TOKENS - 1):
@@ -181,7 +181,7 @@ def test_stop_strings_are_found_across_the_cut(loaded: LoadedModel, reported: Re
             assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0]), (stop, count)
 
 
-def test_tokens_that_complete_the_answer_end_it_at_once(loaded: LoadedModel, reported: RecordedBatcher) -> None:
+def test_resume_state_with_a_complete_response_ends_immediately(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     """A resume state whose tokens complete the response ends at once.
 
     The previous engine died, or was of another kind, before it reported the end.
@@ -198,7 +198,7 @@ def test_tokens_that_complete_the_answer_end_it_at_once(loaded: LoadedModel, rep
     assert reported.answer(done) == {}
 
 
-def test_a_response_that_cannot_be_resumed_is_refused(loaded: LoadedModel, reported: RecordedBatcher) -> None:
+def test_response_that_cannot_be_resumed_is_refused(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     first = request(loaded, "whole")
     resume = cut(reported.answer(first), {0: 4}, first)
     for changes in ({"revision": "other"}, {"prompt_tokens": 3}, {"choices": (ResumedChoice(index=4, token_ids=(1,)),)}):
@@ -207,7 +207,7 @@ def test_a_response_that_cannot_be_resumed_is_refused(loaded: LoadedModel, repor
         assert refused.value.param == "resume"
 
 
-def test_a_yielded_request_ends_after_its_last_token(loaded: LoadedModel, reported: RecordedBatcher) -> None:
+def test_yielded_request_ends_after_its_last_token(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     first = request(loaded, "long", max_tokens=90)
     reported.batcher.submit(first)
     reported.until(lambda: len(reported.deltas.get("long", {}).get(0, ())) >= 5)
@@ -221,7 +221,7 @@ def test_a_yielded_request_ends_after_its_last_token(loaded: LoadedModel, report
     assert flat([*reported.deltas["long"][0], *rest[0]]) == flat(whole[0])
 
 
-def test_keys_and_values_computed_ahead_are_used(loaded: LoadedModel, reported: RecordedBatcher) -> None:
+def test_prepared_kv_cache_is_used(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     first = request(loaded, "whole")
     whole = reported.answer(first)
     tokens = flat(whole[0])[1]
@@ -243,7 +243,7 @@ def test_prepared_prefixes_expire(loaded: LoadedModel, reported: RecordedBatcher
     assert reported.prepare("p", PROMPT) == Computed(len(PROMPT) - 1)
 
 
-def test_it_is_answered_after_a_while_with_what_was_computed(loaded: LoadedModel, reported: RecordedBatcher) -> None:
+def test_long_preparation_is_answered_in_parts(loaded: LoadedModel, reported: RecordedBatcher) -> None:
     sequence, chunk = list(range(1, 401)), loaded.limits.chunk_tokens
     parts = [reported.prepare("p", sequence, answer_s=0.0)]
     while isinstance(parts[-1], Computed) and parts[-1].left:
@@ -252,7 +252,7 @@ def test_it_is_answered_after_a_while_with_what_was_computed(loaded: LoadedModel
     assert parts == [Computed(n, 399 - sum(steps[: i + 1])) for i, n in enumerate(steps)]
 
 
-def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) -> None:
+def test_running_requests_gain_a_token_in_every_step_of_a_preparation(loaded: LoadedModel) -> None:
     """Running sequences gain a token in every step during a preparation.
 
     The preparation runs after them, in chunks: each token is delayed by at most a part of one
@@ -287,7 +287,7 @@ def test_what_runs_gains_a_token_in_every_step_meanwhile(loaded: LoadedModel) ->
     assert max(row[1] for row in beside) == 8
 
 
-def test_computing_ahead_never_takes_from_requests(loaded: LoadedModel) -> None:
+def test_preparation_never_takes_memory_from_requests(loaded: LoadedModel) -> None:
     small = LoadedModel.__new__(LoadedModel)
     small.__dict__ = loaded.__dict__ | {"limits": type(loaded.limits)(8, 3, 8192, 16)}
     reported = RecordedBatcher(small)

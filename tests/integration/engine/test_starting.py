@@ -84,7 +84,7 @@ async def test_an_unusable_model_is_reported_and_the_process_exits(
     assert await exited(client, pid) == 1
 
 
-async def test_a_load_that_fails_keeps_its_class(engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path) -> None:
+async def test_failed_load_keeps_its_error_class(engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path) -> None:
     loader = FakeLoader(mesh, engines.node, error=CheckpointInvalid("model.safetensors is truncated"))
     await loader.start()
     start = engines.spec(card_of(demo_directory))
@@ -96,7 +96,9 @@ async def test_a_load_that_fails_keeps_its_class(engines: Engines, mesh: Mesh, c
     loader.close()
 
 
-async def test_kv_bytes_that_hold_nothing(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path) -> None:
+async def test_kv_cache_too_small_for_a_block_is_refused(
+    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path
+) -> None:
     start = engines.spec(card_of(demo_directory), kv_bytes=1000)
     pid = await forked(client, start)
     report = await engines.settled(start.instance_id)
@@ -124,9 +126,7 @@ async def test_binding_continues_while_bytes_arrive(
     loader.close()
 
 
-async def test_a_loader_that_was_restarted_is_followed(
-    engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
-) -> None:
+async def test_engine_follows_a_restarted_loader(engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path) -> None:
     """An engine follows a restarted loader.
 
     The engine starts before the loader, and has mapped a segment that is replaced before it is
@@ -148,7 +148,7 @@ async def test_a_loader_that_was_restarted_is_followed(
     loader.close()
 
 
-async def test_a_question_that_the_loader_lost_is_asked_again(
+async def test_attach_request_lost_by_the_loader_is_repeated(
     engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
 ) -> None:
     """The engine repeats a request for weights that the loader lost.
@@ -174,7 +174,7 @@ async def test_a_question_that_the_loader_lost_is_asked_again(
     loader.close()
 
 
-async def test_it_starts_without_a_zygote_too(engines: Engines, loader: FakeLoader, demo_directory: Path) -> None:
+async def test_engine_starts_without_a_zygote(engines: Engines, loader: FakeLoader, demo_directory: Path) -> None:
     start = engines.spec(card_of(demo_directory))
     process = engines.spawn(start)
     report = await engines.settled(start.instance_id)
@@ -184,7 +184,9 @@ async def test_it_starts_without_a_zygote_too(engines: Engines, loader: FakeLoad
     assert await asyncio.to_thread(process.wait, 30) == 0
 
 
-async def test_a_signal_while_loading_ends_it(engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path) -> None:
+async def test_sigterm_during_the_load_ends_the_engine(
+    engines: Engines, mesh: Mesh, client: ZygoteClient, demo_directory: Path
+) -> None:
     loader = FakeLoader(mesh, engines.node, hold=True)
     await loader.start()
     start = engines.spec(card_of(demo_directory))

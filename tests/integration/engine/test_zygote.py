@@ -53,7 +53,9 @@ async def test_exits_are_reported_to_every_nodeagent(zygote: ZygoteProcess, engi
         await client.close()
 
 
-async def test_an_engine_has_a_session_and_files_of_its_own(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
+async def test_forked_engine_has_its_own_session_and_log_file(
+    zygote: ZygoteProcess, engines: Engines, demo_directory: Path
+) -> None:
     loader = FakeLoader(engines.mesh, engines.node)
     await loader.start()
     client = await zygote.connect()
@@ -72,7 +74,7 @@ async def test_an_engine_has_a_session_and_files_of_its_own(zygote: ZygoteProces
     loader.close()
 
 
-async def test_nonsense_is_answered_and_harms_nothing(zygote: ZygoteProcess) -> None:
+async def test_malformed_command_is_answered_with_a_failure(zygote: ZygoteProcess) -> None:
     client = await zygote.connect()
     client.send(b'{"kind": "nonsense"}')
     assert isinstance(await client.hear(), ZygoteFailure)
@@ -81,7 +83,7 @@ async def test_nonsense_is_answered_and_harms_nothing(zygote: ZygoteProcess) -> 
     await client.close()
 
 
-async def test_a_log_that_cannot_be_opened_is_a_failure(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
+async def test_log_file_that_cannot_be_opened_fails_the_fork(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
     client = await zygote.connect()
     start = engines.spec(card_of(demo_directory)).model_copy(update={"log_path": "/nonexistent/x.log"})
     client.send(start.model_dump_json().encode())
@@ -91,7 +93,7 @@ async def test_a_log_that_cannot_be_opened_is_a_failure(zygote: ZygoteProcess, e
     await client.close()
 
 
-async def test_engines_outlive_their_zygote(own_zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
+async def test_engines_survive_their_zygote(own_zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
     loader = FakeLoader(engines.mesh, engines.node)
     await loader.start()
     client = await own_zygote.connect()
@@ -116,7 +118,7 @@ def zygote_command(path: Path) -> list[str]:
     return [sys.executable, "-m", "services.engine.zygote", str(path)]
 
 
-def test_a_second_zygote_leaves_the_first_alone(zygote: ZygoteProcess) -> None:
+def test_second_zygote_exits_and_the_first_continues(zygote: ZygoteProcess) -> None:
     second = subprocess.run(zygote_command(zygote.socket), capture_output=True, text=True, timeout=60)
     assert second.returncode == 0
     assert "already served" in second.stdout
@@ -135,7 +137,7 @@ def test_a_stale_socket_is_replaced() -> None:
         fresh.close()
 
 
-def test_a_path_that_no_socket_can_have() -> None:
+def test_socket_path_over_the_length_limit_is_refused() -> None:
     failed = subprocess.run(zygote_command(Path("/tmp") / ("x" * 200) / "z.sock"), capture_output=True, text=True, timeout=60)
     assert failed.returncode == 1
     assert "cannot listen" in failed.stderr

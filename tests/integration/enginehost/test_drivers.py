@@ -58,7 +58,7 @@ async def drive(hosts: Hosts, tmp_path: Path, engine: str, *, device: str = "cpu
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_starts_answers_and_streams_under_the_models_own_name(hosts: Hosts, tmp_path: Path, engine: str) -> None:
+async def test_engine_starts_responds_and_streams_under_the_models_name(hosts: Hosts, tmp_path: Path, engine: str) -> None:
     driven = await drive(hosts, tmp_path, engine)
     whole = await hosts.whole(driven.instance, "chat", messages=[], max_tokens=3)
     assert whole.json["choices"][0]["message"]["content"] == "t0 t1 t2 "
@@ -71,7 +71,7 @@ async def test_starts_answers_and_streams_under_the_models_own_name(hosts: Hosts
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_sleeps_and_wakes_by_its_own_means_where_it_has_them(hosts: Hosts, tmp_path: Path, engine: str) -> None:
+async def test_engine_sleeps_and_wakes_by_its_own_endpoints(hosts: Hosts, tmp_path: Path, engine: str) -> None:
     driven = await drive(hosts, tmp_path, engine, device="cuda:1")
     hosted = hosts.reports[driven.instance][-1].hosted
     assert hosted is not None
@@ -101,9 +101,7 @@ async def test_vllms_second_sleep_level_reads_the_weights_before_restoring_the_c
     assert found == ["/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"]
 
 
-async def test_sglangs_first_level_keeps_a_copy_of_its_weights_and_its_second_reads_them_again(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+async def test_sglang_level_1_keeps_a_weights_copy_and_level_2_rereads_them(hosts: Hosts, tmp_path: Path) -> None:
     driven = await drive(hosts, tmp_path, "sglang", device="cuda:0")
     assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set((await driven.stats())["argv"])
     for level in (1, 2):
@@ -126,7 +124,7 @@ async def test_sglangs_first_level_keeps_a_copy_of_its_weights_and_its_second_re
     ]
 
 
-async def test_sglang_without_a_copy_of_its_weights_has_the_second_level_only(hosts: Hosts, tmp_path: Path) -> None:
+async def test_sglang_without_a_weights_copy_has_only_level_2(hosts: Hosts, tmp_path: Path) -> None:
     driven = await drive(hosts, tmp_path, "sglang", device="cuda:0", engine_args={"enable_weights_cpu_backup": False})
     hosted = hosts.reports[driven.instance][-1].hosted
     assert hosted is not None
@@ -134,7 +132,7 @@ async def test_sglang_without_a_copy_of_its_weights_has_the_second_level_only(ho
     assert "--enable-weights-cpu-backup" not in (await driven.stats())["argv"]
 
 
-async def test_vllm_on_gpus_that_others_use_too(hosts: Hosts, tmp_path: Path) -> None:
+async def test_vllm_shares_gpus_with_other_processes(hosts: Hosts, tmp_path: Path) -> None:
     """vLLM shares GPUs with other processes.
 
     vLLM refuses to start if less than its share of the GPU is free, even with an explicit cache
@@ -152,7 +150,7 @@ async def test_vllm_on_gpus_that_others_use_too(hosts: Hosts, tmp_path: Path) ->
     assert stats["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-async def test_vllms_command_line(hosts: Hosts, tmp_path: Path) -> None:
+async def test_vllm_command_line_has_the_configured_options(hosts: Hosts, tmp_path: Path) -> None:
     args = {"tool_call_parser": "hermes", "enable_prefix_caching": False, "kv_cache_bytes": 99 * MIB}
     driven = await drive(hosts, tmp_path, "vllm", engine_args=args, dtype="bfloat16", trust_remote_code=True)
     stats = await driven.stats()
@@ -177,7 +175,7 @@ async def test_vllms_command_line(hosts: Hosts, tmp_path: Path) -> None:
         assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == ("nobind", "1"), "THAW_ENGINE_THREADS of one"
 
 
-async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_path: Path) -> None:
+async def test_model_missing_from_ollama_is_pulled_and_loaded(hosts: Hosts, tmp_path: Path) -> None:
     driven = await drive(hosts, tmp_path, "ollama")
     assert (await driven.calls())[:3] == ["/api/show", "/api/pull", "/api/generate"]
     reported = [(r.phase, r.progress) for r in hosts.reports[driven.instance] if r.phase is not None and r.phase.value == "fetch"]
@@ -185,7 +183,7 @@ async def test_a_model_that_ollama_lacks_is_pulled_and_loaded(hosts: Hosts, tmp_
 
 
 @pytest.mark.parametrize("engine", ["ollama", "llamacpp"])
-async def test_a_model_that_embeds_is_loaded_as_one(hosts: Hosts, tmp_path: Path, engine: str) -> None:
+async def test_embedding_model_is_loaded_for_embeddings(hosts: Hosts, tmp_path: Path, engine: str) -> None:
     """An embedding model is loaded as one.
 
     Ollama refuses to generate with it, even for an empty request; llama.cpp's server embeds only
@@ -204,7 +202,7 @@ async def test_a_model_that_embeds_is_loaded_as_one(hosts: Hosts, tmp_path: Path
     assert (await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)).same
 
 
-async def test_a_model_that_ollama_cannot_pull_is_named(hosts: Hosts, tmp_path: Path) -> None:
+async def test_model_that_ollama_cannot_pull_is_named(hosts: Hosts, tmp_path: Path) -> None:
     card = hosted_card("engine://nowhere", "ollama", memory=MIB)
     start = hosts.host(card, THAW_OLLAMA_PROGRAM=fake_program(tmp_path, "ollama"))
     report = await hosts.settled(start.instance_id)
@@ -213,7 +211,7 @@ async def test_a_model_that_ollama_cannot_pull_is_named(hosts: Hosts, tmp_path: 
     assert "file does not exist" in report.error.message
 
 
-async def test_a_gguf_file_is_given_to_ollama_under_its_digest(hosts: Hosts, tmp_path: Path) -> None:
+async def test_gguf_file_is_imported_into_ollama_by_digest(hosts: Hosts, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF" + bytes(100))
     start = hosts.host(hosted_card(file, "ollama"), THAW_OLLAMA_PROGRAM=fake_program(tmp_path, "ollama"))

@@ -71,14 +71,14 @@ async def test_nor_ollama_with_a_file(hosts: Hosts, tmp_path: Path) -> None:
     await answers_its_host_only(hosts, instance, run)
 
 
-async def test_a_command_that_takes_a_socket(hosts: Hosts) -> None:
+async def test_engine_on_a_socket_is_reachable_only_by_its_host(hosts: Hosts) -> None:
     command = [sys.executable, "-m", "tests.support.fake_openai", "--uds", "{socket}"]
     instance, run = await ready(hosts, hosted_card("engine://m", command=command, memory=MIB))
     await answers_its_host_only(hosts, instance, run)
 
 
 @pytest.mark.usefixtures("needs_networks")
-async def test_a_command_with_a_network_of_its_own(hosts: Hosts) -> None:
+async def test_engine_in_a_private_network_is_reachable_only_by_its_host(hosts: Hosts) -> None:
     instance, run = await ready(hosts, hosted_card("engine://m", command=FAKE, memory=MIB, network="private"))
     await answers_its_host_only(hosts, instance, run)
     streamed = await hosts.whole(instance, "completion", prompt="x", max_tokens=200, stream=True)
@@ -86,7 +86,7 @@ async def test_a_command_with_a_network_of_its_own(hosts: Hosts) -> None:
 
 
 @pytest.mark.usefixtures("needs_networks")
-async def test_a_client_that_leaves_ends_its_request_through_a_relay(hosts: Hosts) -> None:
+async def test_client_disconnect_ends_a_relayed_request(hosts: Hosts) -> None:
     instance, _ = await ready(hosts, hosted_card("engine://m", command=FAKE, memory=MIB, network="private"))
     stream = await hosts.ask(instance, "completion", prompt="x", stream=True, fake={"tokens": 10_000, "pace": 0.02})
     await stream.until(lambda r: len(r) > 3)
@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_ends_its_request_through_a_relay(hosts: Host
     assert await hosts.eventually(cancelled, lambda n: n == 1) == 1
 
 
-async def test_a_port_of_the_machine_where_that_is_asked_for_has_no_dev_mode(hosts: Hosts, tmp_path: Path) -> None:
+async def test_engine_on_a_public_port_has_no_development_mode(hosts: Hosts, tmp_path: Path) -> None:
     """An engine on a port of the machine has no development mode.
 
     docs/engines.md: with {port} in its command, or `network: host`, all users of the machine reach
@@ -118,7 +118,7 @@ async def test_a_port_of_the_machine_where_that_is_asked_for_has_no_dev_mode(hos
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-async def test_no_socket_is_left_behind(hosts: Hosts, how: signal.Signals) -> None:
+async def test_socket_is_removed_after_the_host_exits(hosts: Hosts, how: signal.Signals) -> None:
     command = [sys.executable, "-m", "tests.support.fake_openai", "--uds", "{socket}"]
     instance, run = await ready(hosts, hosted_card("engine://m", command=command, memory=MIB))
     assert list(run.iterdir())
@@ -132,7 +132,7 @@ async def test_no_socket_is_left_behind(hosts: Hosts, how: signal.Signals) -> No
     await hosts.left_nothing(instance)
 
 
-def test_the_next_host_removes_what_a_killed_host_and_its_reaper_left(tmp_path: Path) -> None:
+def test_next_host_removes_directories_of_killed_hosts(tmp_path: Path) -> None:
     left = tmp_path / "run" / "1-1-abcd"  # process 1 did not start then
     left.mkdir(parents=True)
     (left / "engine.sock").touch()

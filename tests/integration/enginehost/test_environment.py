@@ -32,7 +32,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("secrets")
-async def test_no_process_of_an_engine_has_the_nodes_credentials(hosts: Hosts) -> None:
+async def test_engine_processes_have_no_credentials_of_the_node(hosts: Hosts) -> None:
     start = hosts.host(fake_card("--fork"))
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
@@ -46,7 +46,7 @@ async def test_no_process_of_an_engine_has_the_nodes_credentials(hosts: Hosts) -
 
 
 @pytest.mark.usefixtures("secrets")
-async def test_a_model_gets_what_its_env_names(hosts: Hosts) -> None:
+async def test_engine_receives_the_variables_that_its_model_names(hosts: Hosts) -> None:
     start = hosts.host(fake_card(env={"HF_TOKEN": "${HF_TOKEN}", "GIVEN": "${THAW_ADMIN_KEY}", "AWS_REGION": "here"}))
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
@@ -58,7 +58,7 @@ async def test_a_model_gets_what_its_env_names(hosts: Hosts) -> None:
 
 
 @pytest.mark.usefixtures("secrets")
-async def test_a_host_has_only_what_its_model_names(hosts: Hosts, tmp_path: Path) -> None:
+async def test_host_receives_only_the_credentials_that_its_model_names(hosts: Hosts, tmp_path: Path) -> None:
     launcher = DirectLauncher("services.enginehost", tmp_path / "specs", "host")
     start = hosts.spec(fake_card(env={"HF_TOKEN": "${HF_TOKEN}"}))
     host = psutil.Process(await launcher.launch(start))
@@ -74,7 +74,7 @@ async def test_a_host_has_only_what_its_model_names(hosts: Hosts, tmp_path: Path
 
 
 @pytest.mark.usefixtures("secrets")
-async def test_an_interpreter_in_waiting_has_none(hosts: Hosts, tmp_path: Path) -> None:
+async def test_spare_interpreter_has_no_credentials(hosts: Hosts, tmp_path: Path) -> None:
     node = Node(hosts, tmp_path)
     try:
         waiting = psutil.Process(await node.waits())

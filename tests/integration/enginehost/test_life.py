@@ -22,7 +22,7 @@ from tests.support.hosted import FAKE, MIB, Hosts, fake_card, hosted_card, reape
 from tests.support.stopping import stop
 
 
-async def test_ready_means_that_a_token_was_generated(hosts: Hosts) -> None:
+async def test_engine_is_ready_once_it_has_generated_a_token(hosts: Hosts) -> None:
     start = hosts.host(fake_card())
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready"
@@ -32,7 +32,7 @@ async def test_ready_means_that_a_token_was_generated(hosts: Hosts) -> None:
     assert report.pid not in report.hosted.pids
 
 
-async def test_an_engine_that_is_healthy_and_generates_nothing_never_becomes_ready(hosts: Hosts) -> None:
+async def test_healthy_engine_that_generates_nothing_never_becomes_ready(hosts: Hosts) -> None:
     start = hosts.host(fake_card("--mute"))
     report = await hosts.settled(start.instance_id)
     assert report.state == "failed"
@@ -41,7 +41,7 @@ async def test_an_engine_that_is_healthy_and_generates_nothing_never_becomes_rea
     await hosts.left_nothing(start.instance_id)
 
 
-async def test_a_slow_start_makes_progress_and_is_no_failure(hosts: Hosts) -> None:
+async def test_slow_start_reports_progress_and_becomes_ready(hosts: Hosts) -> None:
     start = hosts.host(fake_card("--ready-after", "2.5"))
     assert (await hosts.settled(start.instance_id)).state == "ready"
     shown = [r.progress for r in hosts.reports[start.instance_id] if r.state == "loading"]
@@ -49,7 +49,7 @@ async def test_a_slow_start_makes_progress_and_is_no_failure(hosts: Hosts) -> No
     assert len(set(shown)) >= 3
 
 
-async def test_ready_timeout_limits_a_start_as_a_whole(hosts: Hosts) -> None:
+async def test_ready_timeout_limits_the_whole_start(hosts: Hosts) -> None:
     start = hosts.host(fake_card("--ready-after", "60", ready_timeout=10))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
@@ -58,7 +58,7 @@ async def test_ready_timeout_limits_a_start_as_a_whole(hosts: Hosts) -> None:
     await hosts.left_nothing(start.instance_id)
 
 
-async def test_a_program_that_is_not_there_is_named(hosts: Hosts) -> None:
+async def test_missing_program_is_named(hosts: Hosts) -> None:
     start = hosts.host(hosted_card("engine://m", command=["/nowhere/engine"], memory=MIB))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
@@ -85,7 +85,7 @@ async def test_a_missing_engine_is_reported_with_the_setting(
     assert f"set {variable}" in report.error.message
 
 
-async def test_on_cpu_the_meshs_own_processes_go_before_it(hosts: Hosts) -> None:
+async def test_engine_on_cpu_has_lower_priority_than_the_mesh(hosts: Hosts) -> None:
     own = psutil.Process().nice()
     for device, expected in (("cpu:0", min(19, own + 3)), ("cuda:0", own)):
         start = hosts.host(fake_card(), device=device, THAW_ENGINE_NICENESS="3")
@@ -95,7 +95,7 @@ async def test_on_cpu_the_meshs_own_processes_go_before_it(hosts: Hosts) -> None
         assert psutil.Process(report.pid).nice() == own
 
 
-async def test_whatever_it_forked_ends_with_it(hosts: Hosts) -> None:
+async def test_forked_processes_end_with_their_engine(hosts: Hosts) -> None:
     start = hosts.host(fake_card("--fork", "--ignore-term"), THAW_KILL_GRACE="1")
     report = await hosts.settled(start.instance_id)
     assert report.hosted is not None
@@ -105,7 +105,7 @@ async def test_whatever_it_forked_ends_with_it(hosts: Hosts) -> None:
     await hosts.left_nothing(start.instance_id)
 
 
-async def test_the_end_of_its_host_is_the_engines_end(hosts: Hosts) -> None:
+async def test_engine_ends_with_its_killed_host(hosts: Hosts) -> None:
     """The engine ends with its host.
 
     All of its processes end, also those in sessions of their own, without a nodeagent.
@@ -117,7 +117,7 @@ async def test_the_end_of_its_host_is_the_engines_end(hosts: Hosts) -> None:
     await hosts.left_nothing(start.instance_id)
 
 
-async def test_processes_that_hide_their_environment_end_with_the_host_too(hosts: Hosts) -> None:
+async def test_processes_that_hide_their_environment_end_with_the_host(hosts: Hosts) -> None:
     start = hosts.host(fake_card("--retitle"))
     report = await hosts.settled(start.instance_id)
     (engine,) = hosts.marked(start.instance_id)
@@ -127,7 +127,7 @@ async def test_processes_that_hide_their_environment_end_with_the_host_too(hosts
     await hosts.eventually(lambda: asyncio.to_thread(hidden.is_running), lambda running: not running)
 
 
-async def test_a_host_that_ends_in_order_leaves_no_reaper(hosts: Hosts) -> None:
+async def test_clean_exit_of_a_host_leaves_no_reaper(hosts: Hosts) -> None:
     start = hosts.host(fake_card())
     report = await hosts.settled(start.instance_id)
     token = token_of(next(iter(hosts.marked(start.instance_id))))
@@ -138,7 +138,7 @@ async def test_a_host_that_ends_in_order_leaves_no_reaper(hosts: Hosts) -> None:
     await hosts.eventually(lambda: asyncio.to_thread(reapers, token), lambda found: not found)
 
 
-async def test_an_idle_engine_that_stops_generating_is_given_up(hosts: Hosts) -> None:
+async def test_idle_engine_that_stops_generating_fails(hosts: Hosts) -> None:
     start = hosts.host(fake_card(), THAW_PROBE_INTERVAL="0.2")
     assert (await hosts.settled(start.instance_id)).state == "ready"
     assert (await hosts.whole(start.instance_id, "chat", messages=[], fake={"mute": True})).status == 500
@@ -187,7 +187,7 @@ async def test_the_out_of_memory_killer_is_named(hosts: Hosts, narrow_group: Pat
     assert "out-of-memory" in failed.error.message
 
 
-async def test_it_is_asked_to_end_with_the_signal_of_its_model(hosts: Hosts) -> None:
+async def test_engine_is_stopped_by_the_configured_signal(hosts: Hosts) -> None:
     handler = "import signal,sys,os;signal.signal(signal.SIGINT,lambda *_:(os.write(2,b'asked by SIGINT\\n'),os._exit(0)));"
     run = f"{handler}sys.argv=sys.argv[1:];from tests.support import fake_openai as f;import uvicorn;uvicorn.Server.capture_signals={KEEP};f.main()"
     card = hosted_card("engine://m", command=[sys.executable, "-c", run, *FAKE[2:]], memory=MIB, stop_signal="SIGINT")
@@ -203,7 +203,7 @@ KEEP = "lambda self:__import__('contextlib').nullcontext()"
 """uvicorn would replace the program's signal handlers."""
 
 
-async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:
+async def test_sleeping_engine_is_not_probed_and_wakes_with_the_same_output(hosts: Hosts) -> None:
     start = hosts.host(fake_card(), THAW_PROBE_INTERVAL="0.1")
     report = await hosts.settled(start.instance_id)
     assert report.hosted is not None
@@ -223,7 +223,7 @@ async def test_it_sleeps_untouched_and_wakes_as_it_was(hosts: Hosts) -> None:
     assert (await hosts.whole(start.instance_id, "chat", messages=[])).status == 200
 
 
-async def test_a_port_that_someone_else_took_is_left_to_them(hosts: Hosts, tmp_path: Path) -> None:
+async def test_process_that_took_the_port_is_not_killed(hosts: Hosts, tmp_path: Path) -> None:
     state = tmp_path / "state"
     # First, a process outside the family serves its port: a grandchild whose parent has ended.
     launch = (

@@ -65,7 +65,7 @@ async def asked(place: Path, known: set[str]) -> str:
             await asyncio.sleep(0.02)
 
 
-async def test_it_gets_another_one(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
+async def test_engine_with_a_taken_port_gets_another_one(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
     start = hosts.host(late_card(tmp_path))
     known: set[str] = set()
     first = await asked(tmp_path, known)
@@ -79,7 +79,7 @@ async def test_it_gets_another_one(hosts: Hosts, tmp_path: Path, thief: list[Any
     assert len([s for s in report.phases if s.phase.value == "init"]) == 2, "both attempts are reported"
 
 
-async def test_after_three_it_gives_up_and_says_so(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
+async def test_start_fails_after_three_taken_ports(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
     start = hosts.host(late_card(tmp_path))
     known: set[str] = set()
     for _ in range(3):

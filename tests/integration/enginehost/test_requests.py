@@ -23,7 +23,7 @@ async def seen(hosts: Hosts, instance: str) -> Any:
     return stream.json
 
 
-async def test_responses_pass_whole_and_streamed_unchanged(hosts: Hosts) -> None:
+async def test_complete_and_streamed_responses_pass_unchanged(hosts: Hosts) -> None:
     instance = await ready(hosts)
     whole = await hosts.whole(instance, "chat", messages=[], max_tokens=3)
     assert whole.status == 200
@@ -35,7 +35,7 @@ async def test_responses_pass_whole_and_streamed_unchanged(hosts: Hosts) -> None
     assert streamed.events()[-1]["usage"]["completion_tokens"] == 5
 
 
-async def test_the_usage_that_a_client_did_not_ask_for_is_ours_only(hosts: Hosts) -> None:
+async def test_usage_that_the_client_did_not_request_is_hidden(hosts: Hosts) -> None:
     instance = await ready(hosts)
     answer = await hosts.whole(instance, "completion", prompt="x", max_tokens=4, stream=True)
     assert all("usage" not in e for e in answer.events())
@@ -46,7 +46,7 @@ async def test_the_usage_that_a_client_did_not_ask_for_is_ours_only(hosts: Hosts
     assert report.load.completed == 1
 
 
-async def test_tools_json_mode_and_unknown_fields_reach_the_engine_as_they_are(hosts: Hosts) -> None:
+async def test_tools_json_mode_and_unknown_fields_reach_the_engine_unchanged(hosts: Hosts) -> None:
     instance = await ready(hosts)
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     asked = {"messages": [], "tools": [tool], "tool_choice": "required", "response_format": {"type": "json_object"}, "odd": [1]}
@@ -58,7 +58,7 @@ async def test_tools_json_mode_and_unknown_fields_reach_the_engine_as_they_are(h
     assert body["model"] == "demo"
 
 
-async def test_an_engines_error_keeps_its_status_and_body(hosts: Hosts) -> None:
+async def test_engine_error_keeps_its_status_and_body(hosts: Hosts) -> None:
     instance = await ready(hosts)
     for status in (400, 422, 429, 503):
         answer = await hosts.whole(instance, "chat", messages=[], stream=True, fake={"status": status})
@@ -85,7 +85,7 @@ async def test_a_cancelled_request_stops_the_engine(hosts: Hosts) -> None:
     await hosts.reported(instance, lambda r: r.state == "ready" and r.load.active == 0 and r.load.idle_ms > 0)
 
 
-async def test_a_request_past_its_deadline_fails_and_stops_the_engine(hosts: Hosts) -> None:
+async def test_request_past_its_deadline_fails_and_stops_the_engine(hosts: Hosts) -> None:
     instance = await ready(hosts)
     answer = await hosts.whole(instance, "chat", deadline_ms=300, messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
     assert answer.error is not None
@@ -106,7 +106,7 @@ async def test_a_crash_during_a_response_reaches_the_client_and_the_node(hosts: 
 
 
 @pytest.mark.parametrize("what", ["draining", "asleep"])
-async def test_who_is_not_serving_refuses_at_once(hosts: Hosts, what: str) -> None:
+async def test_host_that_is_not_serving_refuses_immediately(hosts: Hosts, what: str) -> None:
     from shared.contracts.engine import DrainEngine, EngineAsleep, SleepEngine
 
     instance = await ready(hosts)

@@ -71,7 +71,7 @@ async def test_cut_anywhere_and_resumed(hosts: Hosts, tmp_path: Path, endpoint: 
     await resumes_from_any_message(hosts, instance, endpoint, undisturbed, body)
 
 
-async def test_tokens_of_another_engine_are_not_counted_as_ones_own(hosts: Hosts, tmp_path: Path) -> None:
+async def test_resumed_tokens_are_not_counted_as_generated(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path)
     body = asked("completion", max_tokens=12, fake={"says": SAYS, "pace": 0.01})
     replies = (await hosts.whole(instance, "completion", **body)).stream.replies
@@ -104,7 +104,7 @@ async def test_a_request_is_read_and_yielded(hosts: Hosts, tmp_path: Path) -> No
     assert stream.replies[-1] == replies[-1]
 
 
-async def test_keys_and_values_are_made_ahead_in_the_engines_own_cache(hosts: Hosts, tmp_path: Path) -> None:
+async def test_prepare_fills_the_engines_prefix_cache(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path)
     control = subjects.engine_control(instance)
     tokens = tuple(prompt_of({"messages": HELLO}))
@@ -120,7 +120,7 @@ async def test_keys_and_values_are_made_ahead_in_the_engines_own_cache(hosts: Ho
         await hosts.mesh.request(control, first.model_copy(update={"revision": "r2"}), ResumePrepared)
 
 
-async def test_they_are_made_in_pieces_and_only_those_that_are_not_there_yet(hosts: Hosts, tmp_path: Path) -> None:
+async def test_preparation_computes_only_missing_tokens_in_chunks(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path, engine_args={"scheduling_policy": "fcfs"})
     control = subjects.engine_control(instance)
     for length in (1200, 1300, 2000):
@@ -132,7 +132,7 @@ async def test_they_are_made_in_pieces_and_only_those_that_are_not_there_yet(hos
     assert not any("priority" in body for body in asked), "its operator configured no priorities"
 
 
-async def test_a_client_sets_no_priority_in_vllm_unless_its_operator_lets_it(hosts: Hosts, tmp_path: Path) -> None:
+async def test_client_priority_is_refused_unless_vllm_is_configured_for_it(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path)
     error = (await hosts.whole(instance, "chat", messages=HELLO, priority=-1)).error
     assert error is not None
@@ -151,7 +151,7 @@ async def test_a_client_sets_no_priority_in_vllm_unless_its_operator_lets_it(hos
         ({"choices": (ResumedChoice(), ResumedChoice(index=1))}, {}, "one unfinished choice"),
     ],
 )
-async def test_a_response_that_cannot_be_resumed_is_refused(
+async def test_response_that_cannot_be_resumed_is_refused(
     hosts: Hosts, tmp_path: Path, change: dict[str, Any], more: dict[str, Any], why: str
 ) -> None:
     instance = await ready(hosts, tmp_path)
@@ -163,7 +163,7 @@ async def test_a_response_that_cannot_be_resumed_is_refused(
     assert why in failed.error.message
 
 
-async def test_answers_that_only_their_engine_can_end_say_so(hosts: Hosts, tmp_path: Path) -> None:
+async def test_responses_that_cannot_be_resumed_report_the_reason(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path)
     for more, why in (
         ({"n": 2}, "n:"),

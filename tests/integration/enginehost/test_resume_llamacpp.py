@@ -84,7 +84,7 @@ async def test_a_response_with_missing_tokens_is_not_moved(hosts: Hosts, instanc
     assert "not all of its tokens" in failed.error.message
 
 
-async def test_chats_are_their_engines_own(hosts: Hosts, instance: str) -> None:
+async def test_chats_of_llama_server_are_not_resumable(hosts: Hosts, instance: str) -> None:
     body = {"stream": True, "messages": [{"role": "user", "content": "Hello"}], "fake": {"tokens": 3}}
     answer = await hosts.whole(instance, "chat", **body)
     head = answer.stream.replies[0]

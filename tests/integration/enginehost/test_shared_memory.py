@@ -41,7 +41,7 @@ def of_another() -> Iterator[SharedMemory]:
     memory.unlink()
 
 
-def test_it_goes_with_the_killed_engine_and_what_others_use_stays(of_another: SharedMemory) -> None:
+def test_shared_memory_of_a_killed_engine_is_removed_and_that_of_others_kept(of_another: SharedMemory) -> None:
     token = secrets.token_hex(8)
     reading, writing = os.pipe()
     argv = [sys.executable, "-I", reaper.__file__, f"{reaper.VARIABLE}={token}", ""]
@@ -80,13 +80,13 @@ async def gone(hosts: Hosts, own: list[Path]) -> None:
     await hosts.eventually(lambda: asyncio.to_thread(lambda: [p for p in own if p.exists()]), lambda there: not there)
 
 
-async def test_an_engine_that_ends_in_order_leaves_none(hosts: Hosts) -> None:
+async def test_clean_engine_exit_leaves_no_shared_memory(hosts: Hosts) -> None:
     report, own = await sharing(hosts)
     os.kill(report.pid, signal.SIGTERM)
     await gone(hosts, own)
 
 
-async def test_an_engine_that_is_killed_with_its_host_leaves_none(hosts: Hosts) -> None:
+async def test_killed_engine_and_host_leave_no_shared_memory(hosts: Hosts) -> None:
     """No shared memory remains if engine and host are killed together.
 
     A nodeagent does that with frozen processes: none is left to report its segments.

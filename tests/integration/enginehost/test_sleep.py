@@ -91,7 +91,7 @@ async def test_memory_is_freed_and_restored_and_the_output_is_the_same(hosts: Ho
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_a_200_that_freed_nothing_is_a_failure_and_says_so(hosts: Hosts, tmp_path: Path, level: int) -> None:
+async def test_sleep_that_freed_nothing_is_reported(hosts: Hosts, tmp_path: Path, level: int) -> None:
     found = await engine(hosts, tmp_path, level, "--hoard")
     with pytest.raises(CannotSuspend, match=r"reports that it sleeps, but .* MiB are still in use"):
         await found.way.suspend(found.target)
@@ -99,7 +99,7 @@ async def test_a_200_that_freed_nothing_is_a_failure_and_says_so(hosts: Hosts, t
     assert (await hosts.whole(found.instance_id, "chat", messages=[])).status == 200
 
 
-async def test_weights_that_are_not_read_again_show_in_the_probe(hosts: Hosts, tmp_path: Path) -> None:
+async def test_weights_missing_after_the_wake_fail_the_probe(hosts: Hosts, tmp_path: Path) -> None:
     found = await engine(hosts, tmp_path, 2, "--no-reload")
     await found.way.suspend(found.target)
     with pytest.raises(EngineFailed, match="differs from its output before sleeping"):

@@ -117,7 +117,7 @@ async def test_an_interpreter_in_waiting_becomes_the_engine(node: Node) -> None:
     assert await node.launcher.exit_status(pid, WITHIN_S) == 0
 
 
-async def test_the_next_one_waits_when_it_is_quiet(node: Node) -> None:
+async def test_next_spare_is_started_when_the_node_is_quiet(node: Node) -> None:
     first = await node.waits()
     pid = await node.ready(node.start())
     second = await node.waits(2)
@@ -130,7 +130,7 @@ async def test_the_next_one_waits_when_it_is_quiet(node: Node) -> None:
 
 
 @pytest.mark.parametrize("more", [{"env": {"VLLM_LOGGING_LEVEL": "DEBUG"}}, {"command": ["sleep", "60"], "ready_timeout": 1}])
-async def test_a_model_with_its_own_environment_or_command_uses_no_spare(node: Node, more: dict[str, Any]) -> None:
+async def test_model_with_its_own_environment_or_command_uses_no_spare(node: Node, more: dict[str, Any]) -> None:
     waiting = await node.waits()
     start = node.start(**more)
     pid = await node.launcher.launch(start)
@@ -141,7 +141,7 @@ async def test_a_model_with_its_own_environment_or_command_uses_no_spare(node: N
     await node.launcher.exit_status(pid, WITHIN_S)
 
 
-async def test_one_that_has_ended_is_replaced(node: Node) -> None:
+async def test_dead_spare_is_replaced(node: Node) -> None:
     waiting = await node.waits()
     os.kill(waiting, signal.SIGKILL)
     again = await node.waits(2)
@@ -151,14 +151,14 @@ async def test_one_that_has_ended_is_replaced(node: Node) -> None:
     await node.launcher.exit_status(pid, WITHIN_S)
 
 
-async def test_it_ends_with_its_host_however_that_ends(node: Node) -> None:
+async def test_spare_ends_with_its_killed_host(node: Node) -> None:
     waiting = await node.waits()
     host = psutil.Process(waiting).ppid()
     os.kill(host, signal.SIGKILL)
     await gone(node, waiting)
 
 
-async def test_an_engine_that_was_in_waiting_ends_with_its_host(node: Node) -> None:
+async def test_engine_from_a_spare_ends_with_its_host(node: Node) -> None:
     waiting = await node.waits()
     pid = await node.ready(node.start())
     os.kill(pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ HELLO = [{"role": "user", "content": "Where does the ice go?"}]
 LONG = 900
 
 
-async def test_whole_and_streamed_answers_agree(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+async def test_complete_and_streamed_responses_are_equal(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, real)
     asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 24, "temperature": 0}
     whole = await hosts.whole(real.instance, "chat", **asked)
@@ -40,7 +40,7 @@ async def test_whole_and_streamed_answers_agree(mesh: Mesh, nats_server: NatsSer
     assert whole.usage.prompt_tokens == whole.json["usage"]["prompt_tokens"] > 0
 
 
-async def test_the_probe_says_the_same_each_time(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+async def test_probe_is_deterministic(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
     await listening(mesh, nats_server.url, real)
     for _ in range(3):
         assert (await mesh.request(subjects.engine_control(real.instance), ProbeEngine(), EngineProbed)).same
@@ -50,7 +50,7 @@ async def test_the_probe_says_the_same_each_time(mesh: Mesh, nats_server: NatsSe
 # start one of its own.
 @pytest.mark.long
 @pytest.mark.parametrize("level", [1, 2])
-async def test_vllms_sleep_endpoints_are_what_its_driver_takes_them_for(
+async def test_vllm_sleep_endpoints_behave_as_the_driver_expects(
     mesh: Mesh, nats_server: NatsServer, vllm: RealEngine, tmp_path: Path, level: int
 ) -> None:
     """vLLM's sleep endpoints behave as its driver expects.
@@ -151,7 +151,7 @@ async def _metric(hosts: Hosts, real: RealEngine, name: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-async def test_vllms_refusal_keeps_its_status_and_words(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
+async def test_vllm_refusal_keeps_its_status_and_message(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, vllm)
     answer = await hosts.whole(vllm.instance, "chat", messages=HELLO, max_tokens=100_000, stream=True)
     assert answer.status == 400

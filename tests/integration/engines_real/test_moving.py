@@ -80,7 +80,7 @@ def begun(mesh: Hosted, asked: dict[str, Any], prompt: str) -> Stream:
     return stream
 
 
-def test_many_moves(mesh: Hosted, asked: dict[str, Any]) -> None:
+def test_many_migrations_between_two_vllms_keep_the_tokens(mesh: Hosted, asked: dict[str, Any]) -> None:
     """One stream at a time migrates between the nodes until it ends."""
     undisturbed = {prompt: begun(mesh, asked, prompt).result() for prompt in PROMPTS}
     assert {len(s.tokens) for s in undisturbed.values()} == {TOKENS}

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 ASKED: dict[str, Any] = {"prompt": "The ice", "max_tokens": 48, "temperature": 0, "return_token_ids": True}
 
 
-async def test_the_same_tokens_as_with_its_own_loader(
+async def test_vllm_with_load_format_thaw_gives_the_same_tokens(
     mesh: Mesh, nats_server: NatsServer, vllm: RealEngine, model_directory: Path, tmp_path: Path
 ) -> None:
     own = await listening(mesh, nats_server.url, vllm)

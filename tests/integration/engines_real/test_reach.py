@@ -16,7 +16,7 @@ from tests.support.servers import NatsServer
 pytestmark = pytest.mark.timeout(600)
 
 
-async def test_no_other_user_reaches_it(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
+async def test_real_engine_is_unreachable_for_other_users(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
     if not can_isolate():
         pytest.skip("needs network namespaces: root, or user namespaces")
     hosts = await listening(mesh, nats_server.url, real)

@@ -21,7 +21,7 @@ from tests.support.servers import NatsServer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
-async def test_it_becomes_vllm(mesh: Mesh, nats_server: NatsServer, model_directory: Path, tmp_path: Path) -> None:
+async def test_spare_interpreter_becomes_vllm(mesh: Mesh, nats_server: NatsServer, model_directory: Path, tmp_path: Path) -> None:
     settings = {"THAW_NATS_URL": nats_server.url, **environment("vllm")}
     hosts = Hosts(mesh, "real-spare", nats_server.url, tmp_path)
     hosts.patience_s = PATIENCE_S

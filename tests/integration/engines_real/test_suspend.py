@@ -50,7 +50,7 @@ async def vllm_node(able: None, nats_server: NatsServer, tmp_path: Path) -> Asyn
         yield found
 
 
-async def test_vllm_is_suspended_and_resumed_as_it_was(vllm_node: Node, vllm_card: ModelCard) -> None:
+async def test_vllm_is_suspended_and_resumed_with_the_same_output(vllm_node: Node, vllm_card: ModelCard) -> None:
     node = vllm_node
     status = await start_hosted(node, vllm_card, mib=VLLM_MIB)
     name = status.instance_id
@@ -78,12 +78,12 @@ async def llamacpp_node(able: None, nats_server: NatsServer, tmp_path: Path) -> 
         yield found
 
 
-async def test_llamacpp_many_times(llamacpp_node: Node, gguf_file: Path) -> None:
+async def test_llamacpp_is_suspended_many_times_without_growth(llamacpp_node: Node, gguf_file: Path) -> None:
     name = (await start_hosted(llamacpp_node, hosted_card(gguf_file, "llamacpp", context=1024), mib=600)).instance_id
     await swapped_without_growth(llamacpp_node, name, SWAPS)
 
 
-async def test_vllm_parked_at_its_start_and_then_many_times(vllm_node: Node, vllm_card: ModelCard) -> None:
+async def test_parked_vllm_is_suspended_many_times_without_growth(vllm_node: Node, vllm_card: ModelCard) -> None:
     """vLLM is parked at its start, and then suspended many times.
 
     Without a request it is started, warmed and suspended; its first request only resumes it.
@@ -125,7 +125,7 @@ async def swapped_without_growth(node: Node, name: str, swaps: int, already: int
     assert (suspension.resumes, suspension.fell_back) == (swaps + already, None)
 
 
-async def test_vllm_and_llamacpp_take_turns_on_a_device_that_holds_one(
+async def test_vllm_and_llamacpp_alternate_on_a_device_with_room_for_one(
     able: None, nats_server: NatsServer, tmp_path: Path, vllm_card: ModelCard, gguf_file: Path
 ) -> None:
     skip_unless_swap(SWAP_MIB)

@@ -44,7 +44,7 @@ async def test_healthy_and_unable_to_generate(mesh: Mesh, nats_server: NatsServe
         hosts.close()
 
 
-async def test_vllm_whose_core_is_killed(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
+async def test_vllm_with_a_killed_core_is_reported_as_failed(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, vllm)
     hosted = hosts.reports[vllm.instance][-1].hosted
     assert hosted is not None

@@ -68,7 +68,7 @@ def test_a_stopped_process_is_restarted_and_engines_continue(mesh: Thaw, name: s
     assert f"{name} hangs and is restarted" in (mesh.home / "logs" / "supervisor.log").read_text()
 
 
-def test_neither_a_killed_supervisor_nor_its_successor_kills_a_healthy_process(mesh: Thaw) -> None:
+def test_supervisor_restart_kills_no_healthy_process(mesh: Thaw) -> None:
     """A killed supervisor and its successor report no false hang.
 
     Services send heartbeats to the new supervisor's sockets; services that survived are watched

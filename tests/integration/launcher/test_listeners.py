@@ -16,7 +16,7 @@ connection.sendall(str(os.getpid()).encode())
 """
 
 
-def test_a_client_that_connects_during_a_restart_is_answered_by_the_new_process() -> None:
+def test_connection_during_a_restart_is_served_by_the_new_process() -> None:
     listeners, port = Listeners(), free_port()
     try:
         for _ in range(2):
@@ -34,6 +34,6 @@ def test_a_client_that_connects_during_a_restart_is_answered_by_the_new_process(
         assert late.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_an_address_that_another_has_is_left_to_the_process() -> None:
+def test_address_in_use_gets_no_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert Listeners().at("127.0.0.1", taken.getsockname()[1]) is None

@@ -143,7 +143,7 @@ def test_the_lock_files_of_a_living_server_stay(server: Server, *, stopped: bool
     assert server.is_ready()
 
 
-def test_a_process_that_cannot_be_examined_counts_as_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_cannot_be_examined_counts_as_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bool:
         raise PermissionError
 
@@ -154,7 +154,7 @@ def test_a_process_that_cannot_be_examined_counts_as_the_server(server: Server, 
     assert server.is_ready()
 
 
-def test_processes_of_a_killed_server_leave_its_shared_memory_first(server: Server) -> None:
+def test_processes_of_a_killed_server_are_ended_before_a_restart(server: Server) -> None:
     """A process of the killed server that still writes would corrupt the data."""
     stop(*(child.pid for child in server.process.children()))
     segment, children = server.segment, server.kill()
@@ -165,7 +165,7 @@ def test_processes_of_a_killed_server_leave_its_shared_memory_first(server: Serv
     assert server.start()
 
 
-def test_shared_memory_that_stays_in_use_keeps_the_lock_files(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_in_use_keeps_the_lock_files(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stale_locks, "_BOUND_S", 0.1)
     stop(*(child.pid for child in server.process.children()))
     server.kill()

@@ -43,7 +43,7 @@ def pids(thaw: Thaw) -> dict[str, int]:
     return {name: s["process"]["pid"] for name, s in status["services"].items() if s["process"]}
 
 
-def test_processes_that_the_status_does_not_name_are_taken_over(thaw: Thaw) -> None:
+def test_processes_missing_from_the_status_are_adopted(thaw: Thaw) -> None:
     thaw.json("up", "--detach", "--port", str(thaw.port))
     before = pids(thaw)
     assert set(before) == {"nats", *UNRECORDED}
@@ -61,7 +61,7 @@ def test_processes_that_the_status_does_not_name_are_taken_over(thaw: Thaw) -> N
     assert modules.count("services.gateway") == 1, modules
 
 
-def test_a_survivor_that_waits_for_its_turn_stays_in_the_status(tmp_path: Path) -> None:
+def test_adopted_service_that_waits_for_its_turn_stays_in_the_status(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.run.mkdir(parents=True, mode=0o700)
     survivor = identify(psutil.Process().pid)
@@ -90,7 +90,7 @@ def unreaped() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unreaped")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lets a process adopt orphans")
-def test_postgres_starts_again_though_its_killed_process_is_a_zombie() -> None:
+def test_postgres_restarts_although_its_killed_process_is_a_zombie() -> None:
     thaw = Thaw()
     try:
         thaw.json("up", "--detach", "--port", str(thaw.port))
@@ -112,7 +112,7 @@ def test_postgres_starts_again_though_its_killed_process_is_a_zombie() -> None:
         thaw.close()
 
 
-def test_a_supervisor_that_cannot_start_leaves_the_survivors_to_the_next(thaw: Thaw) -> None:
+def test_supervisor_that_cannot_start_leaves_the_services_running(thaw: Thaw) -> None:
     thaw.json("up", "--detach", "--port", str(thaw.port))
     before = pids(thaw)
     for name in ("supervisor", "postgres"):
@@ -130,7 +130,7 @@ def test_a_supervisor_that_cannot_start_leaves_the_survivors_to_the_next(thaw: T
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_port_that_a_process_of_this_mesh_holds_counts_as_unused(tmp_path: Path, *, ours: bool) -> None:
+def test_port_held_by_a_process_of_this_mesh_counts_as_free(tmp_path: Path, *, ours: bool) -> None:
     """A lost status names none of the mesh's processes; `launch` finds and ends them."""
     environment = {**os.environ, MARK: "gateway", "THAW_HOME": str(tmp_path if ours else tmp_path / "another")}
     home = Home(tmp_path)

@@ -36,7 +36,7 @@ def thaw() -> Iterator[Thaw]:
     thaw.close()
 
 
-def test_a_taken_port_is_named_with_who_has_it(thaw: Thaw) -> None:
+def test_port_in_use_is_reported_with_its_process(thaw: Thaw) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         error = thaw.error("up", "--detach", "--port", str(port))
@@ -47,14 +47,14 @@ def test_a_taken_port_is_named_with_who_has_it(thaw: Thaw) -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
-def test_an_address_of_another_machine_is_not_taken_for_a_taken_port(thaw: Thaw, host: str) -> None:
+def test_address_of_another_machine_is_reported_as_bad_host(thaw: Thaw, host: str) -> None:
     error = thaw.error("up", "--detach", "--host", host, "--port", str(thaw.port))
     assert error["code"] == "bad_host"
     assert host in error["message"]
     assert "0.0.0.0" in error["remedy"]
 
 
-def test_two_that_start_it_at_the_same_time_start_it_once(thaw: Thaw) -> None:
+def test_concurrent_ups_start_one_mesh(thaw: Thaw) -> None:
     both = [thaw.popen("up", "--detach", "--port", str(thaw.port), "--json") for _ in range(2)]
     documents = [json.loads(process.communicate(timeout=150)[0]) for process in both]
     assert [process.returncode for process in both] == [0, 0], documents
@@ -73,7 +73,7 @@ def test_a_supervisor_status_of_another_version_is_refused(thaw: Thaw) -> None:
     assert "another version" in error["message"]
 
 
-def test_a_state_directory_that_cannot_be(thaw: Thaw) -> None:
+def test_invalid_state_directory_is_reported(thaw: Thaw) -> None:
     (thaw.home / "file").write_text("")
     thaw.environment["THAW_HOME"] = str(thaw.home / "file" / "below")
     try:
@@ -85,7 +85,7 @@ def test_a_state_directory_that_cannot_be(thaw: Thaw) -> None:
     assert "THAW_HOME" in error["remedy"]
 
 
-def test_a_state_directory_whose_path_is_too_long_for_sockets(thaw: Thaw) -> None:
+def test_state_directory_too_long_for_sockets_is_reported(thaw: Thaw) -> None:
     thaw.environment["THAW_HOME"] = str(thaw.home / ("x" * 90))
     try:
         error = thaw.error("up", "--detach")
@@ -103,7 +103,7 @@ def test_a_state_directory_whose_path_is_too_long_for_sockets(thaw: Thaw) -> Non
         ("free_disk", "too_little_disk"),
     ],
 )
-def test_too_little_room(thaw: Thaw, monkeypatch: pytest.MonkeyPatch, what: str, code: str) -> None:
+def test_insufficient_memory_or_disk_is_reported(thaw: Thaw, monkeypatch: pytest.MonkeyPatch, what: str, code: str) -> None:
     monkeypatch.setattr(preflight, what, lambda *_: 1000)
     with pytest.raises(CommandError) as caught:
         preflight.check_room(thaw.home, memory=2000, shared=2000, disk=2000, purpose="The demo")
@@ -132,7 +132,7 @@ def test_down_without_a_mesh_is_no_error(thaw: Thaw) -> None:
 
 
 @pytest.mark.parametrize("verb", [("ps",), ("wake", "x"), ("models", "list"), ("chat", "x", "hi"), ("trace",), ("node", "list")])
-def test_without_a_mesh_every_verb_says_how_to_start_one(thaw: Thaw, verb: tuple[str, ...]) -> None:
+def test_every_verb_without_a_mesh_names_the_up_command(thaw: Thaw, verb: tuple[str, ...]) -> None:
     error = thaw.error(*verb)
     assert error["code"] == "not_running"
     assert "thaw up" in error["remedy"]

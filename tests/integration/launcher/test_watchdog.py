@@ -95,7 +95,7 @@ def test_a_stopped_service_is_replaced(watched: Watched) -> None:
     assert watched.parent.poll() is None
 
 
-def test_a_blocked_loop_leaves_its_stack_in_the_log_and_is_replaced(watched: Watched) -> None:
+def test_blocked_event_loop_is_logged_with_its_stack_and_restarted(watched: Watched) -> None:
     old = watched.service.pid
     (watched.here / "started").unlink()
     (watched.here / "block").write_text("")
@@ -107,17 +107,17 @@ def test_a_blocked_loop_leaves_its_stack_in_the_log_and_is_replaced(watched: Wat
     assert "in app" in log
 
 
-def test_an_exit_of_its_own_is_passed_on(watched: Watched) -> None:
+def test_exit_status_of_the_service_is_passed_on(watched: Watched) -> None:
     (watched.here / "end").write_text("")
     assert watched.parent.wait(20) == 3
 
 
-def test_a_killed_service_ends_the_watchdog_with_its_signal(watched: Watched) -> None:
+def test_killed_service_ends_the_watchdog_with_its_signal(watched: Watched) -> None:
     watched.service.kill()
     assert watched.parent.wait(20) == 128 + signal.SIGKILL
 
 
-def test_a_stopped_process_tree_is_not_restarted_when_it_continues(tmp_path: Path) -> None:
+def test_stopped_process_tree_is_not_restarted_when_it_continues(tmp_path: Path) -> None:
     """A stopped process tree is left alone when it continues.
 
     After a suspended laptop or `docker pause` the watchdog did not run either, however short its
@@ -150,7 +150,7 @@ def _stopped() -> set[int]:
     ("arguments", "setting", "status"),
     [([], "10", 2), (["--", "true"], "soon", 2), (["--", "no-such-program"], "10", 127), (["--", "true"], "0", 0)],
 )
-def test_what_it_ends_with(arguments: list[str], setting: str, status: int) -> None:
+def test_exit_status_follows_from_the_arguments_and_setting(arguments: list[str], setting: str, status: int) -> None:
     environment = {**os.environ, "THAW_WATCHDOG_S": setting, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "shared.watchdog", *arguments],
@@ -164,7 +164,7 @@ def test_what_it_ends_with(arguments: list[str], setting: str, status: int) -> N
     assert bool(done.stderr) == (status != 0)
 
 
-def test_it_stays_small() -> None:
+def test_watchdog_imports_only_small_modules() -> None:
     """The watchdog stays small: it runs beside every service of every container.
 
     It imports only a little of the standard library.

@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 _databases = itertools.count(1)
 
 globals().update({name: test for name, test in vars(test_mesh).items() if name.startswith("test_")})
-test_demand_starts_one_instance = test_flow.test_demand_starts_one_instance_and_records_measurements_in_its_plan
+test_demand_starts_one_instance_and_records_measurements_in_its_plan = (
+    test_flow.test_demand_starts_one_instance_and_records_measurements_in_its_plan
+)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from services.engine.model import loading
 from shared.contracts.loader import WeightsAttached
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import CheckpointInvalid
-from tests.integration.engine.test_task_context_and_kv_size_are_found_for_each_family import (
+from tests.integration.engine.test_families import (
     BF16_NEAR_TIE,
     PROMPTS,
     LoadedModel,

@@ -22,7 +22,7 @@ from services.engine.generation.request import GenerationRequest
 from services.engine.generation.runner import Row, Runner
 from shared.contracts.inference import ChoiceDelta, InferRequest, Resume, ResumedChoice
 from shared.errors import Conflict, InsufficientMemory
-from tests.integration.engine.test_task_context_and_kv_size_are_found_for_each_family import BF16_NEAR_TIE, LoadedModel, save
+from tests.integration.engine.test_families import BF16_NEAR_TIE, LoadedModel, save
 
 PROMPT = list(range(20, 50))
 TOKENS = 32

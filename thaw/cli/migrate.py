@@ -35,7 +35,7 @@ def migrate(
 ) -> Document:
     """Move a running request, or all requests of an instance, to another node.
 
-    Example: [bold]thaw migrate i-100000002 --to node-1[/]
+    Example: [bold]thaw migrate i-100000002.node-0 --to node-1[/]
     """
     api, out = Api.find(), screen(as_json)
     node, _, device = (to or "").partition(":")

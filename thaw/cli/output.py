@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from thaw.cli.paths import program
 from thaw.errors import CommandError
 
 P = ParamSpec("P")
@@ -40,11 +41,16 @@ def show_error(error: CommandError, as_json: bool) -> None:
     if as_json:
         print(json.dumps(error.body()))
         return
-    _errors.print(f"[bold red]✗ {escape(error.what)}[/]")
+    _errors.print(f"[bold red]✗ {escape(runnable(error.what))}[/]")
     for line in error.lines():
-        _errors.print(f"  {escape(line)}")
+        _errors.print(f"  {escape(runnable(line))}")
     if error.remedy:
-        _errors.print(f"  {escape(error.remedy)}")
+        _errors.print(f"  {escape(runnable(error.remedy))}")
+
+
+def runnable(text: str) -> str:
+    """Return `text` with its `thaw …` commands as they run in this shell."""
+    return text.replace("`thaw ", f"`{program()} ")
 
 
 def verb(function: Callable[P, Document | None]) -> Callable[P, None]:

@@ -39,7 +39,7 @@ def changes(looks: Iterable[tuple[ModelView, ...]]) -> Iterator[tuple[str, ParkV
 
 
 def follow_parking(api: Api, out: Console, pause: Callable[[float], None] = time.sleep) -> None:
-    """Show how the models that are to be parked get on, until none does any more."""
+    """Show the progress of the models that are to be parked, until none changes any more."""
 
     def looks() -> Iterator[tuple[ModelView, ...]]:
         yield api.cluster().models
@@ -51,4 +51,4 @@ def follow_parking(api: Api, out: Console, pause: Callable[[float], None] = time
         for name, park in changes(looks()):
             out.print("  " + park_line(name, park))
     except CommandError:
-        out.print("[dim]The mesh does not answer; `thaw ps` shows later how they get on.[/]")
+        out.print("[dim]The mesh does not answer; `thaw ps` shows their progress later.[/]")

@@ -19,6 +19,7 @@ from thaw.cli.api import Api
 from thaw.cli.apply import apply_models, await_ready, differences
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.park import follow_parking
+from thaw.cli.paths import program
 from thaw.config import ThawFile, load_config
 from thaw.errors import CommandError
 from thaw.launcher import control
@@ -93,15 +94,15 @@ def _follow(api: Api, out: Console) -> None:
     try:
         follow_parking(api, out)
     except KeyboardInterrupt:
-        out.print("[dim]Models are still being parked; `thaw ps` shows how they get on.[/]")
+        out.print(f"[dim]Models are still being parked; `{program()} ps` shows their progress.[/]")
 
 
 def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> Document:
     api = Api.local(home)
-    out.print(f"The mesh is running already: [bold]{api.url}/v1[/]  [dim](`thaw down` stops it)[/]")
+    out.print(f"The mesh is running already: [bold]{api.url}/v1[/]  [dim](`{program()} down` stops it)[/]")
     waiting = differences(home, wanted)
     for key in waiting:
-        out.print(f"[yellow]{key} differs from what is running; `thaw down` and `thaw up` again apply it.[/]")
+        out.print(f"[yellow]{key} differs from what is running; `{program()} down` and `{program()} up` again apply it.[/]")
     document: Document = {"endpoint": f"{api.url}/v1", "already_running": True, "restart_needed": waiting}
     await_ready(api, home, out)
     document["models"] = _apply_file(api, home, file, out)
@@ -165,7 +166,7 @@ def _furnish(
         out.print(f"\n  endpoint  [bold]{plan.gateway_url}/v1[/]")
         if file is None or not file.models:
             out.print(
-                "  next      thaw models add NAME SOURCE   (a directory in Hugging Face layout, hf://org/name, https://…, s3://…)"
+                f"  next      {program()} models add NAME SOURCE   (a directory in Hugging Face layout, hf://org/name, https://…, s3://…)"
             )
     document["warnings"] = _warn(api, plan, out)
     return document

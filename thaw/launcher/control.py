@@ -173,7 +173,8 @@ def check_port(host: str, port: int) -> None:
         )
     raise CommandError(
         f"Port {port} on {host} is taken{_named(_taker(port))}.",
-        f"Stop that, or choose another port: `thaw up --port {free_port()}` (or mesh.port in thaw.yaml).",
+        f"Stop that, or choose another port: `thaw up --port {(other := free_port())}`, "
+        f"THAW_GATEWAY_PORT={other}, or mesh.port in thaw.yaml.",
         code="port_taken",
     )
 

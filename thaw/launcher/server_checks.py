@@ -10,8 +10,8 @@ from thaw.launcher.finding import Finding
 from thaw.launcher.plan import MeshPlan
 from thaw.units import format_size
 
-_CONNECT_S = 3.0
-_START_S = 10.0
+_CONNECT_S = 3
+_START_S = 10
 """A new mesh must not fail because its machine is busy."""
 
 
@@ -26,9 +26,9 @@ def check_servers(plan: MeshPlan) -> None:
             raise CommandError(f"{name}: {finding.text.rstrip('.')}.", finding.remedy, code="server_unusable")
 
 
-async def check_nats(url: str, timeout_s: float = _CONNECT_S) -> Finding:
+async def check_nats(url: str, timeout_s: int = _CONNECT_S) -> Finding:
     """Check servers of `url`, comma-separated: login, JetStream and the size of a message."""
-    import nats
+    from nats.aio.client import Client
     from nats.errors import Error
     from nats.js.errors import Error as JetStreamError
 
@@ -36,12 +36,13 @@ async def check_nats(url: str, timeout_s: float = _CONNECT_S) -> Finding:
 
     place = _without_secrets(url)
     errors: list[Exception] = []
+    client = Client()
 
     async def note(error: Exception) -> None:
         errors.append(error)
 
     try:
-        client = await nats.connect(
+        await client.connect(
             url.split(","),
             connect_timeout=timeout_s,
             allow_reconnect=False,
@@ -50,6 +51,7 @@ async def check_nats(url: str, timeout_s: float = _CONNECT_S) -> Finding:
             tls_handshake_first=requires_tls(url.split(",")),
         )
     except (Error, OSError, TimeoutError) as e:
+        await client.close()  # a refused login leaves its connection open
         why = errors[0] if errors else e
         if "authorization" in str(why).lower():
             return Finding(
@@ -85,7 +87,7 @@ async def check_nats(url: str, timeout_s: float = _CONNECT_S) -> Finding:
     return Finding("nats", "ok", f"{place}, JetStream on, messages up to {format_size(limit)}")
 
 
-async def check_postgres(url: str, timeout_s: float = _CONNECT_S) -> Finding:
+async def check_postgres(url: str, timeout_s: int = _CONNECT_S) -> Finding:
     """Check the servers of `url`: one of them accepts the login and writes."""
     found = [await _check_postgres(server, timeout_s) for server in _servers(url)]
     return next((f for f in found if f.level == "ok"), found[-1])
@@ -98,7 +100,7 @@ def _servers(url: str) -> list[str]:
     return [urlunsplit(parts._replace(netloc=f"{user}{at}{host}")) for host in hosts.split(",")]
 
 
-async def _check_postgres(url: str, timeout_s: float) -> Finding:
+async def _check_postgres(url: str, timeout_s: int) -> Finding:
     import asyncpg
 
     place = _without_secrets(url)

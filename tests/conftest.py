@@ -21,16 +21,15 @@ hypothesis.settings.register_profile("thaw", deadline=None)  # a slow machine ma
 hypothesis.settings.load_profile("thaw")
 _databases = itertools.count(1)
 _TESTS = Path(__file__).parent
-_ALONE = dict.fromkeys(
-    (
-        "integration/suspend",
-        "unit/suspend",
-        "e2e/test_suspend.py",
-        "e2e/test_engines.py",
-    ),
-    "swap",
+_GROUPS = (
+    dict.fromkeys(("integration/suspend", "unit/suspend", "e2e/test_suspend.py", "e2e/test_engines.py"), "swap")
+    | dict.fromkeys((f"chaos/test_{name}.py" for name in ("clients", "crowds", "kills", "servers")), "chaos")
+    | dict.fromkeys((f"e2e/test_{name}.py" for name in ("documents", "openai", "verbs")), "e2e")
 )
-"""Folders and files that one worker runs in sequence: they page out and measure freed memory."""
+"""Folders and files that one worker runs in sequence.
+
+Those of "swap" page out and measure freed memory; the others share a mesh.
+"""
 
 
 _WHOLE_MESHES = ("e2e", "chaos", "integration/launcher")
@@ -51,7 +50,7 @@ class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     def _split_scope(self, nodeid: str) -> str:
         parts = nodeid.split("::")[0].split("/")[1:]
         folder = "docker" if parts[0] == "docker" else "/".join(parts[:2])
-        return _ALONE.get(folder, folder)
+        return _GROUPS.get(folder, folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,7 +17,7 @@ from tests.support.mesh import kill
 from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Staged, Step
 
-TOKENS = 2_000
+TOKENS = 1_200
 """Tokens of a stream that is still running when every process is stopped at the wanted step."""
 BODIES: list[dict[str, Any]] = [
     body("one", max_tokens=TOKENS, ignore_eos=True),

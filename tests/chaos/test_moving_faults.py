@@ -87,7 +87,7 @@ def test_client_disconnect_during_a_round_ends_the_migration(mesh: Roomy, undist
     to = other(node)
     with Staged(mesh).at("round", source, to, engine_on(mesh, to)) as order:
         stream.leave()
-        stream.thread.join(30)
+        stream.thread.join(120)
         until(lambda: not active(mesh, source), what="the source has stopped")
     assert [r["outcome"] for r in order.record()["requests"]] == ["finished"]
     assert len(stream.tokens) < len(undisturbed.tokens)
@@ -162,7 +162,7 @@ def test_opposite_concurrent_migrations_complete(mesh: Roomy, undisturbed: Strea
         first = Order(mesh, request_id=stream.request_id, node=to)
         until(lambda: len(staged.new()) == 1, what="the first is ordered")
         back = Order(mesh, request_id=crossing.request_id, node=node)
-        back.join(30)
+        back.join(120)
         assert back.refused["code"] == "conflict", back.answer
         (record,) = staged.new()
         mesh.write(
@@ -235,7 +235,7 @@ def test_the_gateway_dies_and_the_client_retries(mesh: Roomy, undisturbed: Strea
     to = other(node)
     with Staged(mesh).at(step, source, to, engine_on(mesh, to)):
         old = mesh.kill("gateway")
-    stream.thread.join(30)
+    stream.thread.join(120)
     assert stream.error
     mesh.await_replaced("gateway", old)
     Stream(mesh.url, LONG, headers=stream.headers).start().result().assert_same(undisturbed)

@@ -79,7 +79,7 @@ def podman_boxes(directory: Path) -> Iterator[Boxes]:
 
 
 def _answers(path: Path, service: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and service.poll() is None:
         with socket.socket(socket.AF_UNIX) as s, contextlib.suppress(OSError):
             s.connect(str(path))

@@ -1,10 +1,11 @@
-"""A mesh for all e2e tests of a module, started by `thaw up --detach`.
+"""A mesh for all e2e tests of a module or of several, started by `thaw up --detach`.
 
 The device has room for two of its three models.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import httpx
@@ -24,11 +25,24 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Thaw]:
     """Start the mesh.
 
     The test module may set `DRAM` (bytes for unused weights, instead of the loader's default) and
-    `POLICY` (of the scheduler).
+    `POLICY` (of the scheduler), or `SHARED` (true: the mesh of all modules that set it).
     """
-    policy = getattr(request.module, "POLICY", None)
+    if getattr(request.module, "SHARED", False):
+        yield request.getfixturevalue("shared_mesh")
+        return
+    with started(getattr(request.module, "DRAM", None), getattr(request.module, "POLICY", None)) as thaw:
+        yield thaw
+
+
+@pytest.fixture(scope="package")
+def shared_mesh() -> Iterator[Thaw]:
+    with started() as thaw:
+        yield thaw
+
+
+@contextlib.contextmanager
+def started(dram: int | None = None, policy: str | None = None) -> Iterator[Thaw]:
     thaw = Thaw(**({"THAW_POLICY": policy} if policy is not None else {}))
-    dram = getattr(request.module, "DRAM", None)
     memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"
     specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))

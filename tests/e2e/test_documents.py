@@ -22,6 +22,7 @@ from tests.support.launcher import Thaw
 from thaw.cli.app import app
 from thaw.config import ConfigError, load_config
 
+SHARED = True
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(p.relative_to(ROOT) for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("compose/**/*.md")))
 _DEFAULT = "http://127.0.0.1:8080"

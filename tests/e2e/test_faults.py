@@ -140,21 +140,21 @@ def test_new_supervisor_adopts_the_services_of_a_killed_one(mesh: Thaw, plain: o
     assert ask(plain, "one") == expected
 
 
-def test_down_after_the_supervisor_was_killed_leaves_no_process() -> None:
-    thaw = Thaw()
-    try:
-        thaw.json("up", "--detach", "--port", str(thaw.port))
-        kill(thaw.pid("supervisor"))
-        done = thaw.json("down")
-        assert done["was_running"] is False
-        thaw.assert_nothing_left()
-        assert thaw.json("down")["left_behind"] == {"processes": [], "segments": []}
-    finally:
-        thaw.close()
+def test_down_after_the_supervisor_was_killed_leaves_no_process(mesh: Thaw, plain: openai.OpenAI) -> None:
+    """`thaw down` ends what a killed supervisor left, engines too.
+
+    No later test has the module's mesh.
+    """
+    assert ask(plain, "one")
+    kill(mesh.pid("supervisor"))
+    done = mesh.json("down")
+    assert done["was_running"] is False
+    mesh.assert_nothing_left()
+    assert mesh.json("down")["left_behind"] == {"processes": [], "segments": []}
 
 
 def test_ctrl_c_stops_a_mesh_in_the_foreground() -> None:
-    thaw = Thaw()
+    thaw = Thaw(THAW_ZYGOTE="false")  # no engine starts
     try:
         process = thaw.popen("up", "--port", str(thaw.port), "--nodes", "2", start_new_session=True)
         assert process.stdout is not None
@@ -178,7 +178,7 @@ def test_foreground_up_that_ends_during_registration_leaves_no_process(broken: b
 
     The test interrupts it when the mesh is up, or has a registration fail.
     """
-    thaw = Thaw()
+    thaw = Thaw(THAW_ZYGOTE="false" if broken else "true")
     try:
         source = make_demo_model(thaw.home / "models" / "one", "test")
         if broken:

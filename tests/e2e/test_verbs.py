@@ -14,6 +14,8 @@ from shared.contracts.plans import PlanRecord
 from tests.support.launcher import Thaw
 from thaw.cli.app import COMMANDS, main
 
+SHARED = True
+"""The last module with the shared mesh: its `down` ends it."""
 CLUSTER = {
     "cluster.yaml": "{nodes: [{devices: 1, device_gb: 20, dram_gb: 10, ssd_gb: 50, links: {remote: 1, ssd: 5, device: 20}}]}"
 }

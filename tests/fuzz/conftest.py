@@ -32,7 +32,7 @@ async def _running(nats_url: str, port: int, home: Path) -> AsyncIterator[None]:
     settings = GatewaySettings(nats_url=SecretStr(nats_url), gateway_port=port, drain_timeout=1.0, home=home)
     serving = asyncio.create_task(app(settings, stop))
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(20):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(60):
             while not await _ready(client):  # noqa: ASYNC110 - what is waited for is behind HTTP
                 await asyncio.sleep(0.02)
         yield

@@ -58,7 +58,7 @@ class ZygoteProcess:
             for engine in psutil.Process(self.process.pid).children():
                 engine.kill()
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(60)
         if self.process.stdout is not None:
             self.process.stdout.close()
 

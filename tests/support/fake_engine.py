@@ -239,7 +239,7 @@ class FakeEngine:
         ]
         return RequestsListed(requests=tuple(running))
 
-    async def until(self, true: Callable[[], bool], within: float = 5.0) -> None:
+    async def until(self, true: Callable[[], bool], within: float = 60.0) -> None:
         """Wait until a message has made the condition true."""
         async with asyncio.timeout(within), self.arrived:
             await self.arrived.wait_for(true)
@@ -302,7 +302,7 @@ class FakeNode:
             return await self.on_demand(demand)
         return DemandNoted(outlook="starting", plan_id="plan", eta_ms=1500)
 
-    async def until_demand(self, true: Callable[[], bool], within: float = 5.0) -> None:
+    async def until_demand(self, true: Callable[[], bool], within: float = 60.0) -> None:
         async with asyncio.timeout(within), self.received:
             await self.received.wait_for(true)
 

@@ -106,7 +106,7 @@ class Hosts(Engines):
         await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         return HostedAnswer(stream)
 
-    async def eventually(self, ask: Callable[[], Awaitable[T]], wanted: Callable[[T], bool], within: float = 20.0) -> T:
+    async def eventually(self, ask: Callable[[], Awaitable[T]], wanted: Callable[[T], bool], within: float = 60.0) -> T:
         """Repeat a request until the response is as wanted."""
         deadline = time.monotonic() + within
         while not wanted(found := await ask()):

@@ -274,7 +274,7 @@ class Stream:
         try:
             wanted = {**self.body, "stream": True, "stream_options": {"include_usage": True}}
             with (
-                httpx.Client(timeout=120, trust_env=False) as client,
+                httpx.Client(timeout=120, trust_env=False, verify=False) as client,
                 client.stream("POST", f"{self.url}/v1/completions", json=wanted, headers=self.headers) as response,
             ):
                 self.request_id = response.headers.get("x-request-id", "")

@@ -63,7 +63,7 @@ class OtlpReceiver:
                 self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
             self._arrived.notify_all()
 
-    def wait_for(self, name: str, wanted: Callable[[Span], bool] = lambda s: True, within: float = 20.0) -> Span:
+    def wait_for(self, name: str, wanted: Callable[[Span], bool] = lambda s: True, within: float = 60.0) -> Span:
         """Return the first such span."""
         with self._arrived:
             found = self._arrived.wait_for(lambda: next((s for _, s in self.spans if s.name == name and wanted(s)), None), within)

@@ -51,7 +51,10 @@ class Outcome:
 
 
 class Asked(threading.Thread):
-    """A request in progress in a thread; its first text sets `begun`."""
+    """A request in progress in a thread; its first text sets `begun`.
+
+    It trusts no certificate: reading the system's takes longer than a small request.
+    """
 
     def __init__(
         self, url: str, model: str, *, stream: bool = True, tokens: int = 900, prompt: str = QUESTION, key: str = "", **more: Any
@@ -87,7 +90,7 @@ class Asked(threading.Thread):
     def run(self) -> None:
         try:
             with (
-                httpx.Client(timeout=120) as client,
+                httpx.Client(timeout=120, verify=False) as client,
                 client.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=self._headers) as response,
             ):
                 self._outcome = self._read_stream(response) if self._stream and response.is_success else _whole(response)

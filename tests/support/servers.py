@@ -24,7 +24,7 @@ from shared.messaging.bounds import max_file_store
 from shared.ports import free_port
 
 
-def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None, within: float = 15.0, host: str = "127.0.0.1") -> None:
+def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None, within: float = 60.0, host: str = "127.0.0.1") -> None:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         if process is not None and process.poll() is not None:
@@ -175,7 +175,7 @@ class PostgresServer:
         self.process.terminate() if self.process.poll() is None else None
         try:
             self.process.send_signal(2)
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

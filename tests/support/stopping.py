@@ -10,7 +10,7 @@ import signal
 import time
 from pathlib import Path
 
-_WITHIN_S = 30.0
+_WITHIN_S = 60.0
 
 
 def stop(*pids: int) -> None:

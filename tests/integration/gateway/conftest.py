@@ -30,7 +30,7 @@ CARDS = (
 
 
 def _trust(settings: GatewaySettings) -> ssl.SSLContext | bool:
-    return ssl.create_default_context(cafile=str(settings.tls_certificate)) if settings.tls_certificate else True
+    return ssl.create_default_context(cafile=str(settings.tls_certificate)) if settings.tls_certificate else False
 
 
 class Served:

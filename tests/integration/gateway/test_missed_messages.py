@@ -158,7 +158,7 @@ async def test_response_with_unrecorded_end_is_completed_by_the_next_request(
         await lose(node, 6, 7)
         follower = asyncio.create_task(other.http.post(URL, json=BODY, headers=KEY))
         go.set()
-        answers = [await owner, await asyncio.wait_for(follower, 15), await other.http.post(URL, json=BODY, headers=KEY)]
+        answers = [await owner, await asyncio.wait_for(follower, 60), await other.http.post(URL, json=BODY, headers=KEY)]
     assert [content_of(a.text) for a in answers] == [TEXT] * 3
     assert len({next(iter(ids(a))) for a in answers}) == 1, "one response"
     assert teller.resumed == [5]

@@ -33,7 +33,7 @@ TEXT = "".join(WORDS)
 
 
 def client_of(gateway: Served) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0, timeout=10)
+    return openai.AsyncOpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 async def test_chat_completion_is_parsed(gateway: Served, node: FakeNode) -> None:
@@ -231,7 +231,7 @@ async def test_blocking_client_receives_complete_and_streamed_responses(gateway:
     await node.engine("alpha")
 
     def ask() -> tuple[str | None, str]:
-        with openai.OpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0, timeout=10) as client:
+        with openai.OpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0, timeout=60) as client:
             whole = client.chat.completions.create(**chat()).choices[0].message.content
             parts = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**chat(stream=True))]
             return whole, "".join(parts)

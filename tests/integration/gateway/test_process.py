@@ -32,7 +32,7 @@ async def spawn(**environment: str) -> Process:
 
 
 async def ended(process: Process) -> tuple[int | None, str]:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         _, log = await process.communicate()
     return process.returncode, log.decode()
 
@@ -63,7 +63,7 @@ async def test_a_wrong_setting_is_reported() -> None:
 async def test_gateway_stops_while_nats_is_unreachable() -> None:
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}", THAW_GATEWAY_PORT=str(free_port()))
     assert process.stderr is not None
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         assert b"starting" in await process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     assert (await ended(process))[0] == 0
@@ -73,8 +73,8 @@ async def test_gateway_without_nats_answers_503_until_it_is_available() -> None:
     port, nats_port = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port), THAW_STARTING_TIMEOUT="1")
-    await until(lambda: answers(base, "/health"), within=20)
-    async with httpx.AsyncClient(base_url=base, timeout=15) as client:
+    await until(lambda: answers(base, "/health"), within=60)
+    async with httpx.AsyncClient(base_url=base, timeout=60) as client:
         assert (await client.get("/metrics")).status_code == 200
         assert (await client.get("/openapi.json")).status_code == 200
         ready = await client.get("/ready")
@@ -91,7 +91,7 @@ async def test_gateway_without_nats_answers_503_until_it_is_available() -> None:
         assert (await client.get("/nonsense")).status_code == 404
     late = NatsServer(port=nats_port)
     try:
-        await until(lambda: answers(base, "/ready"), within=20)
+        await until(lambda: answers(base, "/ready"), within=60)
     finally:
         process.send_signal(signal.SIGTERM)
         status = (await ended(process))[0]
@@ -103,7 +103,7 @@ async def test_sigterm_ends_streams_in_order_and_logs_no_prompt(node: FakeNode, 
     port = free_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port), THAW_DRAIN_TIMEOUT="0.2")
-    await until(lambda: answers(base, "/v1/models/alpha"), within=20)
+    await until(lambda: answers(base, "/v1/models/alpha"), within=60)
     engine = await node.engine("alpha", hang)
     async with httpx.AsyncClient(base_url=base) as client:
         body = chat(stream=True, messages=[{"role": "user", "content": "a secret"}])
@@ -128,7 +128,7 @@ async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would() ->
     port, nats_port = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port))
-    await until(lambda: answers(base, "/health"), within=20)
+    await until(lambda: answers(base, "/health"), within=60)
     async with httpx.AsyncClient(base_url=base, timeout=60) as client:
         asked = asyncio.create_task(client.get("/v1/models/alpha"))
         done, _ = await asyncio.wait([asked], timeout=3.0)
@@ -136,7 +136,7 @@ async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would() ->
         late = NatsServer(port=nats_port)
         try:
             # Without a scheduler there is no catalogue yet; NATS is no longer among the reasons.
-            await until(lambda: joined(base), within=20)
+            await until(lambda: joined(base), within=60)
         finally:
             asked.cancel()
             process.send_signal(signal.SIGTERM)

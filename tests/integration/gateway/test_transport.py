@@ -239,5 +239,5 @@ async def test_refused_stream_has_the_status_of_the_engine(gateway: Served, node
             await client.chat.completions.create(
                 model="alpha", messages=[{"role": "user", "content": "x"}], stream=True, extra_body={"shoe_size": 43}
             )
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "shoe_size")

@@ -22,12 +22,12 @@ def test_connection_during_a_restart_is_served_by_the_new_process() -> None:
         for _ in range(2):
             listener = listeners.at("127.0.0.1", port)
             assert listener is not None
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as early:
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as early:
                 server = subprocess.Popen(
                     [sys.executable, "-c", SERVER], env={VARIABLE: str(listener.fileno())}, pass_fds=[listener.fileno()]
                 )
                 assert early.recv(64) == str(server.pid).encode()
-                assert server.wait(10) == 0
+                assert server.wait(60) == 0
     finally:
         listeners.close()
     with socket.socket() as late:

@@ -75,7 +75,7 @@ class Server:
         children = self.process.children()
         os.kill(self.process.pid, signal.SIGKILL)
         if reap:
-            self._started[-1].wait(20)
+            self._started[-1].wait(60)
         else:
             until(lambda: self.process.status() == psutil.STATUS_ZOMBIE, what="the server is a zombie")
         return children
@@ -90,7 +90,7 @@ class Server:
         for process in stale_locks._processes_of(self.postgres.data):
             process.send(signal.SIGKILL)
         for started in self._started:
-            started.wait(20)
+            started.wait(60)
         until(lambda: not stale_locks._processes_of(self.postgres.data), what="the server's children have ended")
         for path in self.locks:
             path.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def server(prepared: Server) -> Iterator[Server]:
 
 
 def test_a_zombie_does_not_keep_postgres_from_starting(server: Server) -> None:
-    psutil.wait_procs(server.kill(reap=False), timeout=20)
+    psutil.wait_procs(server.kill(reap=False), timeout=60)
     assert server.refuses_to_start("lock file")
     remove_stale_locks(server.postgres)
     assert not any(path.exists() for path in server.locks)
@@ -124,7 +124,7 @@ def test_a_pid_of_another_process_is_no_server(server: Server, tmp_path: Path) -
     shutil.copy(shutil.which("sleep") or "", tmp_path / "postgres")  # of another data directory
     for program in ("sleep", str(tmp_path / "postgres")):
         with subprocess.Popen([program, "600"], cwd=tmp_path) as stranger:
-            psutil.wait_procs(server.kill(), timeout=20)
+            psutil.wait_procs(server.kill(), timeout=60)
             server.names(stranger.pid)
             assert server.refuses_to_start("lock file")
             remove_stale_locks(server.postgres)
@@ -161,7 +161,7 @@ def test_processes_of_a_killed_server_are_ended_before_a_restart(server: Server)
     assert server.refuses_to_start("shared memory")
     remove_stale_locks(server.postgres)
     assert not stale_locks._is_used(segment)
-    assert psutil.wait_procs(children, timeout=20)[1] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
     assert server.start()
 
 

@@ -33,7 +33,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @pytest.fixture
 def thaw() -> Iterator[Thaw]:
-    thaw = Thaw()
+    thaw = Thaw(THAW_ZYGOTE="false")  # no test starts an engine
     yield thaw
     thaw.close()
 
@@ -91,7 +91,7 @@ def unreaped() -> Iterator[None]:
 @pytest.mark.usefixtures("unreaped")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lets a process adopt orphans")
 def test_postgres_restarts_although_its_killed_process_is_a_zombie() -> None:
-    thaw = Thaw()
+    thaw = Thaw(THAW_ZYGOTE="false")
     try:
         thaw.json("up", "--detach", "--port", str(thaw.port))
         before = pids(thaw)

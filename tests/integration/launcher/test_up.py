@@ -31,7 +31,7 @@ from thaw.launcher.status import MeshStatus, running_status
 
 @pytest.fixture
 def thaw() -> Iterator[Thaw]:
-    thaw = Thaw()
+    thaw = Thaw(THAW_ZYGOTE="false")  # no test starts an engine
     yield thaw
     thaw.close()
 
@@ -214,12 +214,12 @@ def test_postgres_runs_for_root(namespaces: bool, monkeypatch: pytest.MonkeyPatc
         prepare_postgres(postgres, plan)  # the second time it creates nothing, and sets the password again
         process = subprocess.Popen(postgres.server_command(plan), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            asyncio.run(asyncio.wait_for(until_ready("postgres", plan.postgres_port), 20))
+            asyncio.run(asyncio.wait_for(until_ready("postgres", plan.postgres_port), 60))
             assert asyncio.run(_version(plan.effective_database_url)) >= 14
             assert (postgres.data.stat().st_uid == 0) is namespaces
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(20)
+            process.wait(60)
 
 
 async def _version(url: str) -> int:

@@ -80,7 +80,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     yield watched
     if watched.parent.poll() is None:
         watched.parent.send_signal(signal.SIGTERM)
-        assert watched.parent.wait(20) == 0
+        assert watched.parent.wait(60) == 0
     assert not directory.exists()
 
 
@@ -109,12 +109,12 @@ def test_blocked_event_loop_is_logged_with_its_stack_and_restarted(watched: Watc
 
 def test_exit_status_of_the_service_is_passed_on(watched: Watched) -> None:
     (watched.here / "end").write_text("")
-    assert watched.parent.wait(20) == 3
+    assert watched.parent.wait(60) == 3
 
 
 def test_killed_service_ends_the_watchdog_with_its_signal(watched: Watched) -> None:
     watched.service.kill()
-    assert watched.parent.wait(20) == 128 + signal.SIGKILL
+    assert watched.parent.wait(60) == 128 + signal.SIGKILL
 
 
 def test_stopped_process_tree_is_not_restarted_when_it_continues(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_stopped_process_tree_is_not_restarted_when_it_continues(tmp_path: Path)
         assert not watched.restarts()
     finally:
         watched.parent.send_signal(signal.SIGTERM)
-        assert watched.parent.wait(20) == 0
+        assert watched.parent.wait(60) == 0
 
 
 def _stopped() -> set[int]:

@@ -61,7 +61,7 @@ class LoaderProcess:
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signum)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
     def segments(self) -> list[str]:
         return sorted(p.name for p in SHM.iterdir() if p.name.startswith(self.prefix))

@@ -75,7 +75,7 @@ def load(tier: Tier, names: tuple[str, ...] = (SHARD, "model-00002-of-00002.safe
 
 def settle(tier: Tier) -> None:
     tier.finish()
-    assert tier.settled().wait(20)
+    assert tier.settled().wait(60)
     tier.close()
 
 
@@ -315,7 +315,7 @@ def test_a_second_load_follows_the_first(server: TierServer, cache: SsdCache) ->
     thread = threading.Thread(target=lambda: found.update(load(second)))
     thread.start()
     load(first)
-    thread.join(20)
+    thread.join(60)
     assert found[SHARD] == (server.directory / "m" / SHARD).read_bytes()
     size = (server.directory / "m" / SHARD).stat().st_size
     assert server.sent[f"/m/{SHARD}"] <= size + 200_000, "it was fetched once"
@@ -334,7 +334,7 @@ def test_follower_takes_over_an_abandoned_fill(server: TierServer, cache: SsdCac
     thread = threading.Thread(target=lambda: found.update(load(second)))
     thread.start()
     first.close()  # gives up
-    thread.join(20)
+    thread.join(60)
     assert found[SHARD] == (server.directory / "m" / SHARD).read_bytes()
     assert second.caches
     settle(second)

@@ -56,7 +56,7 @@ def asked_for(server: TierServer) -> int:
 
 
 def until_journaled(home: Path, nbytes: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while journaled(home) < nbytes:
         assert time.monotonic() < deadline
         time.sleep(0.01)

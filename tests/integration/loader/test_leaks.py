@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -63,13 +64,13 @@ async def too_large(loader: LoaderProcess, client: Client, work: Path, instance:
 
 async def reader_gone(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
     write_checkpoint(work / "m", tensors(megabytes=20))
-    weights = await asyncio.to_thread(attach, path_of(loader), source=str(work / "m"), timeout=20)
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(work / "m"), timeout=60)
     weights.close()
 
 
 async def reader_refused(loader: LoaderProcess, client: Client, work: Path, instance: str) -> None:
     with pytest.raises(ThawError):
-        await asyncio.to_thread(attach, path_of(loader), source=str(work / "none"), timeout=20)
+        await asyncio.to_thread(attach, path_of(loader), source=str(work / "none"), timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -80,24 +81,32 @@ async def test_failed_loads_leave_no_chunk_descriptor_or_mapping(
 ) -> None:
     assert loader.process is not None
     process = psutil.Process(loader.process.pid)
-    counts = []
+    allowed = (0, 0)
     for number in range(4):
         work = tmp_path / str(number)
         work.mkdir()
         await what(loader, client, work, f"i{number}")
         await status_where(client, loader.node, lambda s: not s.segments and s.dram_bytes == 0)
-        await asyncio.to_thread(settled, process)
-        counts.append((process.num_fds(), len([m for m in process.memory_maps(grouped=False) if m.path.startswith("/dev/shm")])))
+        if number == 1:  # the first loads may allocate what stays for good: threads, their wake-up pipes
+            await asyncio.to_thread(settled, process)
+            allowed = descriptors_and_mappings(process)
         assert loader.memory() == 0
         assert list((loader.home / "nodes" / loader.node / "loader" / "weights").iterdir()) == []
-    # The first loads may allocate what stays for good: threads, their wake-up pipes.
-    assert counts[-1] == counts[1], counts
+    deadline = time.monotonic() + 60
+    # The loop closes ended connections in its next turns.
+    while any(now > before for now, before in zip(descriptors_and_mappings(process), allowed, strict=True)):
+        assert time.monotonic() < deadline, (descriptors_and_mappings(process), allowed)
+        await asyncio.sleep(0.05)
+
+
+def descriptors_and_mappings(process: psutil.Process) -> tuple[int, int]:
+    """Return how many files the process has open, and how many segments it maps."""
+    mapped = [m for m in process.memory_maps(grouped=False) if m.path.startswith("/dev/shm")]
+    return process.num_fds(), len(mapped)
 
 
 def settled(process: psutil.Process) -> None:
     """Wait until the loop has closed ended connections in its next turns."""
-    import time
-
     deadline = time.monotonic() + 5
     before = -1
     while (now := process.num_fds()) != before and time.monotonic() < deadline:

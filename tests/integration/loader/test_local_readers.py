@@ -37,14 +37,14 @@ def assert_arrived(weights: Weights, expected: dict[str, np.ndarray[tuple[int, .
 
 async def test_weights_by_source_and_by_id(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     expected = write_checkpoint(tmp_path / "m", tensors(megabytes=40), shards=2)
-    with await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20) as weights:
+    with await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=60) as weights:
         await asyncio.to_thread(assert_arrived, weights, expected)
         assert weights.directory == tmp_path / "m"
         card = await client.card(tmp_path / "m")
         assert card.info.revision == weights.weights_id  # the same weights as a builtin engine would hold
         found = await client.attach("i1", card)
         assert found.total_bytes == loader.memory() == weights.total_bytes
-        with await asyncio.to_thread(attach, path_of(loader), weights_id=weights.weights_id, timeout=20) as second:
+        with await asyncio.to_thread(attach, path_of(loader), weights_id=weights.weights_id, timeout=60) as second:
             await asyncio.to_thread(second.wait)
             assert second.complete
     assert await client.release("i1") == weights.total_bytes
@@ -53,7 +53,7 @@ async def test_weights_by_source_and_by_id(loader: LoaderProcess, client: Client
 
 async def test_weights_are_released_with_the_connection(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
-    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=60)
     await asyncio.to_thread(weights.wait)
     gone = asyncio.create_task(status_where(client, loader.node, lambda s: not s.segments))
     weights.close()
@@ -63,7 +63,7 @@ async def test_weights_are_released_with_the_connection(loader: LoaderProcess, c
 
 async def test_disconnected_reader_cancels_its_load(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", 2 * GIB)
-    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=60)
     assert not weights.complete
     gone = asyncio.create_task(status_where(client, loader.node, lambda s: not s.segments))
     weights.close()
@@ -73,7 +73,7 @@ async def test_disconnected_reader_cancels_its_load(loader: LoaderProcess, clien
 
 async def test_watermarks_are_sent_while_bytes_arrive(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", GIB)
-    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=60)
     seen = {weights.loaded_bytes}
     while not weights.complete:
         await asyncio.to_thread(weights.wait_until, weights.loaded_bytes + 1)
@@ -103,7 +103,7 @@ async def test_refused_requests_are_typed(loader: LoaderProcess, client: Client,
 
 def raw(path: Path, line: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(20)
+        connection.settimeout(60)
         with short_address(path) as address:
             connection.connect(address)
         connection.sendall(line)
@@ -115,7 +115,7 @@ def raw(path: Path, line: bytes) -> bytes:
 async def test_stopped_loader_is_reported_to_readers(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", 3 * GIB)
     await client_card_of_sparse(client, tmp_path / "m")
-    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=20)
+    weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=60)
     loader.end(signal.SIGKILL)
     with pytest.raises(Unreachable, match="ask again"):
         await asyncio.to_thread(weights.wait)
@@ -126,12 +126,12 @@ async def test_stopped_loader_is_reported_to_readers(loader: LoaderProcess, clie
 
 def test_messages_on_the_socket_follow_the_contract(loader: LoaderProcess, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not path_of(loader).exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(20)
+        connection.settimeout(60)
         with short_address(path_of(loader)) as address:
             connection.connect(address)
         connection.sendall(json.dumps({"kind": "attach", "source": str(tmp_path / "m")}).encode() + b"\n")

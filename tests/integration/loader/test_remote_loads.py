@@ -81,7 +81,7 @@ async def test_tensors_are_available_before_the_last_byte(
 ) -> None:
     expected = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=60), shards=2)
     server.faults.suffix, server.faults.stall_after = "00002-of-00002.safetensors", 200_000
-    weights = await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20)
+    weights = await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=60)
 
     def read() -> dict[str, bool]:
         """Read the tensors that are complete while the source holds back bytes."""
@@ -106,12 +106,12 @@ async def test_load_by_source_requests_each_file_once(
     loader: LoaderProcess, client: Client, server: TierServer, tmp_path: Path
 ) -> None:
     expected = write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=20), shards=2)
-    with await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20) as weights:
+    with await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=60) as weights:
         await asyncio.to_thread(assert_arrived, weights, expected)
         assert len(server.asked("/m/SHA256SUMS")) == len(server.asked("/m/config.json")) == 1
         ranges = [r.headers["Range"] for r in server.asked("00001-of-00002.safetensors")]
         assert len([r for r in ranges if r.startswith("bytes=0-")]) == 2, "the header, and the first piece"
-        again = await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=20)
+        again = await asyncio.to_thread(attach, path_of(loader), source=f"{server.url}/m", timeout=60)
         assert again.complete, "it was asked again, in vain"
         again.close()
 

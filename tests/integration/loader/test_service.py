@@ -44,7 +44,7 @@ async def status_where(client: Client, node: str, wanted: Callable[[LoaderStatus
     responder = client.mesh.listen(subjects.loader_status(node), LoaderStatus, hear)
     await responder.start()
     try:
-        return await asyncio.wait_for(found, 20)
+        return await asyncio.wait_for(found, 60)
     finally:
         await responder.stop()
 
@@ -220,7 +220,7 @@ async def test_clean_shutdown_keeps_only_held_segments(loader: LoaderProcess, cl
 def test_waiting_for_nats_can_be_stopped(tmp_path: Path) -> None:
     process = LoaderProcess("nats://127.0.0.1:1", tmp_path, "alone")
     process.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (tmp_path / "nodes" / "alone" / "loader" / "lock").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -231,7 +231,7 @@ async def test_second_loader_of_a_node_exits(loader: LoaderProcess, client: Clie
     second = LoaderProcess(loader.environment["THAW_NATS_URL"], loader.home, loader.node)
     second.start()
     assert second.process is not None
-    assert second.process.wait(20) == 1
+    assert second.process.wait(60) == 1
     assert "Another loader runs" in loader.log.read_text()
 
 

@@ -55,14 +55,14 @@ def nginx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
         f"ssl_certificate_key {home}/key; root {home}/www; location /moved/ {{ rewrite ^/moved/(.*)$ /m/$1 redirect; }} }} }}"
     )
     process = subprocess.Popen(["nginx", "-c", str(home / "conf"), "-p", str(home)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (home / "pid").exists() or not (home / "pid").read_text().strip():
         assert process.poll() is None, (home / "error.log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     yield Nginx(home / "www" / "m", f"http://127.0.0.1:{plain}", f"https://localhost:{secure}", home / "certificate")
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 def assert_all_read(tier: HttpTier, directory: Path) -> None:
@@ -129,7 +129,7 @@ class ConnectProxy:
     def close(self) -> None:
         socket.create_connection(("127.0.0.1", self.port)).close()  # wakes the accepting thread, which exits
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
         for sock in (*self._sockets, self._listener):
             sock.close()
 
@@ -156,7 +156,7 @@ def test_model_from_nginx_is_served_from_the_cache(nginx: Nginx, tmp_path: Path)
     for file in tier.files():
         tier.read(file, 0, memoryview(bytearray(file.size)))
     tier.finish()
-    assert tier.settled().wait(20)
+    assert tier.settled().wait(60)
     tier.close()
     assert sources.inspect(str(sources.cache.lookup(info.revision)), trust_remote_code=False).weights_bytes == info.weights_bytes
     (nginx.directory / "tokenizer.json").write_text('{"changed": true}')

@@ -52,7 +52,7 @@ def listening(port: int, process: subprocess.Popen[bytes]) -> None:
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(10)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -190,7 +190,7 @@ def test_a_load_is_kept_and_checked(bucket: Path, tmp_path: Path) -> None:
     for file in tier.files():
         tier.read(file, 0, memoryview(bytearray(file.size)))
     tier.finish()
-    assert tier.settled().wait(20)
+    assert tier.settled().wait(60)
     tier.close()
     directory = sources.cache.lookup(info.revision)
     assert directory is not None

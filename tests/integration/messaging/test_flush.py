@@ -20,11 +20,11 @@ from tests.support.stopping import stop
 
 async def test_messages_arrive_after_a_flush_was_cancelled(nats_server: NatsServer) -> None:
     mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await asyncio.wait_for(mesh.start(), 15)
+    await asyncio.wait_for(mesh.start(), 60)
     try:
         answered = mesh.nc._pongs_received
         flush = asyncio.create_task(mesh.flush())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not mesh.nc._pongs:  # noqa: ASYNC110 - the ping is out; nats-py has no event for it
                 await asyncio.sleep(0)
         flush.cancel()
@@ -33,14 +33,14 @@ async def test_messages_arrive_after_a_flush_was_cancelled(nats_server: NatsServ
         assert mesh.nc._pongs_received >= answered + 2, "the cancelled flush was answered too"
         subscription = await mesh.nc.subscribe("greeting.flush")
         await mesh.nc.publish("greeting.flush", b"hello")
-        assert (await subscription.next_msg(timeout=5)).data == b"hello"
+        assert (await subscription.next_msg(timeout=30)).data == b"hello"
     finally:
         await mesh.stop()
 
 
 async def test_stop_succeeds_if_the_server_does_not_respond(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
-    await asyncio.wait_for(mesh.start(), 15)
+    await asyncio.wait_for(mesh.start(), 60)
     client, warned = mesh.nc, asyncio.Event()
     monkeypatch.setattr(logging.getLogger("shared.messaging.mesh"), "warning", lambda *_, **__: warned.set())
     launcher = psutil.Process(own_nats.process.pid)
@@ -52,5 +52,5 @@ async def test_stop_succeeds_if_the_server_does_not_respond(own_nats: NatsServer
     finally:
         for process in server:
             process.resume()
-    await asyncio.wait_for(stopping, 40)
+    await asyncio.wait_for(stopping, 60)
     assert client.is_closed

@@ -66,7 +66,7 @@ async def test_server_with_a_valid_certificate_is_used(server: NatsServer) -> No
     try:
         subscription = await connection.nc.subscribe("greeting")
         await connection.nc.publish("greeting", b"hello")
-        assert (await subscription.next_msg(timeout=10)).data == b"hello"
+        assert (await subscription.next_msg(timeout=60)).data == b"hello"
     finally:
         await connection.stop()
 

@@ -175,7 +175,7 @@ class Site:
         bucket = await migrations_bucket(self.mesh.nc.jetstream(timeout=2))
         return MigrationRecord.model_validate_json((await bucket.get(key)).value or b"")
 
-    async def over(self, key: str, within: float = 20.0) -> MigrationRecord:
+    async def over(self, key: str, within: float = 60.0) -> MigrationRecord:
         await self.until(lambda: self._is(key, lambda r: r.over), within)
         return await self.record(key)
 
@@ -186,7 +186,7 @@ class Site:
     async def _is(self, key: str, condition: Callable[[MigrationRecord], bool]) -> bool:
         return condition(await self.record(key))
 
-    async def until(self, condition: Callable[[], Awaitable[bool]], within: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], Awaitable[bool]], within: float = 60.0) -> None:
         async with asyncio.timeout(within):
             while not await condition():  # noqa: ASYNC110 - the condition is in other processes
                 await asyncio.sleep(0.02)

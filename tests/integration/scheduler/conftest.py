@@ -87,7 +87,7 @@ class Site:
         view: ClusterView = await self.ask(ViewCluster(), ClusterView)
         return view
 
-    async def until(self, condition: Callable[[], bool] | Callable[[], Awaitable[bool]], within: float = 15.0) -> None:
+    async def until(self, condition: Callable[[], bool] | Callable[[], Awaitable[bool]], within: float = 60.0) -> None:
         """Wait until a condition holds, checked at every status of a node."""
         async with asyncio.timeout(within):
             while True:

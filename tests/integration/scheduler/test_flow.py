@@ -100,7 +100,7 @@ async def test_the_load_is_traced(site: Site) -> None:
     async def kept() -> LoadTrace | None:
         messages = await js.subscribe(subjects.load_trace(plan.plan_id), ordered_consumer=True)
         try:
-            return LoadTrace.model_validate_json((await messages.next_msg(timeout=5)).data)
+            return LoadTrace.model_validate_json((await messages.next_msg(timeout=60)).data)
         finally:
             await messages.unsubscribe()
 

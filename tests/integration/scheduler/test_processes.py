@@ -26,7 +26,7 @@ async def log_of(scheduler: asyncio.subprocess.Process) -> str:
 
 async def insist(site: Site, model: str) -> DemandNoted:
     """Repeat demand until a leader replies, as a gateway does."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await site.demand(model, 1, deadline_ms=1000)

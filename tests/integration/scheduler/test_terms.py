@@ -54,7 +54,7 @@ async def test_a_killed_leader_is_replaced(site: Site) -> None:
                 pass
             took = time.monotonic() - killed
             log.info("takeover after kill -9: %.3f s", took)
-            assert took < 9
+            assert took < 30
             node.hold_starts.set()
             await site.demand("b", 1)
             await site.until(lambda: ready(node, "b"))

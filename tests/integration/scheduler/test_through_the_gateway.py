@@ -44,7 +44,7 @@ async def explained(served: Served, **query: str) -> PlanExplained:
 
 async def known(served: Served, request_id: str) -> PlanExplained:
     """Return the plan of an ended request, once its trace is written."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             found = (await served.http.get(f"{ADMIN}/explain", params={"request": request_id})).json()
             if found.get("request"):

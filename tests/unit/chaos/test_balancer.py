@@ -50,7 +50,7 @@ def echoes() -> Iterator[list[Echo]]:
 
 
 def ask(balancer: Balancer) -> tuple[socket.socket, str]:
-    connection = socket.create_connection(("127.0.0.1", balancer.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", balancer.port), timeout=60)
     return connection, connection.recv(1).decode()
 
 

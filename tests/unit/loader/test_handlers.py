@@ -83,7 +83,7 @@ class Bench:
         return (loader or self.loader).status(Shared((), 0, 0, None, None))
 
     async def until_segments(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.status().segments) != count:
                 await self.loader.changed.wait()
 
@@ -147,12 +147,12 @@ async def test_chunks_are_prepared_when_idle_and_freed_under_memory_pressure(ben
         keeping.cancel()
         bench.clock.now += 60
         keeping = asyncio.create_task(loader.keep_ready())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while bench.status(loader).dram_bytes != 3 * CHUNK_BYTES or bench.pool.allocated() != 3 * CHUNK_BYTES:
                 await loader.changed.wait()
         monkeypatch.setattr("services.loader.handlers.short_of_memory", lambda: CHUNK_BYTES)
         await loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=()))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while bench.pool.allocated() != 2 * CHUNK_BYTES:
                 loader.changed.clear()
                 await loader.changed.wait()

@@ -102,7 +102,7 @@ class Gate:
         def read(piece: Piece) -> None:
             self.begun.append((name, piece.index))
             self._begun_reads.release()
-            assert self._let.acquire(timeout=20)
+            assert self._let.acquire(timeout=60)
 
         return read
 
@@ -110,7 +110,7 @@ class Gate:
         self._let.release(count)
 
     def await_begun(self) -> None:
-        assert self._begun_reads.acquire(timeout=20)
+        assert self._begun_reads.acquire(timeout=60)
 
 
 def transfer(gate: Gate, name: str, count: int, **options: object) -> Transfer:
@@ -160,7 +160,7 @@ def test_failed_load_ends_when_its_last_reader_returns() -> None:
             reading.set()
             gate.await_begun()
         else:
-            assert reading.wait(20)
+            assert reading.wait(60)
             raise OSError("broken")
 
     failing = link.submit(Transfer(pieces(5), read))
@@ -181,7 +181,7 @@ def test_closing_a_link_ends_its_loads_and_threads() -> None:
     gate.let(50)
     with pytest.raises(Cancelled):
         load.result()
-    closer.join(20)
+    closer.join(60)
     assert not [t for t in threading.enumerate() if t.name.startswith("closing-")]
 
 

@@ -152,7 +152,7 @@ class Shell:
         self.reclaimer = Reclaimer(pool, self.events.put, wait)
 
     def next(self) -> Event:
-        return self.events.get(timeout=20)
+        return self.events.get(timeout=60)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def test_last_progress_is_reported_even_if_no_event_follows() -> None:
     progress.loaded(1, 10)
     for watermark in (20, 30, 25):  # within the interval
         progress.loaded(1, watermark)
-    assert [events.get(timeout=10) for _ in range(4)] == [
+    assert [events.get(timeout=60) for _ in range(4)] == [
         Progressed("w", 1, 10),
         Fetched("w", 1, 10),
         Progressed("w", 1, 30),
@@ -53,5 +53,5 @@ def test_close_ends_the_thread_at_any_time() -> None:
     progress.loaded(1, 10)
     progress.loaded(1, 20)  # within the interval: the thread sends it later
     assert progress._thread is not None
-    progress._thread.join(10)
+    progress._thread.join(60)
     assert not progress._thread.is_alive()

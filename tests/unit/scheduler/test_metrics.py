@@ -47,5 +47,5 @@ def test_failed_plan_is_counted_without_a_duration(metrics: Metrics) -> None:
 
 def test_metrics_are_served_over_http(metrics: Metrics) -> None:
     metrics.plan(plan(took_ms=1500.0))
-    with metrics.served("127.0.0.1", 0) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with metrics.served("127.0.0.1", 0) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         assert b"thaw_plan_error_seconds_sum" in answer.read()

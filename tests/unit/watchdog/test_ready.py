@@ -46,6 +46,6 @@ async def test_the_supervisor_waits_for_the_report(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(ready), 0.2)
     heart.report_ready()
-    await asyncio.wait_for(ready, 10)
+    await asyncio.wait_for(ready, 60)
     watcher.close()
     heart.end()

@@ -76,7 +76,7 @@ class DeviceBehaviour:
         reader.start()
         arena.fill(0, host.address, PAGE)
         arena.fill(PAGE, host.address + PAGE, PAGE)
-        reader.join(10)
+        reader.join(60)
         assert waited == [True]
         assert arena.watermark == 2 * PAGE
 
@@ -90,7 +90,7 @@ class DeviceBehaviour:
         waiter = threading.Thread(target=lambda: waited.append(arena.wait(1)))
         waiter.start()
         assert arena.release() == SEGMENT
-        waiter.join(10)
+        waiter.join(60)
         assert waited == [False]
 
     def test_second_release_and_later_fills_have_no_effect(self, arena: Arena, host: Host) -> None:

@@ -142,7 +142,7 @@ class TestCuda(DeviceBehaviour):
 
             waiter = threading.Thread(target=wait, daemon=True)
             waiter.start()
-            waiter.join(10)
+            waiter.join(60)
         assert [str(e) for e in waited] == ["an argument is out of range"]
         other = device.allocate(Place("v", SEGMENT, "thaw-test"))
         other.fill(0, host.address, SEGMENT)
@@ -160,7 +160,7 @@ class TestCuda(DeviceBehaviour):
         assert releasing.is_alive()
         assert len(self.driver.memory) == 1
         self.driver.gate.set()
-        releasing.join(10)
+        releasing.join(60)
         assert done == [SEGMENT]
         assert len(self.driver.copies) == 4
         assert device.queued_bytes == 0

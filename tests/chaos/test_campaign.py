@@ -5,8 +5,6 @@ No response is lost, wrong, generated twice or left behind.
 
 from __future__ import annotations
 
-import pytest
-
 from bench.chaos.__main__ import campaign
 from bench.chaos.campaign import say
 from bench.chaos.faults import plan
@@ -14,7 +12,6 @@ from bench.chaos.faults import plan
 SEED, KILLS, CLIENTS = 3, 12, 4
 
 
-@pytest.mark.long
 def test_campaign_of_seeded_faults_has_no_failures() -> None:
     findings = campaign(plan(KILLS, SEED), SEED, CLIENTS, say)
     assert findings.failures() == []

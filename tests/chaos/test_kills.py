@@ -80,7 +80,9 @@ def test_sigkill_during_a_load_loses_no_response(mesh: Victim, client: openai.Op
 
 
 @pytest.mark.parametrize("service", SUPERVISED)
-def test_sigkill_of_a_service_during_a_stream_does_not_affect_it(mesh: Victim, client: openai.OpenAI, service: str, whole: str) -> None:
+def test_sigkill_of_a_service_during_a_stream_does_not_affect_it(
+    mesh: Victim, client: openai.OpenAI, service: str, whole: str
+) -> None:
     assert whole.startswith(ask(client))
     engine = mesh.engine("one")
     asked = Asked(mesh.url, "one")

@@ -7,7 +7,8 @@ docs/words.toml lists the words, the exceptions with their reasons, and the numb
 each folder may still have. That number can only fall: `--lower` writes the present counts where
 they are smaller.
 
-It also checks the form of error messages: see `message_faults`.
+It also checks the form of error messages (see `message_faults`) and of the names of tests (see
+`test_name_faults`).
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Rules:
     words: Mapping[str, str]
     allowed: Sequence[Allowed]
     ceilings: Mapping[str, int]
+    test_subjects: Sequence[str] = ()
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Rules:
@@ -80,7 +82,7 @@ class Rules:
             if not entry.get("reason"):
                 raise ValueError(f"The exception {entry} has no reason. Add one that a reviewer can judge.")
             allowed.append(Allowed(entry.get("word", "*"), entry.get("path", "*"), entry.get("text", ""), entry["reason"]))
-        return cls(data["words"], allowed, data.get("ceilings", {}))
+        return cls(data["words"], allowed, data.get("ceilings", {}), data.get("test_names", {}).get("subjects", ()))
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -226,6 +228,35 @@ def _check_messages(tracked: Sequence[str]) -> list[str]:
     return [fault for path in paths for fault in message_faults(path, (_ROOT / path).read_text(), errors)]
 
 
+_TEST_NAME = re.compile(r"^ *(?:async )?def (test_(?:\d+_)?(\w+))", re.MULTILINE)
+_TEST_NAME_LIMIT = 85
+
+
+def test_name_faults(path: str, source: str, subjects: Sequence[str]) -> list[str]:
+    """Find test functions whose names do not begin with their subject, or are too long.
+
+    A name states the subject and the expected behaviour: `request_over_size_limit_returns_413`.
+
+    Args:
+        path: The file, for the findings.
+        source: The text of the file.
+        subjects: First words that name nothing, such as "what" and "it".
+    """
+    found = []
+    for match in _TEST_NAME.finditer(source):
+        name, stated = match.groups()
+        if stated.split("_")[0] in subjects and not stated.startswith("what_if_"):
+            found.append(f"{path}: {name}: begin the name with the subject of the test")
+        if len(name) > _TEST_NAME_LIMIT:
+            found.append(f"{path}: {name}: shorten the name to {_TEST_NAME_LIMIT} characters")
+    return found
+
+
+def _check_test_names(tracked: Sequence[str], subjects: Sequence[str]) -> list[str]:
+    paths = [p for p in tracked if p.startswith("tests/") and p.endswith(".py") and (_ROOT / p).is_file()]
+    return [fault for path in paths for fault in test_name_faults(path, (_ROOT / path).read_text(), subjects)]
+
+
 def check(path: str, source: str, pattern: re.Pattern[str]) -> list[Finding]:
     """Find the words in a file, and in its name."""
     checker = check_python if path.endswith(".py") else check_markdown
@@ -306,6 +337,7 @@ def main() -> int:
         return 0
     counts, failures, slack = verdict(findings, rules)
     failures += _check_messages(tracked)
+    failures += _check_test_names(tracked, rules.test_subjects)
     if options.lower:
         words.write_text(lowered(words.read_text(), counts))
     sys.stdout.writelines(f"{line}\n" for line in [*failures, *([] if options.lower else slack)])

@@ -11,7 +11,7 @@ from math import inf
 from simulator.clock import Clock, Timer
 
 _EPSILON = 1e-3
-"""Bytes that rounding may leave of a flow."""
+"""A flow with fewer remaining bytes has ended: rounding errors leave some."""
 
 
 class Link:
@@ -26,6 +26,8 @@ class Link:
 
 
 class Flow:
+    """A transfer over all links of `path`; `left`: bytes that have not arrived."""
+
     __slots__ = ("background", "done", "left", "nbytes", "path", "rate")
 
     def __init__(self, path: tuple[Link, ...], nbytes: float, done: Callable[[], None], background: bool) -> None:
@@ -133,8 +135,8 @@ class Network:
     def _due(self) -> None:
         self._next = None
         self._advance()
-        # Time is a float: a flow that would end within its resolution has ended, or it would never
-        # end.
+        # A flow counts as ended if the rest takes less than the resolution of the clock, a float:
+        # otherwise its timer would not advance the time, and would fire for ever.
         ended = [f for f in self.flows if f.left <= max(_EPSILON, f.rate * 1e-9 * max(1.0, self._clock.now)) or f.rate == inf]
         for flow in ended:
             for link in flow.path:

@@ -43,7 +43,7 @@ class LoaderClient:
 
         Args:
             card: The model or adapter.
-            holder: Under which name the loader keeps the weights.
+            holder: Name under which the loader keeps the weights.
             until: `index`: tensor locations are known; `complete`: all bytes are loaded.
         """
         parent = self._start.traceparent

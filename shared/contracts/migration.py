@@ -47,7 +47,7 @@ class RunningRequest(Frozen):
 
 
 class ListRequests(Request):
-    """What the engine serves now, those waiting in it included.
+    """List the requests that the engine serves, including those in its queue.
 
     Answered with `RequestsListed`.
     """
@@ -61,9 +61,9 @@ class RequestsListed(Message):
 
 
 class ReadTokens(Request):
-    """The prompt and what was generated so far.
+    """Read a request's prompt and the tokens generated so far.
 
-    Answered with `TokensRead`, or `not_found` if it is over.
+    Answered with `TokensRead`, or `not_found` if the request is over.
     """
 
     kind: Literal["read_tokens"] = "read_tokens"
@@ -162,7 +162,7 @@ GATEWAY_CONTROL: TypeAdapter[MoveRequest] = TypeAdapter(MoveRequest)
 
 
 class FindRequest(Request):
-    """Which request is meant by `x-request-id`.
+    """Find the request that a client knows by `x-request-id`.
 
     Answered with `RequestFound` by the gateway that holds it; other gateways stay silent.
     """
@@ -192,7 +192,7 @@ class MigrationRound(Frozen):
 
 
 class MovedRequest(Frozen):
-    """What became of one request."""
+    """The outcome of one request."""
 
     request_id: str
     outcome: Literal["moving", "moved", "finished", "elsewhere", "fixed", "failed"] = "moving"
@@ -205,7 +205,7 @@ class MovedRequest(Frozen):
 
 
 class MigrationRecord(Message):
-    """An order to move one request, or all of an instance's, and how far it is.
+    """An order to move one request, or all requests of an instance, and its progress.
 
     Written with compare-and-set only.
 

@@ -24,7 +24,7 @@ from shared.contracts.base import Failure, Message, Request
 from shared.contracts.subjects import token
 from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, ThawError, Unreachable, from_body
 from shared.messaging.progress import reports, request_with_reports
-from shared.messaging.responders import Draining, Responder
+from shared.messaging.responders import DrainingResponder, Responder
 from shared.settings import CommonSettings
 from shared.tasks import end
 from shared.telemetry.logs import LogRateLimit
@@ -225,7 +225,7 @@ class Mesh:
         workers: dict[str, Any] = {"max_workers": _CONCURRENT_WORKERS} if concurrent else {}
         subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, **workers)
         subscriber(handler)
-        return Draining(lambda: self.nc, self.flush, subscriber)
+        return DrainingResponder(lambda: self.nc, self.flush, subscriber)
 
     async def _on_error(self, error: Exception) -> None:
         # While a server is away there are ten of them each second.

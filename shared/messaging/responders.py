@@ -1,4 +1,4 @@
-"""Handlers of messages that begin and end."""
+"""Handlers of messages, registered and removed at run time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from nats.errors import Error as NatsError
 
 log = logging.getLogger(__name__)
 _DRAIN_S = 2.0
-_STEPS = 20
-"""Of the loop, from a message's leaving FastStream's queue until its handler has begun."""
+_HANDOVER_TURNS = 20
+"""Turns of the event loop between a message's removal from FastStream's queue and the start of its
+handler.
+"""
 
 
 class Responder(Protocol):
@@ -24,7 +26,7 @@ class Responder(Protocol):
     async def stop(self) -> None: ...
 
 
-class Draining:
+class DrainingResponder:
     """A FastStream subscriber whose stop leaves no request unanswered.
 
     It unsubscribes first, then handles what has arrived. FastStream's own `stop` drops requests
@@ -40,7 +42,7 @@ class Draining:
 
     async def stop(self) -> None:
         if self._subscriber.subscription is not None and self._client().is_connected:
-            # Left to itself if a handler takes too long: it ends with that.
+            # If a handler takes longer, the task continues and ends with the handler.
             self._drained = asyncio.create_task(self._drain(self._subscriber.subscription), name="drain a subscription")
             self._subscriber.subscription = None
             await asyncio.wait((self._drained,), timeout=_DRAIN_S)
@@ -55,5 +57,5 @@ class Draining:
         except (NatsError, OSError, TimeoutError) as e:
             log.info("a subscription was not drained", extra={"subject": subscription.subject, "error": repr(e)})
         queued = getattr(self._subscriber, "send_stream", None)  # of a concurrent one
-        for _ in range(_STEPS + (queued.statistics().current_buffer_used if queued is not None else 0)):
+        for _ in range(_HANDOVER_TURNS + (queued.statistics().current_buffer_used if queued is not None else 0)):
             await asyncio.sleep(0)

@@ -106,7 +106,7 @@ def handovers_chart(trace: RequestTrace, console: Console) -> RenderableType | N
 
 def migration_lines(record: MigrationRecord, request_id: str) -> list[str]:
     """Describe a migration as far as it concerns a request: its outcome and rounds."""
-    moved = next(m for m in record.requests if same(m.request_id, request_id))
+    moved = next(m for m in record.requests if is_attempt_of(m.request_id, request_id))
     colour = _COLOURS.get(record.state, "cyan")
     pause = f", pause {moved.pause_ms:.0f} ms" if moved.pause_ms is not None else ""
     took = f", {_seconds(moved.took_ms)} in all" if moved.took_ms is not None else ""
@@ -117,7 +117,7 @@ def migration_lines(record: MigrationRecord, request_id: str) -> list[str]:
         lines.append(f"  [dim]trace {record.traceparent.split('-')[1]}[/]")
     if moved.reason:
         lines.append(f"  {escape(moved.reason)}")
-    rounds = [x for x in record.rounds if same(x.request_id, request_id)]
+    rounds = [x for x in record.rounds if is_attempt_of(x.request_id, request_id)]
     return lines + [_round(x, rounds) for x in rounds]
 
 
@@ -127,7 +127,7 @@ def _round(x: MigrationRound, among: Sequence[MigrationRound]) -> str:
     return f"  round {x.number}: {x.tokens} tokens in {x.took_ms:.0f} ms, {x.gap} more meanwhile [cyan]{bar}[/]"
 
 
-def same(attempt: str, request_id: str) -> bool:
+def is_attempt_of(attempt: str, request_id: str) -> bool:
     """True if the engine's name of a request is one of this request's attempts.
 
     Attempts have a number appended.

@@ -14,7 +14,7 @@ from rich.markup import escape
 from shared.contracts.admin import ClusterView
 from shared.contracts.migration import MigrationRecord
 from thaw.cli.api import Api
-from thaw.cli.handovers import migration_lines, same
+from thaw.cli.handovers import is_attempt_of, migration_lines
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
 
@@ -98,12 +98,12 @@ def concerning(records: list[MigrationRecord], request_id: str) -> list[Migratio
 
     Engines know the request by its attempts' names, with a number appended.
     """
-    found = [r for r in records if any(same(m.request_id, request_id) for m in r.requests)]
+    found = [r for r in records if any(is_attempt_of(m.request_id, request_id) for m in r.requests)]
     return sorted(found, key=lambda r: r.created)
 
 
 def show_moves(out: Console, records: list[MigrationRecord], request_id: str) -> None:
-    """What `thaw trace` shows of them."""
+    """Show the migrations of one request, as part of `thaw trace`."""
     for record in records:
         out.print()
         for line in migration_lines(record, request_id):

@@ -18,8 +18,8 @@ from thaw.launcher.processes import Identity
 class ServiceStatus(BaseModel):
     """`process` is None while the service does not run.
 
-    `hangs`: how often it was ended because it hung; `last_hang`: why, the last time;
-    `last_hang_at`: when, in Unix seconds.
+    `hangs`: number of restarts because it hung; `last_hang`: reason of the last one;
+    `last_hang_at`: its time, in Unix seconds.
     """
 
     status: Status
@@ -47,7 +47,7 @@ class MeshStatus(BaseModel):
 
     @property
     def has_survivors(self) -> bool:
-        """Whether a service's process is alive; of interest once the supervisor is not."""
+        """True if a service's process is alive, even after the death of the supervisor."""
         return any(p.alive() for p in self.processes())
 
     def processes(self) -> list[Identity]:
@@ -72,9 +72,9 @@ def read_status(home: Home) -> MeshStatus | None:
 
 
 def running_status(home: Home) -> MeshStatus | None:
-    """The status of the supervisor that is alive now.
+    """Return the status of a living supervisor.
 
-    A stale file (its pid dead, or reused by another process) counts for nothing.
+    A stale file (its pid is dead, or reused by another process) is ignored.
     """
     status = read_status(home)
     return status if status is not None and status.supervisor.alive() else None

@@ -9,7 +9,7 @@ import threading
 _NICENESS = 10
 
 
-def step_back() -> None:
+def lower_thread_priority() -> None:
     """Lower this thread's priority below the loading threads.
 
     On Linux each thread has its own niceness.

@@ -250,7 +250,7 @@ class CachingTier:
         if not self._bad or self._fill is None:
             return
         for file in self._files:
-            if file in self._bad or not self._verifier.whole(file.name):
+            if file in self._bad or not self._verifier.is_hashed(file.name):
                 with contextlib.suppress(OSError):
                     partial.drop(file)
 
@@ -280,7 +280,7 @@ class CachingTier:
         for offset in range(0, file.size, _REST_BYTES):
             if self._stop.is_set():
                 raise Cancelled
-            if self._verifier.whole(file.name):
+            if self._verifier.is_hashed(file.name):
                 return
             self.read(file, offset, memoryview(bytearray(min(_REST_BYTES, file.size - offset))), self._stop)
             self._verifier.drain(self._stop)
@@ -294,7 +294,7 @@ class CachingTier:
         self._verifier.drain(self._stop)
         self._verifier.wait(self._stop)
         heads = tuple(
-            FileHead(name=f.name, size=f.size, version=f.version, sha256=f.sha256 or self._verifier.found(f.name), md5=f.md5)
+            FileHead(name=f.name, size=f.size, version=f.version, sha256=f.sha256 or self._verifier.sha256_of(f.name), md5=f.md5)
             for f in self._files
         )
         self._cache.promote(EntryRecord(revision=self.revision, source=self.source, files=heads))

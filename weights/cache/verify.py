@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from shared.errors import CheckpointInvalid
-from weights.cache.background import step_back
+from weights.cache.background import lower_thread_priority
 from weights.tiers.port import Cancelled, TierFile
 
 _THREADS = 2
@@ -22,11 +22,11 @@ class _Digest:
     file: TierFile
     algorithm: str
     expected: str | None
-    at: int = 0
+    hashed_bytes: int = 0
     pending: dict[int, memoryview] = field(default_factory=dict)
     busy: bool = False
-    found: str | None = None
-    given: bool = False
+    hexdigest: str | None = None
+    has_data: bool = False
 
     def __post_init__(self) -> None:
         self.state = hashlib.new(self.algorithm, usedforsecurity=False)
@@ -44,18 +44,18 @@ class Verifier:
         self._changed = threading.Condition()
         self._wrong: CheckpointInvalid | None = None
         self._closed = self._released = False
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="verify", initializer=step_back)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="verify", initializer=lower_thread_priority)
 
     def put(self, file: TierFile, offset: int, data: memoryview) -> None:
-        """`data` must hold these bytes until they are verified, or until `close`."""
+        """Hash a piece; `data` must hold its bytes until they are verified, or until `close`."""
         digest = self._digests[file.name]
         with self._changed:
-            if self._closed or digest.found is not None or offset + len(data) <= digest.at:
+            if self._closed or digest.hexdigest is not None or offset + len(data) <= digest.hashed_bytes:
                 return
             known = digest.pending.get(offset)
             if known is None or len(known) < len(data):
                 digest.pending[offset] = data
-            digest.given = True
+            digest.has_data = True
             self._start(digest)
 
     def _start(self, digest: _Digest) -> None:
@@ -72,7 +72,7 @@ class Verifier:
                     self._start(digest)
 
     def drain(self, cancelled: threading.Event) -> None:
-        """Wait until all pieces that can be hashed are. Raises `Cancelled`."""
+        """Wait until no file is being hashed. Raises `Cancelled`."""
         with self._changed:
             while any(d.busy for d in self._digests.values()):
                 self._changed.wait(_SLICE_S)
@@ -88,24 +88,25 @@ class Verifier:
             while True:
                 if self._wrong is not None:
                     raise self._wrong
-                if all(d.found is not None for d in self._digests.values() if d.given and d.expected) or self._closed:
+                if all(d.hexdigest is not None for d in self._digests.values() if d.has_data and d.expected) or self._closed:
                     return
                 if not any(d.busy for d in self._digests.values()):
-                    return  # nothing more is on its way: a file that was not read whole is not this load's
+                    return  # no piece is pending: another load reads the rest of the file
                 self._changed.wait(_SLICE_S)
                 if cancelled is not None and cancelled.is_set():
                     raise Cancelled
 
-    def found(self, name: str) -> str | None:
+    def sha256_of(self, name: str) -> str | None:
         """Return the SHA-256 of a complete file.
 
         None for an incomplete file, or a file with an MD5.
         """
         digest = self._digests[name]
-        return digest.found if digest.algorithm == "sha256" else None
+        return digest.hexdigest if digest.algorithm == "sha256" else None
 
-    def whole(self, name: str) -> bool:
-        return self._digests[name].found is not None
+    def is_hashed(self, name: str) -> bool:
+        """True if all bytes of the file have been hashed."""
+        return self._digests[name].hexdigest is not None
 
     def close(self) -> None:
         """Drop pending pieces; memory given to `put` is not read after this returns."""
@@ -131,16 +132,16 @@ class Verifier:
                     break
                 digest.state.update(data[at : at + _PIECE_BYTES])
             with self._changed:
-                digest.at += len(data)
-                if digest.at == digest.file.size and not self._closed:
+                digest.hashed_bytes += len(data)
+                if digest.hashed_bytes == digest.file.size and not self._closed:
                     self._end(digest)
 
     def _end(self, digest: _Digest) -> None:
-        digest.found = digest.state.hexdigest()
+        digest.hexdigest = digest.state.hexdigest()
         digest.pending.clear()
-        if digest.expected is not None and digest.found != digest.expected:
+        if digest.expected is not None and digest.hexdigest != digest.expected:
             self._wrong = self._wrong or CheckpointInvalid(
-                f"{self._where}/{digest.file.name} has the {digest.algorithm} {digest.found[:16]}… instead of {digest.expected[:16]}…: it "
+                f"{self._where}/{digest.file.name} has the {digest.algorithm} {digest.hexdigest[:16]}… instead of {digest.expected[:16]}…: it "
                 "was damaged on the way or at its source; it is not kept, load it again or put it right at the source",
                 should_retry=True,
             )
@@ -154,11 +155,11 @@ def _digest(file: TierFile) -> _Digest:
 
 
 def _next(digest: _Digest) -> memoryview | None:
-    """The pending bytes at the digest's place, taken out."""
+    """Take out the pending bytes that follow those already hashed; None if there are none."""
     for offset in sorted(digest.pending):
-        if offset > digest.at:
+        if offset > digest.hashed_bytes:
             return None
         data = digest.pending.pop(offset)
-        if offset + len(data) > digest.at:
-            return memoryview(data)[digest.at - offset :]
+        if offset + len(data) > digest.hashed_bytes:
+            return memoryview(data)[digest.hashed_bytes - offset :]
     return None

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
-from weights.cache.background import step_back
+from weights.cache.background import lower_thread_priority
 from weights.tiers.port import Cancelled
 
 _WRITERS = 2
@@ -17,7 +17,7 @@ class WriteBehind:
     """Tasks run in any order. A task handles its own errors."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="cache-write", initializer=step_back)
+        self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="cache-write", initializer=lower_thread_priority)
         self._lock = threading.Lock()
         self._under: set[Future[None]] = set()
 

@@ -34,7 +34,7 @@ class CpuArena:
             if not self._open:
                 return
             if not self._taken.take(offset, offset + nbytes):
-                raise ValueError(f"bytes {offset} to {offset + nbytes} of this arena were given already, or in part")
+                raise ValueError(f"bytes {offset} to {offset + nbytes} overlap bytes that this arena has received")
             self._watermark.add(offset, nbytes)
             self._changed.notify_all()
 
@@ -110,10 +110,10 @@ class CpuDevice:
 
 def check_range(place: Place, offset: int, nbytes: int) -> None:
     if offset < 0 or nbytes <= 0 or offset + nbytes > place.nbytes:
-        raise ValueError(f"bytes {offset} to {offset + nbytes} do not lie in a segment of {place.nbytes} bytes")
+        raise ValueError(f"bytes {offset} to {offset + nbytes} are outside a segment of {place.nbytes} bytes")
 
 
-_LOOK_AGAIN_S = 0.05
+_POLL_INTERVAL_S = 0.05
 """Poll interval in seconds for `cancelled`: the caller's event wakes no waiter here."""
 
 
@@ -128,5 +128,5 @@ def wait_for(
         while not done():
             if ended() or (cancelled is not None and cancelled.is_set()):
                 return False
-            changed.wait(None if cancelled is None else _LOOK_AGAIN_S)
+            changed.wait(None if cancelled is None else _POLL_INTERVAL_S)
         return True

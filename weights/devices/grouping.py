@@ -154,7 +154,7 @@ class CopyQueue:
         waiting = self._arenas[arena]
         start, end = runs[0].offset, runs[-1].end
         if not waiting.taken.take(start, end):
-            raise ValueError(f"bytes {start} to {end} of this arena were given already, or in part")
+            raise ValueError(f"bytes {start} to {end} overlap bytes that this arena has received")
         waiting.nbytes += end - start
         for run in runs:
             insort(waiting.runs, run, key=lambda run: run.offset)

@@ -27,16 +27,16 @@ class SamplingParams:
     top_logprobs: int | None = None
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def untouched(self) -> bool:
+    def is_neutral(self) -> bool:
         """True if logits reach the sampler unmodified."""
-        return not self.logit_bias and not self.penalised
+        return not self.logit_bias and not self.has_penalties
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
 

@@ -45,13 +45,13 @@ class History:
 
 def sample(logits: torch.Tensor, params: SamplingParams, history: History, draw: Draw) -> Sampled:
     """Choose one token from `logits` (float32, one row)."""
-    adjusted = logits if params.untouched else _adjusted(logits, params, history)
-    token = int(adjusted.argmax()) if params.greedy else _drawn(adjusted, params, draw)
+    adjusted = logits if params.is_neutral else _apply_bias_and_penalties(logits, params, history)
+    token = int(adjusted.argmax()) if params.is_greedy else _draw_token(adjusted, params, draw)
     return token_logprobs(logits, token, params.top_logprobs)
 
 
 def token_logprobs(logits: torch.Tensor, token: int, top: int | None) -> Sampled:
-    """The token with its log-probability and the `top` best alternatives.
+    """Return the token with its log-probability and the `top` best alternatives.
 
     `top` None: no log-probabilities.
     """
@@ -65,7 +65,7 @@ def token_logprobs(logits: torch.Tensor, token: int, top: int | None) -> Sampled
     return Sampled(token, float(logprobs[token]), best)
 
 
-def _adjusted(logits: torch.Tensor, params: SamplingParams, history: History) -> torch.Tensor:
+def _apply_bias_and_penalties(logits: torch.Tensor, params: SamplingParams, history: History) -> torch.Tensor:
     logits = logits.clone()
     if params.logit_bias:
         ids, values = zip(*params.logit_bias, strict=True)
@@ -85,25 +85,25 @@ def _ids(like: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.long, device=like.device)
 
 
-def _drawn(logits: torch.Tensor, params: SamplingParams, draw: Draw) -> int:
+def _draw_token(logits: torch.Tensor, params: SamplingParams, draw: Draw) -> int:
     probabilities = torch.softmax(logits / params.temperature, dim=-1)
     if params.min_p > 0:
         probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
     uniform = torch.from_numpy(draw.uniform(logits.shape[-1])).to(logits.device)
     if params.top_k <= 0 and params.top_p >= 1.0:
         return _first(probabilities, uniform)
-    kept, ids = _kept(probabilities, params)
+    kept, ids = _candidates(probabilities, params)
     return int(ids[_first(kept, uniform[ids])])
 
 
 def _first(probabilities: torch.Tensor, uniform: torch.Tensor) -> int:
-    """Index of the smallest ratio of exponential number to probability."""
+    """Return the index of the smallest ratio of exponential number to probability."""
     exponential = torch.log1p(-uniform).neg().clamp(min=torch.finfo(torch.float64).tiny)
     return int((probabilities / exponential).argmax())
 
 
-def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidate probabilities and their token ids, most likely first."""
+def _candidates(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the candidates' probabilities and token ids, most likely first."""
     size = probabilities.shape[-1]
     k = params.top_k if 0 < params.top_k < size else size
     if k == size and params.top_p < 1.0 and size > _NUCLEUS_GUESS:
@@ -119,7 +119,7 @@ def _kept(probabilities: torch.Tensor, params: SamplingParams) -> tuple[torch.Te
 
 
 def _nucleus(values: torch.Tensor, ids: torch.Tensor, top_p: float, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest set of most likely tokens with `top_p` of `total`."""
+    """Return the smallest set of most likely tokens with `top_p` of `total`."""
     before = values.double().cumsum(0) - values.double()
     count = max(1, int((before < top_p * total).sum()))
     return values[:count], ids[:count]

@@ -42,7 +42,7 @@ class Sequence:
     @classmethod
     def from_request(cls, key: int, request: GenerationRequest, choice: Choice, tokenization: Tokenization) -> Sequence:
         """Create a choice's sequence, with tokens that another engine generated."""
-        resumed, penalised = choice.resume_state, request.params.penalised
+        resumed, has_penalties = choice.resume_state, request.params.has_penalties
         generated = resumed.tokens if resumed is not None else ()
         return cls(
             key,
@@ -50,7 +50,7 @@ class Sequence:
             choice,
             [*choice.prompt, *generated],
             resumed.generation if resumed is not None else Generation(tokenization.decode, choice.prompt, choice.stop_conditions),
-            History(frozenset(choice.prompt), Counter(generated)) if penalised else History(frozenset(), Counter()),
+            History(frozenset(choice.prompt), Counter(generated)) if has_penalties else History(frozenset(), Counter()),
             unsent=resumed.unsent.text if resumed is not None else choice.echo or "",
         )
 
@@ -72,7 +72,7 @@ class Sequence:
         unsent, self.unsent = self.unsent, ""
         gained = self.generation.feed(sampled.token)
         self.tokens.append(sampled.token)
-        if self.request.params.penalised:
+        if self.request.params.has_penalties:
             self.history.output[sampled.token] += 1
         return ChoiceDelta(
             index=self.choice.index,
@@ -86,7 +86,7 @@ class Sequence:
 def choose(sequences: Many[Sequence], logits: torch.Tensor) -> list[Sampled]:
     """Sample the next token of each sequence from its row of `logits`."""
     params = [s.request.params for s in sequences]
-    if all(p.greedy and p.untouched and p.top_logprobs is None for p in params):
+    if all(p.is_greedy and p.is_neutral and p.top_logprobs is None for p in params):
         return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
     return [
         sample(row, p, s.history, Draw(p.seed, s.choice.index, s.generation.count))

@@ -101,11 +101,11 @@ def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart) -
     model = checkpoint.bind(kind, config, segment, checkpoint.torch_dtype(start.card))
     is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
     bound = BoundModel(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
-    _open(bound, attached.handle)
+    _open_device_memory(bound, attached.handle)
     return bound
 
 
-def _open(bound: BoundModel, handle: ArenaHandle | None) -> None:
+def _open_device_memory(bound: BoundModel, handle: ArenaHandle | None) -> None:
     """Open the device memory of `handle`.
 
     Early calls create the GPU context while bytes are still loading.
@@ -131,7 +131,7 @@ def complete(
         # The earlier conversion may have read bytes that were not loaded yet.
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
         bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
-    _open(bound, handle)
+    _open_device_memory(bound, handle)
     device = _to_device(bound, start)
     causal = start.card.info.task == "generate"
     embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)

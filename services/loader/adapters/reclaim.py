@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.domain.effects import Vacate
 from services.loader.domain.events import Event, Reclaimed, Vacated
-from weights.cache.background import step_back
+from weights.cache.background import lower_thread_priority
 from weights.pool.memory import PoolMemory
 from weights.pool.shm import free_bytes
 
 log = logging.getLogger(__name__)
-_AT_ONCE = 4
+_RECLAIM_THREADS = 4
 _WAIT_S = 2.0
 """Time for a process to unmap released chunks; a killed process takes a moment."""
 _RESCAN_S = 0.1
@@ -33,8 +33,8 @@ class Reclaimer:
 
     def __init__(self, pool: PoolMemory, emit: Callable[[Event], None], wait: float = _WAIT_S) -> None:
         self._pool, self._emit, self._wait = pool, emit, wait
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="give-back")
-        self._readiness = ThreadPoolExecutor(1, thread_name_prefix="ready", initializer=step_back)
+        self._threads = ThreadPoolExecutor(_RECLAIM_THREADS, thread_name_prefix="give-back")
+        self._prepare_threads = ThreadPoolExecutor(1, thread_name_prefix="ready", initializer=lower_thread_priority)
         self._stuck: dict[int, Vacate] = {}
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._watch: threading.Thread | None = None
@@ -48,7 +48,7 @@ class Reclaimer:
         if order.nbytes:
             self._threads.submit(self._reclaim, order, before)
         else:
-            self._readiness.submit(self._make_ready, order)
+            self._prepare_threads.submit(self._prepare_chunks, order)
 
     def close(self) -> None:
         """Wait for running orders.
@@ -57,7 +57,7 @@ class Reclaimer:
         """
         self._closing.set()
         self._threads.shutdown()
-        self._readiness.shutdown()
+        self._prepare_threads.shutdown()
         if self._watch is not None:
             self._watch.join()
 
@@ -65,8 +65,8 @@ class Reclaimer:
         on_devices = 0
         try:
             on_devices = before()
-            if self._unmapped(order):
-                self._done(order, on_devices)
+            if self._wait_until_unmapped(order):
+                self._free_chunks(order, on_devices)
                 return
             log.warning("released weights are still mapped", extra={"run": order.run, "pids": self._mappers(order)})
             if order.weights_id is not None:
@@ -81,7 +81,7 @@ class Reclaimer:
             if order.weights_id is not None:
                 self._emit(Reclaimed(order.weights_id, order.run, 0, on_devices=on_devices))
 
-    def _done(self, order: Vacate, on_devices: int = 0, *, notify: bool = True) -> None:
+    def _free_chunks(self, order: Vacate, on_devices: int = 0, *, notify: bool = True) -> None:
         freed = self._pool.punch(order.chunks[order.keep :])
         for chunk in order.chunks[: order.keep]:
             self._pool.prepare(chunk)
@@ -89,7 +89,7 @@ class Reclaimer:
         if order.weights_id is not None and notify:
             self._emit(Reclaimed(order.weights_id, order.run, freed, order.nbytes - freed if order.keep else 0, on_devices))
 
-    def _make_ready(self, order: Vacate) -> None:
+    def _prepare_chunks(self, order: Vacate) -> None:
         """Populate free chunks, which no process maps."""
         made = 0
         try:
@@ -101,7 +101,7 @@ class Reclaimer:
             self._pool.punch(order.chunks[made:])
         self._emit(Vacated(order.run, free_bytes(), made if made < order.keep else None))
 
-    def _unmapped(self, order: Vacate) -> bool:
+    def _wait_until_unmapped(self, order: Vacate) -> bool:
         deadline = time.monotonic() + self._wait
         while mappers := self._mappers(order):
             left = deadline - time.monotonic()
@@ -127,7 +127,7 @@ class Reclaimer:
                     with self._lock:
                         del self._stuck[order.run]
                     try:
-                        self._done(order, notify=False)
+                        self._free_chunks(order, notify=False)
                     except OSError:
                         log.exception("failed to reclaim pool memory; these chunks stay unused", extra={"run": order.run})
 

@@ -18,7 +18,7 @@ Decision = tuple[State, tuple[Effect, ...]]
 _HAS_CHUNKS = (Stage.INDEXED, Stage.COMPLETE)
 
 
-def opened(state: State, weights_id: str) -> Decision:
+def open_wanted(state: State, weights_id: str) -> Decision:
     """Open an arena on each device that the entry's holders compute on."""
     entry = state.entries[weights_id]
     if entry.stage not in _HAS_CHUNKS:
@@ -35,7 +35,7 @@ def opened(state: State, weights_id: str) -> Decision:
     return (put(state, entry), tuple(effects)) if effects else (state, ())
 
 
-def closed(state: State, weights_id: str, released_by: str) -> Decision:
+def close_unused(state: State, weights_id: str, released_by: str) -> Decision:
     """Close the arenas on devices that no holder computes on."""
     entry = state.entries[weights_id]
     wanted = {h.device for h in entry.holders.values()}
@@ -48,7 +48,7 @@ def closed(state: State, weights_id: str, released_by: str) -> Decision:
     return state, tuple(CloseArena(a.number) for a in gone.values())
 
 
-def awaited(state: State, instance_id: str, reply: int, cached: int) -> State | None:
+def defer_reply(state: State, instance_id: str, reply: int, cached: int) -> State | None:
     """Defer `reply` until the last arena that `instance_id` held is released.
 
     None if there is no such arena.
@@ -61,7 +61,7 @@ def awaited(state: State, instance_id: str, reply: int, cached: int) -> State | 
     return replace(state, closing_arenas={**state.closing_arenas, number: waiting})
 
 
-def abandoned(state: State, reply: int) -> State:
+def abandon(state: State, reply: int) -> State:
     """Drop the abandoned release `reply` from the waiting ones."""
     if not any(r == reply for c in state.closing_arenas.values() for r, _ in c.replies):
         return state

@@ -45,7 +45,7 @@ from services.loader.domain.events import (
     Stop,
 )
 from services.loader.domain.lifecycle import adopt, adopted, node_reported, stop
-from services.loader.domain.release import abandoned, release
+from services.loader.domain.release import abandon, release
 from services.loader.domain.reports import reported
 from services.loader.domain.state import Entry, Holder, Stage, State, Waiter, Wanted
 from shared.contracts.loader import instance_of
@@ -63,7 +63,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case Release():
             return release(state, event, now)
         case Abandoned():
-            return abandoned(state, event.reply), ()
+            return abandon(state, event.reply), ()
         case NodeReported():
             return node_reported(state, event, now)
         case Adopt():
@@ -93,7 +93,7 @@ def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
     if isinstance(event, Prepare):
         state = replace(state, epoch=max(state.epoch, event.token >> 32))
     state, effects = _join(state, event, now)
-    state, opening = arenas.opened(state, event.card.info.revision)
+    state, opening = arenas.open_wanted(state, event.card.info.revision)
     effects = (*effects, *opening)
     if isinstance(event, Prepare):
         return state, (*effects, Accepted(event.reply))

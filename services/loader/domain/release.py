@@ -1,4 +1,4 @@
-"""Releases: of a running load, of complete weights, of an abandoned request."""
+"""Releases: of a running load, of complete weights, of an abandon request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def release(state: State, event: Release, now: float) -> Decision:
     if left is not None and left.stage is Stage.LEAVING and event.instance_id in left.released_by:
         return put(state, replace(left, releases=(*left.releases, event.reply))), effects
     cached = left.total_bytes if left is not None and left.stage is Stage.CACHED else 0
-    if (waiting := arenas.awaited(state, event.instance_id, event.reply, cached)) is not None:
+    if (waiting := arenas.defer_reply(state, event.instance_id, event.reply, cached)) is not None:
         return waiting, effects
     return state, (*effects, Freed(event.reply, 0, cached))
 
@@ -62,7 +62,7 @@ def release_hold(state: State, entry: Entry, instance_id: str, now: float, *, ke
     )
     if entry.holders:
         remember = (WriteRecord(entry.weights_id),) if entry.stage is Stage.COMPLETE else ()
-        state, closing = arenas.closed(put(state, entry), entry.weights_id, instance_id)
+        state, closing = arenas.close_unused(put(state, entry), entry.weights_id, instance_id)
         return state, (*refused, *remember, *closing)
     if entry.stage is Stage.FAILED:
         return drop(state, entry.weights_id), refused
@@ -78,7 +78,7 @@ def release_hold(state: State, entry: Entry, instance_id: str, now: float, *, ke
 def _without_holders(state: State, entry: Entry, instance_id: str, keep: bool) -> Decision:
     if keep and room.may_cache(state, entry) and not state.closing:
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=True))
-        state, closing = arenas.closed(put(state, replace(entry, stage=Stage.CACHED)), entry.weights_id, instance_id)
+        state, closing = arenas.close_unused(put(state, replace(entry, stage=Stage.CACHED)), entry.weights_id, instance_id)
         state, trimmed = room.trim(state)  # among weights used at the same moment any may be evicted, these too
         remember = (WriteRecord(entry.weights_id),) if is_whole(state, entry.weights_id) else ()
         return state, (*remember, *closing, *trimmed)
@@ -86,8 +86,9 @@ def _without_holders(state: State, entry: Entry, instance_id: str, keep: bool) -
     return room.reclaim(put(state, entry), entry, room.spare_room(state), notify=True)
 
 
-def abandoned(state: State, reply: int) -> State:
-    state = arenas.abandoned(state, reply)
+def abandon(state: State, reply: int) -> State:
+    """Drop the requests whose caller no longer waits for `reply`."""
+    state = arenas.abandon(state, reply)
     for entry in state.entries.values():
         if reply in entry.releases or any(w.reply == reply for w in entry.waiters):
             waiters = tuple(w for w in entry.waiters if w.reply != reply)

@@ -51,7 +51,7 @@ def _running(state: State, entry: Entry, event: Report, now: float) -> Decision:
             return room.settle(put(state, replace(entry, wants=event.total_bytes)), event.room)
         case Indexed():
             entry, effects = answered(replace(entry, stage=Stage.INDEXED, directory=event.directory, total_bytes=event.total_bytes))
-            state, opening = arenas.opened(put(state, entry), entry.weights_id)
+            state, opening = arenas.open_wanted(put(state, entry), entry.weights_id)
             return state, (*effects, *opening)
         case Progressed():
             entry = replace(entry, loaded_bytes=min(max(entry.loaded_bytes, event.loaded), entry.total_bytes))

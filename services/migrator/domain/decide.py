@@ -31,7 +31,7 @@ from services.migrator.domain.requests import (
 )
 from services.migrator.domain.rounds import Speed
 from services.migrator.domain.turn import GIVEN_UP, SOURCE_GONE, Turn
-from services.migrator.domain.work import Options, Work, moved_of, same
+from services.migrator.domain.work import Options, Work, is_same_request, moved_of
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import (
     BEAT_S,
@@ -183,17 +183,17 @@ def _destination_gone(t: Turn, error: ErrorBody) -> None:
 def _take_stock(t: Turn, source: tuple[RunningRequest, ...], destination: tuple[RunningRequest, ...]) -> None:
     """1: decide which requests to move, and resolve those that an earlier owner moved."""
     wanted = t.work.record.request_id
-    chosen = [r for r in source if wanted is None or same(r.request_id, wanted)]
+    chosen = [r for r in source if wanted is None or is_same_request(r.request_id, wanted)]
     at_source = [r.request_id for r in source]
     at_destination = [r.request_id for r in destination]
     for moved in t.work.record.requests:
-        if moved.outcome != "moving" or any(same(moved.request_id, r) for r in at_source):
+        if moved.outcome != "moving" or any(is_same_request(moved.request_id, r) for r in at_source):
             continue
-        there = any(same(moved.request_id, r) for r in at_destination)
+        there = any(is_same_request(moved.request_id, r) for r in at_destination)
         lost = t.work.source_error is not None or t.work.record.error is not None
         t.note(moved.request_id, "moved" if there else "elsewhere" if lost else "finished")
     if wanted is not None and not chosen and moved_of(t.work.record, wanted) is None:
-        if any(same(wanted, r) for r in at_destination):
+        if any(is_same_request(wanted, r) for r in at_destination):
             t.note(wanted, "elsewhere", reason="it is at the destination already")
         elif t.work.source_error is not None:
             t.note(wanted, "elsewhere", reason=SOURCE_GONE)

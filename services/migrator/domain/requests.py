@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.migrator.domain.rounds import learned, next_step
 from services.migrator.domain.turn import GIVEN_UP, SOURCE_GONE, Turn
-from services.migrator.domain.work import Job, same, sequences_of
+from services.migrator.domain.work import Job, is_same_request, sequences_of
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import (
     ListRequests,
@@ -201,7 +201,7 @@ def destination_known(t: Turn, name: str, requests: tuple[RunningRequest, ...]) 
     job = t.work.jobs.get(name)
     if job is None:
         return
-    if any(same(r.request_id, name) for r in requests):
+    if any(is_same_request(r.request_id, name) for r in requests):
         t.resolve(name, "moved")
     elif not job.refusal:
         t.resolve(name, "finished", reason=FINISHED)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from services.migrator.domain.events import Ask, Effect, Ended, Forget, Link, Save
-from services.migrator.domain.work import Asked, Job, Work, moved_of, same
+from services.migrator.domain.work import Asked, Job, Work, is_same_request, moved_of
 from shared.contracts.base import ErrorBody, Request
 from shared.contracts.migration import ForgetResume, MigrationRound, MovedRequest, ReadTokens, RunningRequest
 
@@ -105,11 +105,11 @@ class Turn:
 
         Every owner uses the same, so that the next one continues.
         """
-        request = next((m.request_id for m in self.work.record.requests if same(m.request_id, name)), name)
+        request = next((m.request_id for m in self.work.record.requests if is_same_request(m.request_id, name)), name)
         return f"{self.work.record.migration_id}.{request}"
 
     def round(self, name: str, tokens: int, took_ms: float, gap: int, start_ms: float) -> None:
-        number = 1 + sum(1 for r in self.work.record.rounds if same(r.request_id, name))
+        number = 1 + sum(1 for r in self.work.record.rounds if is_same_request(r.request_id, name))
         made = MigrationRound(request_id=name, number=number, tokens=tokens, took_ms=took_ms, gap=gap, start_ms=start_ms)
         self.record(rounds=(*self.work.record.rounds, made)[-ROUNDS_KEPT:])
 

@@ -94,7 +94,8 @@ def base_of(request_id: str) -> str:
     return base if base and number.isdigit() else request_id
 
 
-def same(request_id: str, other: str) -> bool:
+def is_same_request(request_id: str, other: str) -> bool:
+    """True if both ids name one request, with or without the number of an attempt."""
     return (
         request_id == other or base_of(request_id) == base_of(other) or base_of(request_id) == other or request_id == base_of(other)
     )
@@ -107,4 +108,4 @@ def sequences_of(tokens: TokensRead) -> tuple[tuple[int, ...], ...]:
 
 
 def moved_of(record: MigrationRecord, request_id: str) -> MovedRequest | None:
-    return next((m for m in record.requests if same(m.request_id, request_id)), None)
+    return next((m for m in record.requests if is_same_request(m.request_id, request_id)), None)

@@ -153,7 +153,7 @@ class CudaCheckpoint:
         why = self._reason or ("" if target.on_cuda else "it runs on cpu") or _several_devices(target)
         if why:
             return Outlook(reason=why)
-        used = self._memory_usage.used(target)
+        used = self._memory_usage.used_bytes(target)
         if used == 0:
             return Outlook(reason=UNPROVABLE)
         left = int(used * self._estimates.left)
@@ -169,7 +169,7 @@ class CudaCheckpoint:
         pids = self._contexts(target)
         if not pids:
             raise CannotSuspend("None of the engine's processes has a CUDA context that this node can see")
-        used = self._memory_usage.used(target)
+        used = self._memory_usage.used_bytes(target)
         if used == 0:
             raise CannotSuspend(UNPROVABLE)
         room = available_bytes() + memory.swap_space().free
@@ -183,7 +183,7 @@ class CudaCheckpoint:
                 driver.checkpoint(pid)
             if self._cgroups.available:
                 self._cgroups.freeze(target.instance_id)
-            left = self._memory_usage.used(target)
+            left = self._memory_usage.used_bytes(target)
             if used - left < _LEAST_FREED * used:
                 raise EngineFailed(f"After the checkpoint {left >> 20} of {used >> 20} MiB are still in use on the device")
             return SuspendResult(used, left, max(used - left, memory.footprint(target.pids).pss - host))

@@ -1,4 +1,4 @@
-"""Device memory of an engine's processes; bookings are verified by it."""
+"""Measure the device memory of an engine's processes, to verify bookings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MemoryUsage:
     def __init__(self, devices: Mapping[str, Device]) -> None:
         self._devices = devices
 
-    def used(self, target: Target) -> int:
-        """Bytes of the target's devices. Blocking.
+    def used_bytes(self, target: Target) -> int:
+        """Return the bytes that the target uses on its devices. Blocking.
 
         Raises:
             PermissionDenied: This process may not read the other one.
@@ -30,18 +30,18 @@ class MemoryUsage:
             return footprint(target.pids).pss
         return sum(self.by_process(target.device_ids, target.pids).values())
 
-    def held(self, target: Target) -> int:
-        """As `used`; on cpu plus swap. Blocking.
+    def used_bytes_with_swap(self, target: Target) -> int:
+        """Return `used_bytes`, on cpu plus swap. Blocking.
 
-        This is the memory in use if the engine touched everything.
+        This is the memory in use if the engine accessed all its pages.
         """
         if target.on_cuda:
-            return self.used(target)
+            return self.used_bytes(target)
         now = footprint(target.pids)
         return now.pss + now.swap
 
     def by_process(self, device_ids: Iterable[str], pids: Iterable[int]) -> dict[int, int]:
-        """Bytes on these devices by process; processes without any are left out."""
+        """Return the bytes on these devices by process, without processes that use none."""
         found: dict[int, int] = {}
         for device_id in device_ids:
             device = self._devices.get(device_id)

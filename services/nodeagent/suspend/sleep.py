@@ -52,18 +52,18 @@ class EngineSleep:
     def outlook(self, target: Target) -> Outlook:
         if not target.sleep_levels:
             return Outlook(reason=f"{target.engine} has no sleep API here")
-        used = self._memory_usage.used(target)
+        used = self._memory_usage.used_bytes(target)
         if used == 0:
             return Outlook(reason=UNPROVABLE)
         left = int(used * self._estimates.left)
         # On cpu memory in swap is freed and recreated as well.
-        moved = self._memory_usage.held(target) - left
+        moved = self._memory_usage.used_bytes_with_swap(target) - left
         keeps = target.on_cuda and self._level(target, moved) == 1
         took = self._estimates.resume_s(moved if keeps else moved * _AGAIN)
         return Outlook(way="sleep", left_bytes=left, snapshot_bytes=moved if keeps else 0, resume_s=took)
 
     async def suspend(self, target: Target) -> SuspendResult:
-        used = await asyncio.to_thread(self._memory_usage.used, target)
+        used = await asyncio.to_thread(self._memory_usage.used_bytes, target)
         if used == 0:
             raise CannotSuspend(UNPROVABLE)
         host = await asyncio.to_thread(footprint, target.pids)
@@ -86,7 +86,7 @@ class EngineSleep:
         deadline = asyncio.get_running_loop().time() + _FREED_WITHIN_S
         last = used
         while True:
-            left = await asyncio.to_thread(self._memory_usage.used, target)
+            left = await asyncio.to_thread(self._memory_usage.used_bytes, target)
             if (left < used and left >= last) or asyncio.get_running_loop().time() > deadline:
                 return left
             last = left

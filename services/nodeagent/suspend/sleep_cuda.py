@@ -58,7 +58,7 @@ class SleepThenCheckpoint:
 
         If the checkpoint fails the engine is asleep, until it is woken.
         """
-        used = await asyncio.to_thread(self._memory_usage.used, target)
+        used = await asyncio.to_thread(self._memory_usage.used_bytes, target)
         host = await asyncio.to_thread(footprint, target.pids)
         try:
             await self._sleep(target.instance_id, _LEVEL)

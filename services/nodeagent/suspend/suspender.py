@@ -101,7 +101,7 @@ class Suspender:
     def _assess(self, instance: Instance) -> tuple[Outlook, int]:
         target = self.target(instance)
         try:
-            used = self._memory_usage.held(target)
+            used = self._memory_usage.used_bytes_with_swap(target)
             return choose(self._outlooks(instance, target)), used
         except (PermissionDenied, DeviceFailed) as e:
             return Outlook(reason=e.message), 0
@@ -224,7 +224,7 @@ class Suspender:
         """
         suspend_state = instance.suspend_state
         try:
-            there = self._memory_usage.held(target)
+            there = self._memory_usage.used_bytes_with_swap(target)
         except (PermissionDenied, DeviceFailed) as e:
             raise RestoreFailed(e.message) from e
         # On cpu a second suspension frees only memory touched since the first: the rest is still in

@@ -41,8 +41,7 @@ async def open_connection(url: str, **options: Any) -> asyncpg.Connection:
 
     Raises:
         OSError, asyncpg.PostgresError or asyncpg.InterfaceError: The last server's error, if none
-        accepts
-            writes.
+            accepts writes.
     """
     *others, last = hosts_of(url)
     for server in others:

@@ -73,16 +73,16 @@ async def engine(hosts: Hosts, tmp_path: Path, level: int, *options: str) -> Asl
 @pytest.mark.parametrize("level", [1, 2])
 async def test_memory_is_freed_and_restored_and_the_output_is_the_same(hosts: Hosts, tmp_path: Path, level: int) -> None:
     found = await engine(hosts, tmp_path, level)
-    before = GAUGE.used(found.target)
+    before = GAUGE.used_bytes(found.target)
     outlook = found.way.outlook(found.target)
     assert outlook.way == "sleep"
     assert (outlook.snapshot_bytes > 0) is (level == 1), "level 1 keeps the weights in host memory"
     taken = await found.way.suspend(found.target)
     assert taken.freed_bytes > 0.9 * BALLAST_MIB * MIB
-    assert GAUGE.used(found.target) < before - 0.9 * BALLAST_MIB * MIB, "read back"
+    assert GAUGE.used_bytes(found.target) < before - 0.9 * BALLAST_MIB * MIB, "read back"
     assert (await hosts.whole(found.instance_id, "chat", messages=[])).error is not None, "it takes nothing meanwhile"
     assert (await found.wake()).same
-    assert GAUGE.used(found.target) > 0.9 * before
+    assert GAUGE.used_bytes(found.target) > 0.9 * before
     asked = {
         1: ["/sleep?level=1", "/wake_up"],
         2: ["/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"],

@@ -131,3 +131,26 @@ def test_unused_exception_fails(words: ModuleType, repository: Path, capsys: pyt
 def test_an_exception_needs_a_reason(words: ModuleType) -> None:
     with pytest.raises(ValueError, match="has no reason"):
         words.Rules.parse({"words": {"told": "reported"}, "exceptions": [{"word": "told"}]})
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("request_over_size_limit_returns_413", 0),
+        ("7_victim_with_the_shortest_queue_is_preempted_first", 0),
+        ("what_if_query_changes_nothing", 0),
+        ("it_becomes_ready", 1),
+        ("4_who_waits_too_long_goes_first", 1),
+        ("what_is_" + "very_" * 20 + "long", 2),
+    ],
+)
+def test_test_name_must_begin_with_its_subject(words: ModuleType, name: str, faults: int) -> None:
+    source = f"async def test_{name}() -> None: ..."
+    assert len(words.test_name_faults("tests/test_a.py", source, ("what", "who", "it"))) == faults
+
+
+def test_refused_test_name_fails_the_check(repository: Path, words: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    write(repository, "docs/words.toml", WORDS.replace("[ceilings]", '[test_names]\nsubjects = ["it"]\n\n[ceilings]'))
+    write(repository, "tests/unit/test_a.py", "def test_it_fails(): ...\n")
+    assert words.main() == 1
+    assert "test_it_fails: begin the name with the subject" in capsys.readouterr().out

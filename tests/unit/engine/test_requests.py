@@ -58,7 +58,7 @@ def test_omitted_parameters_take_the_models_defaults(tokens: Tokenization) -> No
     assert (request.params.temperature, request.params.top_k, request.params.top_p) == (0.6, 20, 0.9)
     assert request.params.repetition_penalty == 1.1
     assert request.choices[0].stop_conditions.max_tokens == 7
-    assert read(tokens, {**HELLO, "temperature": 0}, defaults=defaults).params.greedy
+    assert read(tokens, {**HELLO, "temperature": 0}, defaults=defaults).params.is_greedy
     assert read(tokens, HELLO).params.temperature == 1.0
 
 

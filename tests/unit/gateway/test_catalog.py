@@ -45,7 +45,7 @@ def test_a_model_is_no_adapter(catalog: Catalog) -> None:
 @pytest.mark.parametrize(
     "name", ["orphan", "gone:orphan", "qwen:sql", "sql:llama", "llama:qwen", "llama:", ":sql", "a:llama:sql", ""]
 )
-def test_all_else_does_not_exist(catalog: Catalog, name: str) -> None:
+def test_unknown_names_do_not_exist(catalog: Catalog, name: str) -> None:
     with pytest.raises(ModelNotFound):
         catalog.resolve(name)
 

@@ -181,7 +181,7 @@ def test_suspended_instance_needs_only_the_difference_to_its_reservation() -> No
     assert chosen is not None, "what it has left is part of what it needs"
 
 
-def test_resume_that_waited_in_vain_stays_suspended_with_an_error() -> None:
+def test_resume_whose_grant_timed_out_stays_suspended_with_an_error() -> None:
     w = World()
     w.suspended("a", pid=1, left=8, reserve=60)
     w.ready("b", pid=2, reserve=60)

@@ -25,7 +25,7 @@ class Device(MemoryUsage):
         self.level = 0
         self.blind = False
 
-    def used(self, target: Target) -> int:
+    def used_bytes(self, target: Target) -> int:
         if self.blind:
             return 0
         return 40 * GIB if not self.level else GIB

@@ -33,10 +33,10 @@ class Numbers(MemoryUsage):
         self.there = there
         self.lost = False
 
-    def used(self, target: Target) -> int:
-        return self.held(target)
+    def used_bytes(self, target: Target) -> int:
+        return self.used_bytes_with_swap(target)
 
-    def held(self, target: Target) -> int:
+    def used_bytes_with_swap(self, target: Target) -> int:
         if self.lost:
             raise DeviceFailed("NVML cannot read cuda:0")
         return self.there * MIB

@@ -48,7 +48,7 @@ def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
         reported.add(s.instance_id)
         instance = tx.state.instances.get(s.instance_id)
         if instance is not None and instance.is_resume_claim:
-            _waits_to_resume(tx, instance, s)
+            _update_resume_claim(tx, instance, s)
         elif instance is not None and not instance.is_claim:
             _update_known(tx, instance, s)  # 3
         elif instance is None and (s.state.holds_memory or s.state.parked):
@@ -68,7 +68,7 @@ def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
         case InstanceState.FAILED if i.state.parked:
             remove_instance(tx, i, "failed", "its process ended while it was suspended", s.error)
             record_park_failure(tx, i.model, "its process ended while it was suspended")
-        case InstanceState.FAILED if i.ready_at is None and _no_room(s):
+        case InstanceState.FAILED if i.ready_at is None and _has_timed_out_for_memory(s):
             on_start_refused(tx, i)
         case InstanceState.FAILED if i.ready_at is None:
             on_start_failed(tx, i, s.error or EngineFailed(f"The start of {i.label} failed on {i.node}").body())
@@ -86,7 +86,7 @@ def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
             how: Leaving = "suspend" if i.leaving in ("suspend", "suspend_if_idle") else "drain"
             tx.put(replace(i, state=s.state, leaving=how, leave_reason=i.leave_reason or "drained on its node"))
         case InstanceState.SUSPENDED | InstanceState.ASLEEP:
-            _suspended(tx, i, s)
+            _update_suspended(tx, i, s)
         case _:
             if i.state is not s.state:
                 tx.put(replace(i, state=s.state))
@@ -95,7 +95,7 @@ def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
                 send_stop(tx, i)
 
 
-def _suspended(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
+def _update_suspended(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
     """Update a suspended instance.
 
     1. Its resumption waited on the node in vain.
@@ -104,7 +104,7 @@ def _suspended(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
     4. It was suspended and is to be stopped.
     """
     resuming = i.state is InstanceState.RESUMING
-    if resuming and s.token >= i.token and s.error is not None and _no_room(s):  # 1
+    if resuming and s.token >= i.token and s.error is not None and _has_timed_out_for_memory(s):  # 1
         on_resume_refused(tx, i, s.error)
     elif resuming and i.sent_at is not None and tx.now - i.sent_at <= tx.policy.absence_grace_s + tx.policy.grant_wait_s:  # 2
         return
@@ -116,12 +116,12 @@ def _suspended(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
         send_stop(tx, i)
 
 
-def _no_room(s: InstanceStatus) -> bool:
+def _has_timed_out_for_memory(s: InstanceStatus) -> bool:
     """True if its node let it wait for memory until the time limit."""
     return s.error is not None and (s.error.code, s.error.param) == (InsufficientMemory.code, RESERVATION)
 
 
-def _waits_to_resume(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
+def _update_resume_claim(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
     """Update a suspended instance with promised memory: it may have ended, or resumed by itself."""
     tx.put(_report_of(tx, s))
     if s.state in (InstanceState.STOPPED, InstanceState.FAILED):
@@ -189,11 +189,11 @@ def _on_missing(tx: Transaction, i: Instance, status: NodeStatus) -> None:
     if i.leaving != "no":
         remove_instance(tx, i, "cancelled", i.leave_reason)
     else:
-        lost(tx, i, f"{i.node} does not report it (any more)")
+        _remove_lost(tx, i, f"{i.node} does not report it (any more)")
 
 
-def lost(tx: Transaction, i: Instance, why: str) -> None:
-    """Remove an instance that is gone through no fault of its own; its demand is placed again."""
+def _remove_lost(tx: Transaction, i: Instance, why: str) -> None:
+    """Remove an instance that vanished without a failure; its demand is placed again."""
     error: ErrorBody = ThawError(f"{i.label} was lost: {why}").body()
     remove_instance(tx, i, "cancelled" if i.is_claim else "failed", why, error)
 
@@ -221,4 +221,4 @@ def expire_silent_nodes(tx: Transaction) -> None:
         elif presence.alive and tx.now - presence.last_message_at > tx.policy.node_lost_after_s:
             tx.put(replace(presence, alive=False))
             for i in list(tx.state.on_node(presence.node)):
-                lost(tx, i, f"its node {presence.node} has been silent for {tx.policy.node_lost_after_s:.0f} s")
+                _remove_lost(tx, i, f"its node {presence.node} has been silent for {tx.policy.node_lost_after_s:.0f} s")

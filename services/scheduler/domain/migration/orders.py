@@ -31,7 +31,7 @@ from shared.contracts.migration import MigrationRecord
 from shared.contracts.node import InstanceState
 from shared.errors import Conflict, InsufficientMemory, InvalidRequest, NotFound, ThawError, Unavailable, UnsupportedParameter
 
-AT_ONCE = ("drain", "placement")
+ALWAYS_STOPS_SOURCE = ("drain", "placement")
 """Reasons for which the source stops, whatever becomes of the migration."""
 TRIGGER = "migrate"
 UNCLAIMED_S = 10.0
@@ -127,7 +127,7 @@ def plan_migration(tx: Transaction, i: Instance, reason: str, where: str = "", p
     model = tx.state.models.get(i.model)
     if model is None or i.generation != model.card.generation or not _can_move(model):
         return False
-    if tx.is_cooling_down(_pause(i.instance_id)) or any(
+    if tx.is_cooling_down(_cooldown_key(i.instance_id)) or any(
         m.is_whole_instance and m.source == i.instance_id for m in tx.state.migrations.values()
     ):
         return False
@@ -136,7 +136,7 @@ def plan_migration(tx: Transaction, i: Instance, reason: str, where: str = "", p
     return True
 
 
-def _pause(instance_id: str) -> str:
+def _cooldown_key(instance_id: str) -> str:
     return f"move\0{instance_id}"
 
 
@@ -158,7 +158,7 @@ def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
         tx.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
     source = tx.state.instances.get(record.source_instance)
     if source is not None and move.is_whole_instance and record.state != "done":
-        tx.put(Cooldown(_pause(record.source_instance), tx.now + RETRY_S))
+        tx.put(Cooldown(_cooldown_key(record.source_instance), tx.now + RETRY_S))
     if source is not None and _is_source_empty(record):
         stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
 
@@ -183,7 +183,7 @@ def _migration_of(tx: Transaction, record: MigrationRecord) -> Migration:
 
 
 def advance_migrations(tx: Transaction) -> None:
-    """Steps 2 and 3."""
+    """Steps 2 and 3: find or start each destination, and order the migrations that are ready."""
     if not tx.state.migrations:
         return
     for move in sorted(tx.state.migrations.values(), key=lambda m: m.since):
@@ -208,7 +208,7 @@ def _advance(tx: Transaction, move: Migration) -> None:
     if move.waiter is None and tx.idle_since(move.source) is not None:
         tx.drop(Migration, move.migration_id)  # nothing is left to migrate; the source stops by itself
         return
-    destination = _found(tx, move, source) or _started(tx, move, source, model)
+    destination = _find_destination(tx, move, source) or _start_destination(tx, move, source, model)
     if destination is None:
         return
     if destination.instance_id != move.destination:
@@ -218,16 +218,16 @@ def _advance(tx: Transaction, move: Migration) -> None:
         _order(tx, move, source, destination)
 
 
-def _found(tx: Transaction, move: Migration, source: Instance) -> Instance | None:
+def _find_destination(tx: Transaction, move: Migration, source: Instance) -> Instance | None:
     """Return the least-loaded ready instance with the same weights, else one that is starting."""
-    there = [i for i in tx.state.of_model(move.model) if _fits(tx, move, source, i)]
+    there = [i for i in tx.state.of_model(move.model) if _can_be_destination(tx, move, source, i)]
     ready = [i for i in there if i.state is InstanceState.READY]
     if ready:
         return min(ready, key=lambda i: (_load(tx, i), i.instance_id))
     return min(there, key=lambda i: (i.is_claim, i.planned_at), default=None)
 
 
-def _fits(tx: Transaction, move: Migration, source: Instance, i: Instance) -> bool:
+def _can_be_destination(tx: Transaction, move: Migration, source: Instance, i: Instance) -> bool:
     if (
         i.instance_id == source.instance_id
         or i.leaving != "no"
@@ -248,7 +248,7 @@ def _load(tx: Transaction, i: Instance) -> int:
     return report.status.load.active + report.status.load.waiting if report is not None else 0
 
 
-def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -> Instance | None:
+def _start_destination(tx: Transaction, move: Migration, source: Instance, model: Model) -> Instance | None:
     """Start a new destination. Without room an operator's request fails, and a drain waits."""
     if move.destination:  # it was started, and has gone since
         why = model.error or "it did not become ready"
@@ -256,13 +256,13 @@ def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -
             return None
         move = replace(move, destination="", waiting_reason=why)
         tx.put(move)
-    if tx.is_cooling_down(_pause(move.source)):
+    if tx.is_cooling_down(_cooldown_key(move.source)):
         return None
     placement = place(tx, model, 0.0, only=(move.node, move.device) if move.node else None)
     if placement.chosen is None:
         if not _refuse(tx, move, InsufficientMemory(f"{model.key} has no room at the destination: {placement.reason}").body()):
             tx.put(replace(move, waiting_reason=placement.reason))
-            tx.put(Cooldown(_pause(move.source), tx.now + tx.policy.refusal_cooldown_s))
+            tx.put(Cooldown(_cooldown_key(move.source), tx.now + tx.policy.refusal_cooldown_s))
         return None
     start_instance(tx, model, placement, TRIGGER, tx.now)
     plan = tx.plans[-1]
@@ -271,7 +271,7 @@ def _started(tx: Transaction, move: Migration, source: Instance, model: Model) -
 
 def _refuse(tx: Transaction, move: Migration, error: ErrorBody) -> bool:
     """Fail the migration unless its source stops in any case; return True if it failed."""
-    if move.waiter is None and move.reason in AT_ONCE:
+    if move.waiter is None and move.reason in ALWAYS_STOPS_SOURCE:
         return False
     _fail_migration(tx, move, error)
     return True
@@ -284,7 +284,7 @@ def _fail_migration(tx: Transaction, move: Migration, error: ErrorBody) -> None:
 
 
 def _order(tx: Transaction, move: Migration, source: Instance, destination: Instance) -> None:
-    """Step 3."""
+    """Step 3: write the record for the migrators."""
     times = tx.state.migration_times.get(move.model)
     known = times if times is not None and times.is_known else None
     record = MigrationRecord(
@@ -305,7 +305,7 @@ def _order(tx: Transaction, move: Migration, source: Instance, destination: Inst
     )
     tx.put(replace(move, record=record))
     tx.emit(OrderMigration(record))
-    if move.reason in AT_ONCE:
+    if move.reason in ALWAYS_STOPS_SOURCE:
         stop_instance(tx, source, "drain", f"moving to {destination.instance_id}")
     if move.waiter is not None and not move.wait:
         tx.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))

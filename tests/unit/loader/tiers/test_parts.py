@@ -235,7 +235,7 @@ def test_checksum_is_verified_for_any_order_of_pieces(content: bytes, data: st.D
                 verifier.wait()
     finally:
         verifier.close()
-    assert verifier.whole("f")
+    assert verifier.is_hashed("f")
     assert wrong == ([] if right else [file])
 
 
@@ -246,7 +246,7 @@ def test_waiting_for_checksums_is_called_off() -> None:
     verifier.wait()  # the rest belongs to another load
     verifier.close()
     verifier.put(file, 0, memoryview(b"ab"))
-    assert not verifier.whole("f")
+    assert not verifier.is_hashed("f")
     assert threading.active_count() < 50
 
 

@@ -100,7 +100,7 @@ def test_instance_without_destination_stays_and_a_single_destination_is_used() -
     assert found == Clearance("migrate", ("busy",), 10, 3.0, 3.0, {"busy": "s2/0"})
 
 
-def test_the_server_with_the_least_startup_time_is_chosen_even_if_an_instance_must_migrate_first() -> None:
+def test_server_with_the_least_startup_time_is_chosen_even_after_a_migration() -> None:
     """The scheduler picks the server with the least start-up time, migration included.
 
     §5.1: model B is in DRAM of server 2, whose device serves A, and on the SSD of server 1, whose
@@ -114,7 +114,7 @@ def test_the_server_with_the_least_startup_time_is_chosen_even_if_an_instance_mu
     assert serverlessllm.choose(ask(), [], "") is None
 
 
-def test_shepherd_preempts_where_serverlessllm_migrates_except_instances_without_another_device() -> None:
+def test_shepherd_preempts_instances_that_serverlessllm_migrates() -> None:
     long, brief = (resident(k, 10, moves=(MigrationTarget("s2/0", t, 10),)) for k, t in (("long", 7.0), ("brief", 4.5)))
     assert shepherd.clear(ask(), device("s1/0", long, brief), 10, 0.0) == Clearance("preempt", ("brief",), 10, 0.0, 4.5)
     idle = device("s1/0", long, resident("idle", 10, "idle"))

@@ -13,7 +13,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPhase:
     """A phase on the local monotonic clock, in seconds. `end` is None while it lasts."""
 
     phase: Phase
@@ -34,8 +34,8 @@ class Timeline:
     def __init__(self, process: str, clock: Clock = time.monotonic) -> None:
         self.process = process
         self._clock = clock
-        self._closed: list[Measured] = []
-        self._open: dict[Phase, Measured] = {}
+        self._closed: list[MeasuredPhase] = []
+        self._open: dict[Phase, MeasuredPhase] = {}
 
     @contextmanager
     def phase(self, phase: Phase, **detail: str | int | float) -> Iterator[None]:
@@ -46,7 +46,7 @@ class Timeline:
             self.end(phase)
 
     def begin(self, phase: Phase, **detail: str | int | float) -> None:
-        self._open[phase] = Measured(phase, self._clock(), None, self.process, detail)
+        self._open[phase] = MeasuredPhase(phase, self._clock(), None, self.process, detail)
 
     def end(self, phase: Phase, **detail: str | int | float) -> None:
         """Close `phase`; harmless if it is not open."""
@@ -61,19 +61,19 @@ class Timeline:
             start: Seconds of the local monotonic clock.
             end: Seconds of the local monotonic clock.
         """
-        self._closed.append(Measured(phase, start, max(start, end), self.process, detail))
+        self._closed.append(MeasuredPhase(phase, start, max(start, end), self.process, detail))
 
     def absorb(self, spans: Iterable[PhaseSpan], received: float | None = None) -> None:
         """Add the spans of a received message.
 
-        They are relative to the time it was sent, for which its receipt is taken.
+        Their times are relative to the sending of the message. The time of its receipt stands for the time of sending.
         """
         base = self._clock() if received is None else received
         self._closed.extend(
-            Measured(s.phase, base + s.start_ms / 1e3, base + s.end_ms / 1e3, s.process, dict(s.detail)) for s in spans
+            MeasuredPhase(s.phase, base + s.start_ms / 1e3, base + s.end_ms / 1e3, s.process, dict(s.detail)) for s in spans
         )
 
-    def measured(self) -> tuple[Measured, ...]:
+    def measured(self) -> tuple[MeasuredPhase, ...]:
         return tuple(self._closed)
 
     def spans(self, origin: float | None = None) -> tuple[PhaseSpan, ...]:

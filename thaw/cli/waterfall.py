@@ -154,7 +154,7 @@ def request_waterfall(trace: RequestTrace, console: Console) -> RenderableType:
 
 
 def load_waterfall(trace: LoadTrace, console: Console) -> RenderableType:
-    """The waterfall of one start of an instance."""
+    """Draw the waterfall of one start of an instance."""
     head = Text.assemble(
         ("load of ", ""),
         (trace.model, "bold"),

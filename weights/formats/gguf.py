@@ -83,7 +83,7 @@ class _Reader:
     def value(self, kind: int, nesting: int = 0) -> Any:
         if kind == _STRING:
             length = self.count(self._left, "bytes of text")
-            if length > _MAX_KEPT_STRING:  # a chat template is shorter; nothing else of that kind is wanted
+            if length > _MAX_KEPT_STRING:  # longer than any chat template: no reader uses it
                 self.skip(length)
                 return ""
             return self.take(length).decode(errors="replace")
@@ -111,7 +111,11 @@ class _Reader:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Raises `CheckpointInvalid`."""
+    """Read the metadata and the tensor list of a file.
+
+    Raises:
+        CheckpointInvalid: The file cannot be read, or is not valid GGUF.
+    """
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -141,7 +145,7 @@ def _read(reader: _Reader, size: int) -> Gguf:
         shape = [int(reader.scalar(10)) for _ in range(dimensions)]
         types.append(int(reader.scalar(4)))
         reader.scalar(10)  # its offset
-        # No weight takes less than an eighth of a byte: a count beyond that is a lie.
+        # A weight takes at least a sixteenth of a byte: a larger count is invalid.
         parameters += math.prod(shape)
         if parameters > 16 * size:
             raise reader.fault("its tensors are larger than the file")

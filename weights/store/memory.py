@@ -35,7 +35,7 @@ class PageMemory:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the file, to map extents of."""
+        """Descriptor of the file, for mapping its extents."""
         return self._pool.fd
 
     def write(self, unit: StoredUnit, offset: int, address: int, nbytes: int) -> None:
@@ -46,7 +46,7 @@ class PageMemory:
             OSError: Shared memory is full (ENOSPC).
         """
         if offset < 0 or nbytes <= 0 or offset + nbytes > unit.nbytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} do not lie in a unit of {unit.nbytes} bytes")
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside a unit of {unit.nbytes} bytes")
         while nbytes:
             page, within = unit.pages[offset // PAGE_BYTES], offset % PAGE_BYTES
             length = min(nbytes, PAGE_BYTES - within)
@@ -58,12 +58,12 @@ class PageMemory:
     def free(self, pages: Iterable[int]) -> int:
         """Free the memory of pages that no process maps.
 
-        Returns the bytes that the file has less.
+        Returns the number of freed bytes.
         """
         return self._pool.punch(pages)
 
     def allocated_bytes(self) -> int:
-        """Return the bytes of memory that the file has."""
+        """Return the bytes of memory that the file uses."""
         return self._pool.allocated()
 
     def mapped_by_others(self) -> dict[int, list[int]]:
@@ -71,7 +71,7 @@ class PageMemory:
         return self._pool.mapped_by_others()
 
     def close(self, *, unlink: bool = False) -> None:
-        """Unmap. The file stays, with what it holds, unless `unlink`."""
+        """Unmap the file. It keeps its contents, unless `unlink` removes it."""
         self._pool.close(unlink=unlink)
 
 

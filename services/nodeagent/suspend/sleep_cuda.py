@@ -56,7 +56,7 @@ class SleepThenCheckpoint:
     async def suspend(self, target: Target) -> SuspendResult:
         """Suspend the engine.
 
-        If the checkpoint fails the engine is asleep, until it is woken.
+        If the checkpoint fails, the engine stays asleep until it is woken.
         """
         used = await asyncio.to_thread(self._memory_usage.used_bytes, target)
         host = await asyncio.to_thread(footprint, target.pids)

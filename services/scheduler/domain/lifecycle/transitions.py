@@ -47,9 +47,9 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
     reuse = waiting is not None and waiting.outcome == "pending" and waiting.way == "wait"
     plan_id = waiting.plan_id if waiting and reuse else f"plan-{number:x}"
     if placement.resume is None:
-        instance = _new(tx, model, chosen, plan_id, number, trigger, since)
+        instance = _new_instance(tx, model, chosen, plan_id, number, trigger, since)
     else:
-        instance = _resumed_claim(tx, placement.resume, plan_id, number, trigger, since)
+        instance = _claim_suspended(tx, placement.resume, plan_id, number, trigger, since)
     plan = unchecked(
         PlanRecord,
         {
@@ -75,7 +75,7 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
     demand = tx.state.demand.get(model.key)
     tx.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
     if placement.victims:
-        _clear(tx, [tx.state.instances[v] for v in placement.victims], placement.short_bytes, f"makes room for {model.key}")
+        _stop_victims(tx, [tx.state.instances[v] for v in placement.victims], placement.short_bytes, f"makes room for {model.key}")
     for victim, device in placement.migrations:
         node, _, device_id = device.partition("/")
         source = tx.state.instances[victim]
@@ -85,7 +85,9 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
         tx.put(replace(model, sleep_requested=False))
 
 
-def _new(tx: Transaction, model: Model, chosen: Candidate, plan_id: str, number: int, trigger: str, since: float) -> Instance:
+def _new_instance(
+    tx: Transaction, model: Model, chosen: Candidate, plan_id: str, number: int, trigger: str, since: float
+) -> Instance:
     return Instance(
         instance_id=subjects.instance_id(number, chosen.node),
         plan_id=plan_id,
@@ -103,7 +105,7 @@ def _new(tx: Transaction, model: Model, chosen: Candidate, plan_id: str, number:
     )
 
 
-def _resumed_claim(tx: Transaction, instance_id: str, plan_id: str, number: int, trigger: str, since: float) -> Instance:
+def _claim_suspended(tx: Transaction, instance_id: str, plan_id: str, number: int, trigger: str, since: float) -> Instance:
     parked = tx.state.instances[instance_id]
     return replace(
         parked,
@@ -119,7 +121,7 @@ def _resumed_claim(tx: Transaction, instance_id: str, plan_id: str, number: int,
     )
 
 
-def _clear(tx: Transaction, victims: list[Instance], short: int, reason: str) -> None:
+def _stop_victims(tx: Transaction, victims: list[Instance], short: int, reason: str) -> None:
     """Stop `victims`: suspend those that resume sooner than they restart, if that frees enough."""
     suspended = choose_suspensions(tx, victims, short, resumes_faster)
     for victim in victims:

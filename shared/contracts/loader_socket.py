@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 4 * 1024 * 1024
 
 
 def loader_socket(node_state: Path) -> Path:
-    """Where the loader of the node with this state directory listens."""
+    """Return the socket of the loader of the node with this state directory."""
     return node_state / "loader" / "loader.sock"
 
 

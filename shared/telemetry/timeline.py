@@ -66,7 +66,7 @@ class Timeline:
     def absorb(self, spans: Iterable[PhaseSpan], received: float | None = None) -> None:
         """Add the spans of a received message.
 
-        Their times are relative to the sending of the message. The time of its receipt stands for the time of sending.
+        Their times are relative to the sending of the message, which is taken to be its receipt.
         """
         base = self._clock() if received is None else received
         self._closed.extend(

@@ -41,7 +41,7 @@ def first_fit(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     return min(options, key=lambda o: (o.way != "ready", o.clearance.how not in ("none", "leaving"), o.key), default=None)
 
 
-def bound(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+def bind_early(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """Bind early (Torpor §2.2): one instance per model.
 
     It goes to the device with the most free memory.
@@ -115,7 +115,7 @@ NATIVE = Profile(
     "native",
     order=arrivals,
     clear=evict_none,
-    choose=bound,
+    choose=bind_early,
     keep=keep_until_needed,
     scale=one_each,
     about="Early binding: an instance stays on its device permanently (Native and NonSwap of Torpor, section 7).",
@@ -124,7 +124,7 @@ INFLESS_KA = Profile(
     "infless-ka",
     order=arrivals,
     clear=evict_none,
-    choose=bound,
+    choose=bind_early,
     keep=keep_setting,
     scale=one_each,
     about="Early binding until a function's keep-alive, set from its past, ends (INFless-KA of Torpor, section 7.3; see infless_keep).",

@@ -1,4 +1,4 @@
-"""Measure a device's size/throughput curve once, and remember it."""
+"""Measure a device's size/throughput curve once, and store it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def group_bytes(driver: CudaDriver, facts: DeviceFacts, cache: Path) -> int:
         try:
             curves[key] = measure(driver, facts)
         except ThawError as e:
-            log.warning("could not measure a device's bus", extra={"device": facts.bus_id, "error": e.message})
+            log.warning("failed to measure a device's bus", extra={"device": facts.bus_id, "error": e.message})
             return elbow(())
         _write(cache, curves)
     chosen = elbow(curves[key])
@@ -97,7 +97,7 @@ def _write(cache: Path, curves: Mapping[str, Sequence[Point]]) -> None:
         temporary.write_text(json.dumps(text))
         temporary.replace(cache)
     except OSError as e:
-        log.warning("a device's curve cannot be remembered", extra={"path": str(cache), "error": str(e)})
+        log.warning("failed to store a device's size/throughput curve", extra={"path": str(cache), "error": str(e)})
 
 
 def _read(cache: Path) -> dict[str, list[Point]]:
@@ -106,5 +106,7 @@ def _read(cache: Path) -> dict[str, list[Point]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as e:
-        log.warning("the remembered curves cannot be read; measuring again", extra={"path": str(cache), "error": str(e)})
+        log.warning(
+            "failed to read the stored size/throughput curves; measuring again", extra={"path": str(cache), "error": str(e)}
+        )
         return {}

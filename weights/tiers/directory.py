@@ -41,7 +41,7 @@ class DirectoryTier:
         """Open the tier of the directory `source`.
 
         Raises:
-            InvalidModel: `source` is no absolute path.
+            InvalidModel: `source` is not an absolute path.
             CheckpointInvalid: There is no directory.
         """
         directory = expanded(source)
@@ -75,7 +75,7 @@ class DirectoryTier:
 
     def files(self) -> Sequence[TierFile]:
         if self._files is None:
-            sizes = {p.relative_to(self._path).as_posix(): p.stat() for p in _regular(self._path)}
+            sizes = {p.relative_to(self._path).as_posix(): p.stat() for p in _regular_files(self._path)}
             names = select(
                 {n: s.st_size for n, s in sizes.items()}, str(self._path), lambda n: read_small(self._path / n, limit_of(n))
             )
@@ -121,8 +121,8 @@ def _fill(fd: int, path: Path, offset: int, into: memoryview, cancelled: threadi
         done += got
 
 
-def _regular(directory: Path) -> list[Path]:
-    """Regular files, two levels deep."""
+def _regular_files(directory: Path) -> list[Path]:
+    """Return the regular files, two levels deep."""
     try:
         top = list(directory.iterdir())
         below = [p for d in top if d.is_dir() and not d.name.startswith(".") for p in d.iterdir()]

@@ -37,7 +37,7 @@ class Limits:
 
     @property
     def kv_tokens(self) -> int:
-        """The longest sequence whose keys and values fit. Its last token needs none."""
+        """Return the tokens that fit; the last token of a sequence needs no keys and values."""
         return self.kv_blocks * BLOCK_TOKENS
 
 
@@ -58,12 +58,12 @@ class LoraBudget:
     reserved: bool
 
     def kv_blocks(self, adapter_bytes: int) -> int:
-        """Blocks left for the KV cache."""
+        """Return the number of blocks left for the KV cache."""
         return (self.granted - (self.budget if self.reserved else adapter_bytes)) // self.block_bytes
 
 
 def lora_budget(granted: int, block_bytes: int, reserved: int, longest: int) -> LoraBudget:
-    """The memory that LoRA adapters may use.
+    """Return the memory that LoRA adapters may use.
 
     They have the `reserved` bytes, if any. Otherwise they may borrow from the KV cache what a
     sequence of the `longest` length leaves free, so that every request remains possible.
@@ -131,14 +131,14 @@ class _Draft:
         decoding = sum(s.remaining == 1 for s in running)
         self.budget = limits.step_tokens if not decoding else min(limits.step_tokens, limits.chunk_tokens)
 
-    def _held(self) -> int:
+    def _used_blocks(self) -> int:
         return sum(blocks_for(s.computed + self.counts.get(s.key, 0)) for s in self.running)
 
     def grow(self, sequence: SequenceView, count: int) -> None:
-        """Rules 1 to 3. A preempted sequence is skipped."""
+        """Apply rules 1 to 3; a preempted sequence is skipped."""
         while sequence in self.running and count > 0:
             growth = blocks_for(sequence.computed + count) - blocks_for(sequence.computed)
-            if self._held() + growth <= self.limits.kv_blocks:
+            if self._used_blocks() + growth <= self.limits.kv_blocks:
                 self.counts[sequence.key] = count
                 if sequence.remaining > 1:
                     self.budget -= count
@@ -148,7 +148,7 @@ class _Draft:
             self.preempted.insert(0, victim)
 
     def admit(self, sequence: SequenceView) -> bool:
-        """Rule 4."""
+        """Apply rule 4; return False if the sequence has to wait."""
         if len(self.running) >= self.limits.max_sequences:
             return False
         promised = sum(blocks_for(s.length) for s in self.running)

@@ -46,7 +46,7 @@ from services.loader.domain.events import (
 )
 from services.loader.domain.lifecycle import adopt, adopted, node_reported, stop
 from services.loader.domain.release import abandon, release
-from services.loader.domain.reports import reported
+from services.loader.domain.reports import apply_report
 from services.loader.domain.state import Entry, Holder, Stage, State, Waiter, Wanted
 from shared.contracts.loader import instance_of
 from shared.errors import Conflict, ShuttingDown, StaleToken, ThawError
@@ -81,7 +81,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case Stop():
             return stop(state)
         case _:
-            return reported(state, event, now)
+            return apply_report(state, event, now)
 
 
 # -- prepare and attach ----------------------------------------------------------------------------

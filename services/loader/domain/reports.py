@@ -25,7 +25,7 @@ Decision = tuple[State, tuple[Effect, ...]]
 Report = Fetched | LaidOut | Indexed | Progressed | Completed | Failed | Ended | Reclaimed
 
 
-def reported(state: State, event: Report | Vacated, now: float) -> Decision:
+def apply_report(state: State, event: Report | Vacated, now: float) -> Decision:
     if isinstance(event, Vacated):
         gone = state.chunks.doomed.get(event.run)
         state, effects = room.settle(replace(state, chunks=chunks.vacate(state.chunks, event.run, event.kept)), event.room)
@@ -36,13 +36,13 @@ def reported(state: State, event: Report | Vacated, now: float) -> Decision:
     if entry is None or entry.run != event.run:
         return state, ()
     if entry.stage is Stage.LEAVING:
-        return _leaving(state, entry, event)
+        return _apply_while_leaving(state, entry, event)
     if entry.stage not in (Stage.LOADING, Stage.INDEXED):  # its run has ended
         return state, ()
-    return _running(state, entry, event, now)
+    return _apply_while_loading(state, entry, event, now)
 
 
-def _running(state: State, entry: Entry, event: Report, now: float) -> Decision:
+def _apply_while_loading(state: State, entry: Entry, event: Report, now: float) -> Decision:
     effects: tuple[Effect, ...] = ()
     match event:
         case Fetched():
@@ -59,13 +59,13 @@ def _running(state: State, entry: Entry, event: Report, now: float) -> Decision:
             entry, effects = answered(replace(entry, stage=Stage.COMPLETE, loaded_bytes=entry.total_bytes, used_at=now))
             effects = (WriteRecord(entry.weights_id), *effects)
         case Failed():
-            return _failed(state, entry, event)
+            return _fail(state, entry, event)
         case Ended() | Reclaimed():
             return state, ()
     return put(state, entry), effects
 
 
-def _failed(state: State, entry: Entry, event: Failed) -> Decision:
+def _fail(state: State, entry: Entry, event: Failed) -> Decision:
     effects: tuple[Effect, ...] = tuple(Refused(w.reply, event.error) for w in entry.waiters)
     if entry.run in state.chunks.owned:
         state, vacate = room.reclaim(state, entry, room.spare_room(state))
@@ -74,24 +74,24 @@ def _failed(state: State, entry: Entry, event: Failed) -> Decision:
     return put(state, failed), effects
 
 
-def _leaving(state: State, entry: Entry, event: Report) -> Decision:
+def _apply_while_leaving(state: State, entry: Entry, event: Report) -> Decision:
     match event:
         case Completed() | Failed() | Ended():  # cancelled; a completion arrived too late
             if entry.run in state.chunks.owned:
                 state, effects = room.reclaim(state, entry, room.spare_room(state), notify=True)
                 return state, tuple(e for e in effects if not isinstance(e, RemoveRecord))
-            return _gone(state, entry, Reclaimed(entry.weights_id, entry.run, 0))
+            return _finish_eviction(state, entry, Reclaimed(entry.weights_id, entry.run, 0))
         case Indexed():
             return put(state, replace(entry, total_bytes=event.total_bytes)), ()
         case Progressed():
             return put(state, replace(entry, loaded_bytes=event.loaded)), ()
         case Reclaimed():
-            return _gone(state, entry, event)
+            return _finish_eviction(state, entry, event)
         case _:
             return state, ()
 
 
-def _gone(state: State, entry: Entry, event: Reclaimed) -> Decision:
+def _finish_eviction(state: State, entry: Entry, event: Reclaimed) -> Decision:
     replies = tuple(Freed(reply, event.freed, event.kept, event.on_devices) for reply in entry.releases)
     if entry.again is None:
         return drop(state, entry.weights_id), replies

@@ -49,10 +49,10 @@ def test_victims_by_last_use_and_by_loading() -> None:
 def test_early_binding_evicts_nothing_and_keeps_one_instance() -> None:
     assert baselines.NATIVE.clear(ask(), device("n/g", resident("a")), 10, 0.0) is None
     options = [option("n0/g0", free=5), option("n1/g0", free=9)]
-    assert baselines.bound(ask(), options, "") == options[1]
-    assert baselines.bound(ask(is_extra=True), options, "") is None
+    assert baselines.bind_early(ask(), options, "") == options[1]
+    assert baselines.bind_early(ask(is_extra=True), options, "") is None
     ready = option("n2/g0", way="ready")
-    assert baselines.bound(ask(is_extra=True), [*options, ready], "") == ready
+    assert baselines.bind_early(ask(is_extra=True), [*options, ready], "") == ready
 
 
 def test_demand_aware_preemption_takes_the_shortest_queue_then_the_oldest() -> None:

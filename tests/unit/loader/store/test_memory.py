@@ -139,5 +139,5 @@ def test_the_mapping_process_of_each_page_is_found(memory: PageMemory) -> None:
 def test_a_copy_beyond_a_unit_is_refused(memory: PageMemory, offset: int, nbytes: int) -> None:
     found = reserve(Store.empty(PAGES), "a", "m", [Unit("u", 0, PAGE_BYTES)], 0.0, len_of)
     assert found is not None
-    with pytest.raises(ValueError, match="do not lie in a unit"):
+    with pytest.raises(ValueError, match="are outside a unit"):
         memory.write(found.store.units["u"], offset, 0, nbytes)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr, field_validator
 
 from shared.contracts.openai import MAX_BIASES
-from shared.messaging.bounds import KEYED_REPLIES_BYTES
+from shared.contracts.stream_limits import KEYED_REPLIES_BYTES
 from shared.settings import CommonSettings
 
 Exposure = Literal["auto", "open", "key", "off"]

@@ -13,8 +13,9 @@ from nats.js.kv import KeyValue
 
 from shared.contracts import subjects
 from shared.contracts.migration import MIGRATION_KEPT_S
+from shared.contracts.stream_limits import MAX_BYTES
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
-from shared.messaging.bounds import MAX_BYTES, NO_STORAGE
+from shared.messaging.full_stores import NO_STORAGE
 
 log = logging.getLogger(__name__)
 _NAME_IN_USE = 10058

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-from shared.messaging.bounds import max_file_store
+from shared.contracts.stream_limits import max_file_store
 from shared.ports import free_port
 
 

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.messaging.bounds import MAX_MEMORY_STORE_BYTES, max_file_store
+from shared.contracts.stream_limits import MAX_MEMORY_STORE_BYTES, max_file_store
 from shared.private import sync_directory
 from thaw.errors import CommandError
 from thaw.launcher import unprivileged

@@ -34,7 +34,7 @@ from shared.contracts import subjects
 from shared.contracts.base import ErrorBody, Frozen
 from shared.errors import ThawError, Unavailable
 from shared.messaging import Mesh, consumers
-from shared.messaging.bounds import full_as
+from shared.messaging.full_stores import full_as
 from shared.messaging.streams import ensure_keyed_stream, idempotency_bucket
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from services.gateway.adapters.key_marker import KeyMarker
 from shared.contracts.keys import ApiKey, Scope
 from shared.errors import Conflict, NotFound, Unavailable
 from shared.messaging import Mesh
-from shared.messaging.bounds import full_as
+from shared.messaging.full_stores import full_as
 from shared.messaging.streams import keys_bucket
 
 log = logging.getLogger(__name__)

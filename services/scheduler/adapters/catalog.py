@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from shared.contracts import subjects
 from shared.contracts.models import ModelCard
 from shared.errors import StoreFull
-from shared.messaging.bounds import full_as
 from shared.messaging.consumers import watching
+from shared.messaging.full_stores import full_as
 from shared.messaging.streams import catalog_bucket, ensure_trace_stream
 
 log = logging.getLogger(__name__)

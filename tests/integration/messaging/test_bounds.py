@@ -20,11 +20,11 @@ from services.gateway.adapters.idempotency_store import Claim, Entry, Idempotenc
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
 from services.scheduler.adapters.catalog import Catalog
-from shared.contracts import subjects
+from shared.contracts import stream_limits, subjects
 from shared.contracts.keys import ApiKey
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.errors import StoreFull
-from shared.messaging import Mesh, bounds, streams
+from shared.messaging import Mesh, full_stores, streams
 from shared.messaging.streams import StreamRefused
 from shared.settings import CommonSettings
 from tests.support.servers import NatsServer
@@ -46,8 +46,8 @@ async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in bounds.MAX_BYTES:
-        monkeypatch.setitem(bounds.MAX_BYTES, name, SMALL)
+    for name in stream_limits.MAX_BYTES:
+        monkeypatch.setitem(stream_limits.MAX_BYTES, name, SMALL)
 
 
 async def used(mesh: Mesh, stream: str) -> int:
@@ -79,12 +79,12 @@ async def filled(write: Callable[[int], Awaitable[None]]) -> tuple[int, StoreFul
 async def test_every_stream_is_created_with_its_bound(mesh: Mesh) -> None:
     js = mesh.nc.jetstream()
     await streams.ensure_trace_stream(js)
-    await streams.ensure_keyed_stream(js, 60, bounds.KEYED_REPLIES_BYTES)
+    await streams.ensure_keyed_stream(js, 60, stream_limits.KEYED_REPLIES_BYTES)
     await streams.idempotency_bucket(js, 60)
     for opened in (streams.catalog_bucket, streams.keys_bucket, streams.migrations_bucket):
         await opened(js)
     there = {i.config.name.removeprefix("KV_"): i.config.max_bytes for i in await js.streams_info() if i.config.name}
-    assert there == bounds.MAX_BYTES
+    assert there == stream_limits.MAX_BYTES
 
 
 async def test_buckets_of_earlier_versions_receive_their_bound(mesh: Mesh) -> None:
@@ -96,7 +96,7 @@ async def test_buckets_of_earlier_versions_receive_their_bound(mesh: Mesh) -> No
     assert (await js.stream_info(f"KV_{subjects.MIGRATIONS_BUCKET}")).config.max_bytes == -1
     for bucket in (await streams.keys_bucket(js), await streams.migrations_bucket(js, owner=True)):
         status = await bucket.status()
-        assert status.stream_info.config.max_bytes == bounds.MAX_BYTES[status.bucket]
+        assert status.stream_info.config.max_bytes == stream_limits.MAX_BYTES[status.bucket]
         assert (await bucket.get("k")).value == b"kept"
 
 
@@ -201,20 +201,22 @@ async def test_the_sum_of_the_bounds_fits_the_servers_limit(tmp_path: Path) -> N
 
     nats-server reserves them itself when it creates the streams.
     """
-    server = NatsServer(jetstream=f"max_file_store: {bounds.max_file_store()}, max_memory_store: {bounds.MAX_MEMORY_STORE_BYTES}")
+    server = NatsServer(
+        jetstream=f"max_file_store: {stream_limits.max_file_store()}, max_memory_store: {stream_limits.MAX_MEMORY_STORE_BYTES}"
+    )
     mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
     await mesh.start()
     try:
         js = mesh.nc.jetstream()
-        await streams.ensure_keyed_stream(js, 60, bounds.KEYED_REPLIES_BYTES)
-        for name, size in bounds.MAX_BYTES.items():
+        await streams.ensure_keyed_stream(js, 60, stream_limits.KEYED_REPLIES_BYTES)
+        for name, size in stream_limits.MAX_BYTES.items():
             if name != subjects.KEYED_STREAM:
                 await js.add_stream(StreamConfig(name=f"S_{name}", subjects=[f"s.{name}"], max_bytes=size))
         with pytest.raises(APIError) as refused:
-            await js.add_stream(StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(bounds.MAX_BYTES.values())))
-        assert refused.value.err_code in bounds.NO_STORAGE
+            await js.add_stream(StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(stream_limits.MAX_BYTES.values())))
+        assert refused.value.err_code in full_stores.NO_STORAGE
         with pytest.raises(StreamRefused, match="max_file_store"):
-            await streams._create(js, StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(bounds.MAX_BYTES.values())))
+            await streams._create(js, StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(stream_limits.MAX_BYTES.values())))
     finally:
         await mesh.stop()
         server.close()
@@ -226,9 +228,9 @@ def test_launcher_and_compose_configure_the_same_store_limit(tmp_path: Path, mon
     plan = MeshPlan(
         port=1, nats_port=2, postgres_port=3, credentials=Credentials(nats_password="n", database_password="d", admin_key="a")
     )
-    assert f"max_file_store: {bounds.max_file_store()}," in write_nats_config(home, plan).read_text()
+    assert f"max_file_store: {stream_limits.max_file_store()}," in write_nats_config(home, plan).read_text()
     monkeypatch.setenv("THAW_IDEMPOTENCY_BYTES", str(2**40))
     (stated,) = re.findall(r"max_file_store: (\d+),", write_nats_config(home, plan).read_text())
     assert int(stated) > 2**40
     (megabytes,) = re.findall(r"max_file_store: (\d+)MB", (ROOT / "compose" / "nats.conf").read_text())
-    assert int(megabytes) * bounds.MIB > sum(bounds.MAX_BYTES.values())
+    assert int(megabytes) * stream_limits.MIB > sum(stream_limits.MAX_BYTES.values())

@@ -8,16 +8,16 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
-from alembic import command
-from alembic.config import Config
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, text
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 log = logging.getLogger(__name__)
 MIGRATION_LOCK = 0x7468_6177_0001
 CONNECT_TIMEOUT_S = 3
 LEADER_LOCK = 0x7468_6177_0002
+NEWEST_REVISION = "0003"
+"""The newest schema in `migrations/versions`."""
 _MIGRATIONS = Path(__file__).parent.parent / "migrations"
 
 
@@ -91,13 +91,29 @@ def _to_json(value: object) -> str:
 
 
 async def migrate(engine: AsyncEngine) -> None:
-    """Upgrade the schema. Concurrent schedulers take turns, in one transaction each."""
+    """Upgrade the schema, if it is not up to date.
+
+    Concurrent schedulers take turns, in one transaction each.
+    """
     async with engine.begin() as connection:
         await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
-        await connection.run_sync(_upgrade)
+        if await _revision(connection) != NEWEST_REVISION:
+            await connection.run_sync(_upgrade)
+
+
+async def _revision(connection: AsyncConnection) -> str | None:
+    """Return the schema's revision; None for a new database."""
+    if await connection.scalar(text("SELECT to_regclass('alembic_version')")) is None:
+        return None
+    found: str | None = await connection.scalar(text("SELECT version_num FROM alembic_version"))
+    return found
 
 
 def _upgrade(connection: Connection) -> None:
+    # Imported here because a restarted scheduler, whose schema is up to date, does not need it.
+    from alembic import command
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(_MIGRATIONS))
     config.set_main_option("path_separator", "os")

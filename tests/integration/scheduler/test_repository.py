@@ -138,3 +138,21 @@ async def test_writable_server_is_used_at_any_position_of_the_list(database_url:
         await open_connection(listing(unused, unused))
     with pytest.raises(ConnectionRefusedError, match="until it is promoted"):
         await open_connection(listing(unused, host), server_settings={read_only: "on"})
+
+
+async def test_a_schema_that_is_up_to_date_is_not_upgraded(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = connect(database_url)
+    try:
+        await migrate(engine)
+
+        def fail(_: object) -> None:
+            raise AssertionError("upgraded again")
+
+        monkeypatch.setattr("services.scheduler.adapters.database._upgrade", fail)
+        await migrate(engine)
+        async with engine.begin() as connection:
+            await connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+        with pytest.raises(AssertionError, match="upgraded again"):
+            await migrate(engine)
+    finally:
+        await engine.dispose()

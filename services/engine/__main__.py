@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from services.engine.process import end_process, import_libraries, prepare_environment, run_engine_process
 from shared.contracts.engine import EngineStart
+from shared.imports import uncollected_imports
 
 
 def main() -> int:
@@ -28,7 +29,8 @@ def main() -> int:
     age = max(0.0, time.time() - psutil.Process().create_time())
     process_start_s = time.monotonic() - age
     prepare_environment()
-    import_libraries()
+    with uncollected_imports():
+        import_libraries()
     return run_engine_process(start, process_start_s)
 
 

@@ -11,7 +11,6 @@ It outlives its nodeagents, and its engines outlive it. SIGTERM ends only the zy
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import selectors
 import signal
@@ -29,6 +28,7 @@ from services.engine.process import end_process, import_libraries, prepare_envir
 from shared.contracts.base import Message
 from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure, ZygoteReady
 from shared.errors import EngineFailed, InvalidRequest
+from shared.imports import uncollected_imports
 
 _LONGEST_LINE = 4 * 1024 * 1024
 _SEND_WITHIN_S = 1.0
@@ -164,7 +164,6 @@ class Zygote:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.closerange(3, _open_files_end())
-            gc.enable()
             status = run_engine_process(start, received)
         except BaseException:  # a process boundary: nothing may return into the zygote's loop
             traceback.print_exc()
@@ -229,10 +228,8 @@ def main() -> int:
         return 0
     listener, _ = served
     prepare_environment()
-    import_libraries()
-    # The children share these pages: a garbage collection would touch, and so copy, them.
-    gc.collect()
-    gc.freeze()
+    with uncollected_imports():
+        import_libraries()
     if threading.active_count() != 1:
         sys.stderr.write("zygote: the imports left threads behind; engines cannot be forked safely\n")
         return 1

@@ -55,6 +55,8 @@ class Thaw:
             "THAW_ENGINE_THREADS": "1",
             # These tests are about cold starts; tests of suspension enable swap explicitly.
             "THAW_SUSPEND": "off",
+            # Populating memory for future loads takes over a CPU second; test_dram.py tests it.
+            "THAW_DRAM_READY_BYTES": "0",
             **environment,
         }
 

@@ -1,7 +1,6 @@
 """What the processes of a mesh do not import at start.
 
-Each unneeded import costs every start, and every restart after a crash. The figures are in
-docs/performance.md.
+Each unneeded import costs every start, and every restart after a crash.
 """
 
 from __future__ import annotations

@@ -34,11 +34,12 @@ from shared.contracts.engine import (
     SleepEngine,
     WakeEngine,
 )
-from shared.contracts.loader import LoaderStatus
+from shared.contracts.loader import LoaderStatus, WeightsAttached
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
+from shared.contracts.segment import CudaIpcHandle
 from shared.engines.instance_process import InstanceProcess
-from shared.errors import EngineFailed, ThawError
+from shared.errors import EngineFailed, ThawError, from_body
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 
@@ -100,13 +101,35 @@ class Engine(InstanceProcess):
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
             bound = await loop.run_in_executor(self._compute, loading.bind_model, directory, attached, self._start)
+        if self._start.separate_memory:
+            attached = await self._mapped(bound, attached)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
             finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle)
             computable = await loop.run_in_executor(self._compute, finish)
-        self._owner = attached.boot_id if attached.handle is not None else None
+        self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle) else None
         self._tokenization = small.tokenization
         return computable
+
+    async def _mapped(self, bound: loading.BoundModel, attached: WeightsAttached) -> WeightsAttached:
+        """Map the weights in the device's pages, and make sure that they are still this instance's.
+
+        The loader gives pages to others only when no process maps them: after the second answer it
+        sees this process's mapping.
+
+        Raises the loader's error if the weights are not on the device.
+        """
+        while True:
+            if attached.device_error is not None:
+                raise from_body(attached.device_error)
+            if attached.handle is None:
+                raise EngineFailed(f"The loader has no memory for {self._start.device}: set THAW_DEVICES for both services alike")
+            await asyncio.get_running_loop().run_in_executor(self._compute, loading.open_device_memory, bound, attached.handle)
+            confirmed = await self._weights.attach(self._start.card, self._start.instance_id, "complete")
+            if confirmed.handle == attached.handle:
+                return confirmed
+            log.warning("the loader was restarted and has copied the weights again; mapping again")
+            attached = confirmed
 
     async def _start_engine(self) -> None:
         computable = await self._load()

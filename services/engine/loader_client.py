@@ -48,7 +48,8 @@ class LoaderClient:
         """
         parent = self._start.traceparent
         # LoRA adapters are small: the engine copies them from host memory.
-        device = self._start.device if holder == self._start.instance_id and self._start.device.startswith("cuda:") else None
+        is_copied = self._start.device.startswith("cuda:") or self._start.separate_memory
+        device = self._start.device if holder == self._start.instance_id and is_copied else None
         request = AttachWeights(
             instance_id=holder, card=card, until=until, traceparent=parent, device=device, deadline_ms=_RETRY_MS
         )

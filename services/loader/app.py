@@ -43,6 +43,9 @@ from weights.pool.chunks import CHUNK_BYTES, Chunks
 from weights.pool.memory import PoolMemory
 from weights.pool.shm import SHM, default_dram_bytes, default_ready_bytes, physical_memory
 from weights.pool.sweeping import sweep
+from weights.store.generations import file_name, remove_unmapped, retire
+from weights.store.node_devices import NodeDevices
+from weights.store.separate import SeparateDevice
 
 log = logging.getLogger(__name__)
 _WARN_WITHIN_S = 2
@@ -77,10 +80,13 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     on_populated, on_punch = (gpus.pin, gpus.unpin) if gpus is not None else (None, None)
     pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, on_populated=on_populated, on_punch=on_punch)
     await asyncio.to_thread(sweep)
+    boot_id = uuid.uuid4().hex
+    separate = await asyncio.to_thread(_separate, settings, records.prefix, boot_id)
+    devices = NodeDevices(separate, gpus) if gpus is not None or separate else None
     sharing = Sharing(settings)
     held = True
     try:
-        loader = await _adopting(settings, records, pool, sharing, gpus)
+        loader = await _adopting(settings, boot_id, records, pool, sharing, devices, with_gpu=gpus is not None)
         readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}")
         async with listening(loader_socket(settings.node_state), readers), asyncio.TaskGroup() as tasks:
             ready = tasks.create_task(loader.keep_ready(), name="ready")
@@ -100,21 +106,46 @@ def _gpus(settings: LoaderSettings) -> Devices | None:
     return Devices(load_driver, partial(group_bytes, cache=settings.node_state / "loader" / "buses.json"))
 
 
-async def _adopting(settings: LoaderSettings, records: Records, pool: PoolMemory, sharing: Sharing, gpus: Devices | None) -> Loader:
+def _separate(settings: LoaderSettings, prefix: str, boot_id: str) -> dict[str, SeparateDevice]:
+    """Open the cpu devices with memory of their own. Blocks."""
+    wanted = settings.separate_devices
+    remove_unmapped(prefix, frozenset(wanted))
+    return {
+        device: SeparateDevice(
+            device, nbytes, file_name(prefix, device, boot_id), earlier=retire(prefix, device), verify=settings.verify
+        )
+        for device, nbytes in wanted.items()
+    }
+
+
+async def _adopting(
+    settings: LoaderSettings,
+    boot_id: str,
+    records: Records,
+    pool: PoolMemory,
+    sharing: Sharing,
+    devices: NodeDevices | None,
+    *,
+    with_gpu: bool,
+) -> Loader:
     """Make a loader with the state of an earlier one."""
+
+    def is_on_disk(weights_id: str) -> bool:
+        with sharing.sources.whole(weights_id) as found:
+            return found is not None
 
     def workers(emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
         threads = Threads(settings.loader_threads, settings.loader_remote_threads)
-        copies = Copies(gpus, pool, emit) if gpus is not None else None
+        copies = Copies(devices, pool, emit, is_on_disk) if devices is not None else None
         runs = Runs(pool, sharing.sources, emit, threads, settings.loader_order, copies, verify=settings.verify)
         sharing.measure_by(runs.speed_of)
         return runs, Reclaimer(pool, emit)
 
     budget = default_dram_bytes() if settings.dram_bytes is None else settings.dram_bytes
-    loader = Loader(settings.node, uuid.uuid4().hex, records, sharing.sources, workers, Chunks(pool.count, budget))
+    loader = Loader(settings.node, boot_id, records, sharing.sources, workers, Chunks(pool.count, budget))
     found, mapped = await asyncio.to_thread(records.recover, pool)
     if settings.dram_ready_bytes is None:
-        loader.adopt(found, mapped, default_ready_bytes(budget, with_gpu=gpus is not None) // CHUNK_BYTES, at_once=False)
+        loader.adopt(found, mapped, default_ready_bytes(budget, with_gpu=with_gpu) // CHUNK_BYTES, at_once=False)
     else:
         loader.adopt(found, mapped, settings.dram_ready_bytes // CHUNK_BYTES)
     return loader

@@ -253,17 +253,24 @@ class Loader:
     def _device(self, wanted: str | None) -> str | None:
         """Return the device to copy weights to.
 
-        None unless the nodeagent reports that engines can map them there.
+        None for cpu devices without memory of their own, and for GPUs unless the nodeagent reports
+        that engines can map weights there.
         """
-        return wanted if wanted is not None and self._shares and self._loop.runs.copies is not None else None
+        copies = self._loop.runs.copies
+        if wanted is None or copies is None:
+            return None
+        return wanted if copies.has(wanted) or (wanted.startswith("cuda:") and self._shares) else None
 
     # -- out ---------------------------------------------------------------------------------------
 
     def status(self, shared: Shared) -> LoaderStatus:
         """Return the loader's status. `shared`: files on this host's disk."""
         self.changed.clear()
-        on_devices = self._loop.runs.copies.on_devices if self._loop.runs.copies is not None else lambda _: {}
+        copies = self._loop.runs.copies
+        on_devices = copies.on_devices if copies is not None else lambda _: {}
         status = status_publisher.status(
             self._loop.state, self._loop.records.pool_name, self._node, self._boot_id, shared, on_devices
         )
-        return status.model_copy(update={"bytes_per_second": self._loop.runs.bytes_per_second, "links": self._loop.runs.links()})
+        memory = status_publisher.memory(copies.pages()) if copies is not None else ()
+        speed, links = self._loop.runs.bytes_per_second, self._loop.runs.links()
+        return status.model_copy(update={"bytes_per_second": speed, "links": links, "memory": memory})

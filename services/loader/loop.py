@@ -154,4 +154,5 @@ class Loop:
         timeline, copies = self.runs.timeline(e.run), self.runs.copies
         handle = copies.handle(e.run, device) if copies is not None and device is not None else None
         attached = status_publisher.attached(self.state, e, self.records.pool_name, timeline.spans() if timeline else ())
-        return attached.model_copy(update={"handle": handle, "boot_id": self._boot_id})
+        error = copies.error(e.run, device) if copies is not None and handle is None else None
+        return attached.model_copy(update={"handle": handle, "device_error": error, "boot_id": self._boot_id})

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from shared.device_list import parse_devices, separate_devices
 from shared.settings import NodeSettings
 
 
@@ -25,7 +26,12 @@ class LoaderSettings(NodeSettings):
     )
     verify: bool = Field(
         default=False,
-        description="Compare every tensor of a converted checkpoint with its SHA-256 before a load is complete. Costs the hashing of its bytes.",
+        description="Compare every tensor of a converted checkpoint with its SHA-256 before a load is complete, and every reused unit of a device "
+        "with its own. Costs the hashing of their bytes. Without it a sample of reused units is compared.",
+    )
+    devices: str = Field(
+        default="auto",
+        description="As the nodeagent's: the loader owns the memory of cpu devices that are separate, e.g. 'cpu:1=4GiB/separate'.",
     )
     dram_bytes: int | None = Field(
         default=None,
@@ -60,3 +66,14 @@ class LoaderSettings(NodeSettings):
         description="Ask the cloud's metadata address for the machine's identity where s3://, gs:// or az:// have no credentials (1 s to connect); "
         "false: read anonymously.",
     )
+
+    @field_validator("devices")
+    @classmethod
+    def _devices(cls, value: str) -> str:
+        parse_devices(value)
+        return value
+
+    @property
+    def separate_devices(self) -> dict[str, int]:
+        """Bytes of the cpu devices with memory of their own, by device id."""
+        return separate_devices(self.devices)

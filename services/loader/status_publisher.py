@@ -6,14 +6,15 @@ The records are for the next loader.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from services.loader.adapters.peer_sharing import Shared
 from services.loader.adapters.records import WeightsRecord
 from services.loader.domain.state import Entry, Stage, State
-from shared.contracts.loader import CachedModel, LoaderStatus, SegmentStatus, WeightsAttached
+from shared.contracts.loader import CachedModel, DeviceMemory, LoaderStatus, ModelUnits, SegmentStatus, WeightsAttached
 from shared.contracts.phases import PhaseSpan
 from weights.pool.region import extents
+from weights.store.separate import PagesInUse
 
 
 def attached(state: State, e: Entry, pool: str, phases: tuple[PhaseSpan, ...]) -> WeightsAttached:
@@ -67,6 +68,33 @@ def status(
         ssd_budget_bytes=shared.ssd_budget_bytes,
         peer_url=shared.peer_url,
         peer_token=shared.peer_token,
+    )
+
+
+def memory(pages: Iterable[PagesInUse]) -> tuple[DeviceMemory, ...]:
+    """Make the status of the cpu devices with memory of their own."""
+    return tuple(
+        DeviceMemory(
+            device_id=p.device_id,
+            total_bytes=p.total_bytes,
+            free_bytes=p.free_bytes,
+            mapped_bytes=p.mapped_bytes,
+            reusable_bytes=p.reusable_bytes,
+            lent_bytes=p.lent_bytes,
+            copied_bytes=p.copied_bytes,
+            reused_bytes=p.reused_bytes,
+            models=tuple(
+                ModelUnits(
+                    model=m.model,
+                    weights_id=m.weights_id,
+                    mapped_bytes=m.mapped_bytes,
+                    reusable_bytes=m.reusable_bytes,
+                    shared_bytes=m.shared_bytes,
+                )
+                for m in p.models
+            ),
+        )
+        for p in pages
     )
 
 

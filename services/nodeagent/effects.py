@@ -156,6 +156,7 @@ class EffectRunner:
             card=command.card,
             device=command.device_ids[0],
             devices=command.device_ids,
+            separate_memory=self._meter.is_separate(command.device_ids[0]),
             kv_bytes=command.kv_bytes,
             traceparent=command.traceparent,
             log_path=str(self.log_path(instance_id)),

@@ -59,6 +59,7 @@ def _loader(state: ClusterState, node: str) -> LoaderView | None:
         ssd_budget_bytes=status.ssd_budget_bytes,
         bytes_per_second=status.bytes_per_second,
         links=status.links,
+        memory=status.memory,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import Deadline, Frozen, Message, Request
-from shared.contracts.loader import LinkStatus
+from shared.contracts.loader import DeviceMemory, LinkStatus
 from shared.contracts.migration import MigrationRecord, RequestFound
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceStatus
@@ -173,6 +173,7 @@ class LoaderView(Frozen):
     ssd_budget_bytes: int = 0
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     links: tuple[LinkStatus, ...] = ()
+    memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of cpu devices with memory of their own.")
 
 
 class NodeView(Frozen):

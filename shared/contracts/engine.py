@@ -31,6 +31,9 @@ class EngineStart(Message):
     card: ModelCard
     device: str
     devices: tuple[str, ...] = Field(default=(), description="All of its devices, `device` first; none: that one alone.")
+    separate_memory: bool = Field(
+        default=False, description="`device` is a cpu device with memory of its own: the loader copies the weights there."
+    )
     kv_bytes: int = Field(description="Bytes of KV cache the engine may hold.")
     traceparent: str | None = None
     log_path: str

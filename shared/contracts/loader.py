@@ -61,7 +61,9 @@ class PrepareWeights(Request):
     card: ModelCard
     traceparent: str | None = None
     background: bool = Field(default=False, description="No request waits for it: other loads go first.")
-    device: str | None = Field(default=None, description="A GPU that the weights are brought to, as cuda:0.")
+    device: str | None = Field(
+        default=None, description="A GPU (cuda:0), or a cpu device with memory of its own, that the weights are brought to."
+    )
 
 
 class AttachWeights(Request):
@@ -97,7 +99,10 @@ class WeightsAttached(Message):
     handle: ArenaHandle | None = Field(
         default=None, description="The weights in the memory of the device that was asked for; None: copy them there."
     )
-    boot_id: str = Field(default="", description="Of the loader. What it has on a device ends with it.")
+    device_error: ErrorBody | None = Field(
+        default=None, description="Why a cpu device with memory of its own does not have them; the engine fails with it."
+    )
+    boot_id: str = Field(default="", description="Of the loader. What it has on a GPU ends with it.")
 
 
 class ReleaseWeights(Request):
@@ -178,7 +183,7 @@ class SegmentStatus(Frozen):
     fetched_bytes: int = Field(default=0, description="Bytes received from the remote source so far.")
     holders: tuple[str, ...]
     error: ErrorBody | None = None
-    on_devices: dict[str, int] = Field(default_factory=dict, description="Bytes of its memory on each GPU that it is brought to.")
+    on_devices: dict[str, int] = Field(default_factory=dict, description="Bytes of it on each device that it is brought to.")
 
 
 class LinkStatus(Frozen):
@@ -192,6 +197,34 @@ class LinkStatus(Frozen):
     queued_bytes: int = 0
     loads: int = 0
     finish_ms: float | None = None
+
+
+class ModelUnits(Frozen):
+    """Units of one model on a device, in bytes of whole pages."""
+
+    model: str
+    weights_id: str
+    mapped_bytes: int = Field(description="Of instances that run or load.")
+    reusable_bytes: int = Field(description="Of no instance; the model's next load there does not copy them.")
+    shared_bytes: int = Field(description="Of both: units that another model has as well.")
+
+
+class DeviceMemory(Frozen):
+    """The memory of a cpu device that is separate, in pages of 2 MiB.
+
+    Free, mapped, reusable and lent bytes are `total_bytes` together. A unit counts once, however
+    many models share it.
+    """
+
+    device_id: str
+    total_bytes: int
+    free_bytes: int
+    mapped_bytes: int
+    reusable_bytes: int
+    lent_bytes: int = Field(default=0, description="Of engines that map pages of an earlier loader.")
+    copied_bytes: int = Field(default=0, description="Copied to it since the loader's start.")
+    reused_bytes: int = Field(default=0, description="Wanted there since then, and not copied, because it had them.")
+    models: tuple[ModelUnits, ...] = ()
 
 
 class CachedModel(Frozen):
@@ -217,6 +250,7 @@ class LoaderStatus(Message):
     segments: tuple[SegmentStatus, ...] = ()
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     links: tuple[LinkStatus, ...] = ()
+    memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of cpu devices with memory of their own.")
     cached: tuple[CachedModel, ...] = ()
     dram_bytes: int = Field(
         default=0, description="Of the pool, beyond what instances hold: cached, spare, and not proved free yet."

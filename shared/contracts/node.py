@@ -211,6 +211,10 @@ class DeviceStatus(Frozen):
     budget_bytes: int
     reserved_bytes: int
     used_bytes: int = Field(default=0, description="Measured (NVML; PSS and shared memory on cpu).")
+    memory: Literal["unified", "separate"] = Field(
+        default="unified",
+        description="separate: a cpu device whose memory is pages that weights are copied into, and stay in for reuse.",
+    )
 
 
 class NodeStatus(Message):

@@ -86,7 +86,29 @@ class CudaIpcHandle(Frozen):
     ipc_handle: str = Field(description="The 64 bytes of cudaIpcMemHandle_t, as Base64.")
 
 
-ArenaHandle = Annotated[SharedMemoryHandle | CudaIpcHandle, Field(discriminator="kind")]
+class MappedUnit(Frozen):
+    """Bytes [offset, offset + nbytes) of a segment, which begin at `start` of the mapped range."""
+
+    offset: int = Field(ge=0)
+    nbytes: int = Field(gt=0)
+    start: int = Field(ge=0)
+
+
+class PagesHandle(Frozen):
+    """The units of a segment in the pages of a device with memory of its own.
+
+    An engine maps the `extents` of the file one after the other, and finds each unit at its start.
+    """
+
+    kind: Literal["pages"] = "pages"
+    device: str
+    nbytes: int = Field(description="Length of the mapped range.")
+    file: str = Field(description="Name under /dev/shm; another one after each start of the loader.")
+    extents: tuple[Extent, ...]
+    units: tuple[MappedUnit, ...] = Field(description="In the order of their offsets. They hold every tensor.")
+
+
+ArenaHandle = Annotated[SharedMemoryHandle | CudaIpcHandle | PagesHandle, Field(discriminator="kind")]
 
 
 def segment_prefix(home: Path, node: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -43,10 +44,15 @@ _MORE_IN_USE = (
 
 
 @verb
-def ps(as_json: Json = False) -> Document:
+def ps(
+    as_json: Json = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Draw the units of weights on each device with memory of its own.")
+    ] = False,
+) -> Document:
     """Show models, instances, devices, memory and migrations.
 
-    Example: [bold]thaw ps[/]
+    Example: [bold]thaw ps --memory[/]
     """
     gateway = Gateway.find()
     document: Document = gateway.request("GET", "/admin/v1/cluster")
@@ -56,6 +62,8 @@ def ps(as_json: Json = False) -> Document:
     out = screen(as_json)
     show_models(out, cluster, migrations)
     show_devices(out, cluster)
+    if memory:
+        show_memory(out, cluster)
     show_migrations(out, migrations)
     services = _services(gateway)
     show_hangs(out, plain(services), time.time())
@@ -269,3 +277,36 @@ def show_devices(out: Console, cluster: ClusterView) -> None:
             out.print(_MORE_IN_USE)
     else:
         out.print("\n[yellow]No node has reported yet.[/] `thaw logs nodeagent` says why.")
+
+
+_DRAWN = 40
+
+
+def show_memory(out: Console, cluster: ClusterView) -> None:
+    """Draw each device with memory of its own: units by model, shared, reusable and free bytes."""
+    drawn = False
+    for node in cluster.nodes:
+        for device in node.loader.memory if node.loader is not None else ():
+            drawn = True
+            parts = ((device.mapped_bytes, "cyan", "█"), (device.reusable_bytes, "blue", "▒"), (device.lent_bytes, "yellow", "▓"))
+            bar, rest = "", _DRAWN
+            for nbytes, colour, character in parts:
+                width = min(rest, max(1, round(_DRAWN * nbytes / device.total_bytes))) if nbytes else 0
+                bar, rest = bar + f"[{colour}]{character * width}[/]", rest - width
+            lent = f", {format_size(device.lent_bytes)} of an earlier loader" if device.lent_bytes else ""
+            out.print(
+                f"\n{escape(node.node)} {device.device_id} {format_size(device.total_bytes)} {bar}[dim]{'░' * rest}[/]\n"
+                f"{format_size(device.mapped_bytes)} mapped, {format_size(device.reusable_bytes)} reusable{lent}, "
+                f"{format_size(device.free_bytes)} free; copied {format_size(device.copied_bytes)}, "
+                f"reused {format_size(device.reused_bytes)} so far",
+                soft_wrap=True,
+            )
+            table = Table(box=None, header_style="dim")
+            for column in ("MODEL", "MAPPED", "REUSABLE", "SHARED"):
+                table.add_column(column, justify="left" if column == "MODEL" else "right")
+            for m in device.models:
+                table.add_row(escape(m.model), *map(format_size, (m.mapped_bytes, m.reusable_bytes, m.shared_bytes)))
+            if device.models:
+                out.print(table)
+    if not drawn:
+        out.print("\nNo device has memory of its own: `memory: separate` of a cpu device in thaw.yaml (docs/device-memory.md).")

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
+from shared.device_list import PAGE_BYTES, SEPARATE
 from shared.policies import policy_names
 from thaw.config.faults import EXAMPLE, ConfigError, Fault, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
@@ -25,7 +26,8 @@ NODE_PATTERN = r"[a-z0-9][a-z0-9-]{0,62}"
 """As `NodeSettings.node` has it."""
 HUB_PATTERN = r"hf://\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?"
 REMOTE_PATTERN = r"https?://[^/\s]+(/\S*)?|(s3|gs|az)://\w[\w.-]*(/[^\s?#]*)?"
-DEVICE_PATTERN = r"^(cpu:0|cuda:\d+)$"
+DEVICE_PATTERN = r"^(cpu|cuda):\d+$"
+SEPARATE_EXAMPLE = "{size: 4GiB, memory: separate}"
 _DURATIONS: tuple[tuple[str, ...], ...] = (
     ("keep_alive",),
     ("init_timeout",),
@@ -51,7 +53,8 @@ class NodeConfig(Strict):
     """Configuration of a node.
 
     Attributes:
-        devices: Bytes, or a share such as "90%", by device id ("cpu:0", "cuda:0").
+        devices: Bytes, a share such as "90%", or bytes of memory of its own such as
+            "4294967296/separate", by device id ("cpu:0", "cuda:0").
         dram: Bytes of host memory for weights that no instance holds.
     """
 
@@ -313,10 +316,14 @@ class _Check:
             for device in devices:
                 if not re.match(DEVICE_PATTERN, device):
                     self._tree.fault((*base, device), f"given {device!r}; allowed: cpu:0 or cuda:N")
+                elif device.startswith("cpu:") and device != "cpu:0" and not _is_separate(devices[device]):
+                    self._tree.fault((*base, device), f"must be {SEPARATE_EXAMPLE}; only cpu:0 shares the host's memory")
             result[name] = {"devices": {d: self._budget(v, (*base, d)) for d, v in devices.items()}, **rest}
         return result
 
     def _budget(self, value: Any, path: KeyPath) -> int | str:
+        if isinstance(value, dict):
+            return self._memory(value, path)
         if isinstance(value, str) and value.strip().endswith("%"):
             share = value.strip()[:-1]
             if not share.replace(".", "", 1).isdigit() or not 0 < float(share) <= 100:
@@ -327,6 +334,20 @@ class _Check:
             self._tree.fault(path, f"given {value!r}; allowed: a whole number of bytes, 1 or more")
             return 0
         return int(size or 0)
+
+    def _memory(self, value: dict[str, Any], path: KeyPath) -> int | str:
+        """Parse `{size: 4GiB, memory: separate}`: the size, marked if the memory is separate."""
+        kind = value.get("memory", "unified")
+        if not {"size"} <= set(value) <= {"size", "memory"} or kind not in ("unified", "separate"):
+            self._tree.fault(path, f"must be a size, or {SEPARATE_EXAMPLE}")
+            return 0
+        size = self._budget(value["size"], (*path, "size"))
+        if kind == "unified":
+            return size
+        if not str(path[-1]).startswith("cpu:") or not isinstance(size, int) or size < PAGE_BYTES:
+            self._tree.fault(path, f"must be a cpu device of at least 2MiB, such as {SEPARATE_EXAMPLE}")
+            return 0
+        return f"{size}{SEPARATE}"
 
     def _with_units(self, value: dict[str, Any], path: KeyPath) -> dict[str, Any]:
         """`value` with durations and sizes that have units made into numbers."""
@@ -369,6 +390,10 @@ class _Check:
 
 def _covered(tree: Tree, path: KeyPath) -> bool:
     return path[:3] in tree.keys
+
+
+def _is_separate(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("memory") == "separate"
 
 
 def _copy(value: dict[str, Any]) -> dict[str, Any]:

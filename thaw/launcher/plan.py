@@ -22,7 +22,8 @@ class NodePlan(Strict):
     """Configuration of a node.
 
     Attributes:
-        devices: Bytes, or a share such as "90%", by device id; empty: the nodeagent detects them.
+        devices: Bytes, a share such as "90%", or bytes of memory of its own such as
+            "4294967296/separate", by device id; empty: the nodeagent detects them.
         dram: Bytes for weights that no instance holds; None: the loader's default.
     """
 

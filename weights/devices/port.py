@@ -8,7 +8,8 @@ A device has memory that is filled from host memory as bytes arrive, and that en
                                                 byte once; returns at once
     arena.watermark                             every byte below it is on the device
     arena.wait(until)                           wait until the watermark is there
-    arena.handle()                              what an engine opens; valid from `allocate` on
+    arena.handle()                              what an engine opens; from `allocate` on, or None
+                                                until every byte is there
     arena.release()                             stop copying, give the memory back
     device.unpin(address)                       before the chunk's memory is punched out
 
@@ -19,11 +20,12 @@ returned.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from shared.contracts.segment import ArenaHandle, Extent
+from shared.contracts.segment import ArenaHandle, Extent, SegmentTensor
 
 
 class Priority(IntEnum):
@@ -37,6 +39,23 @@ class Priority(IntEnum):
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What a segment holds, for devices that share equal bytes between weights.
+
+    Attributes:
+        tensors: The segment's tensors.
+        digests: SHA-256 of a tensor's bytes by its name, as far as the checkpoint's index says.
+        model: Name of the model.
+        is_pinned: The weights are not reclaimed while no instance uses them.
+    """
+
+    tensors: tuple[SegmentTensor, ...]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    is_pinned: bool = False
+
+
+@dataclass(frozen=True)
 class Place:
     """An arena's segment: its length in bytes, and its place in host memory.
 
@@ -47,6 +66,7 @@ class Place:
     nbytes: int
     segment: str
     extents: tuple[Extent, ...] = ()
+    contents: Contents | None = None
 
 
 class Arena(Protocol):
@@ -80,10 +100,11 @@ class Arena(Protocol):
         """
         ...
 
-    def handle(self) -> ArenaHandle:
+    def handle(self) -> ArenaHandle | None:
         """Return what an engine opens the memory with.
 
-        Bytes above the watermark are undefined.
+        Bytes above the watermark are undefined. None: it cannot be opened before every byte is
+        there.
         """
         ...
 
@@ -94,7 +115,7 @@ class Arena(Protocol):
     def release(self) -> int:
         """Cancel queued copies, wait for those in progress, free the memory.
 
-        Returns its bytes; 0 on a second call.
+        Returns the bytes given back; 0 on a second call, and where they stay for reuse.
 
         An engine that maps it must have exited before (the loader's holders ensure that): freeing
         memory that another process has opened is undefined on CUDA.

@@ -31,6 +31,11 @@ class Layout:
     def total_bytes(self) -> int:
         return self.header.total_bytes
 
+    @property
+    def tensors(self) -> tuple[SegmentTensor, ...]:
+        """The tensors, with their offsets in the segment."""
+        return _index(self.places).tensors
+
 
 def pages(size: int) -> int:
     """`size` rounded up to whole pages, in bytes."""

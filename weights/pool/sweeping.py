@@ -12,7 +12,7 @@ from pathlib import Path
 from weights.pool import shm
 
 log = logging.getLogger(__name__)
-POOLS = "thaw-????????-pool"
+POOLS = ("thaw-????????-pool", "thaw-????????-pages-*", "thaw-????????-left-*")
 SWEPT_AFTER_S = 600.0
 """Age of a pool since its last change: a loader that adopts it may be about to start."""
 
@@ -26,7 +26,7 @@ def sweep(after_s: float = SWEPT_AFTER_S) -> list[str]:
         Names of the removed pools.
     """
     removed = []
-    for path in shm.SHM.glob(POOLS):
+    for path in (p for pattern in POOLS for p in shm.SHM.glob(pattern)):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime >= after_s and _removed(path):
                 removed.append(path.name)

@@ -6,7 +6,7 @@ Units are copied into pages, and engines map them.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shared.contracts.segment import Extent
 from shared.mapping import coalesced
@@ -54,6 +54,15 @@ class PageMemory:
             with self._pool.view(page * PAGE_BYTES + within, length) as view:
                 ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(view)), address, length)
             offset, address, nbytes = offset + length, address + length, nbytes - length
+
+    def views(self, unit: StoredUnit, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of a range of the unit, page by page."""
+        while nbytes:
+            page, within = unit.pages[offset // PAGE_BYTES], offset % PAGE_BYTES
+            length = min(nbytes, PAGE_BYTES - within)
+            with self._pool.view(page * PAGE_BYTES + within, length) as view:
+                yield view
+            offset, nbytes = offset + length, nbytes - length
 
     def free(self, pages: Iterable[int]) -> int:
         """Free the memory of pages that no process maps.

@@ -11,11 +11,13 @@ A holder or borrower is removed only after it is proved that its process maps no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weights.store.units import Unit, pages_of
 
+DAMAGED = "damaged:"
+"""Prefix of the keys of units with wrong bytes, which are freed with their last holder."""
 Cost = Callable[["StoredUnit"], float]
 """Expected cost of having to load a unit again (Tangram Eq. 2)."""
 
@@ -105,18 +107,23 @@ def missing_bytes(store: Store, units: Iterable[Unit]) -> int:
     return sum(absent.values())
 
 
-def reserve(store: Store, holder: str, model: str, units: Sequence[Unit], now: float, cost: Cost) -> Reservation | None:
+def reserve(
+    store: Store, holder: str, model: str, units: Sequence[Unit], now: float, cost: Cost, keep: Collection[str] = ()
+) -> Reservation | None:
     """Give `holder` all of `units`: those in the store as they are, pages for the others.
 
     Reusable units of least cost are reclaimed as needed. A unit that another holder's run is
     filling is shared, and is not in `missing`.
+
+    Args:
+        keep: Keys of units that are not reclaimed: pinned, or still mapped by a process.
 
     Returns:
         None if the pages do not suffice; the store is unchanged then.
     """
     wanted = {u.key: u for u in units}
     absent = {k: u for k, u in wanted.items() if k not in store.units}
-    cleared = _reclaim(store, sum(u.pages for u in absent.values()), wanted.keys(), cost)
+    cleared = _reclaim(store, sum(u.pages for u in absent.values()), {*wanted, *keep}, cost)
     if cleared is None:
         return None
     store, reclaimed = cleared
@@ -130,6 +137,36 @@ def reserve(store: Store, holder: str, model: str, units: Sequence[Unit], now: f
             before = stored[key]
             stored[key] = replace(before, holders=before.holders | {holder}, model=model, offset=unit.offset, used_at=now)
     return Reservation(replace(store, units=stored, free=tuple(free)), tuple(absent.values()), reclaimed)
+
+
+def settle(store: Store, key: str, content_key: str) -> Store:
+    """Complete the unit `key` under the key of its content, which is known from its bytes now.
+
+    If the store has that content already, the unit's holders share it, and its own pages are freed.
+    """
+    unit = store.units[key]
+    others = {k: u for k, u in store.units.items() if k != key}
+    present = others.get(content_key)
+    if present is None:
+        return replace(store, units={**others, content_key: replace(unit, key=content_key, filler=None)})
+    shared = replace(present, holders=present.holders | unit.holders, model=unit.model, offset=unit.offset, used_at=unit.used_at)
+    return replace(store, units={**others, content_key: shared}, free=(*store.free, *reversed(unit.pages)))
+
+
+def condemn(store: Store, key: str, number: int) -> Store:
+    """Take a unit with wrong bytes out of use: no load gets it any more.
+
+    Without holders it is freed; else it stays, under a key that no content has, for its holders.
+
+    Args:
+        number: Distinguishes condemned units of one key.
+    """
+    unit = store.units[key]
+    others = {k: u for k, u in store.units.items() if k != key}
+    if not unit.holders:
+        return replace(store, units=others, free=(*store.free, *reversed(unit.pages)))
+    damaged = f"{DAMAGED}{number}:{key}"
+    return replace(store, units={**others, damaged: replace(unit, key=damaged)})
 
 
 def complete(store: Store, keys: Iterable[str]) -> Store:
@@ -151,7 +188,7 @@ def release(store: Store, holder: str, now: float) -> tuple[Store, Mapping[str, 
         if holder not in unit.holders:
             continue
         left = unit.holders - {holder}
-        if not left and not unit.is_complete:
+        if not left and (not unit.is_complete or key.startswith(DAMAGED)):
             del stored[key]
             free += reversed(unit.pages)
             continue

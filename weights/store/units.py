@@ -8,6 +8,7 @@ bytes (tied embeddings) are in the same one.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -80,7 +81,7 @@ def _size(group: Sequence[_Range]) -> int:
 def _ranges(tensors: Iterable[SegmentTensor]) -> list[_Range]:
     """Join tensors that share bytes; order by offset."""
     found: list[_Range] = []
-    for tensor in sorted((t for t in tensors if t.nbytes), key=lambda t: (t.offset, -t.nbytes, t.name)):
+    for tensor in _in_order(tensors):
         end = tensor.offset + tensor.nbytes
         if found and tensor.offset < found[-1].end:
             last = found[-1]
@@ -92,14 +93,45 @@ def _ranges(tensors: Iterable[SegmentTensor]) -> list[_Range]:
 
 def _unit(group: Sequence[_Range], digests: Mapping[str, str], weights_id: str) -> Unit:
     start, nbytes = group[0].offset, _size(group)
+    tensors = [t for found in group for t in found.tensors]
+    if any(t.name not in digests for t in tensors):
+        private = hashlib.sha256(f"{weights_id}\0{start}\0{nbytes}".encode()).hexdigest()
+        return Unit(f"private:{private}", start, nbytes)
+    return Unit(content_key(start, tensors, digests), start, nbytes)
+
+
+def content_key(start: int, tensors: Iterable[SegmentTensor], digests: Mapping[str, str]) -> str:
+    """Return the key of a unit by its content.
+
+    Args:
+        start: Offset of the unit in the segment.
+        tensors: The unit's tensors, as `tensors_of` returns them.
+        digests: SHA-256 of each tensor's bytes by its name.
+    """
     digest = hashlib.sha256()
-    for tensor in (t for found in group for t in found.tensors):
-        content = digests.get(tensor.name)
-        if content is None:
-            private = hashlib.sha256(f"{weights_id}\0{start}\0{nbytes}".encode()).hexdigest()
-            return Unit(f"private:{private}", start, nbytes)
-        digest.update(f"{tensor.offset - start}\0{tensor.nbytes}\0{content}\n".encode())
-    return Unit(f"sha256:{digest.hexdigest()}", start, nbytes)
+    for tensor in tensors:
+        digest.update(f"{tensor.offset - start}\0{tensor.nbytes}\0{digests[tensor.name]}\n".encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def tensors_of(units: Sequence[Unit], tensors: Iterable[SegmentTensor]) -> tuple[tuple[SegmentTensor, ...], ...]:
+    """Return the tensors of each of the segment's units, in the order of their offsets.
+
+    Raises:
+        KeyError: A tensor is in none of the units.
+    """
+    starts = [u.offset for u in units]
+    found: list[list[SegmentTensor]] = [[] for _ in units]
+    for tensor in _in_order(tensors):
+        at = bisect_right(starts, tensor.offset) - 1
+        if at < 0 or tensor.offset + tensor.nbytes > units[at].end:
+            raise KeyError(tensor.name)
+        found[at].append(tensor)
+    return tuple(map(tuple, found))
+
+
+def _in_order(tensors: Iterable[SegmentTensor]) -> list[SegmentTensor]:
+    return sorted((t for t in tensors if t.nbytes), key=lambda t: (t.offset, -t.nbytes, t.name))
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,17 @@ import base64
 import ctypes
 import math
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from shared.contracts.segment import CudaIpcHandle, SegmentIndex, SegmentTensor
+from services.engine.model.segment import SHARED_MEMORY
+from shared.contracts.segment import CudaIpcHandle, PagesHandle, SegmentIndex, SegmentTensor
 from shared.errors import CheckpointInvalid, EngineFailed
+from shared.mapping import map_extents
 
 
 class DeviceSegment:
@@ -136,6 +139,46 @@ def open_on_gpu(handle: CudaIpcHandle) -> torch.Tensor:
         # At process exit the driver closes it, because the runtime may be unloaded already.
         weakref.finalize(memory, runtime.cudaIpcCloseMemHandle, address).atexit = False
         return torch.as_tensor(memory, device=device)
+
+
+def open_pages(handle: PagesHandle) -> torch.Tensor:
+    """Map the pages of `handle` as one range of bytes on the CPU.
+
+    The mapping is private: a write stays in this process. It is closed with the last tensor.
+
+    Raises:
+        EngineFailed: The file is gone: its loader has ended.
+    """
+    path = SHARED_MEMORY / handle.file
+    try:
+        mapped = map_extents(path, handle.extents)
+        # A new loader renames the file before it frees the pages that no process maps: if the name
+        # is there now, that loader sees this mapping.
+        path.stat()
+    except (OSError, ValueError) as e:
+        raise EngineFailed(f"The pages of {handle.device} cannot be mapped ({e}). Start the instance again") from e
+    if len(mapped) != handle.nbytes:
+        raise EngineFailed(f"The pages of {handle.device} have {len(mapped)} bytes instead of {handle.nbytes}")
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def offsets_in_pages(handle: PagesHandle, offset_of: Callable[[torch.Tensor], int | None]) -> Callable[[torch.Tensor], int | None]:
+    """Return the function from a tensor to its offset in the mapped range.
+
+    Args:
+        handle: The units, and where they are.
+        offset_of: Offset of a tensor in the segment, or None.
+    """
+    offsets = [u.offset for u in handle.units]
+
+    def place(tensor: torch.Tensor) -> int | None:
+        offset = offset_of(tensor)
+        at = bisect_right(offsets, offset) - 1 if offset is not None else -1
+        if offset is None or at < 0 or offset >= offsets[at] + handle.units[at].nbytes:
+            return None
+        return handle.units[at].start + offset - offsets[at]
+
+    return place
 
 
 _HANDLE_BYTES = 64

@@ -6,7 +6,7 @@ Runs in threads; the event loop only awaits it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from services.engine.tokenization import Tokenization
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
 from shared.contracts.models import ModelCard
-from shared.contracts.segment import ArenaHandle, CudaIpcHandle
+from shared.contracts.segment import ArenaHandle, CudaIpcHandle, PagesHandle
 from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
@@ -101,19 +101,26 @@ def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart) -
     model = checkpoint.bind(kind, config, segment, checkpoint.torch_dtype(start.card))
     is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
     bound = BoundModel(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
-    _open_device_memory(bound, attached.handle)
+    if not isinstance(attached.handle, PagesHandle):  # pages are mapped when they are complete
+        open_device_memory(bound, attached.handle)
     return bound
 
 
-def _open_device_memory(bound: BoundModel, handle: ArenaHandle | None) -> None:
+def open_device_memory(bound: BoundModel, handle: ArenaHandle | None) -> None:
     """Open the device memory of `handle`.
 
     Early calls create the GPU context while bytes are still loading.
+
+    Raises:
+        EngineFailed: The memory cannot be opened.
     """
     if handle != bound.handle:
-        bound.handle, bound.memory = handle, None
+        bound.memory = None
         if isinstance(handle, CudaIpcHandle):
             bound.memory = device_segment.open_on_gpu(handle)
+        elif isinstance(handle, PagesHandle):
+            bound.memory = device_segment.open_pages(handle)
+        bound.handle = handle
 
 
 def complete(
@@ -131,7 +138,7 @@ def complete(
         # The earlier conversion may have read bytes that were not loaded yet.
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
         bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
-    _open_device_memory(bound, handle)
+    open_device_memory(bound, handle)
     device = _to_device(bound, start)
     causal = start.card.info.task == "generate"
     embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)
@@ -164,7 +171,10 @@ def complete(
 
 def _to_device(bound: BoundModel, start: EngineStart) -> torch.device:
     if bound.memory is not None:
-        copied = device_segment.rebind(bound.model, bound.segment.offset_of, bound.memory)
+        offset_of: Callable[[torch.Tensor], int | None] = bound.segment.offset_of
+        if isinstance(bound.handle, PagesHandle):
+            offset_of = device_segment.offsets_in_pages(bound.handle, bound.segment.offset_of)
+        copied = device_segment.rebind(bound.model, offset_of, bound.memory)
         log.info("weights are mapped on the device", extra={"device": str(bound.memory.device), "copied_bytes": copied})
         return bound.memory.device
     device = torch_device(start.device)

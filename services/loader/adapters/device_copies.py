@@ -14,14 +14,19 @@ from dataclasses import dataclass, field
 
 from services.loader.domain.effects import CloseArena, OpenArena
 from services.loader.domain.events import ArenaClosed, CopiedToDevice, Event
+from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
-from shared.contracts.segment import ArenaHandle
+from shared.contracts.segment import HEADER_BYTES, ArenaHandle, SegmentHeader, SegmentIndex, SegmentTensor
 from shared.errors import DeviceFailed, ThawError
-from weights.devices.opening import Devices
-from weights.devices.port import Arena, Place, Priority
+from weights.devices.port import Arena, Contents, Place, Priority
+from weights.formats.segment import Layout
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
 from weights.pool.region import Region
+from weights.sources.open import is_remote
+from weights.store.cost import Tier
+from weights.store.node_devices import NodeDevices
+from weights.store.separate import PagesInUse
 
 log = logging.getLogger(__name__)
 _CLOSED_AT_ONCE = 4
@@ -37,6 +42,7 @@ class _Copy:
     order: OpenArena
     arena: Arena | None = None
     handle: ArenaHandle | None = None
+    error: ErrorBody | None = None
     closing: bool = False
     freed: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -49,7 +55,9 @@ class _Source:
     `ranges`: offsets and sizes in the segment in order of arrival, each once.
     """
 
+    weights_id: str
     region: Region
+    layout: Layout | None = None
     ranges: list[tuple[int, int]] = field(default_factory=list)
     copies: list[_Copy] = field(default_factory=list)
 
@@ -61,8 +69,18 @@ class Copies:
     copies.
     """
 
-    def __init__(self, devices: Devices, pool: PoolMemory, emit: Callable[[Event], None]) -> None:
-        self._devices, self._pool, self._emit = devices, pool, emit
+    def __init__(
+        self,
+        devices: NodeDevices,
+        pool: PoolMemory,
+        emit: Callable[[Event], None],
+        is_on_disk: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """Copy to `devices`. `is_on_disk`: whether this host's disk has weights, by their id."""
+        self._devices, self._pool, self._emit, self._is_on_disk = devices, pool, emit, is_on_disk
+        self._remote: dict[str, bool] = {}
+        for device in devices.separate.values():
+            device.price_by(self._tier_of)
         self._lock = threading.Lock()
         self._sources: dict[int, _Source] = {}
         self._copies: dict[int, _Copy] = {}
@@ -70,10 +88,14 @@ class Copies:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def begin(self, run: int, region: Region) -> None:
+    def has(self, device: str) -> bool:
+        """True for a cpu device with memory of its own."""
+        return device in self._devices.separate
+
+    def begin(self, run: int, weights_id: str, region: Region, layout: Layout | None = None) -> None:
         """Register the memory of a run, before its first byte is loaded."""
         with self._lock:
-            self._sources[run] = _Source(region)
+            self._sources[run] = _Source(weights_id, region, layout)
 
     def arrived(self, run: int, offset: int, nbytes: int) -> None:
         """Copy these bytes, which are now in host memory, to the run's arenas.
@@ -99,8 +121,9 @@ class Copies:
             source = self._sources.get(order.run)
             if source is None:  # loaded by an earlier loader
                 region = Region(self._pool, order.chunks, order.total_bytes)
-                source = self._sources[order.run] = _Source(region, [(0, order.total_bytes)])
+                source = self._sources[order.run] = _Source(order.weights_id, region, None, [(0, order.total_bytes)])
             source.copies.append(copy)
+            self._remote[order.weights_id] = is_remote(order.source)
         threading.Thread(target=self._copy_to_device, args=(copy, source), name=f"copy-{order.device}", daemon=True).start()
 
     def raise_priority(self, run: int) -> None:
@@ -120,6 +143,13 @@ class Copies:
             source = self._sources.get(run)
             copies = source.copies if source is not None else []
             return next((c.handle for c in copies if c.order.device == device and not c.closing), None)
+
+    def error(self, run: int, device: str | None) -> ErrorBody | None:
+        """Return why the run's weights are not on a cpu device with memory of its own."""
+        with self._lock:
+            source = self._sources.get(run)
+            copies = source.copies if source is not None and device in self._devices.separate else []
+            return next((c.error for c in copies if c.order.device == device and c.error is not None), None)
 
     # -- releasing ---------------------------------------------------------------------------------
 
@@ -163,6 +193,16 @@ class Copies:
             source = self._sources.get(run)
             return {c.order.device: c.arena.nbytes for c in source.copies if c.arena is not None} if source is not None else {}
 
+    def pages(self) -> tuple[PagesInUse, ...]:
+        """Return the use of each cpu device with memory of its own."""
+        return tuple(device.pages() for device in self._devices.separate.values())
+
+    def _tier_of(self, weights_id: str) -> Tier:
+        """Return where the bytes of weights would come from."""
+        if any(s.weights_id == weights_id for s in tuple(self._sources.values())):
+            return "dram"
+        return "remote" if self._remote.get(weights_id) and not self._is_on_disk(weights_id) else "ssd"
+
     def links(self) -> tuple[LinkStatus, ...]:
         with self._lock:
             under_way = [c.order.device for c in self._copies.values() if c.arena and c.arena.watermark < c.arena.nbytes]
@@ -183,14 +223,18 @@ class Copies:
             arena = self._allocate(copy, source)
             if arena is None or not arena.wait(order.total_bytes):
                 return  # closed meanwhile
+            with copy.lock:
+                copy.handle = arena.handle() if not copy.closing else None
         except ThawError as e:
             log.warning("failed to copy weights to a device", extra={"device": order.device, "error": e.message})
             self._release(copy)
+            copy.error = e.body()
             self._emit(CopiedToDevice(order.weights_id, order.number, failed=True))
             return
         except Exception:  # the thread's boundary: waiters need an answer
             log.exception("failed to copy weights to a device", extra={"device": order.device})
             self._release(copy)
+            copy.error = DeviceFailed(f"The copy of weights to {order.device} failed").body()
             self._emit(CopiedToDevice(order.weights_id, order.number, failed=True))
             return
         self._emit(CopiedToDevice(order.weights_id, order.number))
@@ -201,7 +245,8 @@ class Copies:
         with copy.lock:
             if copy.closing:
                 return None
-            place = Place(order.weights_id, order.total_bytes, self._pool.name or "", region.extents)
+            contents = self._contents(order, source) if self.has(order.device) else None
+            place = Place(order.weights_id, order.total_bytes, self._pool.name or "", region.extents, contents)
             arena = device.allocate(place, Priority.BACKGROUND if order.background else Priority.REQUEST)
             for offset, nbytes in tuple(source.ranges):
                 self._pin(region, offset, nbytes)
@@ -212,6 +257,16 @@ class Copies:
                     self._fill(region, arena, offset, nbytes)
             copy.handle = arena.handle()
         return arena
+
+    def _contents(self, order: OpenArena, source: _Source) -> Contents:
+        """Return the tensors of a run, and the hashes that its checkpoint's index has."""
+        digests: dict[str, str] = {}
+        if source.layout is not None:
+            tensors = source.layout.tensors
+            digests = {t.name: t.sha256 for p in source.layout.places for t in p.file.header.tensors if t.sha256}
+        else:
+            tensors = _index_of(source.region)
+        return Contents(tensors, digests, order.model, order.pinned)
 
     def _fill(self, region: Region, arena: Arena, offset: int, nbytes: int) -> None:
         """Copy chunk by chunk, since chunks are not contiguous.
@@ -262,3 +317,16 @@ def _address(region: Region, offset: int, length: int) -> int:
         address = ctypes.addressof(anchor)
         del anchor
     return address
+
+
+def _index_of(region: Region) -> tuple[SegmentTensor, ...]:
+    """Read the index of a segment that an earlier loader has loaded."""
+    with region.view(0, HEADER_BYTES) as head:
+        header = SegmentHeader.model_validate_json(bytes(head).rstrip(b"\0"))
+    raw, at, end = bytearray(), header.index_offset, header.index_offset + header.index_bytes
+    while at < end:
+        length = min(end - at, CHUNK_BYTES - at % CHUNK_BYTES)
+        with region.view(at, length) as view:
+            raw += view
+        at += length
+    return SegmentIndex.model_validate_json(bytes(raw)).tensors

@@ -22,6 +22,7 @@ from weights.pool.chunks import CHUNK_BYTES, parts
 from weights.pool.memory import PoolMemory
 from weights.pool.region import extents
 from weights.pool.shm import SHM, segments
+from weights.store.generations import is_page_file
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +48,12 @@ class Records:
     """<node state>/loader: `weights/*.json`, written atomically, and `lock`."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
-        self._root, self._prefix = directory, prefix
+        self._root, self.prefix = directory, prefix
         self._weights = directory / "weights"
 
     @property
     def pool_name(self) -> str:
-        return f"{self._prefix}pool"
+        return f"{self.prefix}pool"
 
     @contextmanager
     def sole(self) -> Iterator[None]:
@@ -111,8 +112,8 @@ class Records:
         mapped = tuple(sorted(set(pool.mapped_by_others()) - owned))
         kept = owned.union(mapped)
         pool.punch(c for c in range(pool.count) if c not in kept)
-        for name in segments(self._prefix):
-            if name != self.pool_name:
+        for name in segments(self.prefix):
+            if name != self.pool_name and not is_page_file(name, self.prefix):
                 log.info("removed a file of an earlier loader", extra={"file": name})
                 (SHM / name).unlink(missing_ok=True)
         names = {self._path(r.weights_id).name for r in found}

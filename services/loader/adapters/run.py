@@ -183,7 +183,7 @@ class Run:
         pieces = cut(layout, remote=tier.directory is None)
         on_arrived: Callable[[int, int], None] | None = None
         if context.copies is not None:
-            context.copies.begin(order.run, region)
+            context.copies.begin(order.run, order.weights_id, region, layout)
             on_arrived = partial(context.copies.arrived, order.run)
         self.filling = Filling(
             layout,

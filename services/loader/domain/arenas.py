@@ -31,7 +31,8 @@ def open_wanted(state: State, weights_id: str) -> Decision:
         entry = replace(entry, arenas={**entry.arenas, device: Arena(number)})
         background = all(h.background for h in entry.holders.values() if h.device == device)
         chunks = state.chunks.owned[entry.run].chunks
-        effects.append(OpenArena(weights_id, entry.run, number, device, chunks, entry.total_bytes, background))
+        order = OpenArena(weights_id, entry.run, number, device, chunks, entry.total_bytes, background)
+        effects.append(replace(order, model=entry.model, source=entry.source, pinned=entry.pinned))
     return (put(state, entry), tuple(effects)) if effects else (state, ())
 
 

@@ -74,6 +74,9 @@ class OpenArena:
     chunks: tuple[int, ...]
     total_bytes: int
     background: bool = False
+    model: str = ""
+    source: str = ""
+    pinned: bool = False
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,11 @@ class Meter:
             return sum(s.on_devices.get(device_id, 0) for s in held for device_id in gpus)
         return sum(s.loaded_bytes for s in held)
 
+    def is_separate(self, device_id: str) -> bool:
+        """True for a cpu device with memory of its own."""
+        device = self._devices.get(device_id)
+        return device is not None and device.info.memory == "separate"
+
     def used(self, device_id: str) -> int:
         return self._used.get(device_id, 0)
 

@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class CpuDevice:
-    """`cpu:0`. `info.budget_bytes` is the limit for all engines together."""
+    """`cpu:N`. `info.budget_bytes` is the limit for all engines together."""
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.info = DeviceInfo(
-            "cpu:0", "cpu", platform.processor() or platform.machine(), psutil.virtual_memory().total, budget_bytes
-        )
+    def __init__(self, budget_bytes: int, device_id: str = "cpu:0", *, is_separate: bool = False) -> None:
+        total = budget_bytes if is_separate else psutil.virtual_memory().total
+        name = platform.processor() or platform.machine()
+        self.info = DeviceInfo(device_id, "cpu", name, total, budget_bytes, memory="separate" if is_separate else "unified")
         self._rss_warned = False
 
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:

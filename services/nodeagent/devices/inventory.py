@@ -35,7 +35,8 @@ def open_devices(settings: NodeagentSettings, budgets: Path, *, adopting: bool) 
     found: dict[str, Device] = {}
     for device in wanted:
         if device.kind == "cpu":
-            found[device.device_id] = CpuDevice(_cpu_budget(device, settings, budgets, adopting))
+            budget = _cpu_budget(device, settings, budgets, adopting)
+            found[device.device_id] = CpuDevice(budget, device.device_id, is_separate=device.is_separate)
             continue
         index = int(device.device_id.split(":")[1])
         if nvml is None or index >= count:
@@ -76,4 +77,5 @@ def device_status(device: Device, reserved: int, used: int) -> DeviceStatus:
         budget_bytes=info.budget_bytes,
         reserved_bytes=reserved,
         used_bytes=used,
+        memory=info.memory,
     )

@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 class DeviceInfo:
     """Facts about a device.
 
-    `name` is the product name; `uuid` is empty if the hardware has none.
+    `name` is the product name; `uuid` is empty if the hardware has none. `memory` of a cpu device
+    is the host's (unified), or pages of its own that weights are copied into (separate).
     """
 
     device_id: str
@@ -20,6 +21,7 @@ class DeviceInfo:
     total_bytes: int
     budget_bytes: int
     uuid: str = ""
+    memory: Literal["unified", "separate"] = "unified"
 
 
 class Device(Protocol):

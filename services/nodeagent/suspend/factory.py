@@ -59,4 +59,5 @@ def open_suspender(settings: NodeagentSettings, devices: Mapping[str, Device], m
             "ways": {name: way.unavailable() or "available" for name, way in ways.items()},
         },
     )
-    return Suspender(ways, cgroups, memory_usage, mesh.request, settings.resume_timeout)
+    separate = [d for d, device in devices.items() if device.info.memory == "separate"]
+    return Suspender(ways, cgroups, memory_usage, mesh.request, settings.resume_timeout, separate)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
 from services.nodeagent.domain.state import Instance, Outlook
@@ -45,6 +45,7 @@ _TRIED_AGAIN_S = 600.0
 _ENDED_WITHIN_S = 5.0
 _REMOVED_WITHIN_S = 1.0
 _POLL_S = 0.01
+_SEPARATE = "its device has memory of its own, where the weights of a stopped instance stay for its next start"
 
 
 class Suspender:
@@ -60,12 +61,20 @@ class Suspender:
         memory_usage: MemoryUsage,
         ask: Ask[Message],
         wake_within_s: float,
+        separate: Collection[str] = (),
     ) -> None:
+        """Create a suspender.
+
+        Args:
+            separate: Devices with memory of their own. Their instances are stopped rather than
+                suspended: the weights would stay mapped, and a stopped one finds them again.
+        """
         self._ways = ways
         self.cgroups = cgroups
         self._memory_usage = memory_usage
         self._ask = ask
         self._wake_within_s = wake_within_s
+        self._separate = frozenset(separate)
         self._frozen: dict[str, Target] = {}
         self._failed: dict[tuple[str, SuspendWay], float] = {}
 
@@ -111,6 +120,8 @@ class Suspender:
 
         Those that failed recently with this model are left out if another one is possible.
         """
+        if not self._separate.isdisjoint(target.device_ids):
+            return [Outlook(reason=_SEPARATE)]
         found = [way.outlook(target) for way in self._ways.values()]
         since = time.monotonic() - _TRIED_AGAIN_S
         model = instance.command.card.name

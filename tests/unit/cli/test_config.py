@@ -108,6 +108,8 @@ def test_devices_accept_sizes_and_percentages(tmp_path: Path) -> None:
     file = load(tmp_path, "mesh:\n  nodes:\n    a: {cpu:0: 1500MiB, cuda:1: 90%}\n    b: {devices: {cpu:0: 1g}}\n    c:\n")
     assert file.mesh.nodes["a"].devices == {"cpu:0": 1500 * 2**20, "cuda:1": "90%"}
     assert file.mesh.nodes["b"].devices == {"cpu:0": 2**30}
+    text = "mesh: {nodes: {a: {cpu:0: {size: 1GiB}, cpu:1: {size: 1GiB, memory: separate}}}}\n"
+    assert load(tmp_path, text).mesh.nodes["a"].devices == {"cpu:0": 2**30, "cpu:1": f"{2**30}/separate"}
     assert file.mesh.nodes["c"].devices == {}
 
 
@@ -192,6 +194,11 @@ def test_duplicate_names_and_aliases_are_refused(tmp_path: Path, second: str) ->
         ("mesh:\n  nodes:\n    A: {cpu:0: 1GiB}\n", 3, "lower-case letters"),
         ("mesh:\n  nodes:\n    a: {gpu: 1GiB}\n", 3, "allowed: cpu:0 or cuda:N"),
         ("mesh:\n  nodes:\n    a: {cpu:0: lots}\n", 3, "a size such as"),
+        ("mesh:\n  nodes:\n    a: {cpu:1: 1GiB}\n", 3, "only cpu:0 shares"),
+        ("mesh:\n  nodes:\n    a: {cpu:0: {size: 1GiB, memory: own}}\n", 3, "must be a size, or"),
+        ("mesh:\n  nodes:\n    a: {cpu:0: {memory: separate}}\n", 3, "must be a size, or {size: 4GiB, memory: separate}"),
+        ("mesh:\n  nodes:\n    a: {cpu:0: {size: 50%, memory: separate}}\n", 3, "at least 2MiB"),
+        ("mesh:\n  nodes:\n    a: {cuda:0: {size: 1GiB, memory: separate}}\n", 3, "must be a cpu device"),
         ("mesh:\n  nodes:\n    a: {cuda:0: 120%}\n", 3, "at most 100%"),
         ("mesh:\n  nodes:\n    a: {cpu:0: .nan}\n", 3, "1 or more"),
         ("mesh:\n  nodes:\n    a: {cpu:0: 0GiB}\n", 3, "1 or more"),

@@ -7,11 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from shared.contracts.admin import ClusterView, ModelView, NodeView
+from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView
+from shared.contracts.loader import DeviceMemory, ModelUnits
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, Suspension, Timing
 from tests.unit.cli.test_migrate import DONE
-from thaw.cli.ps import facts_of, show_devices, show_models, state_of
+from thaw.cli.ps import facts_of, show_devices, show_memory, show_models, state_of
 
 INFO = ModelInfo(
     source="/m", revision="r", architecture="A", model_type="a", task="generate", weights_bytes=1, parameters=1, dtype="float32",
@@ -104,6 +105,30 @@ def test_suspended_instance_is_shown_with_its_snapshot_size() -> None:
     assert facts["engine"] == "builtin"
     assert facts["last_start"] == {"at": 1.0, "took_ms": 20_000.0}
     assert facts["last_resume"] is None
+
+
+def test_the_memory_of_a_separate_device_is_drawn() -> None:
+    units = ModelUnits(model="base", weights_id="w", mapped_bytes=2**28, reusable_bytes=0, shared_bytes=2**27)
+    memory = DeviceMemory(
+        device_id="cpu:1",
+        total_bytes=2**30,
+        free_bytes=2**28,
+        mapped_bytes=2**28,
+        reusable_bytes=2**28,
+        lent_bytes=2**28,
+        copied_bytes=2**29,
+        models=(units,),
+    )
+    node = NodeView(node="n", alive=True, loader=LoaderView(memory=(memory,)))
+    file = io.StringIO()
+    show_memory(Console(file=file, width=160), ClusterView(scheduler="s", epoch=1, models=(), nodes=(node,)))
+    text = file.getvalue()
+    assert "n cpu:1 1.0 GiB " + "█" * 10 + "▒" * 10 + "▓" * 10 + "░" * 10 in text
+    assert "256 MiB mapped, 256 MiB reusable, 256 MiB of an earlier loader, 256 MiB free; copied 512 MiB" in text
+    assert "128 MiB" in text
+    file = io.StringIO()
+    show_memory(Console(file=file, width=160), ClusterView(scheduler="s", epoch=1, models=(), nodes=()))
+    assert "No device has memory of its own" in file.getvalue()
 
 
 @pytest.mark.parametrize(("used", "explained"), [(2**20, False), (2**29, False), (2**30, True)])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from services.engine.model.device_segment import DeviceSegment, open_on_gpu
-from shared.contracts.segment import CudaIpcHandle, SegmentIndex, SegmentTensor
+from services.engine.model.device_segment import DeviceSegment, offsets_in_pages, open_on_gpu, open_pages, rebind
+from shared.contracts.segment import CudaIpcHandle, Extent, MappedUnit, PagesHandle, SegmentIndex, SegmentTensor
 from shared.errors import CheckpointInvalid, EngineFailed
 
 DTYPES = {"F32": torch.float32, "U8": torch.uint8}
@@ -70,3 +73,48 @@ def test_the_missing_driver_is_reported() -> None:
         open_on_gpu(HANDLE)
     with pytest.raises(EngineFailed, match="64 bytes, not 2"):
         open_on_gpu(HANDLE.model_copy(update={"ipc_handle": base64.b64encode(b"ab").decode()}))
+
+
+PAGE = 4096
+
+
+@pytest.fixture
+def pages() -> Iterator[PagesHandle]:
+    """Make a file of four pages, of which a model has the last and then the second."""
+    path = Path(f"/dev/shm/thaw-test-{os.getpid()}")
+    path.write_bytes(b"".join(bytes([n]) * PAGE for n in range(4)))
+    yield PagesHandle(
+        device="cpu:1",
+        nbytes=2 * PAGE,
+        file=path.name,
+        extents=(Extent(offset=3 * PAGE, nbytes=PAGE), Extent(offset=PAGE, nbytes=PAGE)),
+        units=(MappedUnit(offset=100, nbytes=PAGE, start=0), MappedUnit(offset=100 + PAGE, nbytes=32, start=PAGE)),
+    )
+    path.unlink(missing_ok=True)
+
+
+def test_pages_are_one_range_whose_writes_stay_here(pages: PagesHandle) -> None:
+    memory = open_pages(pages)
+    assert (memory[:PAGE] == 3).all()
+    assert (memory[PAGE:] == 1).all()
+    memory.zero_()
+    assert (open_pages(pages)[:PAGE] == 3).all()
+
+
+def test_tensors_are_found_in_their_units(pages: PagesHandle) -> None:
+    module = torch.nn.ParameterList([torch.zeros(8) for _ in range(3)])
+    first, last, _ = (p.data_ptr() for p in module)
+    places = {first: 100, last: 100 + PAGE}
+    assert rebind(module, offsets_in_pages(pages, lambda t: places.get(t.data_ptr())), open_pages(pages)) == 0
+    assert [bytes(p.detach().view(torch.uint8).tolist())[:1] for p in module] == [b"\3", b"\1", b"\0"]
+    elsewhere = torch.zeros(1)
+    assert offsets_in_pages(pages, lambda _: 100 + PAGE + 32)(elsewhere) is None
+    assert offsets_in_pages(pages, lambda _: 0)(elsewhere) is None
+
+
+def test_pages_of_an_earlier_loader_are_refused(pages: PagesHandle) -> None:
+    Path("/dev/shm", pages.file).unlink()
+    with pytest.raises(EngineFailed, match="Start the instance again"):
+        open_pages(pages)
+    with pytest.raises(EngineFailed):
+        open_pages(pages.model_copy(update={"file": "", "nbytes": 1}))

@@ -42,6 +42,12 @@ def test_an_unused_pool_is_removed(place: Path) -> None:
     assert list(place.iterdir()) == [other]
 
 
+@pytest.mark.parametrize("name", ["thaw-0123abcd-pages-cpu1-12345678", "thaw-0123abcd-left-cpu1-12345678"])
+def test_pages_of_separate_devices_are_removed_as_well(place: Path, name: str) -> None:
+    left(place, name)
+    assert sweep() == [name]
+
+
 def test_recently_changed_pool_is_kept(place: Path) -> None:
     os.utime(left(place))
     assert sweep() == []

@@ -6,6 +6,7 @@ import pytest
 
 from services.nodeagent.settings import NodeagentSettings
 from services.nodeagent.settings_syntax import WantedDevice, labels, parse_bytes, parse_devices
+from shared.device_list import separate_devices
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,12 @@ def test_device_settings_are_parsed() -> None:
         WantedDevice("cuda:1", share=0.5),
         WantedDevice("cuda:0"),
     )
+    assert parse_devices("cpu:0=1g,cpu:1=4g/separate") == (
+        WantedDevice("cpu:0", bytes=1 << 30),
+        WantedDevice("cpu:1", bytes=4 << 30, is_separate=True),
+    )
+    assert separate_devices("cpu:0=1g,cpu:1=4g/separate") == {"cpu:1": 4 << 30}
+    assert separate_devices("auto") == {}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +51,10 @@ def test_device_settings_are_parsed() -> None:
     [
         ("gpu:0", "is not a device"),
         ("cpu:1", "one cpu device"),
+        ("cpu:1=4g", "one cpu device"),
+        ("cpu:1=1MiB/separate", "at least 2MiB"),
+        ("cuda:0=4g/separate", "only a cpu device"),
+        ("cpu:0=50%/separate", "is not a size"),
         ("cuda:0,cuda:0", "named twice"),
         ("cpu:0=120%", "at most 100%"),
         ("cpu:0=much%", "at most 100%"),

@@ -34,7 +34,12 @@ class Host:
 
 
 class DeviceBehaviour:
-    """`read` returns what an engine sees through the arena's handle."""
+    """`read` returns what an engine sees through the arena's handle.
+
+    `RELEASED`: bytes that releasing an arena gives back.
+    """
+
+    RELEASED = SEGMENT
 
     def read(self, arena: Arena, nbytes: int) -> bytes:
         raise NotImplementedError
@@ -89,12 +94,12 @@ class DeviceBehaviour:
         waited: list[bool] = []
         waiter = threading.Thread(target=lambda: waited.append(arena.wait(1)))
         waiter.start()
-        assert arena.release() == SEGMENT
+        assert arena.release() == self.RELEASED
         waiter.join(60)
         assert waited == [False]
 
     def test_second_release_and_later_fills_have_no_effect(self, arena: Arena, host: Host) -> None:
-        assert arena.release() == SEGMENT
+        assert arena.release() == self.RELEASED
         assert arena.release() == 0
         arena.fill(0, host.address, PAGE)
         assert arena.watermark == 0

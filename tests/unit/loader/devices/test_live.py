@@ -31,6 +31,7 @@ from tests.unit.loader.test_handlers import Bench
 from weights.devices.opening import Devices
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
+from weights.store.node_devices import NodeDevices
 
 GROUP = 2 * 1024 * 1024
 
@@ -45,7 +46,7 @@ class GpuBench(Bench):
         self.loader = self.another("boot", budget)
 
     def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
-        copies = Copies(self.devices, self.pool, emit)
+        copies = Copies(NodeDevices({}, self.devices), self.pool, emit)
         return Runs(self.pool, self.sources, emit, Threads(2, 2), copies=copies), Reclaimer(self.pool, emit)
 
     async def engines_may_map(self, *, yes: bool = True) -> None:

@@ -1,0 +1,404 @@
+"""A cpu device with memory of its own: sharing, reuse, reclaiming, damage, and earlier loaders."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shared.contracts.segment import PagesHandle, SegmentTensor
+from shared.errors import InsufficientMemory
+from shared.mapping import map_extents
+from tests.unit.loader.devices.behaviour import SEGMENT, DeviceBehaviour, Host
+from tests.unit.loader.pools import mapper
+from weights.devices.port import Arena, Contents, Device, Place
+from weights.pool import shm
+from weights.store import separate
+from weights.store.cost import Tier
+from weights.store.generations import EARLIER, file_name, remove_unmapped, retire
+from weights.store.separate import PagedArena, PagesInUse, SeparateDevice
+from weights.store.units import PAGE_BYTES
+
+PREFIX = f"thaw-test{os.getpid()}-"
+HEAD = 4096
+TENSOR = PAGE_BYTES
+"""Bytes of a tensor: one page, one unit."""
+COUNT = 12
+
+
+@pytest.fixture
+def device() -> Iterator[SeparateDevice]:
+    device = made()
+    yield device
+    assert device.audit() == []
+    device.close()
+    assert shm.segments(PREFIX) == []
+
+
+def made(boot: str = "boot", *, pages: int = COUNT, verify: bool = False) -> SeparateDevice:
+    name = file_name(PREFIX, "cpu:1", boot)
+    return SeparateDevice("cpu:1", pages * PAGE_BYTES, name, earlier=retire(PREFIX, "cpu:1"), verify=verify)
+
+
+class Model:
+    """A segment in host memory: a head, then one tensor for each seed. Equal seeds: equal bytes."""
+
+    def __init__(self, name: str, *seeds: int) -> None:
+        self.name, self.seeds = name, seeds
+        self.content = [random.Random(seed).randbytes(4096) * (TENSOR // 4096) for seed in seeds]
+        self.raw = ctypes.create_string_buffer(bytes(HEAD) + b"".join(self.content))
+        self.address, self.nbytes = ctypes.addressof(self.raw), HEAD + TENSOR * len(seeds)
+        self.tensors = tuple(
+            SegmentTensor(name=f"t{i}", dtype="U8", shape=(TENSOR,), offset=HEAD + i * TENSOR, nbytes=TENSOR)
+            for i in range(len(seeds))
+        )
+        self.digests = {f"t{i}": hashlib.sha256(c).hexdigest() for i, c in enumerate(self.content)}
+
+    def place(self, *, hashed: bool = True, pinned: bool = False) -> Place:
+        contents = Contents(self.tensors, self.digests if hashed else {}, self.name, pinned)
+        return Place(self.name, self.nbytes, "", contents=contents)
+
+
+def load(device: SeparateDevice, model: Model, *, hashed: bool = True, pinned: bool = False) -> PagedArena:
+    arena = device.allocate(model.place(hashed=hashed, pinned=pinned))
+    fill(arena, model)
+    return arena
+
+
+def fill(arena: PagedArena, model: Model, step: int = 3_000_017) -> None:
+    """Fill it in pieces that cross units, the last one first."""
+    for start in reversed(range(0, model.nbytes, step)):
+        arena.fill(start, model.address + start, min(step, model.nbytes - start))
+    assert arena.wait(model.nbytes)
+
+
+def seen(arena: Arena, tensors: Sequence[SegmentTensor]) -> list[bytes]:
+    """Return what an engine reads of each tensor."""
+    handle = arena.handle()
+    assert isinstance(handle, PagesHandle)
+    mapped = map_extents(shm.SHM / handle.file, handle.extents)
+    try:
+        found = []
+        for t in tensors:
+            unit = next(u for u in handle.units if u.offset <= t.offset < u.offset + u.nbytes)
+            start = unit.start + t.offset - unit.offset
+            found.append(mapped[start : start + t.nbytes])
+        return found
+    finally:
+        mapped.close()
+
+
+def check(arena: PagedArena, model: Model) -> None:
+    assert seen(arena, model.tensors) == model.content
+
+
+def pages_of(used: PagesInUse) -> tuple[int, int, int, int]:
+    """Return free, mapped, reusable and lent pages; their sum is the pool."""
+    found = (used.free_bytes, used.mapped_bytes, used.reusable_bytes, used.lent_bytes)
+    assert sum(found) == used.total_bytes
+    return (found[0] // PAGE_BYTES, found[1] // PAGE_BYTES, found[2] // PAGE_BYTES, found[3] // PAGE_BYTES)
+
+
+class TestSeparate(DeviceBehaviour):
+    RELEASED = 0
+
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        device = made()
+        yield device
+        device.close()
+
+    def read(self, arena: Arena, nbytes: int) -> bytes:
+        [found] = seen(arena, [SegmentTensor(name="", dtype="U8", shape=(nbytes,), offset=0, nbytes=nbytes)])
+        return found
+
+    def test_a_reader_may_wait_for_the_first_bytes_only(self, arena: Arena, host: Host) -> None:
+        """A unit is copied whole: the first one is there while the second is missing."""
+        device, model = made("other"), Model("two", 1, 2)
+        two = device.allocate(model.place())
+        two.fill(0, model.address, HEAD + TENSOR)
+        assert two.wait(HEAD + TENSOR)
+        assert (two.watermark, two.handle()) == (HEAD + TENSOR, None)
+        device.close()
+
+    def test_the_bytes_count_as_queued_until_they_are_there(self, device: Device, host: Host) -> None:
+        arena = device.allocate(Place("w", SEGMENT, ""))
+        arena.fill(0, host.address, 100)
+        assert device.queued_bytes == 100
+
+
+@pytest.mark.parametrize("hashed", [True, False], ids=["converted", "other"])
+def test_the_next_load_of_a_model_copies_nothing(device: SeparateDevice, hashed: bool) -> None:
+    model = Model("m", 1, 2, 3)
+    load(device, model, hashed=hashed).release()
+    assert pages_of(device.pages()) == (9, 0, 3, 0)
+    again = device.allocate(model.place(hashed=hashed))
+    assert again.wait(model.nbytes), "complete before any byte is in host memory"
+    check(again, model)
+    assert pages_of(device.pages()) == (9, 3, 0, 0)
+    assert (again.copied_bytes, device.pages().copied_bytes) == (0, 3 * TENSOR)
+    fill(again, model)
+    assert device.pages().copied_bytes == 3 * TENSOR
+
+
+@pytest.mark.parametrize("hashed", [True, False], ids=["converted", "other"])
+def test_fine_tunes_share_their_equal_units(device: SeparateDevice, hashed: bool) -> None:
+    base, tuned = Model("base", 1, 2, 3, 4, 5), Model("tuned", 1, 2, 3, 4, 9)
+    one, two = load(device, base, hashed=hashed), load(device, tuned, hashed=hashed)
+    check(one, base)
+    check(two, tuned)
+    assert (one.copied_bytes, two.copied_bytes) == (5 * TENSOR, TENSOR)
+    used = device.pages()
+    assert pages_of(used) == (6, 6, 0, 0), "both together hold 1.2 of one"
+    assert [(m.model, m.mapped_bytes, m.shared_bytes) for m in used.models] == [
+        ("base", 5 * PAGE_BYTES, 4 * PAGE_BYTES),
+        ("tuned", 5 * PAGE_BYTES, 4 * PAGE_BYTES),
+    ]
+    one.release()
+    check(two, tuned)
+    assert pages_of(device.pages()) == (6, 5, 1, 0)
+
+
+def test_loads_at_the_same_time_share_as_well(device: SeparateDevice) -> None:
+    base, tuned = Model("base", 1, 2, 3), Model("tuned", 1, 2, 4)
+    one, two = device.allocate(base.place()), device.allocate(tuned.place())
+    assert pages_of(device.pages()) == (6, 6, 0, 0), "pages of all missing units are reserved"
+    fill(one, base)
+    fill(two, tuned)
+    assert pages_of(device.pages()) == (8, 4, 0, 0)
+    check(one, base)
+    check(two, tuned)
+
+
+def test_equal_tensors_of_one_model_share_pages(device: SeparateDevice) -> None:
+    model = Model("m", 1, 1, 2)
+    arena = load(device, model)
+    check(arena, model)
+    assert pages_of(device.pages()) == (10, 2, 0, 0)
+
+
+def test_a_load_that_ends_early_frees_its_pages(device: SeparateDevice) -> None:
+    model = Model("m", 1, 2, 3)
+    arena = device.allocate(model.place())
+    arena.fill(0, model.address, HEAD + TENSOR)
+    assert arena.wait(HEAD + TENSOR)
+    arena.release()
+    assert pages_of(device.pages()) == (11, 0, 1, 0), "the unit that was complete stays"
+
+
+def test_wrong_hashes_of_an_index_do_not_spread(device: SeparateDevice) -> None:
+    forged, honest = Model("forged", 66), Model("honest", 1)
+    forged.digests = honest.digests
+    check(load(device, forged), forged)
+    check(load(device, honest), honest)
+    assert pages_of(device.pages()) == (10, 2, 0, 0)
+
+
+def test_reclaiming_takes_what_is_cheapest_to_load_again(device: SeparateDevice) -> None:
+    tiers: dict[str, Tier] = {"far": "remote", "near": "dram", "disk": "ssd"}
+    device.price_by(tiers.__getitem__)
+    for n, name in enumerate(("near", "far", "disk")):
+        load(device, Model(name, *range(10 * n, 10 * n + 4))).release()
+    tiers["new"] = "ssd"
+    arena = load(device, Model("new", 90, 91, 92, 93, 94))
+    held = {m.model: m.reusable_bytes // PAGE_BYTES for m in device.pages().models}
+    assert held == {"far": 4, "disk": 3, "new": 0}
+    check(arena, Model("new", 90, 91, 92, 93, 94))
+
+
+def test_pinned_and_mapped_units_are_never_reclaimed(device: SeparateDevice) -> None:
+    load(device, Model("pinned", 1, 2, 3), pinned=True).release()
+    mapped = load(device, Model("mapped", 4, 5, 6))
+    load(device, Model("free", 7)).release()
+    with pytest.raises(InsufficientMemory, match="need 14 MiB more of cpu:1, of which 12 MiB") as refused:
+        device.allocate(Model("new", *range(20, 27)).place())
+    assert refused.value.should_retry
+    assert pages_of(device.pages()) == (5, 3, 4, 0)
+    check(mapped, Model("mapped", 4, 5, 6))
+
+
+def test_units_that_a_process_still_maps_are_not_reclaimed(device: SeparateDevice) -> None:
+    arena = load(device, Model("m", 1, 2, 3))
+    handle = arena.handle()
+    assert handle is not None
+    with mapper(shm.SHM / handle.file, handle.extents[:1]):
+        arena.release()
+        with pytest.raises(InsufficientMemory):
+            device.allocate(Model("new", *range(20, 20 + COUNT)).place())
+    load(device, Model("new", *range(20, 20 + COUNT))).release()
+
+
+def corrupt(arena: PagedArena) -> None:
+    handle = arena.handle()
+    assert handle is not None
+    with (shm.SHM / handle.file).open("r+b") as file:
+        file.seek(handle.extents[0].offset)
+        file.write(b"damaged")
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["reusable", "mapped"])
+def test_a_unit_whose_bytes_have_changed_is_copied_again(device: SeparateDevice, held: bool) -> None:
+    model = Model("m", 1, 2, 3)
+    first = load(device, model)
+    corrupt(first)
+    if not held:
+        first.release()
+    second = load(device, model)
+    check(second, model)
+    assert second.copied_bytes == TENSOR
+    assert pages_of(device.pages())[1] == (4 if held else 3)
+    first.release()
+    assert pages_of(device.pages()) == (9, 3, 0, 0)
+
+
+def test_the_sample_takes_the_units_in_turn(device: SeparateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(separate, "SAMPLE_BYTES", 1)
+    model = Model("m", 1, 2, 3)
+    first = load(device, model)
+    corrupt(first)
+    copied = [load(device, model).copied_bytes for _ in range(3)]
+    assert sum(copied) == TENSOR, "one of three loads checked it"
+
+
+def test_verify_checks_all_reused_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(separate, "SAMPLE_BYTES", 1)
+    device, model = made(verify=True), Model("m", 3, 2, 1)
+    corrupt(load(device, model))
+    assert load(device, model).copied_bytes == TENSOR
+    device.close()
+
+
+def test_pages_of_an_earlier_loader_count_until_they_are_unmapped() -> None:
+    first, model = made("first"), Model("m", 1, 2, 3)
+    handle = load(first, model).handle()
+    assert handle is not None
+    with mapper(shm.SHM / handle.file, handle.extents) as engine:
+        second = made("second")  # as after a kill of the first
+        assert not (shm.SHM / handle.file).exists(), "no engine can open it any more"
+        assert pages_of(second.pages()) == (9, 0, 0, 3)
+        arena = load(second, model)
+        check(arena, model)
+        assert pages_of(second.pages()) == (6, 3, 0, 3)
+        with pytest.raises(InsufficientMemory):
+            second.allocate(Model("big", *range(30, 37)).place())
+        engine.kill()
+        engine.wait()
+    load(second, Model("big", *range(30, 37)))
+    assert pages_of(second.pages()) == (2, 10, 0, 0)
+    assert not any(name.startswith(PREFIX + EARLIER) for name in shm.segments(PREFIX))
+    second.close()
+    first.close()
+
+
+def test_a_file_stays_while_an_engine_maps_it_and_no_longer() -> None:
+    device = made("first")
+    handle = load(device, Model("m", 1)).handle()
+    assert handle is not None
+    with mapper(shm.SHM / handle.file, handle.extents) as engine:
+        device.close()
+        assert (shm.SHM / handle.file).exists()
+        remove_unmapped(PREFIX, frozenset({"cpu:1"}))
+        assert (shm.SHM / handle.file).exists()
+        engine.kill()
+        engine.wait()
+    assert retire(PREFIX, "cpu:1") == []
+    assert shm.segments(PREFIX) == []
+
+
+def test_files_of_devices_that_are_gone_are_removed() -> None:
+    (shm.SHM / file_name(PREFIX, "cpu:2", "boot")).touch()
+    remove_unmapped(PREFIX, frozenset({"cpu:1"}))
+    assert shm.segments(PREFIX) == []
+
+
+def test_an_empty_file_of_an_earlier_loader_is_removed() -> None:
+    Path(shm.SHM / file_name(PREFIX, "cpu:1", "boot")).touch()
+    assert retire(PREFIX, "cpu:1") == []
+    assert shm.segments(PREFIX) == []
+
+
+def test_many_loads_from_several_threads(device: SeparateDevice) -> None:
+    models = [Model("a", 1, 2, 3), Model("b", 1, 2, 4), Model("c", 5, 6)]
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chosen = random.Random(seed)
+        try:
+            for _ in range(6):
+                model = chosen.choice(models)
+                arena = load(device, model, hashed=chosen.random() < 0.5)
+                check(arena, model)
+                arena.release()
+        except InsufficientMemory:
+            return
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert failures == []
+    assert pages_of(device.pages())[1] == 0
+
+
+MODELS = [Model("a", 1, 2), Model("b", 1, 3), Model("c", 4, 5, 6), Model("d", 2, 2)]
+
+
+class DeviceMachine(RuleBasedStateMachine):
+    """Loads, failures and releases in any order, with real bytes in five pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = made("machine", pages=5)
+        self.arenas: list[tuple[PagedArena, Model]] = []
+
+    @rule(model=st.sampled_from(MODELS), hashed=st.booleans(), whole=st.booleans())
+    def load(self, model: Model, hashed: bool, whole: bool) -> None:
+        used = self.device.pages()
+        try:
+            arena = self.device.allocate(model.place(hashed=hashed))
+        except InsufficientMemory:
+            assert pages_of(self.device.pages()) == pages_of(used)
+            assert (used.free_bytes + used.reusable_bytes) // PAGE_BYTES < len(model.seeds) + 3
+            return
+        self.arenas.append((arena, model))
+        if whole:
+            fill(arena, model)
+
+    @precondition(lambda self: self.arenas)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        arena, _ = self.arenas.pop(data.draw(st.integers(0, len(self.arenas) - 1)))
+        arena.release()
+
+    @invariant()
+    def is_conserved(self) -> None:
+        assert self.device.audit() == []
+        pages_of(self.device.pages())
+
+    @invariant()
+    def every_complete_arena_has_its_bytes(self) -> None:
+        for arena, model in self.arenas:
+            if arena.handle() is not None:
+                check(arena, model)
+
+    def teardown(self) -> None:
+        for arena, _ in self.arenas:
+            arena.release()
+        assert self.device.pages().mapped_bytes == 0
+        self.device.close()
+
+
+TestDevice = DeviceMachine.TestCase
+TestDevice.settings = settings(max_examples=6, stateful_step_count=10, deadline=None)

@@ -1,0 +1,133 @@
+"""The loader's loop loads weights to a cpu device with memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.loader.adapters.device_copies import Copies
+from services.loader.adapters.reclaim import Reclaimer
+from services.loader.adapters.run import Threads
+from services.loader.adapters.runs import Runs
+from services.loader.domain.events import Event
+from shared.contracts.base import ErrorBody
+from shared.contracts.loader import AttachWeights, DeviceMemory, ReleaseWeights, WeightsAttached, WeightsReleased
+from shared.contracts.models import ModelCard
+from shared.contracts.segment import PagesHandle
+from shared.mapping import map_extents
+from tests.unit.loader.checkpoints import write_checkpoint
+from tests.unit.loader.test_handlers import Bench
+from weights.convert.job import convert
+from weights.pool import shm
+from weights.store.generations import file_name
+from weights.store.node_devices import NodeDevices
+from weights.store.separate import SeparateDevice
+from weights.store.units import PAGE_BYTES
+
+TENSORS = 10
+PAGES = 2 * TENSORS
+"""A load without known hashes has pages for all of its units until their bytes are hashed."""
+
+
+class SeparateBench(Bench):
+    def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
+        name = file_name(self.records.prefix, "cpu:1", "boot")
+        if not (shm.SHM / name).exists():  # the first of two loaders of this class has no devices
+            self.device = SeparateDevice("cpu:1", PAGES * PAGE_BYTES, name)
+        copies = Copies(NodeDevices({"cpu:1": self.device}), self.pool, emit)
+        return Runs(self.pool, self.sources, emit, Threads(2, 2), copies=copies), Reclaimer(self.pool, emit)
+
+    async def on_device(self, instance: str, card: ModelCard) -> WeightsAttached:
+        asked = AttachWeights(instance_id=instance, card=card, until="complete", device="cpu:1")
+        found = await self.loader.handle(asked)
+        assert isinstance(found, WeightsAttached)
+        return found
+
+    async def release(self, instance: str) -> None:
+        released = await self.loader.handle(ReleaseWeights(instance_id=instance))
+        assert isinstance(released, WeightsReleased)
+        assert released.device_bytes == 0, "nothing for the nodeagent to wait for: the units stay"
+
+    def memory(self) -> DeviceMemory:
+        [found] = self.status().memory
+        assert found.free_bytes + found.mapped_bytes + found.reusable_bytes + found.lent_bytes == found.total_bytes
+        assert self.device.audit() == []
+        return found
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[SeparateBench]:
+    bench = SeparateBench(tmp_path / "home")
+    yield bench
+    await bench.loader.stop()
+    bench.pool.close(unlink=True)
+    assert shm.segments(bench.records.prefix) == []
+
+
+async def model(bench: Bench, directory: Path, *, changed: int = 0, hashed: bool = True, more: int = 0) -> ModelCard:
+    """Write a model of ten units of a page: the last `changed`, and `more`, are its own."""
+    seeds = [*range(TENSORS - changed), *range(100, 100 + changed + more)]
+    weights = {f"t{i}": np.random.default_rng(seed).random(PAGE_BYTES // 4, dtype=np.float32) for i, seed in enumerate(seeds)}
+    write_checkpoint(directory / "original", weights)
+    if not hashed:
+        return await bench.card(directory / "original")
+    convert(directory / "original", directory / "converted")
+    return await bench.card(directory / "converted")
+
+
+def read(found: WeightsAttached) -> bytes:
+    assert isinstance(found.handle, PagesHandle)
+    mapped = map_extents(shm.SHM / found.handle.file, found.handle.extents)
+    try:
+        return b"".join(mapped[u.start : u.start + u.nbytes] for u in found.handle.units)
+    finally:
+        mapped.close()
+
+
+@pytest.mark.parametrize("hashed", [True, False], ids=["converted", "other"])
+async def test_a_second_load_copies_nothing_and_a_fine_tune_a_fifth(bench: SeparateBench, tmp_path: Path, hashed: bool) -> None:
+    base = await model(bench, tmp_path / "base", hashed=hashed)
+    first = read(await bench.on_device("a", base))
+    one = bench.memory()
+    assert (one.copied_bytes, one.mapped_bytes) == (TENSORS * PAGE_BYTES, TENSORS * PAGE_BYTES)
+    await bench.release("a")
+    assert bench.memory().reusable_bytes == one.mapped_bytes
+    await bench.until_segments(0)  # host memory has nothing of it any more
+    assert read(await bench.on_device("b", base)) == first
+    assert bench.memory().copied_bytes == one.copied_bytes
+    tuned = await model(bench, tmp_path / "tuned", changed=2, hashed=hashed)
+    second = read(await bench.on_device("c", tuned))
+    both = bench.memory()
+    assert second[: 8 * PAGE_BYTES] == first[: 8 * PAGE_BYTES]
+    assert second[8 * PAGE_BYTES :] != first[8 * PAGE_BYTES :]
+    assert both.copied_bytes - one.copied_bytes == one.copied_bytes // 5
+    assert both.mapped_bytes == one.mapped_bytes * 6 // 5
+    assert [m.shared_bytes for m in both.models] == [8 * PAGE_BYTES] * 2
+    await bench.release("b")
+    await bench.release("c")
+    assert (bench.memory().mapped_bytes, bench.memory().reusable_bytes) == (0, both.mapped_bytes)
+
+
+async def test_a_device_without_room_is_an_error_of_the_attach(bench: SeparateBench, tmp_path: Path) -> None:
+    await bench.on_device("a", await model(bench, tmp_path / "base", hashed=False))
+    other = await model(bench, tmp_path / "other", changed=TENSORS, hashed=False, more=1)
+    refused = await bench.on_device("b", other)
+    assert refused.handle is None
+    assert isinstance(refused.device_error, ErrorBody)
+    assert refused.device_error.code == "insufficient_memory"
+    await bench.release("a")
+    assert (await bench.on_device("b", other)).device_error is not None, "it is tried again by another instance"
+    await bench.release("b")
+    assert read(await bench.on_device("c", other))
+
+
+async def test_devices_without_memory_of_their_own_get_no_copy(bench: SeparateBench, tmp_path: Path) -> None:
+    card = await model(bench, tmp_path / "m", hashed=False)
+    asked = AttachWeights(instance_id="a", card=card, until="complete", device="cpu:0")
+    found = await bench.loader.handle(asked)
+    assert isinstance(found, WeightsAttached)
+    assert (found.handle, found.device_error) == (None, None)
+    assert bench.memory().copied_bytes == 0

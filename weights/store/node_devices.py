@@ -1,0 +1,39 @@
+"""All devices of a node that weights are copied to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shared.errors import DeviceMissing
+from weights.devices.opening import Devices
+from weights.devices.port import Device
+from weights.store.separate import SeparateDevice
+
+
+class NodeDevices:
+    """The devices that weights are copied to: GPUs, and cpu devices with memory of their own."""
+
+    def __init__(self, separate: Mapping[str, SeparateDevice], cuda: Devices | None = None) -> None:
+        self.separate, self._cuda = separate, cuda
+
+    def get(self, device_id: str) -> Device:
+        """Return the device, opened if it is a GPU. Raises as `Devices.get`."""
+        if (found := self.separate.get(device_id)) is not None:
+            return found
+        if self._cuda is None:
+            raise DeviceMissing(f"{device_id} is no device of this node that weights are copied to")
+        return self._cuda.get(device_id)
+
+    @property
+    def opened(self) -> tuple[Device, ...]:
+        return (*self.separate.values(), *(self._cuda.opened if self._cuda is not None else ()))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if self._cuda is not None:
+            self._cuda.pin(address, nbytes)
+
+    def close(self) -> None:
+        for device in self.separate.values():
+            device.close()
+        if self._cuda is not None:
+            self._cuda.close()

@@ -1,0 +1,570 @@
+"""A cpu device with memory of its own: units in pages that bytes are copied into (ADR 0054).
+
+Units outlive the arenas that brought them: the next arena with equal units shares their pages, and
+only missing ones are copied. A unit is hashed before it is copied, and is known by the hash that
+was computed here. An index with wrong hashes therefore never gives its bytes to other weights.
+
+    allocate    units with known hashes that are here are shared; the others get pages
+    fill        a unit whose bytes are all in host memory is hashed; if its content is here by now
+                it is shared and its own pages are freed, else it is copied
+    handle      the pages of all units, once every unit is here
+    release     units of which every byte is here stay, reusable
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import itertools
+import logging
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from shared.contracts.segment import MappedUnit, PagesHandle, SegmentTensor
+from shared.errors import DeviceFailed, DeviceMissing, InsufficientMemory, ThawError
+from weights.devices.cpu import check_range, wait_for
+from weights.devices.grouping import Ranges
+from weights.devices.port import Contents, Place, Priority
+from weights.store.cost import Tier, reload_cost
+from weights.store.generations import EarlierPages
+from weights.store.memory import PageMemory, extents_of
+from weights.store.pages import Reservation, Store, audit, condemn, give_back, lend, release, reserve, settle
+from weights.store.units import PAGE_BYTES, Unit, address_range, content_key, cut_units, tensors_of
+
+log = logging.getLogger(__name__)
+SAMPLE_BYTES = 16 * 1024 * 1024
+"""Reused units of about this many bytes are checked for each arena where not all of them are."""
+_REMEMBERED = 64
+_RATE_WEIGHT = 0.2
+
+
+@dataclass
+class _Missing:
+    """A unit whose bytes are not on the device; its pages are reserved under `key`.
+
+    Attributes:
+        pieces: (offset in the segment, address, bytes) in host memory, in order of arrival.
+    """
+
+    unit: Unit
+    key: str
+    tensors: tuple[SegmentTensor, ...]
+    arrived: int = 0
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class UnitsOf:
+    """Bytes of one model's units, in whole pages.
+
+    Attributes:
+        shared_bytes: Of both, units that another model has as well.
+    """
+
+    model: str
+    weights_id: str
+    mapped_bytes: int
+    reusable_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class PagesInUse:
+    """A device's pages in bytes: free, mapped, reusable and lent are `total_bytes` together.
+
+    Attributes:
+        copied_bytes: Copied to the device since the loader's start.
+        reused_bytes: Not copied since then, because the device had them.
+    """
+
+    device_id: str
+    total_bytes: int
+    free_bytes: int
+    mapped_bytes: int
+    reusable_bytes: int
+    lent_bytes: int
+    copied_bytes: int
+    reused_bytes: int
+    models: tuple[UnitsOf, ...]
+
+
+class PagedArena:
+    """The units of one segment. All its fields are guarded by the device's lock."""
+
+    def __init__(self, device: SeparateDevice, holder: str, place: Place, priority: Priority, units: Sequence[Unit]) -> None:
+        self._device, self.holder, self.place, self.priority = device, holder, place, priority
+        self.units = tuple(units)
+        self.keys = [u.key for u in units]
+        self.missing: dict[int, _Missing] = {}
+        self.ready: deque[int] = deque()
+        self.under_way = 0
+        self.is_open = True
+        self.error: ThawError | None = None
+        self.copied_bytes = self.reused_bytes = 0
+        self.digests: dict[str, str] = {}
+        self._starts = [u.offset for u in units]
+        self._taken = Ranges()
+
+    @property
+    def nbytes(self) -> int:
+        return self.place.nbytes
+
+    @property
+    def watermark(self) -> int:
+        with self._device.changed:
+            return self._watermark()
+
+    def _watermark(self) -> int:
+        return min((m.unit.offset for m in self.missing.values()), default=self.place.nbytes)
+
+    def fill(self, offset: int, address: int, nbytes: int) -> None:
+        check_range(self.place, offset, nbytes)
+        with self._device.changed:
+            if self.error is not None:
+                raise self.error
+            if not self.is_open:
+                return
+            if not self._taken.take(offset, offset + nbytes):
+                raise ValueError(f"bytes {offset} to {offset + nbytes} of this arena were given already, or in part")
+            for index in range(max(0, bisect_right(self._starts, offset) - 1), len(self.units)):
+                if self.units[index].offset >= offset + nbytes:
+                    break
+                self._arrived(index, offset, address, nbytes)
+            self._device.changed.notify_all()
+
+    def _arrived(self, index: int, offset: int, address: int, nbytes: int) -> None:
+        missing = self.missing.get(index)
+        if missing is None:
+            return
+        start, end = max(offset, missing.unit.offset), min(offset + nbytes, missing.unit.end)
+        if start < end:
+            missing.pieces.append((start, address + start - offset, end - start))
+            missing.arrived += end - start
+            if missing.arrived == missing.unit.nbytes:
+                self.ready.append(index)
+
+    def wait(self, until: int, cancelled: threading.Event | None = None) -> bool:
+        def done() -> bool:
+            if self.error is not None:
+                raise self.error
+            return self.is_open and self._watermark() >= until
+
+        return wait_for(self._device.changed, done, lambda: not self.is_open, cancelled)
+
+    def handle(self) -> PagesHandle | None:
+        with self._device.changed:
+            return self._device.handle_of(self) if self.is_open and not self.missing else None
+
+    def raise_priority(self, priority: Priority) -> None:
+        with self._device.changed:
+            self.priority = priority
+
+    def release(self) -> int:
+        """Release the units; they stay for reuse, so no byte is given back."""
+        self._device.remove(self)
+        return 0
+
+
+class SeparateDevice:
+    """The pages of one cpu device, and the thread that copies into them.
+
+    Attributes:
+        changed: Notified on every change; its lock guards the store and all arenas.
+    """
+
+    def __init__(
+        self,
+        device_id: str,
+        nbytes: int,
+        name: str | None,
+        *,
+        earlier: Sequence[EarlierPages] = (),
+        verify: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the device's pages.
+
+        Args:
+            nbytes: Size of the memory, rounded down to pages.
+            name: Name of the file under /dev/shm; None: without a name.
+            earlier: Files of earlier loaders, whose mapped pages count against this device.
+            verify: Check the hashes of all reused units; otherwise of a sample.
+        """
+        self._device_id, self._file, self._verify, self._clock = device_id, name, verify, clock
+        count = nbytes // PAGE_BYTES
+        if count < 1:
+            raise ValueError(f"{device_id}: {nbytes} bytes are less than a page of {PAGE_BYTES}")
+        self._memory = PageMemory(name, count)
+        self._store = Store.empty(count)
+        self._tier_of: Callable[[str], Tier] = lambda _: "ssd"
+        self._earlier = list(earlier)
+        self.changed = threading.Condition()
+        self._arenas: dict[str, PagedArena] = {}
+        self._numbers = itertools.count(1)
+        self._digests: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._members: dict[str, tuple[str, frozenset[str]]] = {}
+        self._pinned: dict[str, frozenset[str]] = {}
+        self._checked: dict[str, int] = {}
+        self._copied_bytes = self._reused_bytes = 0
+        self._rate: float | None = None
+        self._closing = False
+        with self.changed:
+            self._count_earlier()
+        self._thread = threading.Thread(target=self._run, name=f"copy-{device_id}", daemon=True)
+        self._thread.start()
+
+    @property
+    def device_id(self) -> str:
+        return self._device_id
+
+    @property
+    def link(self) -> str | None:
+        return f"bus:{self._device_id}"
+
+    @property
+    def queued_bytes(self) -> int:
+        with self.changed:
+            return sum(m.arrived for a in self._arenas.values() for m in a.missing.values())
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        return self._rate
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Do nothing: copies read pages as they are."""
+
+    def unpin(self, address: int) -> None:
+        """Do nothing: no page was pinned."""
+
+    def price_by(self, tier_of: Callable[[str], Tier]) -> None:
+        """Price reloads by the tier that `tier_of` returns for weights."""
+        self._tier_of = tier_of
+
+    # -- arenas ------------------------------------------------------------------------------------
+
+    def allocate(self, place: Place, priority: Priority = Priority.REQUEST) -> PagedArena:
+        contents = place.contents or _whole(place)
+        holder = f"arena-{next(self._numbers)}"
+        with self.changed:
+            if self._closing:
+                raise DeviceMissing(f"{self._device_id} is closed")
+            known = {**contents.digests, **self._digests.get(place.weights_id, {})}
+        units = cut_units(contents.tensors, known, place.weights_id)
+        tensors = tensors_of(units, contents.tensors)
+        while True:
+            with self.changed:
+                arena = self._reserved(holder, place, contents, priority, units, tensors)
+                suspects = self._to_check(arena)
+            damaged = [i for i in suspects if self._hash_here(arena, i, tensors[i]) != arena.keys[i]]
+            with self.changed:
+                if not damaged:
+                    self._arenas[holder] = arena
+                    self._reused_bytes += arena.reused_bytes
+                    self._join(place, contents, arena)
+                    return arena
+                self._discard(arena, damaged)
+
+    def _reserved(
+        self,
+        holder: str,
+        place: Place,
+        contents: Contents,
+        priority: Priority,
+        units: tuple[Unit, ...],
+        tensors: tuple[tuple[SegmentTensor, ...], ...],
+    ) -> PagedArena:
+        arena = PagedArena(self, holder, place, priority, units)
+        wanted = []
+        for index, unit in enumerate(units):
+            stored = self._store.units.get(unit.key)
+            if stored is not None and stored.is_complete and stored.nbytes == unit.nbytes:
+                wanted.append(unit)
+                arena.reused_bytes += unit.nbytes
+            else:
+                key = f"filling:{holder}:{index}"
+                wanted.append(replace(unit, key=key))
+                arena.keys[index] = key
+                arena.missing[index] = _Missing(unit, key, tensors[index])
+        found, kept = self._reserve(holder, place.weights_id, wanted)
+        if found is None:
+            need = sum(m.unit.pages for m in arena.missing.values()) * PAGE_BYTES
+            given_up = (u for k, u in self._store.units.items() if u.is_reusable and k not in kept and k not in arena.keys)
+            can = (len(self._store.free) + sum(len(u.pages) for u in given_up)) * PAGE_BYTES
+            raise InsufficientMemory(
+                f"The weights of {contents.model or place.weights_id} need {need >> 20} MiB more of {self._device_id}, of which "
+                f"{can >> 20} MiB can be given: the rest is in use, pinned or lent. Stop other models there, or enlarge it",
+                should_retry=True,
+            )
+        self._store = found.store
+        if found.reclaimed:
+            log.info("reclaimed units", extra={"device": self._device_id, "units": len(found.reclaimed)})
+        return arena
+
+    def _reserve(self, holder: str, weights_id: str, wanted: Sequence[Unit]) -> tuple[Reservation | None, set[str]]:
+        """Reserve the wanted units. The second value: keys that were not to be reclaimed."""
+        short = sum(u.pages for u in wanted if u.key not in self._store.units) > len(self._store.free)
+        keep: set[str] = set()
+        if short:
+            self._count_earlier()
+            keep.update(*self._pinned.values())
+            # A holder is removed when its process has ended; this is the proof.
+            mapped = self._memory.mapped_by_others()
+            keep.update(k for k, u in self._store.units.items() if any(p in mapped for p in u.pages))
+        cost = reload_cost(cache(self._tier_of))
+        return reserve(self._store, holder, weights_id, wanted, self._clock(), cost, keep), keep
+
+    def _join(self, place: Place, contents: Contents, arena: PagedArena) -> None:
+        """Remember which units the weights have, as far as they are known."""
+        keys = frozenset(arena.keys)
+        self._members[place.weights_id] = (contents.model or place.weights_id, keys)
+        self._pinned.pop(place.weights_id, None)
+        if contents.is_pinned:
+            self._pinned[place.weights_id] = keys
+
+    def _count_earlier(self) -> None:
+        """Lend as many pages as earlier loaders' files still have, and take back the others."""
+        for earlier in tuple(self._earlier):
+            pages = earlier.mapped()
+            lent = self._store.lent.get(earlier.name, ())
+            if pages < len(lent):
+                self._store = give_back(self._store, earlier.name, lent[pages:])
+            elif (more := min(pages - len(lent), len(self._store.free))) > 0:
+                granted = lend(self._store, earlier.name, more, lambda _: 0.0)
+                assert granted is not None
+                self._store = granted[0]
+            if not pages:
+                earlier.close(unlink=True)
+                self._earlier.remove(earlier)
+
+    def handle_of(self, arena: PagedArena) -> PagesHandle:
+        """Return the handle of an arena whose units are all here."""
+        stored = [self._store.units[key] for key in arena.keys]
+        places = address_range(arena.units)
+        return PagesHandle(
+            device=self._device_id,
+            nbytes=places.nbytes,
+            file=self._file or "",
+            extents=extents_of(stored),
+            units=tuple(
+                MappedUnit(offset=u.offset, nbytes=u.nbytes, start=start)
+                for u, start in zip(arena.units, places.starts, strict=True)
+            ),
+        )
+
+    def remove(self, arena: PagedArena) -> None:
+        """Release an arena's units after the copies in progress."""
+        with self.changed:
+            if not arena.is_open:
+                return
+            arena.is_open = False
+            arena.ready.clear()
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: arena.under_way == 0)
+            if self._arenas.pop(arena.holder, None) is not None:
+                self._store, _ = release(self._store, arena.holder, self._clock())
+
+    def close(self) -> None:
+        """Release all arenas. The file stays while engines map it, for the next loader to count."""
+        with self.changed:
+            if self._closing:
+                return
+            self._closing = True
+            arenas = list(self._arenas.values())
+        for arena in arenas:
+            arena.release()
+        with self.changed:
+            self.changed.notify_all()
+        self._thread.join()
+        for earlier in self._earlier:
+            earlier.close(unlink=not earlier.mapped())
+        self._memory.close(unlink=not self._memory.mapped_by_others())
+
+    # -- hashes ------------------------------------------------------------------------------------
+
+    def _to_check(self, arena: PagedArena) -> list[int]:
+        """Choose reused units to check: all, or those unchecked for the longest time."""
+        reused = [i for i in range(len(arena.units)) if i not in arena.missing]
+        if not self._verify:
+            reused.sort(key=lambda i: self._checked.get(arena.keys[i], 0))
+            sizes = itertools.accumulate((arena.units[i].nbytes for i in reused), initial=0)
+            reused = [i for i, before in zip(reused, sizes, strict=False) if before < SAMPLE_BYTES]
+        turn = max(self._checked.values(), default=0) + 1
+        self._checked.update(dict.fromkeys((arena.keys[i] for i in reused), turn))
+        if len(self._checked) > 4 * self._store.count:
+            self._checked = {k: n for k, n in self._checked.items() if k in self._store.units}
+        return reused
+
+    def _hash_here(self, arena: PagedArena, index: int, tensors: Sequence[SegmentTensor]) -> str:
+        """Return the key of a unit by its bytes on the device. The arena holds it."""
+        unit, stored = arena.units[index], self._store.units[arena.keys[index]]
+        digests = {}
+        for tensor in tensors:
+            digest = hashlib.sha256()
+            for view in self._memory.views(stored, tensor.offset - unit.offset, tensor.nbytes):
+                digest.update(view)
+            digests[tensor.name] = digest.hexdigest()
+        return content_key(unit.offset, tensors, digests)
+
+    def _discard(self, arena: PagedArena, damaged: Sequence[int]) -> None:
+        """Give the reservation back, and take damaged units out of use."""
+        self._store, _ = release(self._store, arena.holder, self._clock())
+        for key in {arena.keys[i] for i in damaged}:
+            log.error("the bytes of a reused unit have changed; it is copied again", extra={"device": self._device_id, "unit": key})
+            if key in self._store.units:
+                self._store = condemn(self._store, key, next(self._numbers))
+
+    # -- the copying thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                while (arena := self._next()) is None:
+                    if self._closing:
+                        return
+                    self.changed.wait()
+                index = arena.ready.popleft()
+                arena.under_way += 1
+            error: ThawError | None = None
+            try:
+                self._bring(arena, index)
+            except OSError as e:
+                error = _failure(self._device_id, e)
+            except Exception as e:  # the thread's boundary: waiters need an answer
+                log.exception("failed to copy a unit", extra={"device": self._device_id})
+                error = DeviceFailed(f"{self._device_id}: {type(e).__name__}: {e}")
+            with self.changed:
+                arena.under_way -= 1
+                arena.error = arena.error or error
+                if arena.error is not None:
+                    arena.ready.clear()
+                self.changed.notify_all()
+
+    def _next(self) -> PagedArena | None:
+        waiting = [a for a in self._arenas.values() if a.ready]
+        return min(waiting, key=lambda a: (a.priority, int(a.holder.removeprefix("arena-"))), default=None)
+
+    def _bring(self, arena: PagedArena, index: int) -> None:
+        """Share the unit's content if it is here, else copy it."""
+        began, missing = self._clock(), arena.missing[index]
+        digests = _digests_of(missing)
+        key = content_key(missing.unit.offset, missing.tensors, digests)
+        with self.changed:
+            is_here = key in self._store.units
+            stored = self._store.units[missing.key]
+        if not is_here:
+            for offset, address, nbytes in missing.pieces:
+                self._memory.write(stored, offset - missing.unit.offset, address, nbytes)
+            rate = missing.unit.nbytes / max(self._clock() - began, 1e-9)
+            self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
+        if missing.unit.key.startswith("sha256:") and key != missing.unit.key:
+            log.warning(
+                "weights differ from the hashes in their index",
+                extra={"device": self._device_id, "weights": arena.place.weights_id},
+            )
+        with self.changed:
+            self._store = settle(self._store, missing.key, key)
+            arena.keys[index] = key
+            arena.digests.update(digests)
+            del arena.missing[index]
+            count = 0 if is_here else missing.unit.nbytes
+            arena.copied_bytes += count
+            arena.reused_bytes += missing.unit.nbytes - count
+            self._copied_bytes += count
+            self._reused_bytes += missing.unit.nbytes - count
+            if not arena.missing:
+                self._completed(arena)
+
+    def _completed(self, arena: PagedArena) -> None:
+        place = arena.place
+        self._join(place, place.contents or _whole(place), arena)
+        known = self._digests.pop(place.weights_id, {})
+        self._digests[place.weights_id] = {**known, **arena.digests}
+        while len(self._digests) > _REMEMBERED:
+            self._digests.popitem(last=False)
+        log.info(
+            "weights are on the device",
+            extra={
+                "device": self._device_id,
+                "weights": place.weights_id,
+                "copied_bytes": arena.copied_bytes,
+                "reused_bytes": arena.reused_bytes,
+            },
+        )
+
+    # -- status ------------------------------------------------------------------------------------
+
+    def pages(self) -> PagesInUse:
+        """Return how the pages are used now."""
+        with self.changed:
+            store = self._store
+            self._members = {w: (m, k) for w, (m, k) in self._members.items() if not k.isdisjoint(store.units)}
+            users = Counter(key for _, keys in self._members.values() for key in keys)
+            models = tuple(
+                self._units_of(w, m, k, users) for w, (m, k) in sorted(self._members.items(), key=lambda item: item[1][0])
+            )
+            return PagesInUse(
+                device_id=self._device_id,
+                total_bytes=store.count * PAGE_BYTES,
+                free_bytes=len(store.free) * PAGE_BYTES,
+                mapped_bytes=store.mapped_pages * PAGE_BYTES,
+                reusable_bytes=store.reusable_pages * PAGE_BYTES,
+                lent_bytes=store.lent_pages * PAGE_BYTES,
+                copied_bytes=self._copied_bytes,
+                reused_bytes=self._reused_bytes,
+                models=models,
+            )
+
+    def audit(self) -> list[str]:
+        """Return the violations of conservation (`pages.audit`)."""
+        with self.changed:
+            return audit(self._store)
+
+    def _units_of(self, weights_id: str, model: str, keys: frozenset[str], users: Counter[str]) -> UnitsOf:
+        units = [self._store.units[k] for k in keys if k in self._store.units]
+        return UnitsOf(
+            model,
+            weights_id,
+            mapped_bytes=sum(len(u.pages) for u in units if not u.is_reusable) * PAGE_BYTES,
+            reusable_bytes=sum(len(u.pages) for u in units if u.is_reusable) * PAGE_BYTES,
+            shared_bytes=sum(len(u.pages) for u in units if users[u.key] > 1) * PAGE_BYTES,
+        )
+
+
+def _whole(place: Place) -> Contents:
+    """Treat a segment of unknown contents as one tensor."""
+    whole = SegmentTensor(name="", dtype="U8", shape=(place.nbytes,), offset=0, nbytes=place.nbytes)
+    return Contents((whole,))
+
+
+def _digests_of(missing: _Missing) -> dict[str, str]:
+    """Hash the unit's tensors in host memory."""
+    pieces = sorted(missing.pieces)
+    found = {}
+    for tensor in missing.tensors:
+        digest = hashlib.sha256()
+        for address, nbytes in _parts(pieces, tensor.offset, tensor.offset + tensor.nbytes):
+            digest.update((ctypes.c_char * nbytes).from_address(address))
+        found[tensor.name] = digest.hexdigest()
+    return found
+
+
+def _parts(pieces: Sequence[tuple[int, int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield address and length of the parts of [start, end), in order."""
+    for offset, address, nbytes in pieces:
+        first, last = max(start, offset), min(end, offset + nbytes)
+        if first < last:
+            yield address + first - offset, last - first
+
+
+def _failure(device_id: str, error: OSError) -> ThawError:
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return InsufficientMemory(
+            f"The host has no memory for the pages of {device_id}: lower the devices' sizes, or enlarge /dev/shm", should_retry=True
+        )
+    return DeviceFailed(f"{device_id}: {error}")

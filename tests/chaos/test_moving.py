@@ -70,7 +70,7 @@ def _cases() -> list[ParameterSet]:
 def test_sigkill_of_a_participant_during_a_migration_loses_no_stream(
     mesh: Roomy, streams: list[Stream], step: Step, victim: str
 ) -> None:
-    source, node = mesh.place("one")
+    source, node = mesh.place("one", serving=True)
     to = NODES[1 - NODES.index(node)]
     (destination,) = mesh.on("one", to)
     pids = {"source": mesh.pid_of(source), "destination": mesh.pid_of(destination)}
@@ -85,7 +85,7 @@ def test_sigkill_after_the_handover_loses_no_stream(mesh: Roomy, streams: list[S
 
     Requests that the destination has just received resume elsewhere; the source no longer has them.
     """
-    source, node = mesh.place("one")
+    source, node = mesh.place("one", serving=True)
     to = NODES[1 - NODES.index(node)]
     (destination,) = mesh.on("one", to)
     pids = {"source": mesh.pid_of(source), "destination": mesh.pid_of(destination)}

@@ -36,7 +36,7 @@ def mesh(receiver: OtlpReceiver) -> Iterator[Roomy]:
     port = str(free_port())
     thaw = Roomy(THAW_OTLP_ENDPOINT=receiver.grpc_url, OTEL_BSP_SCHEDULE_DELAY="200", THAW_MIGRATOR_METRICS_PORT=port)
     try:
-        thaw.begin(3, room=1.5, max_model_len=1024, max_concurrency=8)
+        thaw.begin(3, room=1.5, positions=4096, max_model_len=2560, max_concurrency=8)
         thaw.json("wake", "one")
         yield thaw
     finally:
@@ -57,13 +57,21 @@ BODIES: list[dict[str, Any]] = [
     body("one", seed=10, max_tokens=TOKENS, prompt="né 日本 café"),
     body("one", seed=11, max_tokens=TOKENS - 200),
 ]
+LONG = body("one", max_tokens=2_000, ignore_eos=True)
+"""A single stream that is still running when the migrator gets its order, on a busy machine too."""
 
 
-def test_migrated_stream_equals_the_undisturbed_one(mesh: Roomy, undisturbed: list[Stream]) -> None:
-    stream = Stream(mesh.url, BODIES[0]).start()
+@pytest.fixture(scope="module")
+def long(mesh: Roomy) -> Stream:
+    """Return the response to LONG without migrations."""
+    return Stream(mesh.url, LONG).start().result()
+
+
+def test_migrated_stream_equals_the_undisturbed_one(mesh: Roomy, long: Stream) -> None:
+    stream = Stream(mesh.url, LONG).start()
     assert stream.opened.wait(120)
     answer = mesh.move_away(stream.request_id)
-    stream.result().assert_same(undisturbed[0])
+    stream.result().assert_same(long)
     (record,) = answer["migrations"]
     assert record["state"] == "done"
     (moved,) = record["requests"]
@@ -73,15 +81,15 @@ def test_migrated_stream_equals_the_undisturbed_one(mesh: Roomy, undisturbed: li
     assert [m["migration_id"] for m in document["migrations"]] == [record["migration_id"]]
 
 
-def test_a_migration_is_shown_by_every_command(mesh: Roomy, receiver: OtlpReceiver, undisturbed: list[Stream]) -> None:
+def test_a_migration_is_shown_by_every_command(mesh: Roomy, receiver: OtlpReceiver, long: Stream) -> None:
     """A migration appears in traces, `thaw trace`, `thaw ps` and metrics.
 
     Its own trace holds its rounds, and is linked with the request's trace in both directions.
     """
-    stream = Stream(mesh.url, BODIES[0]).start()
+    stream = Stream(mesh.url, LONG).start()
     assert stream.opened.wait(120)
     (record,) = mesh.move_away(stream.request_id)["migrations"]
-    stream.result().assert_same(undisturbed[0])
+    stream.result().assert_same(long)
     migration = receiver.wait_for("migrate one", lambda s: s.trace_id.hex() == record["traceparent"].split("-")[1])
     request = receiver.wait_for("text_completion one", lambda s: migration.trace_id in {link.trace_id for link in s.links})
     assert request.trace_id in {link.trace_id for link in migration.links}

@@ -59,10 +59,20 @@ class Roomy(Thaw):
         path.write_text(json.dumps(document))
         self.json("up", "--detach", "--config", str(path))
 
-    def place(self, model: str) -> tuple[str, str]:
-        """Return the model's ready instance with the most requests, and its node."""
-        cluster = self.cluster()
-        found = [(i, n) for n in cluster["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
+    def place(self, model: str, *, serving: bool = False) -> tuple[str, str]:
+        """Return the model's ready instance with the most requests, and its node.
+
+        Args:
+            serving: Wait until an instance reports a request.
+        """
+        found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+        def is_reported() -> bool:
+            nodes = self.cluster()["nodes"]
+            found[:] = [(i, n) for n in nodes for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
+            return not serving or any(i["load"]["active"] for i, _ in found)
+
+        until(is_reported, what=f"an instance of {model} serves")
         instance, node = max(found, key=lambda x: x[0]["load"]["active"])
         return str(instance["instance_id"]), str(node["node"])
 

@@ -1,4 +1,4 @@
-"""One conversion from beginning to end."""
+"""Convert one checkpoint."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was done.
+    """The result of a conversion.
 
-    `bytes` are those of the partitions; `tied` tensors needed none of their own.
+    `bytes` is the size of the partitions; `tied` tensors share the bytes of others.
     """
 
     tensors: int
@@ -69,7 +69,7 @@ def convert(
         # Last: without it the directory is no checkpoint.
         write_file(draft / INDEX_NAME, job.index)
         if check:
-            verify(draft, on_bytes=job.verified)
+            verify(draft, on_bytes=job.report_verified)
     return Converted(
         tensors=job.tensors,
         tied=job.tied,
@@ -83,7 +83,7 @@ def convert(
 
 
 class _Job:
-    """The weights' part of a conversion."""
+    """The conversion of the weights."""
 
     def __init__(self, source: Source, plan: Plan, draft: Path, progress: Progress) -> None:
         self._source, self._plan, self._draft, self._progress = source, plan, draft, progress
@@ -93,14 +93,14 @@ class _Job:
         self.tensors = self.tied = self.bytes = 0
 
     def write(self) -> None:
-        """All partitions, and `index`."""
+        """Write all partitions, and set `index`."""
         ranks = self._plan.ranks
         with contextlib.ExitStack() as stack:
             writers = [
                 stack.enter_context(PartitionWriter(self._draft / partition_name(rank, ranks), rank)) for rank in range(ranks)
             ]
             for shard in self._source.shards:
-                self._shard(shard, writers)
+                self._convert_shard(shard, writers)
             if not self._home:
                 raise CheckpointInvalid(f"{self._source.shards[0].path} holds no tensors")
             for name, file in (self._source.weight_map or {}).items():
@@ -113,16 +113,16 @@ class _Job:
         self.tensors, self.tied = len(self._home), writers[0].tied
         self.bytes = sum(p.size for p in partitions)
 
-    def _shard(self, shard: Shard, writers: list[PartitionWriter]) -> None:
+    def _convert_shard(self, shard: Shard, writers: list[PartitionWriter]) -> None:
         with shard.tensors() as tensors:
             for tensor in tensors:
                 _check_name(tensor, shard.path)
                 if tensor.name in self._home:
                     raise CheckpointInvalid(f"Tensor {tensor.name!r} is in {self._home[tensor.name]} and in {shard.path.name}")
                 self._home[tensor.name] = shard.path.name
-                self._tensor(tensor, writers)
+                self._convert_tensor(tensor, writers)
 
-    def _tensor(self, tensor: SourceTensor, writers: list[PartitionWriter]) -> None:
+    def _convert_tensor(self, tensor: SourceTensor, writers: list[PartitionWriter]) -> None:
         ranks = len(writers)
         split = self._plan.split(tensor.name, tensor.dtype, tensor.shape)
         shape = part_shape(tensor.shape, split, ranks)
@@ -132,17 +132,17 @@ class _Job:
                 tensor.dtype,
                 shape,
                 tensor.nbytes if split is None else tensor.nbytes // ranks,
-                (self._counted(piece, split is None) for piece in pieces(tensor, split, rank, ranks)),
+                (self._report_piece(piece, split is None) for piece in pieces(tensor, split, rank, ranks)),
                 dim=None if split is None else split.dim,
                 tie=None if tensor.tie is None else (tensor.tie, split),
             )
 
-    def _counted(self, piece: memoryview, whole: bool) -> memoryview:
+    def _report_piece(self, piece: memoryview, whole: bool) -> memoryview:
         self._done += len(piece) // self._plan.ranks if whole else len(piece)
         self._progress("convert", min(self._done, self._source.size), self._source.size)
         return piece
 
-    def verified(self, count: int) -> None:
+    def report_verified(self, count: int) -> None:
         self._checked += count
         self._progress("verify", self._checked, self.bytes)
 

@@ -24,9 +24,7 @@ from weights.devices.port import Place, Priority
 
 log = logging.getLogger(__name__)
 GRANULE = 2 * 1024 * 1024
-"""Smaller allocations may share a block of the driver's with others, and an IPC handle is for the
-whole block.
-"""
+"""Smaller allocations may share a block of the driver; an IPC handle refers to a whole block."""
 _RATE_WEIGHT = 0.2
 
 
@@ -90,18 +88,18 @@ class CudaArena:
         self._device.remove(self)
         return self._place.nbytes
 
-    def begun(self) -> None:
+    def on_copy_started(self) -> None:
         with self.changed:
             self.under_way += 1
 
-    def arrived(self, group: Group) -> None:
+    def on_copied(self, group: Group) -> None:
         with self.changed:
             for run in group.runs:
                 self._watermark.add(run.offset, run.nbytes)
             self.under_way -= 1
             self.changed.notify_all()
 
-    def failed(self, error: ThawError) -> None:
+    def on_copy_failed(self, error: ThawError) -> None:
         with self.changed:
             self._error = self._error or error
             self.under_way -= 1
@@ -226,7 +224,7 @@ class CudaDevice:
                     self._work.wait()
                 arena = self._arenas[group.arena] if group is not None else None
                 if group is not None and arena is not None:
-                    arena.begun()
+                    arena.on_copy_started()
                     stream = self._streams[Priority(self._queue.priority(group.arena))]
             if group is not None and arena is not None:
                 issued = self._issue(group, arena, stream)
@@ -243,31 +241,31 @@ class CudaDevice:
         except Exception as e:  # the thread's boundary: waiters need an answer
             with contextlib.suppress(Exception):  # a part of the group may be on its way
                 self._driver.wait(self._driver.record(stream))
-            self._broken(group, arena, e)
+            self._fail_copy(group, arena, e)
             return None
 
     def _finish(self, group: Group, arena: CudaArena, event: Event, issued: float, previous: float) -> float:
-        """Wait for the group; the time.
+        """Wait for the group, update the measured rate, and return the time.
 
-        It shares the bus with no other but those before it: it began when they ended.
+        Groups use the bus in order, so this one began when the previous one ended.
         """
         try:
             self._driver.wait(event)
         except Exception as e:
-            self._broken(group, arena, e)
+            self._fail_copy(group, arena, e)
             return self._clock()
         now = self._clock()
         with self._work:
             self._queue.done(group)
         rate = group.nbytes / max(now - max(issued, previous), 1e-9)
         self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
-        arena.arrived(group)
+        arena.on_copied(group)
         return now
 
-    def _broken(self, group: Group, arena: CudaArena, error: Exception) -> None:
+    def _fail_copy(self, group: Group, arena: CudaArena, error: Exception) -> None:
         failure = error if isinstance(error, DeviceFailed) else DeviceFailed(str(error) or type(error).__name__)
         log.error("a copy to a device failed", extra={"device": self.device_id, "bytes": group.nbytes, "error": failure.message})
         with self._work:
             self._queue.done(group)
             self._queue.drop(group.arena)
-        arena.failed(failure)
+        arena.on_copy_failed(failure)

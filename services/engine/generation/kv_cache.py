@@ -39,8 +39,8 @@ class SequenceKV:
             All keys and values of the layer up to the new ones.
         """
         end = start + keys.shape[2]
-        self._keys[layer] = _put(self._keys.get(layer), start, end, keys)
-        self._values[layer] = _put(self._values.get(layer), start, end, values)
+        self._keys[layer] = _store(self._keys.get(layer), start, end, keys)
+        self._values[layer] = _store(self._values.get(layer), start, end, values)
         return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
 
     @property
@@ -48,7 +48,7 @@ class SequenceKV:
         return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
 
 
-def _put(held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> torch.Tensor:
+def _store(held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> torch.Tensor:
     if held is None or held.shape[2] < end:
         grown = new.new_empty((1, new.shape[1], _whole_blocks(end), new.shape[3]))
         if held is not None and start:

@@ -15,7 +15,7 @@ from shared.contracts.admin import ModelsAdded
 from shared.contracts.models import ModelSpec
 from shared.policies import DEFAULT_POLICY
 from thaw.cli.api import Api
-from thaw.cli.models import show_difference
+from thaw.cli.models import changes_of, show_difference
 from thaw.cli.output import Document
 from thaw.config.load import NodeConfig
 from thaw.errors import CommandError
@@ -73,6 +73,7 @@ def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Consol
     if not specs and not before:
         return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
     now = {s.name for s in specs}
+    changes = changes_of({v.card.name: v.card.spec for v in api.cluster().models}, specs)
     with out.status("registering models"):
         result = api.add_models(specs, replace=True) if specs else ModelsAdded()
         removed = []
@@ -87,7 +88,7 @@ def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Consol
     result = result.model_copy(update={"removed": (*result.removed, *removed)})
     if declared:
         write_private(record, json.dumps({"models": sorted(now)}))
-    show_difference(out, result)
+    show_difference(out, result, changes)
     return result.model_dump(mode="json", exclude={"v", "kind"})
 
 

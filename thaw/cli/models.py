@@ -90,7 +90,7 @@ def add(
         specs = (_spec(name, source, {k: v for k, v in options.items() if v is not None}),)
     api = Api.find()
     registered = {view.card.name: view.card.spec for view in api.cluster().models}
-    changes = {spec.name: changed_options(registered[spec.name], spec) for spec in specs if spec.name in registered}
+    changes = changes_of(registered, specs)
     if config is None and not replace:
         _refuse_other_source(registered, specs)
     with out.status("reading the model's files"):
@@ -109,6 +109,11 @@ def _refuse_other_source(registered: dict[str, ModelSpec], specs: tuple[ModelSpe
                 f"Pass --replace to change it to {spec.public_source}, or take another name.",
                 code="conflict",
             )
+
+
+def changes_of(registered: Mapping[str, ModelSpec], specs: tuple[ModelSpec, ...]) -> dict[str, list[str]]:
+    """Return the options that differ from the registered ones, by model."""
+    return {spec.name: changed_options(registered[spec.name], spec) for spec in specs if spec.name in registered}
 
 
 def changed_options(old: ModelSpec, new: ModelSpec) -> list[str]:

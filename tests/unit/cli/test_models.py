@@ -13,7 +13,9 @@ from shared.contracts.models import ModelSpec
 from tests.unit.cli.test_ps import VIEW
 from thaw.cli.api import Api
 from thaw.cli.app import main
+from thaw.cli.apply import apply_models
 from thaw.cli.models import changed_options, option_text, show_difference
+from thaw.launcher.home import Home
 from thaw.units import parse_duration, written_duration
 
 
@@ -46,6 +48,15 @@ def test_another_source_needs_replace(sent: list[ModelSpec], tmp_path: Path, cap
     assert [s.source for s in sent] == [str(tmp_path / "n")]
     shown = "".join(capsys.readouterr().out.split())
     assert f"source:{tmp_path / 'm'}→{tmp_path / 'n'}" in shown
+
+
+def test_a_thaw_yaml_shows_what_it_changes(sent: list[ModelSpec], tmp_path: Path) -> None:
+    out, spec = io.StringIO(), ModelSpec(name="m", source=str(tmp_path / "n"), pin=True)
+    home = Home(tmp_path)
+    apply_models(Api.find(), home, (spec,), Console(file=out, width=300))
+    assert sent == [spec]
+    assert f"source: {tmp_path / 'm'} → {tmp_path / 'n'}" in out.getvalue()
+    assert "pin: no → yes" in out.getvalue()
 
 
 def test_other_options_need_no_replace(sent: list[ModelSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ class PagedArena:
             if not self.is_open:
                 return
             if not self._taken.take(offset, offset + nbytes):
-                raise ValueError(f"bytes {offset} to {offset + nbytes} of this arena were given already, or in part")
+                raise ValueError(f"bytes {offset} to {offset + nbytes} overlap bytes that this arena has received")
             for index in range(max(0, bisect_right(self._starts, offset) - 1), len(self.units)):
                 if self.units[index].offset >= offset + nbytes:
                     break

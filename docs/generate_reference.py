@@ -29,7 +29,7 @@ from shared.settings import CommonSettings, NodeSettings
 _INTRODUCTION = """\
 # Configuration
 
-Generated from the code by `docs/generate_reference.py`; a test fails when it is out of date.
+Use this page to look up a setting of a process or a key of thaw.yaml. It is generated from the code by `docs/generate_reference.py`.
 
 Every process reads its settings from the environment. `thaw up` sets those that connect its processes to each other and passes on
 whatever else is set where it is run (or under `mesh.environment` in thaw.yaml). A value that is not allowed ends the process with status 2

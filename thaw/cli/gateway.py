@@ -25,11 +25,11 @@ _TAKEOVER_S = 6.0
 _PAUSE_S = 0.2
 _UNREACHED = "unreachable"
 _REMEDIES = {
-    "model_not_found": "`thaw models list` shows those that are registered; `thaw models add NAME SOURCE` adds one.",
+    "model_not_found": "`thaw models add NAME SOURCE` registers one.",
     "invalid_api_key": "Set THAW_API_KEY for `thaw chat` and the demo (`thaw keys add NAME` makes a key), THAW_ADMIN_KEY for other commands.",
     "unreachable": "`thaw doctor` shows which part is missing; it may be starting again.",
     "unavailable": "Try again; `thaw ps` and `thaw doctor` show whether a part of the mesh is missing.",
-    "insufficient_memory": "`thaw explain MODEL` shows what was considered; give the device more room, or a smaller max_model_len.",
+    "insufficient_memory": "`thaw explain MODEL` shows what was considered for a registered model.",
     "checkpoint_invalid": "Repair the model's files or download them again; if it was loaded before, register it again too.",
     "unsupported_architecture": "The builtin engine runs what transformers' auto classes run.",
     "engine_killed": "Something else on its node killed the engine; `thaw ps --json` names the instance.",

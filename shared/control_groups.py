@@ -1,6 +1,6 @@
 """Memory limits of this process's control group.
 
-Beyond them the kernel kills instead of refusing memory.
+A process that exceeds them is killed; its allocations do not fail.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 _SYS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
-"""What version 1 says instead of a word is a little less than 2^63."""
+"""Version 1 reports a number a little below 2^63 for a group without a limit."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class _Version:
     limit: str
     used: str
     files: frozenset[str]
-    """Lines of memory.stat that count pages of files: they are given back when memory is wanted.
+    """Lines of memory.stat that count the page cache, which the kernel reclaims on demand.
 
     Shared memory is not among them.
     """
@@ -32,15 +32,17 @@ _V2 = _Version("memory.max", "memory.current", frozenset({"active_file", "inacti
 
 def memory_limit(sys: Path = _SYS, own: Path = _OWN) -> int | None:
     """Return this control group's memory limit in bytes; None without a limit."""
-    return min((limit for _, _, limit in _limited(sys, own)), default=None)
+    return min((limit for _, _, limit in _limited_groups(sys, own)), default=None)
 
 
 def memory_room(sys: Path = _SYS, own: Path = _OWN) -> int | None:
-    """Return the bytes that may be used before the kernel kills; None without a limit."""
-    return min((max(0, limit - _kept(group, version)) for group, version, limit in _limited(sys, own)), default=None)
+    """Return the bytes that may still be used within the limits; None without a limit."""
+    return min(
+        (max(0, limit - _unreclaimable_bytes(group, version)) for group, version, limit in _limited_groups(sys, own)), default=None
+    )
 
 
-def _limited(sys: Path, own: Path) -> Iterator[tuple[Path, _Version, int]]:
+def _limited_groups(sys: Path, own: Path) -> Iterator[tuple[Path, _Version, int]]:
     """Yield this process's group and its ancestors, as far as they have a limit.
 
     In a container the path may be the host's, and the container's own group is the root.
@@ -60,7 +62,7 @@ def _limited(sys: Path, own: Path) -> Iterator[tuple[Path, _Version, int]]:
 
 
 def _paths(own: Path) -> Iterator[tuple[str, str]]:
-    """(controller, path); the controller of version 2 is empty."""
+    """Yield (controller, path); the controller of version 2 is an empty string."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -71,7 +73,7 @@ def _paths(own: Path) -> Iterator[tuple[str, str]]:
             yield controller, path
 
 
-def _kept(group: Path, version: _Version) -> int:
+def _unreclaimable_bytes(group: Path, version: _Version) -> int:
     """Return the bytes in use that cannot be reclaimed."""
     try:
         used = int((group / version.used).read_text())

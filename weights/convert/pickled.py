@@ -74,7 +74,7 @@ class TorchShard:
 
     @contextmanager
     def tensors(self) -> Iterator[Sequence[SourceTensor]]:
-        """Its tensors.
+        """Read the tensors of the file.
 
         Raises `CheckpointInvalid`, or `InsufficientMemory` for an old file that does not fit.
         """
@@ -151,7 +151,7 @@ def _check_fits(path: Path, size: int) -> None:
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, torch.Tensor]:
-    """The tensors by name, which may be inside a wrapper as training scripts write it."""
+    """Return the tensors by name, also from inside the wrapper of a training script."""
     import torch
 
     if isinstance(loaded, dict):
@@ -185,7 +185,7 @@ def _describe(path: Path, name: str, tensor: torch.Tensor) -> SourceTensor:
 
 
 def _dtype(path: Path, name: str, tensor: torch.Tensor) -> str:
-    """The name of its type.
+    """Return the name of the tensor's type.
 
     Raises `CheckpointInvalid` for tensors that are more, or less, than their elements.
     """
@@ -204,7 +204,7 @@ def _dtype(path: Path, name: str, tensor: torch.Tensor) -> str:
 class _View:
     """A tensor's row-major bytes.
 
-    One that lies otherwise in memory is copied for as long as it is being read.
+    A tensor that is not contiguous is copied while it is being read.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ class Piece:
 
 
 def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False) -> tuple[Piece, ...]:
-    """All of the weight files, in the segment's order.
+    """Return the pieces of all weight files, in the segment's order.
 
     No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages). `remote`: each
     piece costs a request, so the last ones are not smaller.
@@ -54,7 +54,7 @@ class Watermark:
     """Loaded bytes of a segment. Threads report pieces in any order."""
 
     def __init__(self, pieces: Sequence[Piece], head: int, total: int) -> None:
-        """The first `head` bytes are there already."""
+        """Create the watermark of a segment whose first `head` bytes are loaded."""
         self._pieces, self._total, self._head = pieces, total, head
         self._arrived = bytearray(len(pieces))
         self._next = 0

@@ -49,12 +49,13 @@ from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
 _INLINE_BYTES = 16 * 1024
-_PART_BYTES = 1 << 20
-"""Most bytes of one `EmbeddingsPart`."""
-_EMBEDDINGS_HEAD_BYTES = 1024
-"""Room for everything but the vectors in a message of them."""
-_QUOTES_BYTES = 3
 """Larger bodies are tokenised in a thread, so that the event loop stays responsive."""
+_PART_BYTES = 1 << 20
+"""Maximum size of one `EmbeddingsPart`."""
+_EMBEDDINGS_HEAD_BYTES = 1024
+"""Space for the fields of a message other than its vectors."""
+_QUOTES_BYTES = 3
+"""Bytes around each vector in JSON: two quotes and a comma."""
 
 
 class Serving(RequestServer[Stream]):
@@ -113,9 +114,9 @@ class Serving(RequestServer[Stream]):
         if isinstance(stream.request, GenerationRequest) and stream.loading_lora is None and self.batcher is not None:
             self.batcher.yield_(stream.request_id)
         else:
-            self._yielded(stream)
+            self._send_yielded(stream)
 
-    def _yielded(self, stream: Stream) -> None:
+    def _send_yielded(self, stream: Stream) -> None:
         self._send(stream, InferYielded(seq=stream.seq))
         self._remove(stream)
 
@@ -210,17 +211,17 @@ class Serving(RequestServer[Stream]):
                 continue
             match event:
                 case Admitted(at=at):
-                    self._started(stream, stream.request, at)
+                    self._send_started(stream, stream.request, at)
                 case Progressed():
-                    self._progressed(stream, stream.request, event)
+                    self._send_progress(stream, stream.request, event)
                 case Yielded():
-                    self._yielded(stream)
+                    self._send_yielded(stream)
                 case Embedded():
-                    self._embedded(stream, stream.request, event)
+                    self._send_embeddings(stream, stream.request, event)
                 case Broken(error=error):
                     self._fail(stream, error)
 
-    def _started(self, stream: Stream, request: GenerationRequest | EmbedRequest, at: float) -> None:
+    def _send_started(self, stream: Stream, request: GenerationRequest | EmbedRequest, at: float) -> None:
         stream.admitted = at
         stream.timeline.add(Phase.QUEUE, stream.received, at)
         ids = request.prompt_token_ids if isinstance(request, GenerationRequest) else None
@@ -237,7 +238,7 @@ class Serving(RequestServer[Stream]):
             ),
         )
 
-    def _progressed(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Progressed) -> None:
+    def _send_progress(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Progressed) -> None:
         stream.progressed(event)
         self._generated += event.tokens
         phases: tuple[PhaseSpan, ...] = ()
@@ -253,7 +254,7 @@ class Serving(RequestServer[Stream]):
             self._send(stream, InferFinished(seq=stream.seq, usage=usage))
             self._finish(stream)
 
-    def _embedded(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
+    def _send_embeddings(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
         vectors = tuple(base64.b64encode(v).decode() for v in event.vectors)
         usage = Usage(prompt_tokens=request.prompt_tokens)
         first, vectors = split_vectors(vectors, self._mesh.max_body)

@@ -25,9 +25,9 @@ def response_fingerprint(body: bytes) -> str:
 
 
 def _text(message: Any) -> str:
-    """The generated text.
+    """Return the generated text.
 
-    It may be empty if the tokens are special ones; then their count is the proof.
+    It is empty if all tokens are special; then the usage shows that tokens were generated.
     """
     choice = message["choices"][0]
     text = choice["text"] if "text" in choice else (choice["message"].get("content") or "")

@@ -54,7 +54,9 @@ def _apply_while_loading(state: State, entry: Entry, event: Report, now: float) 
             state, opening = arenas.open_wanted(put(state, entry), entry.weights_id)
             return state, (*effects, *opening)
         case Progressed():
-            entry = replace(entry, loaded_bytes=min(max(entry.loaded_bytes, event.loaded), entry.total_bytes))
+            # The last byte counts when the run has ended: a reader that saw it earlier would
+            # release its hold, which would cancel the run and discard the weights.
+            entry = replace(entry, loaded_bytes=max(entry.loaded_bytes, min(event.loaded, entry.total_bytes - 1)))
         case Completed():
             entry, effects = answered(replace(entry, stage=Stage.COMPLETE, loaded_bytes=entry.total_bytes, used_at=now))
             effects = (WriteRecord(entry.weights_id), *effects)

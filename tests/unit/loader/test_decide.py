@@ -53,6 +53,18 @@ def test_attach_is_answered_when_its_condition_is_met() -> None:
     assert p.do(Completed("w1", 1)) == (WriteRecord("w1"), Attached(2, "w1"))
 
 
+def test_weights_are_loaded_when_their_run_has_ended() -> None:
+    """A reader that saw the last byte earlier would release its hold, and cancel the run."""
+    p = Played()
+    p.do(Attach(1, "a", card(), "index"))
+    p.do(LaidOut("w1", 1, 100, 1000))
+    p.do(Indexed("w1", 1, "/m", 100))
+    p.do(Progressed("w1", 1, 100))
+    assert p.state.entries["w1"].loaded_bytes < 100
+    p.do(Completed("w1", 1))
+    assert p.state.entries["w1"].loaded_bytes == 100
+
+
 def test_failure_is_sent_to_waiters_and_to_holders_that_attach_later() -> None:
     p = Played()
     p.do(Prepare(1, "late", card(), 1))

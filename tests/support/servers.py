@@ -145,6 +145,9 @@ class PostgresServer:
                 f"listen_addresses={self.listen}",
                 "-c",
                 f"fsync={'on' if self.durable else 'off'}",
+                "-c",
+                # In the data directory: a killed server leaves nothing under /dev/shm.
+                "dynamic_shared_memory_type=mmap",
                 *(part for name, value in self.settings.items() for part in ("-c", f"{name}={value}")),
             ],
             stdout=subprocess.DEVNULL,

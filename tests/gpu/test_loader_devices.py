@@ -60,10 +60,12 @@ class TestRealGpu(DeviceBehaviour):
             pytest.skip("torch here has no CUDA")
         arena.fill(0, host.address, SEGMENT)
         assert arena.wait(SEGMENT)
+        handle = arena.handle()
+        assert handle is not None
         with subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
             assert reader.stdin is not None
             assert reader.stdout is not None
-            reader.stdin.write(arena.handle().model_dump_json() + "\n")
+            reader.stdin.write(handle.model_dump_json() + "\n")
             reader.stdin.flush()
             assert reader.stdout.readline().strip() == hashlib.sha256(host.content).hexdigest()
             reader.stdin.close()

@@ -138,8 +138,8 @@ def locate_postgres(home: Home) -> Postgres:
     if unprivileged.namespaces_work():
         return Postgres(programs, data, sockets, helper)
     as_nobody = (*helper, "--setuid", str(NOBODY))
-    # Under a private home directory the user nobody reaches nothing; /var/lib is the usual place
-    # for a server's data.
+    # The user "nobody" cannot enter a private home directory. /var/lib is the usual place for a
+    # server's data.
     place = home.root if _reachable_by_nobody(home.root) else _public_place(home)
     if not _reachable_by_nobody(programs):
         raise CommandError(

@@ -454,31 +454,36 @@ class SeparateDevice:
         began, missing = self._clock(), arena.missing[index]
         digests = _digests_of(missing)
         key = content_key(missing.unit.offset, missing.tensors, digests)
-        with self.changed:
-            is_here = key in self._store.units
-            stored = self._store.units[missing.key]
-        if not is_here:
-            for offset, address, nbytes in missing.pieces:
-                self._memory.write(stored, offset - missing.unit.offset, address, nbytes)
-            rate = missing.unit.nbytes / max(self._clock() - began, 1e-9)
-            self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
         if missing.unit.key.startswith("sha256:") and key != missing.unit.key:
             log.warning(
                 "weights differ from the hashes in their index",
                 extra={"device": self._device_id, "weights": arena.place.weights_id},
             )
         with self.changed:
-            self._store = settle(self._store, missing.key, key)
-            arena.keys[index] = key
-            arena.digests.update(digests)
-            del arena.missing[index]
-            count = 0 if is_here else missing.unit.nbytes
-            arena.copied_bytes += count
-            arena.reused_bytes += missing.unit.nbytes - count
-            self._copied_bytes += count
-            self._reused_bytes += missing.unit.nbytes - count
-            if not arena.missing:
-                self._completed(arena)
+            # At once: content that is here now may be reclaimed as soon as the lock is free.
+            if key in self._store.units:
+                self._settle(arena, index, key, digests, copied_bytes=0)
+                return
+            stored = self._store.units[missing.key]
+        for offset, address, nbytes in missing.pieces:
+            self._memory.write(stored, offset - missing.unit.offset, address, nbytes)
+        rate = missing.unit.nbytes / max(self._clock() - began, 1e-9)
+        self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
+        with self.changed:
+            self._settle(arena, index, key, digests, copied_bytes=missing.unit.nbytes)
+
+    def _settle(self, arena: PagedArena, index: int, key: str, digests: dict[str, str], *, copied_bytes: int) -> None:
+        missing = arena.missing.pop(index)
+        self._store = settle(self._store, missing.key, key)
+        arena.keys[index] = key
+        arena.digests.update(digests)
+        reused_bytes = missing.unit.nbytes - copied_bytes
+        arena.copied_bytes += copied_bytes
+        arena.reused_bytes += reused_bytes
+        self._copied_bytes += copied_bytes
+        self._reused_bytes += reused_bytes
+        if not arena.missing:
+            self._completed(arena)
 
     def _completed(self, arena: PagedArena) -> None:
         place = arena.place

@@ -203,6 +203,21 @@ def test_wrong_hashes_of_an_index_do_not_spread(device: SeparateDevice) -> None:
     assert pages_of(device.pages()) == (10, 2, 0, 0)
 
 
+def test_content_reclaimed_while_it_is_found_is_copied(device: SeparateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit that is here when its content is hashed may be reclaimed before it is shared."""
+    load(device, Model("first", 1)).release()
+    second = Model("second", 1)
+    second.digests = Model("other", 66).digests
+
+    def reclaim(*_: object, **__: object) -> None:
+        device.allocate(Model("large", *range(20, 20 + COUNT - 1)).place()).release()
+        assert device.pages().reusable_bytes == 0
+
+    # The copying thread logs the wrong hash between hashing and sharing.
+    monkeypatch.setattr(separate.log, "warning", reclaim)
+    check(load(device, second), second)
+
+
 def test_reclaiming_takes_what_is_cheapest_to_load_again(device: SeparateDevice) -> None:
     tiers: dict[str, Tier] = {"far": "remote", "near": "dram", "disk": "ssd"}
     device.price_by(tiers.__getitem__)

@@ -14,7 +14,7 @@ from services.loader.domain.state import Entry, Stage, State
 from shared.contracts.loader import CachedModel, DeviceMemory, LoaderStatus, ModelUnits, SegmentStatus, WeightsAttached
 from shared.contracts.phases import PhaseSpan
 from weights.pool.region import extents
-from weights.store.separate import PagesInUse
+from weights.store.usage import PagesInUse
 
 
 def attached(state: State, e: Entry, pool: str, phases: tuple[PhaseSpan, ...]) -> WeightsAttached:

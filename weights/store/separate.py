@@ -13,7 +13,6 @@ was computed here. An index with wrong hashes therefore never gives its bytes to
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import itertools
@@ -21,9 +20,9 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from shared.contracts.segment import MappedUnit, PagesHandle, SegmentTensor
@@ -34,64 +33,16 @@ from weights.devices.port import Contents, Place, Priority
 from weights.store.cost import Tier, reload_cost
 from weights.store.generations import EarlierPages
 from weights.store.memory import PageMemory, extents_of
+from weights.store.missing import Missing, digests_of
 from weights.store.pages import Reservation, Store, audit, condemn, give_back, lend, release, reserve, settle
 from weights.store.units import PAGE_BYTES, Unit, address_range, content_key, cut_units, tensors_of
+from weights.store.usage import PagesInUse, pages_in_use
 
 log = logging.getLogger(__name__)
 SAMPLE_BYTES = 16 * 1024 * 1024
 """Reused units of about this many bytes are checked for each arena where not all of them are."""
 _REMEMBERED = 64
 _RATE_WEIGHT = 0.2
-
-
-@dataclass
-class _Missing:
-    """A unit whose bytes are not on the device; its pages are reserved under `key`.
-
-    Attributes:
-        pieces: (offset in the segment, address, bytes) in host memory, in order of arrival.
-    """
-
-    unit: Unit
-    key: str
-    tensors: tuple[SegmentTensor, ...]
-    arrived: int = 0
-    pieces: list[tuple[int, int, int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class UnitsOf:
-    """Bytes of one model's units, in whole pages.
-
-    Attributes:
-        shared_bytes: Of both, units that another model has as well.
-    """
-
-    model: str
-    weights_id: str
-    mapped_bytes: int
-    reusable_bytes: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True)
-class PagesInUse:
-    """A device's pages in bytes: free, mapped, reusable and lent are `total_bytes` together.
-
-    Attributes:
-        copied_bytes: Copied to the device since the loader's start.
-        reused_bytes: Not copied since then, because the device had them.
-    """
-
-    device_id: str
-    total_bytes: int
-    free_bytes: int
-    mapped_bytes: int
-    reusable_bytes: int
-    lent_bytes: int
-    copied_bytes: int
-    reused_bytes: int
-    models: tuple[UnitsOf, ...]
 
 
 class PagedArena:
@@ -101,7 +52,7 @@ class PagedArena:
         self._device, self.holder, self.place, self.priority = device, holder, place, priority
         self.units = tuple(units)
         self.keys = [u.key for u in units]
-        self.missing: dict[int, _Missing] = {}
+        self.missing: dict[int, Missing] = {}
         self.ready: deque[int] = deque()
         self.under_way = 0
         self.is_open = True
@@ -290,7 +241,7 @@ class SeparateDevice:
                 key = f"filling:{holder}:{index}"
                 wanted.append(replace(unit, key=key))
                 arena.keys[index] = key
-                arena.missing[index] = _Missing(unit, key, tensors[index])
+                arena.missing[index] = Missing(unit, key, tensors[index])
         found, kept = self._reserve(holder, place.weights_id, wanted)
         if found is None:
             need = sum(m.unit.pages for m in arena.missing.values()) * PAGE_BYTES
@@ -452,7 +403,7 @@ class SeparateDevice:
     def _bring(self, arena: PagedArena, index: int) -> None:
         """Share the unit's content if it is here, else copy it."""
         began, missing = self._clock(), arena.missing[index]
-        digests = _digests_of(missing)
+        digests = digests_of(missing)
         key = content_key(missing.unit.offset, missing.tensors, digests)
         if missing.unit.key.startswith("sha256:") and key != missing.unit.key:
             log.warning(
@@ -509,20 +460,8 @@ class SeparateDevice:
         with self.changed:
             store = self._store
             self._members = {w: (m, k) for w, (m, k) in self._members.items() if not k.isdisjoint(store.units)}
-            users = Counter(key for _, keys in self._members.values() for key in keys)
-            models = tuple(
-                self._units_of(w, m, k, users) for w, (m, k) in sorted(self._members.items(), key=lambda item: item[1][0])
-            )
-            return PagesInUse(
-                device_id=self._device_id,
-                total_bytes=store.count * PAGE_BYTES,
-                free_bytes=len(store.free) * PAGE_BYTES,
-                mapped_bytes=store.mapped_pages * PAGE_BYTES,
-                reusable_bytes=store.reusable_pages * PAGE_BYTES,
-                lent_bytes=store.lent_pages * PAGE_BYTES,
-                copied_bytes=self._copied_bytes,
-                reused_bytes=self._reused_bytes,
-                models=models,
+            return pages_in_use(
+                self._device_id, store, self._members, copied_bytes=self._copied_bytes, reused_bytes=self._reused_bytes
             )
 
     def audit(self) -> list[str]:
@@ -530,41 +469,11 @@ class SeparateDevice:
         with self.changed:
             return audit(self._store)
 
-    def _units_of(self, weights_id: str, model: str, keys: frozenset[str], users: Counter[str]) -> UnitsOf:
-        units = [self._store.units[k] for k in keys if k in self._store.units]
-        return UnitsOf(
-            model,
-            weights_id,
-            mapped_bytes=sum(len(u.pages) for u in units if not u.is_reusable) * PAGE_BYTES,
-            reusable_bytes=sum(len(u.pages) for u in units if u.is_reusable) * PAGE_BYTES,
-            shared_bytes=sum(len(u.pages) for u in units if users[u.key] > 1) * PAGE_BYTES,
-        )
-
 
 def _whole(place: Place) -> Contents:
     """Treat a segment of unknown contents as one tensor."""
     whole = SegmentTensor(name="", dtype="U8", shape=(place.nbytes,), offset=0, nbytes=place.nbytes)
     return Contents((whole,))
-
-
-def _digests_of(missing: _Missing) -> dict[str, str]:
-    """Hash the unit's tensors in host memory."""
-    pieces = sorted(missing.pieces)
-    found = {}
-    for tensor in missing.tensors:
-        digest = hashlib.sha256()
-        for address, nbytes in _parts(pieces, tensor.offset, tensor.offset + tensor.nbytes):
-            digest.update((ctypes.c_char * nbytes).from_address(address))
-        found[tensor.name] = digest.hexdigest()
-    return found
-
-
-def _parts(pieces: Sequence[tuple[int, int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield address and length of the parts of [start, end), in order."""
-    for offset, address, nbytes in pieces:
-        first, last = max(start, offset), min(end, offset + nbytes)
-        if first < last:
-            yield address + first - offset, last - first
 
 
 def _failure(device_id: str, error: OSError) -> ThawError:

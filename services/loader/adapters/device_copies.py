@@ -26,7 +26,7 @@ from weights.pool.region import Region
 from weights.sources.open import is_remote
 from weights.store.cost import Tier
 from weights.store.node_devices import NodeDevices
-from weights.store.separate import PagesInUse
+from weights.store.usage import PagesInUse
 
 log = logging.getLogger(__name__)
 _CLOSED_AT_ONCE = 4

@@ -25,8 +25,9 @@ from weights.pool import shm
 from weights.store import separate
 from weights.store.cost import Tier
 from weights.store.generations import EARLIER, file_name, remove_unmapped, retire
-from weights.store.separate import PagedArena, PagesInUse, SeparateDevice
+from weights.store.separate import PagedArena, SeparateDevice
 from weights.store.units import PAGE_BYTES
+from weights.store.usage import PagesInUse
 
 PREFIX = f"thaw-test{os.getpid()}-"
 HEAD = 4096

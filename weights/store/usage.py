@@ -1,0 +1,78 @@
+"""How the pages of a device are used: by which models, shared, reusable, lent and free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weights.store.pages import Store
+from weights.store.units import PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class UnitsOf:
+    """Bytes of one model's units, in whole pages.
+
+    Attributes:
+        shared_bytes: Of both, units that another model has as well.
+    """
+
+    model: str
+    weights_id: str
+    mapped_bytes: int
+    reusable_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class PagesInUse:
+    """A device's pages in bytes: free, mapped, reusable and lent are `total_bytes` together.
+
+    Attributes:
+        copied_bytes: Copied to the device since the loader's start.
+        reused_bytes: Not copied since then, because the device had them.
+    """
+
+    device_id: str
+    total_bytes: int
+    free_bytes: int
+    mapped_bytes: int
+    reusable_bytes: int
+    lent_bytes: int
+    copied_bytes: int
+    reused_bytes: int
+    models: tuple[UnitsOf, ...]
+
+
+def pages_in_use(
+    device_id: str, store: Store, members: Mapping[str, tuple[str, frozenset[str]]], *, copied_bytes: int, reused_bytes: int
+) -> PagesInUse:
+    """Sum the pages of `store`.
+
+    Args:
+        members: Model and keys of units by weights.
+    """
+    users = Counter(key for _, keys in members.values() for key in keys)
+    return PagesInUse(
+        device_id=device_id,
+        total_bytes=store.count * PAGE_BYTES,
+        free_bytes=len(store.free) * PAGE_BYTES,
+        mapped_bytes=store.mapped_pages * PAGE_BYTES,
+        reusable_bytes=store.reusable_pages * PAGE_BYTES,
+        lent_bytes=store.lent_pages * PAGE_BYTES,
+        copied_bytes=copied_bytes,
+        reused_bytes=reused_bytes,
+        models=tuple(_units_of(store, w, m, k, users) for w, (m, k) in sorted(members.items(), key=lambda item: item[1][0])),
+    )
+
+
+def _units_of(store: Store, weights_id: str, model: str, keys: frozenset[str], users: Counter[str]) -> UnitsOf:
+    units = [store.units[k] for k in keys if k in store.units]
+    return UnitsOf(
+        model,
+        weights_id,
+        mapped_bytes=sum(len(u.pages) for u in units if not u.is_reusable) * PAGE_BYTES,
+        reusable_bytes=sum(len(u.pages) for u in units if u.is_reusable) * PAGE_BYTES,
+        shared_bytes=sum(len(u.pages) for u in units if users[u.key] > 1) * PAGE_BYTES,
+    )

@@ -21,11 +21,14 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from shared.contracts.audit import DeviceAudit
 from shared.contracts.loader_socket import (
     MAX_LINE_BYTES,
     SOCKET_REPLY,
     SocketAttach,
     SocketAttached,
+    SocketAudit,
+    SocketAudited,
     SocketComplete,
     SocketError,
     SocketReply,
@@ -67,6 +70,27 @@ def attach(
     except BaseException:
         connection.close()
         raise
+
+
+def audit_memory(path: Path | str, timeout: float) -> tuple[DeviceAudit, ...]:
+    """Let the loader at socket `path` audit the device memory of its node.
+
+    Args:
+        timeout: Longest wait in seconds.
+
+    Raises:
+        ThawError: The loader's refusal; an earlier version knows no audit.
+        Unreachable: No loader listens, it went away, or it did not answer in time.
+    """
+    connection = _Connection(path, timeout)
+    try:
+        connection.send(SocketAudit().model_dump_json().encode() + b"\n")
+        audited = connection.receive()
+        if not isinstance(audited, SocketAudited):
+            raise Unreachable(f"The loader answered {audited.kind!r} to an audit; restart it with this version")
+        return audited.devices
+    finally:
+        connection.close()
 
 
 class Weights:

@@ -90,8 +90,9 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
         readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}")
         async with listening(loader_socket(settings.node_state), readers), asyncio.TaskGroup() as tasks:
             ready = tasks.create_task(loader.keep_ready(), name="ready")
+            audits = tasks.create_task(loader.keep_audited(), name="audits")
             status = await _serve_mesh(settings, stop, loader, sharing)
-            await end(ready)
+            await end(ready, audits)
         held = loader.has_holders
         return status
     finally:

@@ -19,6 +19,7 @@ from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.runs import Runs
 from services.loader.adapters.small_files import read_part
+from services.loader.auditing import Auditor
 from services.loader.domain.events import (
     Adopt,
     Adopted,
@@ -34,6 +35,7 @@ from services.loader.domain.events import (
 from services.loader.domain.state import Stage
 from services.loader.loop import Loop
 from services.loader.prefetching import Prefetching
+from shared.contracts.audit import AuditMemory, MemoryAudited
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import (
     AttachWeights,
@@ -78,6 +80,7 @@ class Loader:
         self._loop = Loop(boot_id, records, workers, chunks, clock)
         self._node, self._boot_id, self._sources = node, boot_id, sources
         self._shares = False
+        self._auditor = Auditor(self._loop)
         self._prefetching = Prefetching(self._prefetch, self._end_hold)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
 
@@ -123,6 +126,8 @@ class Loader:
                 )
             case ReleaseWeights():
                 return await self._loop.ask(lambda n: Release(n, command.instance_id))
+            case AuditMemory():
+                return await self.audit()
 
     async def on_node_status(self, status: NodeStatus) -> None:
         """Handle a status of this node's nodeagent."""
@@ -155,6 +160,14 @@ class Loader:
             if left <= 0:
                 self._loop.dispatch(Idle(free_bytes()))
             await asyncio.sleep(left if left > 0 else _IDLE_BEFORE_PREPARE_S)
+
+    async def audit(self) -> MemoryAudited:
+        """Audit the memory of the node's devices."""
+        return MemoryAudited(node=self._node, boot_id=self._boot_id, devices=await self._auditor.audit())
+
+    async def keep_audited(self) -> None:
+        """Audit device memory after changes. Never returns."""
+        await self._auditor.keep_audited()
 
     @property
     def has_holders(self) -> bool:
@@ -271,6 +284,6 @@ class Loader:
         status = status_publisher.status(
             self._loop.state, self._loop.records.pool_name, self._node, self._boot_id, shared, on_devices
         )
-        memory = status_publisher.memory(copies.pages()) if copies is not None else ()
+        memory = status_publisher.memory(copies.pages(), self._auditor.violations) if copies is not None else ()
         speed, links = self._loop.runs.bytes_per_second, self._loop.runs.links()
         return status.model_copy(update={"bytes_per_second": speed, "links": links, "memory": memory})

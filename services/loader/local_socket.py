@@ -20,8 +20,11 @@ from services.loader.handlers import Loader
 from shared.contracts.base import Message
 from shared.contracts.loader_socket import (
     MAX_LINE_BYTES,
+    SOCKET_ASK,
     SocketAttach,
     SocketAttached,
+    SocketAudit,
+    SocketAudited,
     SocketComplete,
     SocketError,
     SocketWatermark,
@@ -59,13 +62,14 @@ class LocalReaders:
     async def _answer(self, holder: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             line = await reader.readuntil(b"\n")
-            ask = SocketAttach.model_validate_json(line)
+            ask = SOCKET_ASK.validate_json(line)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             return
         except ValidationError as e:
-            raise InvalidRequest(
-                f"The line is no attach request: {e.errors()[0]['msg']}. See shared/contracts/loader_socket.py"
-            ) from e
+            raise InvalidRequest(f"The line is no request: {e.errors()[0]['msg']}. See shared/contracts/loader_socket.py") from e
+        if isinstance(ask, SocketAudit):
+            await _send(writer, SocketAudited(devices=(await self._loader.audit()).devices))
+            return
         # The reader sends nothing more: reading ends when it disconnects.
         gone = asyncio.create_task(reader.read(1), name=f"{holder}-gone")
         work = asyncio.create_task(self._serve_hold(holder, ask, writer), name=holder)

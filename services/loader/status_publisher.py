@@ -6,7 +6,7 @@ The records are for the next loader.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from services.loader.adapters.peer_sharing import Shared
 from services.loader.adapters.records import WeightsRecord
@@ -71,8 +71,11 @@ def status(
     )
 
 
-def memory(pages: Iterable[PagesInUse]) -> tuple[DeviceMemory, ...]:
-    """Make the status of the cpu devices with memory of their own."""
+def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]]) -> tuple[DeviceMemory, ...]:
+    """Make the status of the cpu devices with memory of their own.
+
+    `violations`: of the latest audit, by device.
+    """
     return tuple(
         DeviceMemory(
             device_id=p.device_id,
@@ -83,6 +86,7 @@ def memory(pages: Iterable[PagesInUse]) -> tuple[DeviceMemory, ...]:
             lent_bytes=p.lent_bytes,
             copied_bytes=p.copied_bytes,
             reused_bytes=p.reused_bytes,
+            violations=violations.get(p.device_id, ()),
             models=tuple(
                 ModelUnits(
                     model=m.model,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
+from shared.contracts.loader import DeviceMemory
 from shared.contracts.plans import PlanRecord
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120, 300)
@@ -17,8 +19,18 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45
 _Record = Callable[[float, dict[str, str]], None]
 
 
+DevicesByNode = Callable[[], Mapping[str, Iterable[DeviceMemory]]]
+
+
 class Metrics:
+    """All metrics of a scheduler.
+
+    Attributes:
+        devices: Returns the devices with pages by node, while this scheduler leads.
+    """
+
     def __init__(self) -> None:
+        self.devices: DevicesByNode = dict
         self._registry = CollectorRegistry()
         self._provider = MeterProvider(
             metric_readers=[PrometheusMetricReader(registry=self._registry, scope_info_enabled=False, disable_target_info=True)],
@@ -35,6 +47,10 @@ class Metrics:
         self._bias = meter.create_counter("thaw.plan.late", "s", "Time by which plans took longer than predicted.")
         self._outcomes = meter.create_counter("thaw.plan.outcomes", "{plan}", "Finished plans, by outcome.")
         self._phases = seconds("thaw.plan.phase", "Measured phases of plans.")
+        meter.create_observable_gauge("thaw.device.memory", [self._memory], "By", "Pages of a device, by state.")
+        meter.create_observable_gauge(
+            "thaw.device.violations", [self._violations], "{violation}", "Of conservation of a device's pages; 0 in a correct node."
+        )
 
     def plan(self, plan: PlanRecord) -> None:
         """Record a plan that has ended."""
@@ -53,6 +69,21 @@ class Metrics:
         self._took(chosen.took_ms / 1e3, names)
         self._error(abs(chosen.error_ms) / 1e3, names)
         self._bias.add(max(0.0, chosen.error_ms) / 1e3, names)
+
+    def _memory(self, _: CallbackOptions) -> Iterator[Observation]:
+        for names, m in self._by_device():
+            states = {"free": m.free_bytes, "mapped": m.mapped_bytes, "reusable": m.reusable_bytes, "lent": m.lent_bytes}
+            for state, nbytes in states.items():
+                yield Observation(nbytes, {**names, "thaw.state": state})
+
+    def _violations(self, _: CallbackOptions) -> Iterator[Observation]:
+        for names, m in self._by_device():
+            yield Observation(len(m.violations), names)
+
+    def _by_device(self) -> Iterator[tuple[dict[str, str], DeviceMemory]]:
+        for node, devices in self.devices().items():
+            for device in devices:
+                yield {"thaw.node": node, "thaw.device": device.device_id}, device
 
     def render(self) -> bytes:
         text: bytes = generate_latest(self._registry)

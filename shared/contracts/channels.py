@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.contracts import admin, base, demand, engine, inference, loader, migration, node, subjects, traces
+from shared.contracts import admin, audit, base, demand, engine, inference, loader, migration, node, subjects, traces
 from shared.contracts.base import Message
 
 
@@ -100,8 +100,9 @@ CHANNELS: tuple[Channel, ...] = (
             loader.ReleaseWeights,
             loader.PrefetchWeights,
             loader.CancelPrefetch,
+            audit.AuditMemory,
         ),
-        (loader.Inspected, loader.WeightsAttached, loader.WeightsReleased, base.Done, base.Failure),
+        (loader.Inspected, loader.WeightsAttached, loader.WeightsReleased, audit.MemoryAudited, base.Done, base.Failure),
     ),
     Channel(
         "loaderFiles",

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from shared.contracts.audit import AuditMemory
 from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.phases import PhaseSpan
@@ -169,7 +170,8 @@ class ModelFilePart(Message):
 
 
 LoaderCommand = Annotated[
-    InspectModel | PrepareWeights | AttachWeights | ReleaseWeights | PrefetchWeights | CancelPrefetch, Field(discriminator="kind")
+    InspectModel | PrepareWeights | AttachWeights | ReleaseWeights | PrefetchWeights | CancelPrefetch | AuditMemory,
+    Field(discriminator="kind"),
 ]
 LOADER_COMMAND: TypeAdapter[LoaderCommand] = TypeAdapter(LoaderCommand)
 
@@ -224,6 +226,7 @@ class DeviceMemory(Frozen):
     lent_bytes: int = Field(default=0, description="Of engines that map pages of an earlier loader.")
     copied_bytes: int = Field(default=0, description="Copied to it since the loader's start.")
     reused_bytes: int = Field(default=0, description="Wanted there since then, and not copied, because it had them.")
+    violations: tuple[str, ...] = Field(default=(), description="Of conservation, in the latest audit; none in a correct node.")
     models: tuple[ModelUnits, ...] = ()
 
 

@@ -2,11 +2,11 @@
 
 Both sides send JSON lines over the Unix stream socket `<node state>/loader/loader.sock`.
 
-    reader → loader    one `SocketAttach`
+    reader → loader    one `SocketAttach`, or one `SocketAudit`
     loader → reader    `SocketAttached` when the segment's header and index are there,
                        `SocketWatermark` as bytes arrive,
                        `SocketComplete` when all are; or `SocketError`, after which the loader
-                       closes the connection
+                       closes the connection; `SocketAudited` answers `SocketAudit`
 
 The reader holds the weights as long as the connection is open. It unmaps them, and then releases
 them by closing the connection. A loader that stops closes the connection; complete weights stay
@@ -16,10 +16,11 @@ valid until the reader ends.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 
+from shared.contracts.audit import DeviceAudit
 from shared.contracts.base import ErrorBody, Message
 from shared.contracts.segment import Extent
 
@@ -51,6 +52,12 @@ class SocketAttach(Message):
         return self
 
 
+class SocketAudit(Message):
+    """Audit the node's device memory (`AuditMemory`)."""
+
+    kind: Literal["audit"] = "audit"
+
+
 class SocketAttached(Message):
     """The segment: the consecutive `extents` of the file at `path`.
 
@@ -76,10 +83,27 @@ class SocketComplete(Message):
     loaded_bytes: int
 
 
+class SocketAudited(Message):
+    kind: Literal["audited"] = "audited"
+    devices: tuple[DeviceAudit, ...] = ()
+
+
 class SocketError(Message):
     kind: Literal["error"] = "error"
     error: ErrorBody
 
 
-SocketReply = Annotated[SocketAttached | SocketWatermark | SocketComplete | SocketError, Field(discriminator="kind")]
+def _kind_of(asked: Any) -> str:
+    """Return the kind of a request; it is optional in `SocketAttach`."""
+    return str(asked.get("kind", "attach") if isinstance(asked, dict) else asked.kind)
+
+
+SocketAsk = Annotated[
+    Annotated[SocketAttach, Tag("attach")] | Annotated[SocketAudit, Tag("audit")],
+    Discriminator(_kind_of),
+]
+SOCKET_ASK: TypeAdapter[SocketAsk] = TypeAdapter(SocketAsk)
+SocketReply = Annotated[
+    SocketAttached | SocketWatermark | SocketComplete | SocketAudited | SocketError, Field(discriminator="kind")
+]
 SOCKET_REPLY: TypeAdapter[SocketReply] = TypeAdapter(SocketReply)

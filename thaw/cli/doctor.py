@@ -19,6 +19,7 @@ from thaw.launcher import swap
 from thaw.launcher.checks import examine
 from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home
+from thaw.launcher.memory_checks import NodeAudit, audit_nodes, findings_of
 from thaw.launcher.status import running_status
 from thaw.units import format_size
 
@@ -31,7 +32,7 @@ def doctor(
     as_json: Json = False,
 ) -> Document:
     """Check ports, disk, memory, swap, shared memory, GPUs, NATS, PostgreSQL, versions, who may use
-    the endpoint, and what dead meshes left behind.
+    the endpoint, what dead meshes left behind, and the conservation of device memory.
 
     Example: [bold]thaw doctor[/]
     """
@@ -39,13 +40,20 @@ def doctor(
     home = Home.from_environment()
     fixed = _set_up_swap(home, out) if fix else None
     findings: list[Finding] = []
+    audits: list[NodeAudit] = []
     with out.status("looking"):
-        for finding in _findings(home):
+        audits += audit_nodes(home) if running_status(home) is not None else ()
+        for finding in chain(_findings(home), findings_of(audits)):
             findings.append(finding)
             out.print(f"{_MARKS[finding.level]} [bold]{finding.subject}[/]  {escape(finding.text)}")
             if finding.remedy:
                 out.print(f"    {escape(finding.remedy)}")
-    return {"ok": all(f.level != "fail" for f in findings), "findings": [vars(f) for f in findings], "fixed": fixed}
+    return {
+        "ok": all(f.level != "fail" for f in findings),
+        "findings": [vars(f) for f in findings],
+        "audits": {a.node: [d.model_dump(mode="json") for d in a.devices] for a in audits},
+        "fixed": fixed,
+    }
 
 
 def _findings(home: Home) -> Iterable[Finding]:

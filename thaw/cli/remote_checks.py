@@ -14,6 +14,7 @@ from shared.contracts.admin import ClusterView
 from thaw.cli.api import Api
 from thaw.errors import CommandError
 from thaw.launcher.finding import Finding
+from thaw.launcher.memory_checks import findings_of_status
 
 _WITHIN = httpx.Timeout(5.0, connect=3.0)
 
@@ -64,3 +65,4 @@ def _nodes(cluster: ClusterView) -> Iterator[Finding]:
         else:
             devices = ", ".join(d.device_id for d in node.devices) or "no devices"
             yield Finding("node", "ok" if node.devices else "warn", f"{node.node}: {devices}")
+            yield from findings_of_status(node.node, node.loader.memory if node.loader is not None else ())

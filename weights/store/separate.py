@@ -30,11 +30,12 @@ from shared.errors import DeviceFailed, DeviceMissing, InsufficientMemory, ThawE
 from weights.devices.cpu import check_range, wait_for
 from weights.devices.grouping import Ranges
 from weights.devices.port import Contents, Place, Priority
+from weights.store.auditing import Audit, Snapshot, audit_mappings, audit_records
 from weights.store.cost import Tier, reload_cost
 from weights.store.generations import EarlierPages
 from weights.store.memory import PageMemory, extents_of
 from weights.store.missing import Missing, digests_of
-from weights.store.pages import Reservation, Store, audit, condemn, give_back, lend, release, reserve, settle
+from weights.store.pages import Reservation, Store, condemn, give_back, lend, release, reserve, settle
 from weights.store.units import PAGE_BYTES, Unit, address_range, content_key, cut_units, tensors_of
 from weights.store.usage import PagesInUse, pages_in_use
 
@@ -157,6 +158,7 @@ class SeparateDevice:
         self._earlier = list(earlier)
         self.changed = threading.Condition()
         self._arenas: dict[str, PagedArena] = {}
+        self._opening: set[str] = set()
         self._numbers = itertools.count(1)
         self._digests: OrderedDict[str, dict[str, str]] = OrderedDict()
         self._members: dict[str, tuple[str, frozenset[str]]] = {}
@@ -205,8 +207,18 @@ class SeparateDevice:
         with self.changed:
             if self._closing:
                 raise DeviceMissing(f"{self._device_id} is closed")
+            self._opening.add(holder)
             known = {**contents.digests, **self._digests.get(place.weights_id, {})}
         units = cut_units(contents.tensors, known, place.weights_id)
+        try:
+            return self._opened(holder, place, contents, priority, units)
+        finally:
+            with self.changed:
+                self._opening.discard(holder)
+                if holder not in self._arenas:  # the reservation of an arena that failed to open
+                    self._store, _ = release(self._store, holder, self._clock())
+
+    def _opened(self, holder: str, place: Place, contents: Contents, priority: Priority, units: tuple[Unit, ...]) -> PagedArena:
         tensors = tensors_of(units, contents.tensors)
         while True:
             with self.changed:
@@ -464,10 +476,22 @@ class SeparateDevice:
                 self._device_id, store, self._members, copied_bytes=self._copied_bytes, reused_bytes=self._reused_bytes
             )
 
-    def audit(self) -> list[str]:
-        """Return the violations of conservation (`pages.audit`)."""
+    def snapshot(self) -> Snapshot:
+        """Return the records of this moment, for an audit."""
         with self.changed:
-            return audit(self._store)
+            return Snapshot(self._device_id, self._store, frozenset(self._arenas), frozenset(self._opening))
+
+    def audit(self) -> list[str]:
+        """Return the violations of conservation in the records."""
+        return audit_records(self.snapshot())
+
+    def audit_mapped(self) -> Audit:
+        """Audit the records, and the pages that processes map. Blocks for a moment."""
+        with self.changed:
+            self._count_earlier()
+        before = self.snapshot()
+        mapped = self._memory.mapped_by_others()
+        return audit_mappings(before, mapped, self.snapshot())
 
 
 def _whole(place: Place) -> Contents:

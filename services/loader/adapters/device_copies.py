@@ -10,10 +10,11 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.loader.domain.effects import CloseArena, OpenArena
 from services.loader.domain.events import ArenaClosed, CopiedToDevice, Event
+from services.loader.domain.ownership import Arenas
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
 from shared.contracts.segment import HEADER_BYTES, ArenaHandle, SegmentHeader, SegmentIndex, SegmentTensor
@@ -24,8 +25,10 @@ from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
 from weights.pool.region import Region
 from weights.sources.open import is_remote
+from weights.store.auditing import Audit
 from weights.store.cost import Tier
 from weights.store.node_devices import NodeDevices
+from weights.store.separate import PagedArena, SeparateDevice
 from weights.store.usage import PagesInUse
 
 log = logging.getLogger(__name__)
@@ -196,6 +199,19 @@ class Copies:
     def pages(self) -> tuple[PagesInUse, ...]:
         """Return the use of each cpu device with memory of its own."""
         return tuple(device.pages() for device in self._devices.separate.values())
+
+    def audit(self) -> dict[str, tuple[Audit, Arenas]]:
+        """Audit each separate cpu device, and return the arenas that it should have."""
+        return {name: self._audit(name, device) for name, device in self._devices.separate.items()}
+
+    def _audit(self, name: str, device: SeparateDevice) -> tuple[Audit, Arenas]:
+        found = device.audit_mapped()
+        with self._lock:
+            copies = tuple(self._copies.items())
+        mine = ((n, c) for n, c in copies if c.order.device == name)
+        arenas = {c.arena.holder: (c.order.weights_id, n) for n, c in mine if isinstance(c.arena, PagedArena)}
+        lost = sorted(found.snapshot.open_arenas - arenas.keys())
+        return replace(found, violations=(*found.violations, *(f"{a} is open, and no load uses it" for a in lost))), arenas
 
     def _tier_of(self, weights_id: str) -> Tier:
         """Return where the bytes of weights would come from."""

@@ -11,10 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.contracts.admin import ClusterView, NodeView
+from shared.contracts.admin import ClusterView, LoaderView, NodeView
+from shared.contracts.audit import DeviceAudit
+from shared.contracts.loader import DeviceMemory
 from shared.contracts.node import DeviceStatus
 from thaw.cli.api import Api
 from thaw.cli.app import main
+from thaw.launcher.memory_checks import NodeAudit, findings_of
 
 DEVICE = DeviceStatus(device_id="cpu:0", kind="cpu", budget_bytes=1, reserved_bytes=0)
 HEALTHY = ClusterView(scheduler="s-1", epoch=3, nodes=(NodeView(node="node-0", alive=True, loader_alive=True, devices=(DEVICE,)),))
@@ -56,3 +59,35 @@ def test_faults_of_the_gateway_are_shown(
 def test_lost_node_fails_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, levels, _ = doctor(monkeypatch, tmp_path, capsys, httpx.Response(200, json={}), LOST)
     assert (status, levels["node"]) == (1, "fail")
+
+
+def device(*violations: str) -> DeviceAudit:
+    return DeviceAudit(
+        device_id="cpu:1", total_pages=4, free_pages=1, mapped_pages=2, reusable_pages=1, lent_pages=0, violations=violations
+    )
+
+
+def test_a_conserved_device_is_described_by_its_pages() -> None:
+    [found] = findings_of([NodeAudit("node-0", (device(),))])
+    assert (found.level, found.subject) == ("ok", "device memory")
+    assert found.text.startswith("node-0 cpu:1: 2.0 MiB free + 4.0 MiB mapped + 2.0 MiB reusable + 0 B lent = 8.0 MiB")
+
+
+def test_violations_and_silent_loaders_are_findings() -> None:
+    found = list(findings_of([NodeAudit("node-0", (device("page 3 is nowhere"),)), NodeAudit("node-1", error="No loader listens")]))
+    assert [(f.level, f.text) for f in found] == [
+        ("fail", "node-0 cpu:1: page 3 is nowhere"),
+        ("warn", "node-1 has not audited its devices: No loader listens"),
+    ]
+
+
+def test_violations_behind_a_gateway_fail_the_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = DeviceMemory(
+        device_id="cpu:1", total_bytes=1, free_bytes=1, mapped_bytes=0, reusable_bytes=0, violations=("page 3 is nowhere",)
+    )
+    node = HEALTHY.nodes[0].model_copy(update={"loader": LoaderView(memory=(memory,))})
+    cluster = HEALTHY.model_copy(update={"nodes": (node,)})
+    status, levels, _ = doctor(monkeypatch, tmp_path, capsys, httpx.Response(200, json={}), cluster)
+    assert (status, levels["device memory"]) == (1, "fail")

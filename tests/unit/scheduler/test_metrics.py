@@ -7,6 +7,7 @@ import urllib.request
 import pytest
 
 from services.scheduler.metrics import Metrics
+from shared.contracts.loader import DeviceMemory
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import PlanRecord
 
@@ -49,3 +50,19 @@ def test_metrics_are_served_over_http(metrics: Metrics) -> None:
     metrics.plan(plan(took_ms=1500.0))
     with metrics.served("127.0.0.1", 0) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         assert b"thaw_plan_error_seconds_sum" in answer.read()
+
+
+def test_pages_of_devices_and_violations(metrics: Metrics) -> None:
+    memory = DeviceMemory(
+        device_id="cpu:1",
+        total_bytes=10,
+        free_bytes=4,
+        mapped_bytes=3,
+        reusable_bytes=2,
+        lent_bytes=1,
+        violations=("page 3 is nowhere",),
+    )
+    metrics.devices = lambda: {"node-0": (memory,)}
+    text = metrics.render().decode()
+    assert 'thaw_device_memory_bytes{thaw_device="cpu:1",thaw_node="node-0",thaw_state="reusable"} 2.0' in text
+    assert 'thaw_device_violations{thaw_device="cpu:1",thaw_node="node-0"} 1.0' in text

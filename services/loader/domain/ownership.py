@@ -1,0 +1,28 @@
+"""Audit arenas against the entries and instances that they belong to (invariant 12)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from services.loader.domain.state import Stage, State
+
+Arenas = Mapping[str, tuple[str, int]]
+"""Weights and number of each arena with memory on a device, by its holder there."""
+
+
+def unowned_arenas(state: State, arenas: Arenas) -> list[str]:
+    """Return the arenas that belong to no instance and are not being closed."""
+    found = []
+    for holder, (weights_id, number) in sorted(arenas.items()):
+        entry = state.entries.get(weights_id)
+        is_owned = entry is not None and any(a.number == number for a in entry.arenas.values())
+        is_ending = number in state.closing_arenas or (entry is not None and entry.stage is Stage.LEAVING)
+        if not is_owned and not is_ending:
+            found.append(f"{holder} of {weights_id} belongs to no instance")
+    return found
+
+
+def instances_on(state: State, device: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the holders of weights on a device, and those that the nodeagent does not list."""
+    holders = {i: h for e in state.entries.values() for i, h in e.holders.items() if h.device == device}
+    return tuple(sorted(holders)), tuple(sorted(i for i, h in holders.items() if h.missing is not None))

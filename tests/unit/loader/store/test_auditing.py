@@ -1,0 +1,59 @@
+"""The audit of a device: records, arenas, and the pages that processes map."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weights.store.auditing import Snapshot, audit_mappings, audit_records, confirmed
+from weights.store.pages import Store, complete, release, reserve
+from weights.store.units import PAGE_BYTES, Unit
+
+
+def snapshot() -> Snapshot:
+    """Return a device of four pages: `kept` is reusable on page 0, `used` is mapped on page 1."""
+    store = Store.empty(4)
+    for holder, key in (("arena-1", "kept"), ("arena-2", "used")):
+        found = reserve(store, holder, "m", [Unit(key, 0, PAGE_BYTES)], 0.0, lambda _: 0.0)
+        assert found is not None
+        store = complete(found.store, [key])
+    store, _ = release(store, "arena-1", 1.0)
+    return Snapshot("cpu:1", store, frozenset({"arena-2"}), frozenset())
+
+
+def test_a_correct_device_has_no_violation() -> None:
+    device = snapshot()
+    found = audit_mappings(device, {1: [70]}, device)
+    assert (found.violations, found.held_back_pages, found.processes) == ((), 0, (70,))
+
+
+def test_units_of_arenas_that_are_not_open_are_found() -> None:
+    device = snapshot()
+    assert audit_records(replace(device, open_arenas=frozenset())) == ["unit used has holder arena-2, which is not open"]
+    assert audit_records(replace(device, open_arenas=frozenset(), opening=frozenset({"arena-2"}))) == []
+
+
+def test_pages_lent_to_an_unknown_borrower_are_found() -> None:
+    device = snapshot()
+    store = replace(device.store, lent={"kv": (3,)}, free=(2,))
+    assert audit_records(replace(device, store=store)) == []
+    assert audit_records(replace(device, store=store, lent_to=frozenset({"kv"}))) == []
+    assert audit_records(replace(device, store=store, lent_to=frozenset())) == ["1 pages are lent to kv, which is unknown"]
+
+
+def test_free_pages_that_a_process_maps_are_found_and_reusable_ones_counted() -> None:
+    device = snapshot()
+    found = audit_mappings(device, {0: [71], 2: [72, 71]}, device)
+    assert found.violations == ("page 2 is free, and processes 71, 72 map it",)
+    assert (found.held_back_pages, found.processes) == (1, (71, 72))
+
+
+def test_a_page_that_was_given_out_during_the_audit_is_no_violation() -> None:
+    after = snapshot()
+    before = replace(after, store=Store.empty(4), open_arenas=frozenset())
+    assert audit_mappings(before, {1: [70]}, after).violations == ()
+
+
+def test_only_repeated_violations_count() -> None:
+    device = snapshot()
+    first, second = (audit_mappings(device, {page: [70], 3: [70]}, device) for page in (2, 1))
+    assert confirmed(first, second).violations == ("page 3 is free, and processes 70 map it",)

@@ -1,12 +1,14 @@
 """Keys and values of one sequence, and transformers' view of the cache.
 
-Memory grows in blocks of `BLOCK_TOKENS`, one layer after another, so that at most one layer exists
-twice at a time. `services.engine.domain.step_planning` counts every block that a sequence may take
-before a step runs.
+A layer's keys and values are head-major, [2, heads, tokens, head_dim], because the CPU's attention
+reads them fastest so (ADR 0056). On the CPU the addresses for the longest context are reserved at
+once, and memory is used as the sequence grows. `services.engine.domain.step_planning` counts every
+block that a sequence may take before a step runs.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +18,9 @@ from typing import Any
 import torch
 
 from services.engine.domain.step_planning import BLOCK_TOKENS
+from services.engine.generation.kv_memory import PAGE, reserve
+
+log = logging.getLogger(__name__)
 
 
 def _whole_blocks(tokens: int) -> int:
@@ -25,37 +30,69 @@ def _whole_blocks(tokens: int) -> int:
 class SequenceKV:
     """Keys and values of one sequence.
 
-    Per layer: tensors of shape [1, heads, capacity, head_dim].
+    Its memory is freed with the last reference to it.
     """
 
-    def __init__(self) -> None:
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
+    def __init__(self, context: int = 0) -> None:
+        """Create an empty cache.
+
+        Args:
+            context: Most tokens that the sequence may have. A longer one, or one on a GPU, is
+                copied when it grows beyond its last block.
+        """
+        self._context = context
+        self._layers: dict[int, torch.Tensor] = {}
+        self._length = 0
 
     def append(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the keys and values of positions from `start` on.
+
+        Args:
+            keys, values: Shape [1, heads, new tokens, head_dim].
 
         Returns:
             All keys and values of the layer up to the new ones.
         """
         end = start + keys.shape[2]
-        self._keys[layer] = _store(self._keys.get(layer), start, end, keys)
-        self._values[layer] = _store(self._values.get(layer), start, end, values)
-        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+        held = self._layers.get(layer)
+        if held is None or held.shape[2] < end:
+            held = self._layers[layer] = self._grown(held, start, end, keys)
+        self._length = end
+        held[:1, :, start:end] = keys
+        held[1:, :, start:end] = values
+        return held[:1, :, :end], held[1:, :, :end]
+
+    def _grown(self, held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> torch.Tensor:
+        heads, width = new.shape[1], new.shape[3]
+        grown = None
+        if new.device.type == "cpu" and end <= self._context:
+            grown = _reserved((2, heads, _whole_blocks(self._context), width), new.dtype)
+        if grown is None:
+            grown = new.new_empty((2, heads, _whole_blocks(end), width))
+        if held is not None and start:
+            grown[:, :, :start] = held[:, :, :start]
+        return grown
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
+        """Bytes of memory for its blocks."""
+        tokens = _whole_blocks(self._length)
+        return sum(2 * t.shape[1] * _whole_pages(tokens * t.shape[3] * t.itemsize) for t in self._layers.values())
 
 
-def _store(held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> torch.Tensor:
-    if held is None or held.shape[2] < end:
-        grown = new.new_empty((1, new.shape[1], _whole_blocks(end), new.shape[3]))
-        if held is not None and start:
-            grown[:, :, :start] = held[:, :, :start]
-        held = grown
-    held[:, :, start:end] = new
-    return held
+def _whole_pages(nbytes: int) -> int:
+    """Round up: heads are at consecutive addresses, each with the pages that it has written."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _reserved(shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor | None:
+    """Reserve addresses for a tensor. None: the kernel refuses."""
+    count = shape[0] * shape[1] * shape[2] * shape[3]
+    try:
+        return reserve(count * dtype.itemsize).view(dtype).view(shape)
+    except OSError as e:
+        log.debug("failed to reserve addresses for the KV cache: contexts are copied as they grow", extra={"error": str(e)})
+        return None
 
 
 @dataclass(frozen=True)

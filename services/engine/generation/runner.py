@@ -53,13 +53,19 @@ class PackedRunner:
 
     rewinds = True
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, context: int = 0) -> None:
+        """Compute with `model` on `device`.
+
+        Args:
+            context: Most tokens of a sequence: their addresses in the KV cache are reserved.
+        """
         self._model = model
         self._device = device
+        self._context = context
         self._patched = PatchedLayers(model)
 
     def new_state(self) -> SequenceKV:
-        return SequenceKV()
+        return SequenceKV(self._context)
 
     def forget(self, adapter: LoraAdapter) -> None:
         self._patched.forget(adapter)

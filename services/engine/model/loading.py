@@ -145,7 +145,7 @@ def complete(
     runner: Runner | None = None
     block_bytes = 1
     if causal:
-        runner = (PackedRunner if bound.is_packed else SequentialRunner)(bound.model, device)
+        runner = _runner(bound, device, start.card.context_length)
         block_bytes = _warm_up(runner, start) * BLOCK_TOKENS
     else:
         embedder.embed([[1] * _WARM_UP_TOKENS], None)
@@ -167,6 +167,10 @@ def complete(
     reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal, start.card.info.revision)
     room = lora_budget(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
     return ReadyModel(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
+
+
+def _runner(bound: BoundModel, device: torch.device, context: int) -> Runner:
+    return PackedRunner(bound.model, device, context) if bound.is_packed else SequentialRunner(bound.model, device)
 
 
 def _to_device(bound: BoundModel, start: EngineStart) -> torch.device:

@@ -45,6 +45,7 @@ from weights.pool.shm import SHM, default_dram_bytes, default_ready_bytes, physi
 from weights.pool.sweeping import sweep
 from weights.store.generations import file_name, remove_unmapped, retire
 from weights.store.node_devices import NodeDevices
+from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,9 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, on_populated=on_populated, on_punch=on_punch)
     await asyncio.to_thread(sweep)
     boot_id = uuid.uuid4().hex
-    separate = await asyncio.to_thread(_separate, settings, records.prefix, boot_id)
-    devices = NodeDevices(separate, gpus) if gpus is not None or separate else None
+    known = KnownUnits()
+    separate = await asyncio.to_thread(_separate, settings, records.prefix, boot_id, known)
+    devices = NodeDevices(separate, gpus, known) if gpus is not None or separate else None
     sharing = Sharing(settings)
     held = True
     try:
@@ -107,13 +109,18 @@ def _gpus(settings: LoaderSettings) -> Devices | None:
     return Devices(load_driver, partial(group_bytes, cache=settings.node_state / "loader" / "buses.json"))
 
 
-def _separate(settings: LoaderSettings, prefix: str, boot_id: str) -> dict[str, SeparateDevice]:
+def _separate(settings: LoaderSettings, prefix: str, boot_id: str, known: KnownUnits) -> dict[str, SeparateDevice]:
     """Open the cpu devices with memory of their own. Blocks."""
     wanted = settings.separate_devices
     remove_unmapped(prefix, frozenset(wanted))
     return {
         device: SeparateDevice(
-            device, nbytes, file_name(prefix, device, boot_id), earlier=retire(prefix, device), verify=settings.verify
+            device,
+            nbytes,
+            file_name(prefix, device, boot_id),
+            earlier=retire(prefix, device),
+            verify=settings.verify,
+            known=known,
         )
         for device, nbytes in wanted.items()
     }

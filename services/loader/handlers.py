@@ -33,6 +33,7 @@ from services.loader.domain.events import (
     Stop,
 )
 from services.loader.domain.state import Stage
+from services.loader.expectations import Expectations
 from services.loader.loop import Loop
 from services.loader.prefetching import Prefetching
 from shared.contracts.audit import AuditMemory, MemoryAudited
@@ -40,6 +41,7 @@ from shared.contracts.base import Done, Message
 from shared.contracts.loader import (
     AttachWeights,
     CancelPrefetch,
+    ExpectModels,
     Inspected,
     InspectModel,
     LoaderCommand,
@@ -83,6 +85,8 @@ class Loader:
         self._auditor = Auditor(self._loop)
         self._prefetching = Prefetching(self._prefetch, self._end_hold)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
+        copies = self._loop.runs.copies
+        self._expectations = Expectations(copies.separate, copies.known, sources, self._inspections) if copies is not None else None
 
     @property
     def changed(self) -> asyncio.Event:
@@ -97,12 +101,16 @@ class Loader:
             case InspectModel():
                 return await self._inspect(command)
             case PrefetchWeights():
-                if command.token >> 32 < self._loop.state.epoch:
-                    raise StaleToken(f"A prefetch is from leader epoch {command.token >> 32}; {self._loop.state.epoch} was seen")
+                self._refuse_stale("A prefetch", command.token)
                 self._prefetching.begin(command)
                 return Done()
             case CancelPrefetch(weights_id=weights_id):
                 self._prefetching.cancel(weights_id)
+                return Done()
+            case ExpectModels():
+                self._refuse_stale("An expectation", command.token)
+                if self._expectations is not None:
+                    self._expectations.apply(command)
                 return Done()
             case PrepareWeights():
                 if not command.background:
@@ -128,6 +136,10 @@ class Loader:
                 return await self._loop.ask(lambda n: Release(n, command.instance_id))
             case AuditMemory():
                 return await self.audit()
+
+    def _refuse_stale(self, what: str, token: int) -> None:
+        if token >> 32 < self._loop.state.epoch:
+            raise StaleToken(f"{what} is from leader epoch {token >> 32}; {self._loop.state.epoch} was seen")
 
     async def on_node_status(self, status: NodeStatus) -> None:
         """Handle a status of this node's nodeagent."""
@@ -279,6 +291,8 @@ class Loader:
     def status(self, shared: Shared) -> LoaderStatus:
         """Return the loader's status. `shared`: files on this host's disk."""
         self.changed.clear()
+        if self._expectations is not None:
+            self._expectations.expire()
         copies = self._loop.runs.copies
         on_devices = copies.on_devices if copies is not None else lambda _: {}
         status = status_publisher.status(

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 
 from services.loader.adapters.peer_sharing import Shared
 from services.loader.adapters.records import WeightsRecord
 from services.loader.domain.state import Entry, Stage, State
-from shared.contracts.loader import CachedModel, DeviceMemory, LoaderStatus, ModelUnits, SegmentStatus, WeightsAttached
+from shared.contracts.loader import (
+    CachedModel,
+    DeviceMemory,
+    LoaderStatus,
+    ModelUnits,
+    SegmentStatus,
+    WeightsAttached,
+    WeightsOnDevice,
+)
 from shared.contracts.phases import PhaseSpan
 from weights.pool.region import extents
 from weights.store.usage import PagesInUse
@@ -97,6 +106,7 @@ def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]
                 )
                 for m in p.models
             ),
+            weights=tuple(WeightsOnDevice(**asdict(w)) for w in p.weights),
         )
         for p in pages
     )

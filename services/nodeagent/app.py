@@ -50,6 +50,7 @@ from shared.messaging import Mesh
 from shared.private import make_private
 from shared.runtime import report_ready
 from shared.tasks import end, first
+from shared.unit_charges import units_by_device
 
 log = logging.getLogger(__name__)
 _RELEASES_WITHIN_S = 2.0
@@ -181,7 +182,7 @@ class Nodeagent:
         self.effects.on_report(report)
 
     async def _on_loader(self, status: LoaderStatus) -> None:
-        self.loop.post(e.LoaderReported(self.meter.on_loader_status(status)))
+        self.loop.post(e.LoaderReported(self.meter.on_loader_status(status), units_by_device(status)))
 
     async def _on_wanted(self, _: StatusWanted) -> None:
         self.publisher.changed(urgent=True)

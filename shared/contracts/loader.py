@@ -145,6 +145,32 @@ class CancelPrefetch(Request):
     weights_id: str
 
 
+class ExpectedModel(Frozen):
+    """How soon a model's weights are likely to be loaded."""
+
+    weights_id: str
+    source: str = Field(default="", description="As in `ModelInfo.source`: a loader reads the hashes in the index of a local one.")
+    likelihood: float = Field(ge=0, le=1, description="Of a request within `ExpectModels.horizon_s`.")
+    latency_sensitivity: float = Field(default=1.0, ge=0, description="As in `ModelSpec.latency_sensitivity`.")
+
+
+class ExpectModels(Request):
+    """Notify a loader of the models that are likely to be loaded, likeliest first.
+
+    It prices the weights on its devices by that when pages are needed (Tangram Eq. 2). The leader
+    repeats it every `EXPECT_EVERY_S`; after `valid_s` all models count as equally likely again.
+    """
+
+    kind: Literal["expect"] = "expect"
+    token: int = Field(description="Of the leader; an older epoch than one seen is refused.")
+    horizon_s: float = Field(gt=0)
+    valid_s: float = Field(default=60.0, gt=0)
+    models: tuple[ExpectedModel, ...] = ()
+
+
+EXPECT_EVERY_S = 10.0
+
+
 ModelFile = Literal[
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
 ]
@@ -170,7 +196,7 @@ class ModelFilePart(Message):
 
 
 LoaderCommand = Annotated[
-    InspectModel | PrepareWeights | AttachWeights | ReleaseWeights | PrefetchWeights | CancelPrefetch | AuditMemory,
+    InspectModel | PrepareWeights | AttachWeights | ReleaseWeights | PrefetchWeights | CancelPrefetch | AuditMemory | ExpectModels,
     Field(discriminator="kind"),
 ]
 LOADER_COMMAND: TypeAdapter[LoaderCommand] = TypeAdapter(LoaderCommand)
@@ -211,6 +237,20 @@ class ModelUnits(Frozen):
     shared_bytes: int = Field(description="Of both: units that another model has as well.")
 
 
+class WeightsOnDevice(Frozen):
+    """What a device has of the units of some weights, loaded or not.
+
+    The shares of a unit that several weights have are in the figures of each of them.
+    """
+
+    weights_id: str
+    total_bytes: int = Field(description="Of all its units.")
+    missing_bytes: int = Field(description="That a load would copy to the device.")
+    read_bytes: int = Field(description="That a load would read from its source, unless host memory has the weights.")
+    unmapped_bytes: int = Field(description="Whole pages of its units that no instance maps or loads, missing ones included.")
+    exclusive_bytes: int = Field(default=0, description="Whole pages of mapped units that no other known weights have.")
+
+
 class DeviceMemory(Frozen):
     """The memory of a cpu device that is separate, in pages of 2 MiB.
 
@@ -228,6 +268,11 @@ class DeviceMemory(Frozen):
     reused_bytes: int = Field(default=0, description="Wanted there since then, and not copied, because it had them.")
     violations: tuple[str, ...] = Field(default=(), description="Of conservation, in the latest audit; none in a correct node.")
     models: tuple[ModelUnits, ...] = ()
+    weights: tuple[WeightsOnDevice, ...] = Field(
+        default=(),
+        description="Weights of which the device has units, most bytes first. Their hashes are in the checkpoint's "
+        "index, or known from an earlier load.",
+    )
 
 
 class CachedModel(Frozen):

@@ -7,14 +7,21 @@ from collections.abc import Mapping
 from shared.errors import DeviceMissing
 from weights.devices.opening import Devices
 from weights.devices.port import Device
+from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 
 
 class NodeDevices:
-    """The devices that weights are copied to: GPUs, and cpu devices with memory of their own."""
+    """The devices that weights are copied to: GPUs, and cpu devices with memory of their own.
 
-    def __init__(self, separate: Mapping[str, SeparateDevice], cuda: Devices | None = None) -> None:
+    `known`: the units of weights, which the separate devices share.
+    """
+
+    def __init__(
+        self, separate: Mapping[str, SeparateDevice], cuda: Devices | None = None, known: KnownUnits | None = None
+    ) -> None:
         self.separate, self._cuda = separate, cuda
+        self.known = known or KnownUnits()
 
     def get(self, device_id: str) -> Device:
         """Return the device, opened if it is a GPU. Raises as `Devices.get`."""

@@ -20,8 +20,8 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -31,18 +31,18 @@ from weights.devices.cpu import check_range, wait_for
 from weights.devices.grouping import Ranges
 from weights.devices.port import Contents, Place, Priority
 from weights.store.auditing import Audit, Snapshot, audit_mappings, audit_records
-from weights.store.cost import Tier, reload_cost
+from weights.store.cost import Likelihood, Tier, equally_likely, expected_loads, reload_cost
 from weights.store.generations import EarlierPages
 from weights.store.memory import PageMemory, extents_of
 from weights.store.missing import Missing, digests_of
 from weights.store.pages import Reservation, Store, condemn, give_back, lend, release, reserve, settle
+from weights.store.residency import KnownUnits, LoadingWeights, residency
 from weights.store.units import PAGE_BYTES, Unit, address_range, content_key, cut_units, tensors_of
 from weights.store.usage import PagesInUse, pages_in_use
 
 log = logging.getLogger(__name__)
 SAMPLE_BYTES = 16 * 1024 * 1024
 """Reused units of about this many bytes are checked for each arena where not all of them are."""
-_REMEMBERED = 64
 _RATE_WEIGHT = 0.2
 
 
@@ -138,6 +138,7 @@ class SeparateDevice:
         *,
         earlier: Sequence[EarlierPages] = (),
         verify: bool = False,
+        known: KnownUnits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the device's pages.
@@ -147,7 +148,10 @@ class SeparateDevice:
             name: Name of the file under /dev/shm; None: without a name.
             earlier: Files of earlier loaders, whose mapped pages count against this device.
             verify: Check the hashes of all reused units; otherwise of a sample.
+            known: The units of weights, which the loader's devices share.
         """
+        self._known = known or KnownUnits()
+        self._likelihood: Likelihood = equally_likely
         self._device_id, self._file, self._verify, self._clock = device_id, name, verify, clock
         count = nbytes // PAGE_BYTES
         if count < 1:
@@ -160,7 +164,6 @@ class SeparateDevice:
         self._arenas: dict[str, PagedArena] = {}
         self._opening: set[str] = set()
         self._numbers = itertools.count(1)
-        self._digests: OrderedDict[str, dict[str, str]] = OrderedDict()
         self._members: dict[str, tuple[str, frozenset[str]]] = {}
         self._pinned: dict[str, frozenset[str]] = {}
         self._checked: dict[str, int] = {}
@@ -199,6 +202,10 @@ class SeparateDevice:
         """Price reloads by the tier that `tier_of` returns for weights."""
         self._tier_of = tier_of
 
+    def expect(self, likelihoods: Mapping[str, float] | None) -> None:
+        """Price reloads by the likelihoods of weights, by their id; None: all are equal."""
+        self._likelihood = equally_likely if likelihoods is None else expected_loads(likelihoods, self._known.users)
+
     # -- arenas ------------------------------------------------------------------------------------
 
     def allocate(self, place: Place, priority: Priority = Priority.REQUEST) -> PagedArena:
@@ -208,7 +215,7 @@ class SeparateDevice:
             if self._closing:
                 raise DeviceMissing(f"{self._device_id} is closed")
             self._opening.add(holder)
-            known = {**contents.digests, **self._digests.get(place.weights_id, {})}
+            known = {**contents.digests, **self._known.digests(place.weights_id)}
         units = cut_units(contents.tensors, known, place.weights_id)
         try:
             return self._opened(holder, place, contents, priority, units)
@@ -279,7 +286,7 @@ class SeparateDevice:
             # A holder is removed when its process has ended; this is the proof.
             mapped = self._memory.mapped_by_others()
             keep.update(k for k, u in self._store.units.items() if any(p in mapped for p in u.pages))
-        cost = reload_cost(cache(self._tier_of))
+        cost = reload_cost(cache(self._tier_of), self._likelihood)
         return reserve(self._store, holder, weights_id, wanted, self._clock(), cost, keep), keep
 
     def _join(self, place: Place, contents: Contents, arena: PagedArena) -> None:
@@ -451,10 +458,8 @@ class SeparateDevice:
     def _completed(self, arena: PagedArena) -> None:
         place = arena.place
         self._join(place, place.contents or _whole(place), arena)
-        known = self._digests.pop(place.weights_id, {})
-        self._digests[place.weights_id] = {**known, **arena.digests}
-        while len(self._digests) > _REMEMBERED:
-            self._digests.popitem(last=False)
+        units = [replace(u, key=k) for u, k in zip(arena.units, arena.keys, strict=True)]
+        self._known.learn(place.weights_id, units, arena.digests)
         log.info(
             "weights are on the device",
             extra={
@@ -472,9 +477,14 @@ class SeparateDevice:
         with self.changed:
             store = self._store
             self._members = {w: (m, k) for w, (m, k) in self._members.items() if not k.isdisjoint(store.units)}
-            return pages_in_use(
+            used = pages_in_use(
                 self._device_id, store, self._members, copied_bytes=self._copied_bytes, reused_bytes=self._reused_bytes
             )
+            loading = [
+                LoadingWeights(a.place.weights_id, frozenset(a.keys), sum(m.unit.nbytes for m in a.missing.values()))
+                for a in self._arenas.values()
+            ]
+        return replace(used, weights=residency(store, self._known, loading))
 
     def snapshot(self) -> Snapshot:
         """Return the records of this moment, for an audit."""

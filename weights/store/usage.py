@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weights.store.pages import Store
+from weights.store.residency import ResidentWeights
 from weights.store.units import PAGE_BYTES
 
 
@@ -32,6 +33,7 @@ class PagesInUse:
     Attributes:
         copied_bytes: Copied to the device since the loader's start.
         reused_bytes: Not copied since then, because the device had them.
+        weights: What it has of each weights' units, loaded or not.
     """
 
     device_id: str
@@ -43,6 +45,7 @@ class PagesInUse:
     copied_bytes: int
     reused_bytes: int
     models: tuple[UnitsOf, ...]
+    weights: tuple[ResidentWeights, ...] = ()
 
 
 def pages_in_use(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +28,7 @@ from weights.sources.open import is_remote
 from weights.store.auditing import Audit
 from weights.store.cost import Tier
 from weights.store.node_devices import NodeDevices
+from weights.store.residency import KnownUnits
 from weights.store.separate import PagedArena, SeparateDevice
 from weights.store.usage import PagesInUse
 
@@ -88,6 +89,16 @@ class Copies:
         self._sources: dict[int, _Source] = {}
         self._copies: dict[int, _Copy] = {}
         self._closers = ThreadPoolExecutor(_CLOSED_AT_ONCE, thread_name_prefix="close-arena")
+
+    @property
+    def separate(self) -> Mapping[str, SeparateDevice]:
+        """The cpu devices with memory of their own."""
+        return self._devices.separate
+
+    @property
+    def known(self) -> KnownUnits:
+        """The units of weights."""
+        return self._devices.known
 
     # -- loading -----------------------------------------------------------------------------------
 

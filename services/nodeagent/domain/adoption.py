@@ -12,6 +12,7 @@ from services.nodeagent.domain.transition import Transition
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InsufficientMemory
+from shared.unit_charges import booked_weights
 
 
 def on_adopted(transition: Transition, event: Adopted) -> None:
@@ -41,7 +42,8 @@ def on_adopted(transition: Transition, event: Adopted) -> None:
         instance.suspend_state.left_bytes if is_still_suspended else max(command.reserve_bytes, instance.suspend_state.need_bytes)
     )
     if instance.booked:
-        transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, command.device_ids, booked))
+        weights = booked_weights(command.card) if not is_still_suspended else None
+        transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, command.device_ids, booked, weights))
     # Pending work died with the earlier agent: memory is verified and weights are released again.
     instance = transition.put(instance.model_copy(update={"release_at": None, "progress_at": transition.now}))
     if not event.alive:  # 2

@@ -6,13 +6,14 @@ Inputs are events (past tense) and commands; outputs are effects.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from services.nodeagent.domain.state import Instance, Outlook
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport
 from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance, SuspendWay
+from shared.unit_charges import SharedUnits
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,13 @@ class ReleaseFailed:
 
 @dataclass(frozen=True)
 class LoaderReported:
-    """A status of the loader. `loaded`: bytes fetched or loaded so far, by holder."""
+    """A status of the loader.
+
+    `loaded`: bytes fetched or loaded so far, by holder. `units`: by separate device.
+    """
 
     loaded: Mapping[str, int]
+    units: Mapping[str, SharedUnits] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

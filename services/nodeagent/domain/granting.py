@@ -26,7 +26,9 @@ def settle(transition: Transition) -> None:
         if granted is None:
             return
         transition.state = replace(transition.state, queue=rest)
-        transition.set_ledger(transition.state.ledger.book(granted.instance_id, granted.device_ids, granted.nbytes))
+        transition.set_ledger(
+            transition.state.ledger.book(granted.instance_id, granted.device_ids, granted.nbytes, granted.weights)
+        )
         instance = transition.state.instances[granted.instance_id]
         if instance.process is Process.QUEUED:
             transition.change(instance, process=Process.FORKING, booked=True, progress_at=transition.now, phase=None)

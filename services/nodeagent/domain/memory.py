@@ -3,8 +3,10 @@
 An instance books its whole need (`StartInstance.reserve_bytes`, from `shared.sizing`) evenly over
 its device set, all or nothing, and keeps it until its process has exited and its weights are
 released. Two instances of one model revision share a weight segment, yet each books its full need:
-the sum can only overstate the use, and the other booking stays right when one instance ends. Actual
-use is measured and reported separately (`DeviceStatus.used_bytes` counts a segment once).
+the sum can only overstate the use, and the other booking stays right when one instance ends. On a
+separate device, weights that instances share count once, as far as the loader's latest report
+proves it (shared/unit_charges.py). Actual use is measured and reported separately
+(`DeviceStatus.used_bytes` counts a segment once).
 """
 
 from __future__ import annotations
@@ -13,36 +15,50 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shared.errors import InsufficientMemory, NotFound, ThawError
+from shared.unit_charges import BookedWeights, SharedUnits
 
 _MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Booking:
+    """`weights`: the part of it that is in the pages of a separate device; None: no part."""
+
     device_ids: tuple[str, ...]
     bytes_each: int
+    weights: BookedWeights | None = None
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Budgets in bytes by device, and bookings by instance."""
+    """Budgets in bytes by device, and bookings by instance.
+
+    `units`: what the loader has reported of the units on each separate device.
+    """
 
     budgets: Mapping[str, int]
     bookings: Mapping[str, Booking] = field(default_factory=dict)
+    units: Mapping[str, SharedUnits] = field(default_factory=dict)
 
     def reserved(self, device_id: str) -> int:
-        return sum(b.bytes_each for b in self.bookings.values() if device_id in b.device_ids)
+        there = [b for b in self.bookings.values() if device_id in b.device_ids]
+        booked = sum(b.bytes_each for b in there)
+        units = self.units.get(device_id)
+        return booked if units is None else booked - units.saving([b.weights for b in there if b.weights is not None])
 
     def free(self, device_id: str) -> int:
         return self.budgets[device_id] - self.reserved(device_id)
 
-    def refusal(self, device_ids: tuple[str, ...], total: int, but: str = "") -> ThawError | None:
+    def refusal(
+        self, device_ids: tuple[str, ...], total: int, but: str = "", weights: BookedWeights | None = None
+    ) -> ThawError | None:
         """Why `total` bytes cannot be booked evenly over `device_ids`; None if they can.
 
         Args:
             device_ids: The device set.
             total: Bytes over all devices.
             but: An instance whose booking counts as free.
+            weights: The part of it that is in a separate device's pages.
 
         Returns:
             The error. `should_retry` distinguishes "not now" from "never".
@@ -53,38 +69,40 @@ class Ledger:
         if unknown:
             return NotFound(f"This node has no device {', '.join(unknown)}; it has {', '.join(sorted(self.budgets)) or 'none'}")
         each = _share(device_ids, total)
-        own = self.bookings.get(but)
+        others = self.remove_booking(but)
+        booked = others.set_booking(but, device_ids, total, weights)
         for device in device_ids:
-            free = self.free(device) + (own.bytes_each if own is not None and device in own.device_ids else 0)
+            free = others.free(device)
             if each > self.budgets[device]:
                 return InsufficientMemory(
                     f"{_mib(each)} can never fit {device}, whose budget is {_mib(self.budgets[device])}", should_retry=False
                 )
-            if each > free:
+            if booked.free(device) < 0:
                 return InsufficientMemory(
-                    f"{_mib(each)} do not fit {device} now: {_mib(max(0, free))} of {_mib(self.budgets[device])} are free",
+                    f"{_mib(free - booked.free(device))} do not fit {device} now: {_mib(max(0, free))} of "
+                    f"{_mib(self.budgets[device])} are free",
                     should_retry=True,
                 )
         return None
 
-    def book(self, instance_id: str, device_ids: tuple[str, ...], total: int) -> Ledger:
+    def book(self, instance_id: str, device_ids: tuple[str, ...], total: int, weights: BookedWeights | None = None) -> Ledger:
         """The ledger with `total` bytes booked for `instance_id`.
 
         Raises the error of `refusal`.
         """
-        refusal = self.refusal(device_ids, total, but=instance_id)
+        refusal = self.refusal(device_ids, total, but=instance_id, weights=weights)
         if refusal is not None:
             raise refusal
-        return self.set_booking(instance_id, device_ids, total)
+        return self.set_booking(instance_id, device_ids, total, weights)
 
-    def set_booking(self, instance_id: str, device_ids: Iterable[str], total: int) -> Ledger:
+    def set_booking(self, instance_id: str, device_ids: Iterable[str], total: int, weights: BookedWeights | None = None) -> Ledger:
         """The ledger with this booking, without a check of the budget.
 
         For a running instance, which holds its bytes in any case. Nothing new is granted until the
         device is within its budget again.
         """
         known = tuple(device_ids)
-        return replace(self, bookings={**self.bookings, instance_id: Booking(known, _share(known, total))})
+        return replace(self, bookings={**self.bookings, instance_id: Booking(known, _share(known, total), weights)})
 
     def remove_booking(self, instance_id: str) -> Ledger:
         """The ledger without the booking of `instance_id`."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from services.nodeagent.domain.memory import Ledger
+from shared.unit_charges import BookedWeights
 
 PASSES = 4
 
@@ -20,7 +21,8 @@ PASSES = 4
 class Reservation:
     """A request for `nbytes` in total, evenly over `device_ids`.
 
-    `until` is its deadline in seconds. `passed` counts how often others overtook it.
+    `until` is its deadline in seconds. `passed` counts how often others overtook it. `weights` is
+    the part of it that is in a separate device's pages.
     """
 
     instance_id: str
@@ -30,6 +32,7 @@ class Reservation:
     since: float
     until: float
     passed: int = 0
+    weights: BookedWeights | None = None
 
 
 def by_precedence(queue: Iterable[Reservation]) -> list[Reservation]:
@@ -40,7 +43,7 @@ def grant(queue: tuple[Reservation, ...], ledger: Ledger) -> tuple[Reservation |
     """The next reservation that fits, or None, and the remaining queue."""
     blocked: set[str] = set()
     for r in by_precedence(queue):
-        if blocked.isdisjoint(r.device_ids) and ledger.refusal(r.device_ids, r.nbytes, but=r.instance_id) is None:
+        if blocked.isdisjoint(r.device_ids) and ledger.refusal(r.device_ids, r.nbytes, r.instance_id, r.weights) is None:
             return r, tuple(_count_passed(q, r) for q in queue if q is not r)
         if r.passed >= PASSES:
             blocked.update(r.device_ids)

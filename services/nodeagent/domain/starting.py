@@ -28,6 +28,7 @@ from shared.contracts.loader import instance_of
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
 from shared.errors import Conflict, EngineFailed, InsufficientMemory, ShuttingDown
+from shared.unit_charges import booked_weights
 
 
 def on_start(transition: Transition, event: StartCommand) -> None:
@@ -65,6 +66,7 @@ def on_start(transition: Transition, event: StartCommand) -> None:
         command.priority,
         transition.now,
         transition.now + command.wait_ms / 1000,
+        weights=booked_weights(command.card),
     )
     new = Instance(
         command=command, token=command.token, progress_at=transition.now, suspend_state=SuspendState(begun_at=transition.now)
@@ -160,7 +162,8 @@ def on_report(transition: Transition, report: EngineReport) -> None:
 
 
 def on_loader(transition: Transition, event: LoaderReported) -> None:
-    """Handle a loader status: progress of loads, and retries of releases."""
+    """Handle a loader status: units on devices, progress of loads, and retries of releases."""
+    transition.set_ledger(replace(transition.state.ledger, units=event.units))
     for instance in list(transition.state.instances.values()):
         loaded = event.loaded.get(instance.instance_id, 0)
         if instance.state.starting and loaded > instance.loaded_bytes:

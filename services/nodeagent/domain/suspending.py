@@ -387,7 +387,7 @@ def _book_leak(transition: Transition, instance: Instance, used: int) -> None:
     booked = transition.state.ledger.bookings.get(instance.instance_id)
     total = booked.bytes_each * len(booked.device_ids) if booked is not None else 0
     if booked is not None and used > LEAK_FACTOR * total and used > total + LEAK_FLOOR:
-        transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, booked.device_ids, used))
+        transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, booked.device_ids, used, booked.weights))
         transition.park(instance, need_bytes=used, used_bytes=used)
 
 

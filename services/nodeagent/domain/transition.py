@@ -49,7 +49,7 @@ class Transition:
 
     def reserve(self, r: Reservation) -> ThawError | None:
         """Book a reservation without waiting. None: it is booked; else the error."""
-        refusal = self.state.ledger.refusal(r.device_ids, r.nbytes, but=r.instance_id)
+        refusal = self.state.ledger.refusal(r.device_ids, r.nbytes, r.instance_id, r.weights)
         if refusal is not None:
             return refusal
         first = blocking_reservation(self.state.queue, r.device_ids)
@@ -60,7 +60,9 @@ class Transition:
             )
         # This overtakes waiting reservations, and counts as such.
         passed = tuple(replace(q, passed=q.passed + 1) if set(q.device_ids) & set(r.device_ids) else q for q in self.state.queue)
-        self.state = replace(self.state, queue=passed, ledger=self.state.ledger.book(r.instance_id, r.device_ids, r.nbytes))
+        self.state = replace(
+            self.state, queue=passed, ledger=self.state.ledger.book(r.instance_id, r.device_ids, r.nbytes, r.weights)
+        )
         return None
 
     def enqueue(self, r: Reservation) -> None:

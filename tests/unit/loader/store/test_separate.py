@@ -25,6 +25,7 @@ from weights.pool import shm
 from weights.store import separate
 from weights.store.cost import Tier
 from weights.store.generations import EARLIER, file_name, remove_unmapped, retire
+from weights.store.residency import KnownUnits
 from weights.store.separate import PagedArena, SeparateDevice
 from weights.store.units import PAGE_BYTES
 from weights.store.usage import PagesInUse
@@ -418,3 +419,33 @@ class DeviceMachine(RuleBasedStateMachine):
 
 TestDevice = DeviceMachine.TestCase
 TestDevice.settings = settings(max_examples=6, stateful_step_count=10, deadline=None)
+
+
+def test_hashes_that_one_device_has_computed_serve_another() -> None:
+    known = KnownUnits()
+    one = SeparateDevice("cpu:1", COUNT * PAGE_BYTES, None, known=known)
+    two = SeparateDevice("cpu:2", COUNT * PAGE_BYTES, None, known=known)
+    model, other = Model("m", 1, 2, 3), Model("other", 1, 2, 4)
+    load(one, model, hashed=False)
+    load(two, other, hashed=False).release()
+    [row] = [w for w in two.pages().weights if w.weights_id == "m"]
+    assert (row.total_bytes, row.missing_bytes) == (3 * TENSOR, TENSOR)
+    arena = two.allocate(model.place(hashed=False))
+    assert arena.reused_bytes == 2 * TENSOR, "known before the load"
+    arena.release()
+    one.close()
+    two.close()
+
+
+def test_units_of_expected_models_are_reclaimed_last() -> None:
+    device = SeparateDevice("cpu:1", 4 * PAGE_BYTES, None)
+    a, b = Model("a", 1, 2), Model("b", 3, 4)
+    load(device, a).release()
+    load(device, b).release()
+    device.expect({"a": 0.9, "b": 0.1})
+    load(device, Model("c", 5, 6)).release()
+    assert [w.weights_id for w in device.pages().weights] == ["a", "c"]
+    device.expect({"c": 0.9, "a": 0.1})
+    load(device, b).release()
+    assert [w.weights_id for w in device.pages().weights] == ["b", "c"]
+    device.close()

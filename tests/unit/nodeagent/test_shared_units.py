@@ -1,0 +1,84 @@
+"""Weights that instances of a separate device share are charged once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.nodeagent.domain.memory import Ledger
+from shared.errors import InsufficientMemory
+from shared.unit_charges import BookedWeights, SharedUnits
+
+DEVICE = ("cpu:1",)
+BASE, TUNED = BookedWeights("base", 80), BookedWeights("tuned", 80)
+LOADED = SharedUnits(mapped_bytes=80, unmapped={"base": 0, "tuned": 16}, exclusive={"base": 16})
+"""The base is mapped; the fine-tune has 64 bytes of it and 16 of its own."""
+
+
+def ledger(units: SharedUnits | None = None, budget: int = 150) -> Ledger:
+    return Ledger({"cpu:1": budget}, units={} if units is None else {"cpu:1": units})
+
+
+def test_an_instance_books_what_it_does_not_share() -> None:
+    one = ledger(LOADED).book("a", DEVICE, 100, BASE)
+    assert one.reserved("cpu:1") == 100
+    two = one.book("b", DEVICE, 100, TUNED)
+    assert two.reserved("cpu:1") == 100 + 16 + 20
+    refused = two.refusal(DEVICE, 100, weights=BookedWeights("other", 80))
+    assert isinstance(refused, InsufficientMemory)
+    assert refused.should_retry
+
+
+def test_without_a_report_each_instance_books_its_whole_need() -> None:
+    assert ledger().book("a", DEVICE, 100, BASE).refusal(DEVICE, 100, weights=TUNED) is not None
+
+
+def test_the_last_of_several_sharers_is_charged_in_full() -> None:
+    two = ledger(LOADED).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100, TUNED)
+    assert two.remove_booking("a").reserved("cpu:1") == 100
+    assert two.remove_booking("b").reserved("cpu:1") == 100
+
+
+def test_replicas_of_one_model_share_all_of_its_weights() -> None:
+    two = ledger(LOADED).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100, BASE)
+    assert two.reserved("cpu:1") == 120
+
+
+def test_weights_of_unknown_units_are_charged_in_full() -> None:
+    two = ledger(LOADED, budget=400).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100, BookedWeights("new", 80))
+    assert two.reserved("cpu:1") == 200
+
+
+def test_instances_without_pages_share_nothing() -> None:
+    both = ledger(LOADED, budget=400).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100)
+    assert both.reserved("cpu:1") == 200
+
+
+_UNITS = st.frozensets(st.integers(0, 7), min_size=1)
+_NAMES = ("a", "b", "c", "d")
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys(_NAMES, _UNITS)),
+    st.sets(st.sampled_from(_NAMES)),
+    st.sets(st.sampled_from(_NAMES)),
+    st.lists(st.sampled_from(_NAMES)),
+)
+def test_the_charge_is_never_less_than_the_pages_of_the_instances(
+    units: dict[str, frozenset[int]], mapped_then: set[str], known: set[str], running: list[str]
+) -> None:
+    """Whatever ran when the loader reported, and whichever weights it knew."""
+    mapped = frozenset[int]().union(*(units[n] for n in mapped_then))
+    known |= mapped_then
+    others = {n: frozenset[int]().union(*(units[m] for m in known - {n})) for n in known}
+    report = SharedUnits(
+        len(mapped),
+        {n: len(units[n] - mapped) for n in known},
+        {n: len((units[n] & mapped) - others[n]) for n in known},
+    )
+    booked = [BookedWeights(n, len(units[n])) for n in running]
+    pages = len(frozenset[int]().union(*(units[n] for n in running)))
+    gone = [BookedWeights(n, len(units[n])) for n in _NAMES if n not in running]
+    for left in ((), gone):
+        charge = sum(b.nbytes for b in booked) - report.saving(booked, left)
+        assert pages <= charge <= sum(b.nbytes for b in booked)

@@ -1,0 +1,157 @@
+"""Which weights a device has units of, and how many of their bytes are missing.
+
+The units of weights are known from the hashes in their checkpoint's index, or from an earlier load.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weights.store.pages import Store, StoredUnit
+from weights.store.units import PAGE_BYTES, Unit, pages_of
+
+MOST_KNOWN = 256
+"""Weights whose units are remembered; the least recently used are forgotten beyond this."""
+MOST_REPORTED = MOST_KNOWN
+
+
+@dataclass(frozen=True)
+class ResidentWeights:
+    """Bytes of some weights on a device; see `shared.contracts.loader.WeightsOnDevice`."""
+
+    weights_id: str
+    total_bytes: int
+    missing_bytes: int
+    read_bytes: int
+    unmapped_bytes: int
+    exclusive_bytes: int
+
+
+@dataclass(frozen=True)
+class LoadingWeights:
+    """Weights that instances of the device map or load.
+
+    Attributes:
+        keys: Their units in the store, those that are being filled included.
+        missing_bytes: Of units that are not complete.
+    """
+
+    weights_id: str
+    keys: frozenset[str]
+    missing_bytes: int
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Bytes of each distinct unit by key, and their sums."""
+
+    units: Mapping[str, int]
+    total_bytes: int
+    page_bytes: int
+    digests: Mapping[str, str] | None
+    """SHA-256 of each tensor as computed by a load; None: only an index has been read."""
+
+
+class KnownUnits:
+    """The units of weights, for all devices of a loader. Methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._users: dict[str, frozenset[str]] = {}
+
+    def learn(self, weights_id: str, units: Iterable[Unit], digests: Mapping[str, str]) -> None:
+        """Remember units as a load has computed them, with the hashes of their tensors."""
+        self._put(weights_id, units, {**self.digests(weights_id), **digests})
+
+    def suppose(self, weights_id: str, units: Iterable[Unit]) -> None:
+        """Remember units by the hashes in an index, unless computed ones are known."""
+        self._put(weights_id, units, None)
+
+    def digests(self, weights_id: str) -> Mapping[str, str]:
+        """Return the hashes of tensors that loads of the weights have computed."""
+        known = self._known.get(weights_id)
+        return known.digests or {} if known is not None else {}
+
+    def __contains__(self, weights_id: object) -> bool:
+        return weights_id in self._known
+
+    def users(self, key: str) -> frozenset[str]:
+        """Return the weights that have a unit."""
+        return self._users.get(key, frozenset())
+
+    def of(self, weights_id: str) -> tuple[int, int] | None:
+        """Return the bytes of the weights' distinct units, and in whole pages; None: unknown."""
+        known = self._known.get(weights_id)
+        return (known.total_bytes, known.page_bytes) if known is not None else None
+
+    def _put(self, weights_id: str, units: Iterable[Unit], digests: Mapping[str, str] | None) -> None:
+        sizes = {u.key: u.nbytes for u in units}
+        with self._lock:
+            before = self._known.get(weights_id)
+            if before is not None and digests is None:
+                self._known.move_to_end(weights_id)
+                return
+            self._forget(weights_id)
+            pages = sum(map(pages_of, sizes.values()))
+            self._known[weights_id] = _Known(sizes, sum(sizes.values()), pages * PAGE_BYTES, digests)
+            for key in sizes:
+                self._users[key] = self._users.get(key, frozenset()) | {weights_id}
+            while len(self._known) > MOST_KNOWN:
+                self._forget(next(iter(self._known)))
+
+    def _forget(self, weights_id: str) -> None:
+        known = self._known.pop(weights_id, None)
+        for key in known.units if known is not None else ():
+            if left := self._users[key] - {weights_id}:
+                self._users[key] = left
+            else:
+                del self._users[key]
+
+
+def residency(store: Store, known: KnownUnits, loading: Sequence[LoadingWeights] = ()) -> tuple[ResidentWeights, ...]:
+    """Return the weights that have units in `store`, those with most bytes there first.
+
+    Args:
+        store: The device's pages.
+        known: The units of weights.
+        loading: Weights whose units instances map or load; known or not.
+    """
+    holding: dict[str, LoadingWeights] = {}
+    users: dict[str, frozenset[str]] = {}
+    for each in loading:
+        before = holding.get(each.weights_id)
+        keys = each.keys | before.keys if before is not None else each.keys
+        holding[each.weights_id] = LoadingWeights(each.weights_id, keys, each.missing_bytes)
+        for key in each.keys:
+            users[key] = users.get(key, frozenset()) | {each.weights_id}
+    there: dict[str, list[StoredUnit]] = {}
+    for key, unit in store.units.items():
+        users[key] = found = users.get(key, frozenset()) | known.users(key)
+        for weights_id in found:
+            there.setdefault(weights_id, []).append(unit)
+    rows = [_row(w, units, known.of(w), holding.get(w), users) for w, units in there.items()]
+    return tuple(sorted(rows, key=lambda r: (r.missing_bytes - r.total_bytes, r.weights_id))[:MOST_REPORTED])
+
+
+def _row(
+    weights_id: str,
+    units: Collection[StoredUnit],
+    sizes: tuple[int, int] | None,
+    held: LoadingWeights | None,
+    users: Mapping[str, frozenset[str]],
+) -> ResidentWeights:
+    present = sum(u.nbytes for u in units if u.is_complete)
+    mapped = [u for u in units if not u.is_reusable]
+    total, page_bytes = sizes or (sum(u.nbytes for u in units), 0)
+    missing = held.missing_bytes if held is not None else total - present
+    unmapped = 0 if held is not None else page_bytes - _pages(mapped)
+    exclusive = _pages([u for u in mapped if users[u.key] == {weights_id}])
+    return ResidentWeights(weights_id, total, missing, total, unmapped, exclusive)
+
+
+def _pages(units: Iterable[StoredUnit]) -> int:
+    return sum(len(u.pages) for u in units) * PAGE_BYTES

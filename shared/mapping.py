@@ -15,8 +15,10 @@ from shared.contracts.segment import Extent
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_PROT_NONE = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
@@ -55,9 +57,55 @@ def map_descriptor(fd: int, extents: Sequence[Extent] = (), nbytes: int | None =
     # One range is reserved, so that its parts lie side by side whatever else this process maps
     # meanwhile; its own pages are never touched.
     area = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    _map_runs(_address(area), fd, runs, wanted)
+    return area
+
+
+class ReservedRange:
+    """Addresses without memory, for extents of files that become known one after the other.
+
+    An access to bytes that are not mapped yet ends the process. `area` keeps all mappings alive.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Reserve `nbytes`. Raises `OSError` if the process has no such range."""
+        self.area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        if _libc.mprotect(_address(self.area), nbytes, _PROT_NONE):
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+
+    def map(self, start: int, fd: int, extents: Sequence[Extent]) -> None:
+        """Map `extents` of the file from byte `start` on, as `map_extents` does.
+
+        What was mapped there is replaced.
+
+        Raises:
+            OSError: They cannot be mapped.
+            ValueError: They are beyond the range or the file.
+        """
+        map_over(self.area, start, fd, extents)
+
+
+def map_over(area: mmap.mmap, start: int, fd: int, extents: Sequence[Extent]) -> None:
+    """Replace the bytes of `area` from `start` on by a private mapping of `extents`.
+
+    Raises:
+        OSError: They cannot be mapped.
+        ValueError: They are beyond the area or the file.
+    """
+    nbytes, size = sum(e.nbytes for e in extents), os.fstat(fd).st_size
+    if start < 0 or start + nbytes > len(area) or any(e.offset + e.nbytes > size for e in extents):
+        raise ValueError(f"extents of {nbytes} bytes do not fit at {start} of {len(area)} bytes, or into a file of {size}")
+    _map_runs(_address(area) + start, fd, coalesced(extents), nbytes)
+
+
+def _address(area: mmap.mmap) -> int:
     anchor = ctypes.c_char.from_buffer(area)
-    address, at = ctypes.addressof(anchor), 0
-    del anchor
+    return ctypes.addressof(anchor)
+
+
+def _map_runs(address: int, fd: int, runs: Sequence[Extent], wanted: int) -> None:
+    at = 0
     for run in runs:
         length = min(run.nbytes, wanted - at)
         if length <= 0:
@@ -68,7 +116,6 @@ def map_descriptor(fd: int, extents: Sequence[Extent] = (), nbytes: int | None =
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
         at += length
-    return area
 
 
 def coalesced(extents: Sequence[Extent]) -> list[Extent]:

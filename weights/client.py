@@ -12,6 +12,7 @@ Needs only the standard library and pydantic; imports nothing of the loader.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import socket
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def attach(
         ThawError: The loader's refusal.
         Unreachable: No loader listens, or it went away.
     """
-    connection = _Connection(path, timeout)
+    connection = LoaderConnection(path, timeout)
     try:
         ask = SocketAttach(source=source, weights_id=weights_id, background=background)
         connection.send(ask.model_dump_json().encode() + b"\n")
@@ -82,7 +83,7 @@ def audit_memory(path: Path | str, timeout: float) -> tuple[DeviceAudit, ...]:
         ThawError: The loader's refusal; an earlier version knows no audit.
         Unreachable: No loader listens, it went away, or it did not answer in time.
     """
-    connection = _Connection(path, timeout)
+    connection = LoaderConnection(path, timeout)
     try:
         connection.send(SocketAudit().model_dump_json().encode() + b"\n")
         audited = connection.receive()
@@ -100,7 +101,7 @@ class Weights:
     it.
     """
 
-    def __init__(self, connection: _Connection, attached: SocketAttached) -> None:
+    def __init__(self, connection: LoaderConnection, attached: SocketAttached) -> None:
         self._connection = connection
         self.weights_id, self.directory = attached.weights_id, Path(attached.directory)
         self.total_bytes, self.loaded_bytes = attached.total_bytes, attached.loaded_bytes
@@ -158,7 +159,9 @@ class Weights:
         self.close()
 
 
-class _Connection:
+class LoaderConnection:
+    """A connection to a loader's local socket: JSON lines both ways."""
+
     def __init__(self, path: Path | str, timeout: float | None) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -172,12 +175,17 @@ class _Connection:
         self._lines = self._socket.makefile("rb")
 
     def send(self, line: bytes) -> None:
+        """Send a line. Raises `Unreachable`."""
         try:
             self._socket.sendall(line)
         except OSError as e:
             raise Unreachable(f"The loader at {self._path} went away: {e}") from e
 
     def receive(self) -> SocketReply:
+        """Return the loader's next message.
+
+        Raises its error, or `Unreachable` if it went away or was silent for too long.
+        """
         try:
             line = self._lines.readline(MAX_LINE_BYTES)
         except TimeoutError as e:
@@ -190,6 +198,11 @@ class _Connection:
         if isinstance(message, SocketError):
             raise from_body(message.error)
         return message
+
+    def interrupt(self) -> None:
+        """End a `receive` in another thread: it raises `Unreachable`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._lines.close()

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from services.loader import status_publisher
+from services.loader.adapters.arrivals import Arrival, Arrivals
 from services.loader.adapters.cards import card_for, minimal_card
 from services.loader.adapters.inspection import described
 from services.loader.adapters.peer_sharing import Shared
@@ -20,6 +22,7 @@ from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.runs import Runs
 from services.loader.adapters.small_files import read_part
 from services.loader.auditing import Auditor
+from services.loader.domain.entries import device_of, reached
 from services.loader.domain.events import (
     Adopt,
     Adopted,
@@ -32,7 +35,7 @@ from services.loader.domain.events import (
     Release,
     Stop,
 )
-from services.loader.domain.state import Stage
+from services.loader.domain.state import Entry, Stage
 from services.loader.expectations import Expectations
 from services.loader.loop import Loop
 from services.loader.prefetching import Prefetching
@@ -55,7 +58,9 @@ from shared.contracts.loader import (
 )
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeStatus
+from shared.contracts.segment import ByteRange
 from shared.errors import NotFound, ShuttingDown, StaleToken, from_body
+from shared.tasks import end
 from weights.pool.chunks import Chunks
 from weights.pool.shm import free_bytes, short_of_memory
 from weights.sources.sources import Sources
@@ -253,6 +258,49 @@ class Loader:
                 return
             await next_change.wait()
 
+    async def follow(self, instance_id: str, weights_id: str) -> AsyncIterator[Sequence[Arrival]]:
+        """Yield what arrives of weights where `instance_id` computes, until all is there.
+
+        Raises `NotFound` if the instance has not attached them, and the error of the load.
+        """
+        entry, count, arrivals = self._held(instance_id, weights_id), 0, None
+        run, device = entry.run, device_of(entry, instance_id)
+        while True:
+            next_change, entry = self._loop.next_change, self._held(instance_id, weights_id)
+            if entry.run != run or entry.stage is Stage.LEAVING:
+                raise ShuttingDown("The load was cancelled. Attach again")
+            if entry.error is not None:
+                raise from_body(entry.error)
+            copies = self._loop.runs.copies
+            if copies is not None and (failure := copies.error(run, device)) is not None:
+                raise from_body(failure)
+            is_complete = reached(entry, instance_id, "complete")
+            if arrivals is None:
+                arrivals = self._arrivals(run, device, entry)
+            if arrivals is not None and (found := arrivals.after(count)):
+                count += len(found)
+                yield found
+                continue
+            if is_complete:
+                return
+            await _first(next_change.wait(), *((arrivals.more(count),) if arrivals is not None else ()))
+
+    def _arrivals(self, run: int, device: str | None, entry: Entry) -> Arrivals | None:
+        runs = self._loop.runs
+        if device is not None:
+            return runs.copies.arrivals(run, device) if runs.copies is not None else None
+        found = runs.arrivals(run)
+        if found is None and entry.stage is Stage.COMPLETE:  # loaded by an earlier loader
+            found = Arrivals()
+            found.add(ByteRange(offset=0, nbytes=entry.total_bytes))
+        return found
+
+    def _held(self, instance_id: str, weights_id: str) -> Entry:
+        entry = self._loop.state.entries.get(weights_id)
+        if entry is None or instance_id not in entry.holders:
+            raise NotFound(f"Instance {instance_id} has not attached weights {weights_id} here. Attach first")
+        return entry
+
     async def card_of(self, *, weights_id: str | None, source: str | None) -> ModelCard:
         """Return a card to attach with.
 
@@ -301,3 +349,12 @@ class Loader:
         memory = status_publisher.memory(copies.pages(), self._auditor.violations) if copies is not None else ()
         speed, links = self._loop.runs.bytes_per_second, self._loop.runs.links()
         return status.model_copy(update={"bytes_per_second": speed, "links": links, "memory": memory})
+
+
+async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+    """Return when one of `waits` has."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end(*tasks)

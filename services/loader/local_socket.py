@@ -21,18 +21,25 @@ from shared.contracts.base import Message
 from shared.contracts.loader_socket import (
     MAX_LINE_BYTES,
     SOCKET_ASK,
+    SocketArrived,
     SocketAttach,
     SocketAttached,
     SocketAudit,
     SocketAudited,
     SocketComplete,
     SocketError,
+    SocketFollow,
+    SocketPages,
+    SocketUnits,
     SocketWatermark,
 )
+from shared.contracts.segment import ByteRange, PagesLayout, UnitPages
 from shared.errors import InvalidRequest, ThawError
 from shared.unix_sockets import short_address
 
 log = logging.getLogger(__name__)
+_UNITS_AT_ONCE = 64
+"""Units in one line, which stays below `MAX_LINE_BYTES` even with one extent for each page."""
 
 
 class LocalReaders:
@@ -72,7 +79,8 @@ class LocalReaders:
             return
         # The reader sends nothing more: reading ends when it disconnects.
         gone = asyncio.create_task(reader.read(1), name=f"{holder}-gone")
-        work = asyncio.create_task(self._serve_hold(holder, ask, writer), name=holder)
+        serving = self._serve_hold(holder, ask, writer) if isinstance(ask, SocketAttach) else self._serve_follower(ask, writer)
+        work = asyncio.create_task(serving, name=holder)
         try:
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -103,6 +111,17 @@ class LocalReaders:
                 sent_bytes = loaded
                 await _send(writer, SocketWatermark(loaded_bytes=loaded))
         await _send(writer, SocketComplete(loaded_bytes=attached.total_bytes))
+
+    async def _serve_follower(self, ask: SocketFollow, writer: asyncio.StreamWriter) -> None:
+        async for found in self._loader.follow(ask.instance_id, ask.weights_id):
+            for layout in (a for a in found if isinstance(a, PagesLayout)):
+                await _send(writer, SocketPages(layout=layout))
+            if ranges := tuple(a for a in found if isinstance(a, ByteRange)):
+                await _send(writer, SocketArrived(ranges=ranges))
+            units = [a for a in found if isinstance(a, UnitPages)]
+            for first in range(0, len(units), _UNITS_AT_ONCE):
+                await _send(writer, SocketUnits(units=tuple(units[first : first + _UNITS_AT_ONCE])))
+        await _send(writer, SocketComplete(loaded_bytes=0))
 
 
 async def _send(writer: asyncio.StreamWriter, message: Message) -> None:

@@ -8,6 +8,16 @@ Both sides send JSON lines over the Unix stream socket `<node state>/loader/load
                        `SocketComplete` when all are; or `SocketError`, after which the loader
                        closes the connection; `SocketAudited` answers `SocketAudit`
 
+An engine that has attached weights over NATS follows their load in the same way, to compute while
+the rest arrives (Torpor, section 4.3):
+
+    engine → loader    one `SocketFollow`
+    loader → engine    `SocketArrived` as bytes arrive in host memory; or, for a device with memory
+                       of its own, `SocketPages` and then `SocketUnits` as units arrive there;
+                       `SocketComplete` when all are; or `SocketError`
+
+Its hold is the one over NATS, and does not end with the connection.
+
 The reader holds the weights as long as the connection is open. It unmaps them, and then releases
 them by closing the connection. A loader that stops closes the connection; complete weights stay
 valid until the reader ends.
@@ -22,7 +32,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from shared.contracts.audit import DeviceAudit
 from shared.contracts.base import ErrorBody, Message
-from shared.contracts.segment import Extent
+from shared.contracts.segment import ByteRange, Extent, PagesLayout, UnitPages
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 
@@ -58,6 +68,14 @@ class SocketAudit(Message):
     kind: Literal["audit"] = "audit"
 
 
+class SocketFollow(Message):
+    """Report the arrival of weights that `instance_id` has attached."""
+
+    kind: Literal["follow"] = "follow"
+    instance_id: str
+    weights_id: str
+
+
 class SocketAttached(Message):
     """The segment: the consecutive `extents` of the file at `path`.
 
@@ -76,6 +94,27 @@ class SocketAttached(Message):
 class SocketWatermark(Message):
     kind: Literal["watermark"] = "watermark"
     loaded_bytes: int
+
+
+class SocketArrived(Message):
+    """These bytes of the segment are in host memory."""
+
+    kind: Literal["arrived"] = "arrived"
+    ranges: tuple[ByteRange, ...]
+
+
+class SocketPages(Message):
+    """The segment's units will be on the device; none is reported before this message."""
+
+    kind: Literal["pages"] = "pages"
+    layout: PagesLayout
+
+
+class SocketUnits(Message):
+    """These units are on the device, and may be mapped."""
+
+    kind: Literal["units"] = "units"
+    units: tuple[UnitPages, ...]
 
 
 class SocketComplete(Message):
@@ -99,11 +138,12 @@ def _kind_of(asked: Any) -> str:
 
 
 SocketAsk = Annotated[
-    Annotated[SocketAttach, Tag("attach")] | Annotated[SocketAudit, Tag("audit")],
+    Annotated[SocketAttach, Tag("attach")] | Annotated[SocketAudit, Tag("audit")] | Annotated[SocketFollow, Tag("follow")],
     Discriminator(_kind_of),
 ]
 SOCKET_ASK: TypeAdapter[SocketAsk] = TypeAdapter(SocketAsk)
 SocketReply = Annotated[
-    SocketAttached | SocketWatermark | SocketComplete | SocketAudited | SocketError, Field(discriminator="kind")
+    SocketAttached | SocketWatermark | SocketArrived | SocketPages | SocketUnits | SocketComplete | SocketAudited | SocketError,
+    Field(discriminator="kind"),
 ]
 SOCKET_REPLY: TypeAdapter[SocketReply] = TypeAdapter(SocketReply)

@@ -94,6 +94,29 @@ class MappedUnit(Frozen):
     start: int = Field(ge=0)
 
 
+class ByteRange(Frozen):
+    """Bytes [offset, offset + nbytes) of a segment."""
+
+    offset: int = Field(ge=0)
+    nbytes: int = Field(gt=0)
+
+
+class PagesLayout(Frozen):
+    """The address range for a segment's units on a device, before all of them are there."""
+
+    device: str
+    nbytes: int = Field(description="Length of the range.")
+    file: str = Field(description="As of `PagesHandle`.")
+    units: tuple[MappedUnit, ...]
+
+
+class UnitPages(Frozen):
+    """The pages of one unit of a segment."""
+
+    unit: int = Field(ge=0, description="Number of the unit in the order of their offsets.")
+    extents: tuple[Extent, ...] = Field(description="Of the device's file, in order; whole pages.")
+
+
 class PagesHandle(Frozen):
     """The units of a segment in the pages of a device with memory of its own.
 

@@ -20,16 +20,17 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from heapq import heappop, heappush
 
-from shared.contracts.segment import MappedUnit, PagesHandle, SegmentTensor
+from shared.contracts.segment import MappedUnit, PagesHandle, PagesLayout, SegmentTensor, UnitPages
 from shared.errors import DeviceFailed, DeviceMissing, InsufficientMemory, ThawError
 from weights.devices.cpu import check_range, wait_for
 from weights.devices.grouping import Ranges
 from weights.devices.port import Contents, Place, Priority
+from weights.formats.execution_order import Rank, execution_rank
 from weights.store.auditing import Audit, Snapshot, audit_mappings, audit_records
 from weights.store.cost import Likelihood, Tier, equally_likely, expected_loads, reload_cost
 from weights.store.generations import EarlierPages
@@ -47,14 +48,20 @@ _RATE_WEIGHT = 0.2
 
 
 class PagedArena:
-    """The units of one segment. All its fields are guarded by the device's lock."""
+    """The units of one segment. All its fields are guarded by the device's lock.
+
+    Attributes:
+        ready: Units whose bytes are all in host memory, by execution order.
+        here: Units that are on the device, in the order in which they became so.
+    """
 
     def __init__(self, device: SeparateDevice, holder: str, place: Place, priority: Priority, units: Sequence[Unit]) -> None:
         self._device, self.holder, self.place, self.priority = device, holder, place, priority
         self.units = tuple(units)
         self.keys = [u.key for u in units]
         self.missing: dict[int, Missing] = {}
-        self.ready: deque[int] = deque()
+        self.ready: list[tuple[Rank, int]] = []
+        self.here: list[int] = []
         self.under_way = 0
         self.is_open = True
         self.error: ThawError | None = None
@@ -99,7 +106,7 @@ class PagedArena:
             missing.pieces.append((start, address + start - offset, end - start))
             missing.arrived += end - start
             if missing.arrived == missing.unit.nbytes:
-                self.ready.append(index)
+                heappush(self.ready, (min(execution_rank(t.name) for t in missing.tensors), index))
 
     def wait(self, until: int, cancelled: threading.Event | None = None) -> bool:
         def done() -> bool:
@@ -108,6 +115,34 @@ class PagedArena:
             return self.is_open and self._watermark() >= until
 
         return wait_for(self._device.changed, done, lambda: not self.is_open, cancelled)
+
+    def wait_units(self, after: int) -> tuple[UnitPages, ...]:
+        """Block until more than `after` units are on the device.
+
+        Returns:
+            The pages of the units from the `after`-th on; none if all are there or the arena was
+            released.
+
+        Raises:
+            DeviceFailed: The device has failed.
+        """
+
+        def done() -> bool:
+            if self.error is not None:
+                raise self.error
+            return self.is_open and (len(self.here) > after or not self.missing)
+
+        with self._device.changed:
+            wait_for(self._device.changed, done, lambda: not self.is_open, None)
+            return self._device.pages_of(self, self.here[after:]) if self.is_open else ()
+
+    def layout(self) -> PagesLayout:
+        """Return the address range that an engine maps the units into."""
+        places = address_range(self.units)
+        units = tuple(
+            MappedUnit(offset=u.offset, nbytes=u.nbytes, start=start) for u, start in zip(self.units, places.starts, strict=True)
+        )
+        return PagesLayout(device=self._device.device_id, nbytes=places.nbytes, file=self._device.file, units=units)
 
     def handle(self) -> PagesHandle | None:
         with self._device.changed:
@@ -180,6 +215,11 @@ class SeparateDevice:
         return self._device_id
 
     @property
+    def file(self) -> str:
+        """Return the name of the pages' file under /dev/shm; empty without one."""
+        return self._file or ""
+
+    @property
     def link(self) -> str | None:
         return f"bus:{self._device_id}"
 
@@ -235,6 +275,7 @@ class SeparateDevice:
             with self.changed:
                 if not damaged:
                     self._arenas[holder] = arena
+                    arena.here = [i for i in range(len(units)) if i not in arena.missing]
                     self._reused_bytes += arena.reused_bytes
                     self._join(place, contents, arena)
                     return arena
@@ -314,18 +355,15 @@ class SeparateDevice:
 
     def handle_of(self, arena: PagedArena) -> PagesHandle:
         """Return the handle of an arena whose units are all here."""
-        stored = [self._store.units[key] for key in arena.keys]
-        places = address_range(arena.units)
+        stored, layout = [self._store.units[key] for key in arena.keys], arena.layout()
         return PagesHandle(
-            device=self._device_id,
-            nbytes=places.nbytes,
-            file=self._file or "",
-            extents=extents_of(stored),
-            units=tuple(
-                MappedUnit(offset=u.offset, nbytes=u.nbytes, start=start)
-                for u, start in zip(arena.units, places.starts, strict=True)
-            ),
+            device=layout.device, nbytes=layout.nbytes, file=layout.file, extents=extents_of(stored), units=layout.units
         )
+
+    def pages_of(self, arena: PagedArena, indexes: Sequence[int]) -> tuple[UnitPages, ...]:
+        """Return where these units of an arena are."""
+        stored = [self._store.units[arena.keys[i]] for i in indexes]
+        return tuple(UnitPages(unit=i, extents=extents_of((u,))) for i, u in zip(indexes, stored, strict=True))
 
     def remove(self, arena: PagedArena) -> None:
         """Release an arena's units after the copies in progress."""
@@ -398,7 +436,7 @@ class SeparateDevice:
                     if self._closing:
                         return
                     self.changed.wait()
-                index = arena.ready.popleft()
+                _, index = heappop(arena.ready)
                 arena.under_way += 1
             error: ThawError | None = None
             try:
@@ -446,6 +484,7 @@ class SeparateDevice:
         missing = arena.missing.pop(index)
         self._store = settle(self._store, missing.key, key)
         arena.keys[index] = key
+        arena.here.append(index)
         arena.digests.update(digests)
         reused_bytes = missing.unit.nbytes - copied_bytes
         arena.copied_bytes += copied_bytes

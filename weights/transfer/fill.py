@@ -6,7 +6,7 @@ A watermark grows with the pieces.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from weights.formats.segment import Layout
@@ -44,18 +44,21 @@ class Filling:
         cancelled: threading.Event | None = None,
         on_loaded: Callable[[int], None] | None = None,
         on_arrived: Callable[[int, int], None] | None = None,
+        order: Sequence[Piece] = (),
     ) -> None:
         """Prepare a load.
 
         Args:
+            pieces: The pieces of all weight files, in the segment's order.
             on_arrived: Called with offset and length of each loaded range of the segment, each byte
                 once. Padding belongs to the range before it.
+            order: The same pieces in the order to read them; none: the segment's.
         """
         self._layout, self._region, self._pieces = layout, region, pieces
         self._on_loaded, self._on_arrived = on_loaded, on_arrived
         self._starts = (*(p.target for p in pieces), layout.total_bytes)
         self._watermark = Watermark(pieces, len(layout.head), layout.total_bytes)
-        self._transfer = Transfer(pieces, self._read, background, cancelled)
+        self._transfer = Transfer(order or pieces, self._read, background, cancelled)
         self._link: Link | None = None
         self._reader: PieceReader | None = None
 

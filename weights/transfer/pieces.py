@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weights.formats.execution_order import Rank, execution_rank
 from weights.formats.segment import Layout
 from weights.pool.chunks import CHUNK_BYTES
 
@@ -48,6 +50,24 @@ def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False)
             found.append(Piece(len(found), number, at, length, target))
             at += length
     return tuple(found)
+
+
+def in_execution_order(layout: Layout, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Return `pieces` in the order in which a forward pass first needs a byte of them.
+
+    Args:
+        layout: The segment.
+        pieces: All pieces, in the segment's order.
+    """
+    starts = [p.target for p in pieces]
+    ranks: dict[int, Rank] = {}
+    for tensor in layout.tensors:
+        rank = execution_rank(tensor.name)
+        at = max(0, bisect_right(starts, tensor.offset) - 1)
+        while at < len(pieces) and pieces[at].target < tensor.offset + tensor.nbytes:
+            ranks[at] = min(rank, ranks.get(at, rank))
+            at += 1
+    return tuple(sorted(pieces, key=lambda p: (ranks.get(p.index, (0, 0, 0)), p.index)))
 
 
 class Watermark:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from services.engine.model.segment import SHARED_MEMORY
-from shared.contracts.segment import CudaIpcHandle, PagesHandle, SegmentIndex, SegmentTensor
+from shared.contracts.segment import CudaIpcHandle, PagesHandle, PagesLayout, SegmentIndex, SegmentTensor
 from shared.errors import CheckpointInvalid, EngineFailed
 from shared.mapping import map_extents
 
@@ -162,7 +162,9 @@ def open_pages(handle: PagesHandle) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def offsets_in_pages(handle: PagesHandle, offset_of: Callable[[torch.Tensor], int | None]) -> Callable[[torch.Tensor], int | None]:
+def offsets_in_pages(
+    handle: PagesHandle | PagesLayout, offset_of: Callable[[torch.Tensor], int | None]
+) -> Callable[[torch.Tensor], int | None]:
     """Return the function from a tensor to its offset in the mapped range.
 
     Args:

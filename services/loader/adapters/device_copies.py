@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from services.loader.adapters.arrivals import Arrivals
 from services.loader.domain.effects import CloseArena, OpenArena
 from services.loader.domain.events import ArenaClosed, CopiedToDevice, Event
 from services.loader.domain.ownership import Arenas
@@ -49,6 +50,7 @@ class _Copy:
     error: ErrorBody | None = None
     closing: bool = False
     freed: int = 0
+    arrivals: Arrivals = field(default_factory=Arrivals)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -158,6 +160,13 @@ class Copies:
             copies = source.copies if source is not None else []
             return next((c.handle for c in copies if c.order.device == device and not c.closing), None)
 
+    def arrivals(self, run: int, device: str) -> Arrivals | None:
+        """Return the arrivals of the run's units on a cpu device with memory of its own."""
+        with self._lock:
+            source = self._sources.get(run)
+            copies = source.copies if source is not None and self.has(device) else []
+            return next((c.arrivals for c in copies if c.order.device == device and not c.closing), None)
+
     def error(self, run: int, device: str | None) -> ErrorBody | None:
         """Return why the run's weights are not on a cpu device with memory of its own."""
         with self._lock:
@@ -248,6 +257,8 @@ class Copies:
         order = copy.order
         try:
             arena = self._allocate(copy, source)
+            if isinstance(arena, PagedArena):
+                _report(arena, copy.arrivals)
             if arena is None or not arena.wait(order.total_bytes):
                 return  # closed meanwhile
             with copy.lock:
@@ -336,6 +347,15 @@ class Copies:
             except Exception:  # the waiter for this release needs an answer, and no byte that is not free
                 log.exception("failed to release device memory", extra={"device": copy.order.device})
             return copy.freed
+
+
+def _report(arena: PagedArena, arrivals: Arrivals) -> None:
+    """Report units as they arrive, until all are there or the arena is released."""
+    arrivals.add(arena.layout())
+    count = 0
+    while units := arena.wait_units(count):
+        count += len(units)
+        arrivals.add(*units)
 
 
 def _address(region: Region, offset: int, length: int) -> int:

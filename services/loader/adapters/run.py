@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
+from services.loader.adapters.arrivals import Arrivals
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, Indexed, LaidOut
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
+from shared.contracts.segment import ByteRange
 from shared.errors import CheckpointInvalid
 from shared.telemetry.timeline import Timeline
 from weights.formats.checkpoint import Checkpoint
@@ -27,7 +28,7 @@ from weights.sources.sources import Sources
 from weights.tiers.port import Cancelled, Tier
 from weights.transfer.fill import Filling, PieceReader
 from weights.transfer.links import Links
-from weights.transfer.pieces import cut
+from weights.transfer.pieces import cut, in_execution_order
 from weights.transfer.reader import FilesReader, ReadOptions, ReadStats
 from weights.transfer.remote import TierReader
 from weights.transfer.verification import verify_region
@@ -81,6 +82,7 @@ class Run:
     background: bool = False
     is_reused: bool = False
     loaded: int = 0
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     def load(self) -> tuple[int, float]:
         """Load the weights. Raises `Cancelled`, or a `ThawError`.
@@ -181,10 +183,8 @@ class Run:
     def _fill(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats) -> None:
         order, context = self.order, self.context
         pieces = cut(layout, remote=tier.directory is None)
-        on_arrived: Callable[[int, int], None] | None = None
         if context.copies is not None:
             context.copies.begin(order.run, order.weights_id, region, layout)
-            on_arrived = partial(context.copies.arrived, order.run)
         self.filling = Filling(
             layout,
             region,
@@ -192,7 +192,9 @@ class Run:
             background=self.background,
             cancelled=self.cancelled,
             on_loaded=self._on_loaded,
-            on_arrived=on_arrived,
+            on_arrived=self._on_arrived,
+            # Other engines read the segment in the order of its bytes.
+            order=in_execution_order(layout, pieces) if order.card.spec.engine == "builtin" else (),
         )
         if not self.background:  # the priority rose before `filling` was set
             self.filling.raise_priority()
@@ -210,6 +212,11 @@ class Run:
             self.filling.run(reader, context.links.get(tier.link, threads))
         finally:
             stats.add(reader.stats)
+
+    def _on_arrived(self, offset: int, nbytes: int) -> None:
+        if self.context.copies is not None:
+            self.context.copies.arrived(self.order.run, offset, nbytes)
+        self.arrivals.add(ByteRange(offset=offset, nbytes=nbytes))
 
     def _on_loaded(self, watermark: int) -> None:
         self.loaded = max(self.loaded, watermark)

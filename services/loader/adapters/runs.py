@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from services.loader.adapters.arrivals import Arrivals
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
 from services.loader.adapters.run import Run, RunContext, Threads
@@ -74,6 +75,11 @@ class Runs:
         """
         found = self._runs.get(run)
         return found.timeline if found and not found.is_reused else None
+
+    def arrivals(self, run: int) -> Arrivals | None:
+        """Return what the run has loaded into host memory; None for adopted weights."""
+        found = self._runs.get(run)
+        return found.arrivals if found is not None else None
 
     def mark_reused(self, run: int) -> None:
         """Drop the run's phases: instances that attach from now on did not wait for it."""

@@ -1,0 +1,51 @@
+"""What has arrived of a load, for engines that compute while the rest is on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from shared.contracts.segment import ByteRange, PagesLayout, UnitPages
+
+Arrival = ByteRange | PagesLayout | UnitPages
+"""Bytes in host memory; or the address range of a device's units, and then each unit there."""
+
+
+class Arrivals:
+    """Arrivals of one load in one memory, in order. Threads add them; the event loop reads them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: list[Arrival] = []
+        self._waiting: list[Callable[[], object]] = []
+
+    def add(self, *arrivals: Arrival) -> None:
+        with self._lock:
+            self._found.extend(arrivals)
+            waiting, self._waiting = self._waiting, []
+        for wake in waiting:
+            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
+                wake()
+
+    def after(self, count: int) -> Sequence[Arrival]:
+        """Return the arrivals but the first `count`."""
+        with self._lock:
+            return self._found[count:]
+
+    async def more(self, count: int) -> None:
+        """Return when there are more than `count` arrivals."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        wake = partial(loop.call_soon_threadsafe, woken.set)
+        with self._lock:
+            if len(self._found) > count:
+                return
+            self._waiting.append(wake)
+        try:
+            await woken.wait()
+        finally:
+            with self._lock:
+                if wake in self._waiting:
+                    self._waiting.remove(wake)

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -118,7 +118,7 @@ class TensorStream:
             layout = lay_out(checkpoint, "")
             ring = Ring(layout.total_bytes, window_chunks=WINDOW_CHUNKS if tier is None else None)
             pieces = cut(layout, self._options.chunk_bytes, remote=tier is not None)
-            reader: PieceReader = FilesReader(layout.places, pieces, ring, self._options)
+            reader: PieceReader = FilesReader(layout.places, pieces, ring, replace(self._options, populate=False))
             if tier is not None:
                 reader = TierReader(tier, layout.places, ring)
             with self._changed:

@@ -8,12 +8,13 @@ import fcntl
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 from shared.contracts.segment import PAGE
 from weights.pool import shm
+from weights.pool.block_count import BlockCount
 from weights.pool.chunks import CHUNK_BYTES
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
+Pages = Literal["small", "huge"]
 Hook = Callable[[int, int], None]
 """Called with address and length of a chunk that was just populated, or is about to lose its
 memory.
@@ -64,7 +66,7 @@ class PoolMemory:
         """
         self.name, self.nbytes, self.chunk_bytes = name, nbytes, chunk_bytes
         self._on_populated, self._on_punch = on_populated, on_punch
-        self._lock = threading.Lock()
+        self._blocks = BlockCount()
         self._ready: dict[int, int] = {}
         self._fd = _open(name, keep=keep)
         try:
@@ -99,17 +101,27 @@ class PoolMemory:
 
         Raises `OSError` (ENOSPC) without memory: never SIGBUS later.
         """
-        with self._lock:  # punch reads the file's blocks before and after
+        with self._blocks.changing():
             os.posix_fallocate(self._fd, offset, length)
 
-    def populate(self, offset: int, length: int) -> None:
+    def populate(self, offset: int, length: int, *, huge: bool = False) -> Pages | None:
         """`allocate`, and map the pages at once: reads into them fault no more.
 
         Within one chunk; `offset` starts a page.
+
+        Args:
+            huge: Use huge pages where a whole one fits and the kernel grants it. A direct read
+                needs a descriptor for each run of memory, and a disk's request has few of them; and
+                there are fewer pages to look up, map and unmap.
+
+        Returns:
+            The kind of pages added; None if these bytes had memory.
         """
         chunk, end = offset // self.chunk_bytes, offset % self.chunk_bytes + length
         if self._ready.get(chunk, 0) >= end:
-            return
+            return None
+        had = self.has_memory(offset, length)
+        is_huge = huge and not had and self._collapse(offset, length)
         self.allocate(offset, length)
         # ctypes releases the GIL, mmap.madvise would not. A kernel without it faults page by page
         # instead.
@@ -118,6 +130,24 @@ class PoolMemory:
             self._ready[chunk] = end
         if end == self.chunk_bytes and self._on_populated is not None:
             self._on_populated(self._address + chunk * self.chunk_bytes, self.chunk_bytes)
+        return None if had else "huge" if is_huge else "small"
+
+    def _collapse(self, offset: int, length: int) -> bool:
+        """Give the whole huge pages of this range memory.
+
+        MADV_COLLAPSE needs no permission, and works where faults get no huge pages of shared memory
+        (shmem_enabled=never, the default of most distributions).
+
+        Returns:
+            True if the kernel granted each.
+        """
+        start, end = -(-offset // _HUGE) * _HUGE, (offset + length) // _HUGE * _HUGE
+        if start >= end:
+            return False
+        with self._blocks.changing():
+            for at in range(start, end, _HUGE):
+                _libc.madvise(self._address + at, PAGE, _MADV_POPULATE_WRITE)  # where nothing is there is nothing to collapse
+            return not _libc.madvise(self._address + start, end - start, _MADV_COLLAPSE)
 
     def is_ready(self, offset: int, length: int) -> bool:
         """True if these bytes, within one chunk, were populated and are still mapped here."""
@@ -128,18 +158,8 @@ class PoolMemory:
         self.populate(chunk * self.chunk_bytes, self.chunk_bytes)
 
     def prepare_huge(self, chunk: int) -> None:
-        """`prepare` with huge pages if the kernel has them.
-
-        Finding them may take three times as long: call it in the background.
-
-        A direct read needs a descriptor for each run of memory, and a disk's request has few of
-        them; and there are fewer pages to look up, map and unmap. Where it is refused the pages are
-        small.
-        """
-        address = self._address + chunk * self.chunk_bytes
-        for at in range(address, address + self.chunk_bytes, _HUGE):
-            _libc.madvise(at, PAGE, _MADV_POPULATE_WRITE)  # where nothing is there is nothing to collapse
-        _libc.madvise(address, self.chunk_bytes, _MADV_COLLAPSE)
+        """`prepare` with huge pages if the kernel has them."""
+        self._collapse(chunk * self.chunk_bytes, self.chunk_bytes)
         self.prepare(chunk)
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -179,7 +199,7 @@ class PoolMemory:
                 self._ready.pop(at // self.chunk_bytes, None)
                 if self._on_punch is not None:
                     self._on_punch(self._address + at, self.chunk_bytes)
-            with self._lock:
+            with self._blocks.counting():
                 before = self.allocated()
                 if _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length):
                     error = ctypes.get_errno()

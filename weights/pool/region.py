@@ -10,7 +10,7 @@ from shared.contracts.segment import Extent
 from shared.errors import InsufficientMemory
 from shared.mapping import coalesced
 from weights.pool.chunks import CHUNK_BYTES
-from weights.pool.memory import PoolMemory
+from weights.pool.memory import Pages, PoolMemory
 from weights.pool.shm import no_room
 
 
@@ -22,7 +22,7 @@ class Space(Protocol):
 
     def write(self, offset: int, data: memoryview | bytes) -> None: ...
     def copy(self, offset: int, data: memoryview) -> None: ...
-    def populate(self, offset: int, length: int) -> None: ...
+    def populate(self, offset: int, length: int, *, huge: bool = False) -> Pages | None: ...
     def is_ready(self, offset: int, length: int) -> bool: ...
     def view(self, offset: int, length: int) -> memoryview: ...
 
@@ -58,10 +58,16 @@ class Region:
         except OSError as e:
             raise self._no_room(e) from e
 
-    def populate(self, offset: int, length: int) -> None:
-        """Have these pages here. Raises `InsufficientMemory` if shared memory is full."""
+    def populate(self, offset: int, length: int, *, huge: bool = False) -> Pages | None:
+        """Have these pages here, huge ones if wanted and granted.
+
+        Raises `InsufficientMemory` if shared memory is full.
+
+        Returns:
+            The kind of pages added; None if these bytes had memory.
+        """
         try:
-            self.pool.populate(self._at(offset), length)
+            return self.pool.populate(self._at(offset), length, huge=huge)
         except OSError as e:
             raise self._no_room(e) from e
 

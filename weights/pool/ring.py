@@ -96,8 +96,8 @@ class Ring:
         _libc.madvise(source, CHUNK_BYTES, _MADV_DONTNEED)
         return False
 
-    def populate(self, offset: int, length: int) -> None:
-        """`enter` did."""
+    def populate(self, offset: int, length: int, *, huge: bool = False) -> None:
+        """No-op: `enter` did."""
 
     def is_ready(self, offset: int, length: int) -> bool:
         return True

@@ -3,11 +3,12 @@
 Several threads read large pieces, without a copy through the page cache.
 
 A piece of which the page cache holds half or more is taken from there as far as it goes
-(`RWF_NOWAIT`), through a buffer that stays in the CPU's cache: written from there, the segment's
-new pages are not zeroed first. The rest is read by O_DIRECT straight into the chunk, whose pages
-were allocated just before. Files start on pages of the segment, so file offset, memory address and
-length are aligned alike; only a file's last, partial page goes through a buffered read. File
-systems that refuse O_DIRECT are read buffered, and that is logged once.
+(`RWF_NOWAIT`); where only small pages are to be had, through a buffer that stays in the CPU's
+cache: written from there, the segment's new pages are not zeroed first. The rest is read by
+O_DIRECT straight into the chunk, whose pages other threads have populated (`populating.py`). Files
+start on pages of the segment, so file offset, memory address and length are aligned alike; only a
+file's last, partial page goes through a buffered read. File systems that refuse O_DIRECT are read
+buffered, and that is logged once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.region import Space
 from weights.transfer.page_cache import cached_bytes
 from weights.transfer.pieces import Piece
+from weights.transfer.populating import Populating
 
 log = logging.getLogger(__name__)
 _COPY_BYTES = 1024 * 1024
@@ -146,6 +148,7 @@ class FilesReader:
             counts[piece.file] += 1
         self._files = [_File(p.file, n, options.direct) for p, n in zip(places, counts, strict=True)]
         self._region, self._options = region, options
+        self._populating = Populating(pieces, region) if options.populate else None
         self._lock, self._buffers = threading.Lock(), threading.local()
         self.stats = ReadStats()
 
@@ -160,7 +163,7 @@ class FilesReader:
         if not hasattr(self._buffers, "view"):
             self._buffers.view = memoryview(bytearray(_COPY_BYTES))
         try:
-            got = _read_piece(file, piece, self._region, self._buffers.view, self._options)
+            got = _read_piece(file, piece, self._region, self._buffers.view, self._populating)
             file.piece_done()
         except OSError as e:
             raise CheckpointInvalid(f"{file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
@@ -168,29 +171,38 @@ class FilesReader:
             self.stats.add(got)
 
     def close(self) -> None:
+        if self._populating is not None:
+            self._populating.close()
+            self.stats.allocate_seconds = self._populating.seconds
         for file in self._files:
             file.close()
 
 
-def _read_piece(file: _File, piece: Piece, region: Space, buffer: memoryview, options: ReadOptions) -> ReadStats:
+def _read_piece(file: _File, piece: Piece, region: Space, buffer: memoryview, populating: Populating | None) -> ReadStats:
     fd, direct = file.open()
+    cached = direct < 0 or _worth_copying(fd, piece)
+    has_memory = populating is not None and not (cached and populating.uses_small_pages)
+    if populating is not None and has_memory:
+        populating.wait(piece)
     began = time.perf_counter()
-    resident = _resident(fd, piece, region, buffer) if direct < 0 or _worth_copying(fd, piece) else 0
+    resident = _resident(fd, piece, region, None if has_memory else buffer) if cached else 0
     copied = time.perf_counter()
     # Back to the page: a direct read may start nowhere else.
     done = resident if resident == piece.length else resident // PAGE * PAGE
     got = ReadStats(cached=done, copy_seconds=copied - began)
     if done == piece.length:
+        if populating is not None:
+            populating.skip(piece)
         return got
-    if options.populate:
-        region.populate(piece.target + done, -(-(piece.length - done) // PAGE) * PAGE)
-    allocated = time.perf_counter()
+    if populating is not None:
+        populating.wait(piece)
+    waited = time.perf_counter()
     with region.view(piece.target, piece.length) as into:
         if direct >= 0:
             got.direct = _direct(file, direct, into, piece.offset, done)
             done += got.direct
         got.buffered = _buffered(file, fd, into, piece.offset, done)
-    got.allocate_seconds, got.disk_seconds = allocated - copied, time.perf_counter() - allocated
+    got.disk_seconds = time.perf_counter() - waited
     return got
 
 
@@ -210,15 +222,18 @@ def _worth_copying(fd: int, piece: Piece) -> bool:
     return cached is None or 2 * cached >= piece.length
 
 
-def _resident(fd: int, piece: Piece, region: Space, buffer: memoryview) -> int:
+def _resident(fd: int, piece: Piece, region: Space, buffer: memoryview | None) -> int:
     """Copy cached bytes from the piece's start on, without waiting for the disk.
 
     Bytes go straight into memory that is populated already, and into new memory by way of `buffer`.
 
+    Args:
+        buffer: None: the piece was populated.
+
     Returns:
         Bytes copied.
     """
-    if region.is_ready(piece.target, piece.length):
+    if buffer is None or region.is_ready(piece.target, piece.length):
         with region.view(piece.target, piece.length) as into:
             return _resident_into(fd, piece, into)
     done = 0

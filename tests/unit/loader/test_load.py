@@ -26,6 +26,7 @@ from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.shm import SHM
 from weights.tiers.port import Cancelled
 from weights.transfer.pieces import cut
+from weights.transfer.populating import Populating
 from weights.transfer.reader import ReadOptions
 
 
@@ -281,6 +282,7 @@ def test_memory_that_runs_out_during_page_cache_copies_leaves_no_segment(
         return real(fd, data[: max(1, len(data) // 2)], offset)  # short writes are continued
 
     monkeypatch.setattr(os, "pwrite", some)
+    monkeypatch.setattr(Populating, "uses_small_pages", True)
     with pytest.raises(InsufficientMemory, match="/dev/shm"):
         load_segment(tmp_path, name)
     monkeypatch.undo()

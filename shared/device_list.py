@@ -6,7 +6,8 @@ Nodeagent and loader read the same setting. Errors are ValueErrors that name the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 _UNITS = (
     {"": 1, "B": 1}
@@ -22,6 +23,9 @@ PAGE_BYTES = 2 * 1024 * 1024
 """Granularity of such memory."""
 
 
+RATE_EXAMPLE = "cpu:1=4GiB/separate@2GiB/s@cpu:2=8GiB/s"
+
+
 @dataclass(frozen=True)
 class WantedDevice:
     """An entry of THAW_DEVICES.
@@ -30,12 +34,17 @@ class WantedDevice:
 
     Attributes:
         is_separate: A cpu device with memory of its own, of `bytes`.
+        host_bytes_per_second: Pace of copies to it from host memory, for experiments; None: as fast
+            as the machine copies.
+        peer_bytes_per_second: Pace of copies between it and other separate devices.
     """
 
     device_id: str
     bytes: int | None = None
     share: float | None = None
     is_separate: bool = False
+    host_bytes_per_second: int | None = None
+    peer_bytes_per_second: tuple[tuple[str, int], ...] = ()
 
     @property
     def kind(self) -> str:
@@ -57,6 +66,14 @@ def parse_bytes(text: str) -> int:
     return value
 
 
+def parse_rate(text: str) -> int:
+    """Parse `text` ("2GiB/s", "500MB/s", "2GiB") to bytes per second."""
+    try:
+        return parse_bytes(re.sub(r"\s*/\s*s\s*$", "", text))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a bandwidth: write a size for each second, such as 2GiB/s") from None
+
+
 def parse_devices(text: str) -> tuple[WantedDevice, ...] | None:
     """The devices of THAW_DEVICES; None for "auto"."""
     if text.strip().lower() == "auto":
@@ -68,24 +85,34 @@ def parse_devices(text: str) -> tuple[WantedDevice, ...] | None:
             raise ValueError(
                 f"{part.strip()!r} is not a device: write cpu:0 or cuda:N, optionally =SIZE or =PERCENT, such as cpu:0=1500MiB"
             )
-        if name.startswith("cpu:") and name != "cpu:0" and not amount.endswith(SEPARATE):
+        if name.startswith("cpu:") and name != "cpu:0" and not amount.partition("@")[0].rstrip().endswith(SEPARATE):
             raise ValueError(
                 f"{name!r}: a node has one cpu device, cpu:0, and others only with memory of their own: {name}=4GiB{SEPARATE}"
             )
         if name in (d.device_id for d in found):
             raise ValueError(f"{name!r} is named twice")
         found.append(_wanted(name, amount if equals else None))
+    separate = {d.device_id for d in found if d.is_separate}
+    for device in found:
+        for peer, _ in device.peer_bytes_per_second:
+            if peer == device.device_id or peer not in separate:
+                raise ValueError(
+                    f"{device.device_id}: {peer} is no other separate device of this node, so copies between them have no pace"
+                )
     return tuple(found)
 
 
 def _wanted(name: str, amount: str | None) -> WantedDevice:
     if amount is None:
         return WantedDevice(name)
-    if amount.endswith(SEPARATE):
-        size = parse_bytes(amount.removesuffix(SEPARATE))
-        if not name.startswith("cpu:") or size < PAGE_BYTES:
+    size, *rates = (p.strip() for p in amount.split("@"))
+    if size.endswith(SEPARATE):
+        nbytes = parse_bytes(size.removesuffix(SEPARATE))
+        if not name.startswith("cpu:") or nbytes < PAGE_BYTES:
             raise ValueError(f"{name}={amount}: only a cpu device can be separate, with a size of at least 2MiB")
-        return WantedDevice(name, bytes=size, is_separate=True)
+        return _paced(WantedDevice(name, bytes=nbytes, is_separate=True), rates)
+    if rates:
+        raise ValueError(f"{name}={amount}: only a separate cpu device can be paced, such as {RATE_EXAMPLE}")
     if amount.endswith("%"):
         try:
             share = float(amount[:-1]) / 100
@@ -97,6 +124,22 @@ def _wanted(name: str, amount: str | None) -> WantedDevice:
     return WantedDevice(name, bytes=parse_bytes(amount))
 
 
-def separate_devices(text: str) -> dict[str, int]:
-    """Return the bytes of the cpu devices with memory of their own in THAW_DEVICES."""
-    return {d.device_id: d.bytes for d in parse_devices(text) or () if d.is_separate and d.bytes is not None}
+def _paced(device: WantedDevice, rates: Sequence[str]) -> WantedDevice:
+    """Add the parts after the size: RATE, or DEVICE=RATE."""
+    peers: dict[str, int] = {}
+    for rate in rates:
+        peer, equals, value = (p.strip() for p in rate.partition("="))
+        if not equals:
+            if device.host_bytes_per_second is not None:
+                raise ValueError(f"{device.device_id}: two bandwidths from host memory; write one, such as {RATE_EXAMPLE}")
+            device = replace(device, host_bytes_per_second=parse_rate(rate))
+        elif peer in peers:
+            raise ValueError(f"{device.device_id}: two bandwidths from {peer}; write one, such as {RATE_EXAMPLE}")
+        else:
+            peers[peer] = parse_rate(value)
+    return replace(device, peer_bytes_per_second=tuple(peers.items()))
+
+
+def separate_devices(text: str) -> dict[str, WantedDevice]:
+    """Return the cpu devices with memory of their own in THAW_DEVICES, by id."""
+    return {d.device_id: d for d in parse_devices(text) or () if d.is_separate}

@@ -116,13 +116,14 @@ def _separate(settings: LoaderSettings, prefix: str, boot_id: str, known: KnownU
     return {
         device: SeparateDevice(
             device,
-            nbytes,
+            found.bytes or 0,
             file_name(prefix, device, boot_id),
             earlier=retire(prefix, device),
             verify=settings.verify,
             known=known,
+            host_bytes_per_second=found.host_bytes_per_second,
         )
-        for device, nbytes in wanted.items()
+        for device, found in wanted.items()
     }
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from shared.device_list import parse_devices, separate_devices
+from shared.device_list import WantedDevice, parse_devices, separate_devices
 from shared.settings import NodeSettings
 
 
@@ -31,7 +31,8 @@ class LoaderSettings(NodeSettings):
     )
     devices: str = Field(
         default="auto",
-        description="As the nodeagent's: the loader owns the memory of cpu devices that are separate, e.g. 'cpu:1=4GiB/separate'.",
+        description="As the nodeagent's: the loader owns the memory of cpu devices that are separate, e.g. 'cpu:1=4GiB/separate', or paced for "
+        "an experiment, 'cpu:1=4GiB/separate@2GiB/s'.",
     )
     dram_bytes: int | None = Field(
         default=None,
@@ -74,6 +75,6 @@ class LoaderSettings(NodeSettings):
         return value
 
     @property
-    def separate_devices(self) -> dict[str, int]:
-        """Bytes of the cpu devices with memory of their own, by device id."""
+    def separate_devices(self) -> dict[str, WantedDevice]:
+        """The cpu devices with memory of their own, by device id."""
         return separate_devices(self.devices)

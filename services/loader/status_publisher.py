@@ -96,6 +96,7 @@ def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]
             copied_bytes=p.copied_bytes,
             reused_bytes=p.reused_bytes,
             violations=violations.get(p.device_id, ()),
+            paced_bytes_per_second=p.paced_bytes_per_second,
             models=tuple(
                 ModelUnits(
                     model=m.model,

@@ -225,6 +225,7 @@ class LinkStatus(Frozen):
     queued_bytes: int = 0
     loads: int = 0
     finish_ms: float | None = None
+    is_paced: bool = Field(default=False, description="Its bandwidth is a setting of an experiment, not the machine's.")
 
 
 class ModelUnits(Frozen):
@@ -272,6 +273,9 @@ class DeviceMemory(Frozen):
         default=(),
         description="Weights of which the device has units, most bytes first. Their hashes are in the checkpoint's "
         "index, or known from an earlier load.",
+    )
+    paced_bytes_per_second: float | None = Field(
+        default=None, description="Copies from host memory are slowed to it, for an experiment (`bandwidth` in thaw.yaml)."
     )
 
 

@@ -294,11 +294,13 @@ def show_memory(out: Console, cluster: ClusterView) -> None:
                 width = min(rest, max(1, round(_DRAWN * nbytes / device.total_bytes))) if nbytes else 0
                 bar, rest = bar + f"[{colour}]{character * width}[/]", rest - width
             lent = f", {format_size(device.lent_bytes)} of an earlier loader" if device.lent_bytes else ""
+            pace = device.paced_bytes_per_second
+            paced = f"; paced to {format_size(int(pace))}/s from host memory" if pace else ""
             out.print(
                 f"\n{escape(node.node)} {device.device_id} {format_size(device.total_bytes)} {bar}[dim]{'░' * rest}[/]\n"
                 f"{format_size(device.mapped_bytes)} mapped, {format_size(device.reusable_bytes)} reusable{lent}, "
                 f"{format_size(device.free_bytes)} free; copied {format_size(device.copied_bytes)}, "
-                f"reused {format_size(device.reused_bytes)} so far",
+                f"reused {format_size(device.reused_bytes)} so far{paced}",
                 soft_wrap=True,
             )
             table = Table(box=None, header_style="dim")

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
-from shared.device_list import PAGE_BYTES, SEPARATE
+from shared.device_list import PAGE_BYTES, SEPARATE, parse_devices, parse_rate
 from shared.policies import policy_names
 from thaw.config.faults import EXAMPLE, ConfigError, Fault, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
@@ -28,6 +28,7 @@ HUB_PATTERN = r"hf://\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?"
 REMOTE_PATTERN = r"https?://[^/\s]+(/\S*)?|(s3|gs|az)://\w[\w.-]*(/[^\s?#]*)?"
 DEVICE_PATTERN = r"^(cpu|cuda):\d+$"
 SEPARATE_EXAMPLE = "{size: 4GiB, memory: separate}"
+PACED_EXAMPLE = "{size: 4GiB, memory: separate, bandwidth: 2GiB/s}"
 _DURATIONS: tuple[tuple[str, ...], ...] = (
     ("keep_alive",),
     ("init_timeout",),
@@ -53,8 +54,8 @@ class NodeConfig(Strict):
     """Configuration of a node.
 
     Attributes:
-        devices: Bytes, a share such as "90%", or bytes of memory of its own such as
-            "4294967296/separate", by device id ("cpu:0", "cuda:0").
+        devices: Bytes, a share such as "90%", or the text of THAW_DEVICES for memory of its own
+            such as "4294967296/separate@2147483648", by device id ("cpu:0", "cuda:0").
         dram: Bytes of host memory for weights that no instance holds.
     """
 
@@ -313,13 +314,23 @@ class _Check:
                     self._tree.fault(base, "must be a mapping of devices to sizes, e.g. cpu:0: 8GiB")
                 result[name] = rest
                 continue
+            known_faults = len(self._tree.faults)
             for device in devices:
                 if not re.match(DEVICE_PATTERN, device):
                     self._tree.fault((*base, device), f"given {device!r}; allowed: cpu:0 or cuda:N")
                 elif device.startswith("cpu:") and device != "cpu:0" and not _is_separate(devices[device]):
                     self._tree.fault((*base, device), f"must be {SEPARATE_EXAMPLE}; only cpu:0 shares the host's memory")
             result[name] = {"devices": {d: self._budget(v, (*base, d)) for d, v in devices.items()}, **rest}
+            if len(self._tree.faults) == known_faults:
+                self._check_peers(result[name]["devices"], base)
         return result
+
+    def _check_peers(self, devices: dict[str, int | str], path: KeyPath) -> None:
+        """Find bandwidths between devices that the node does not have."""
+        try:
+            parse_devices(",".join(f"{d}={v}" for d, v in devices.items()) or "auto")
+        except ValueError as e:
+            self._tree.fault(path, str(e))
 
     def _budget(self, value: Any, path: KeyPath) -> int | str:
         if isinstance(value, dict):
@@ -336,18 +347,38 @@ class _Check:
         return int(size or 0)
 
     def _memory(self, value: dict[str, Any], path: KeyPath) -> int | str:
-        """Parse `{size: 4GiB, memory: separate}`: the size, marked if the memory is separate."""
+        """Parse `{size: 4GiB, memory: separate}` to the text of THAW_DEVICES."""
         kind = value.get("memory", "unified")
-        if not {"size"} <= set(value) <= {"size", "memory"} or kind not in ("unified", "separate"):
+        if not {"size"} <= set(value) <= {"size", "memory", "bandwidth"} or kind not in ("unified", "separate"):
             self._tree.fault(path, f"must be a size, or {SEPARATE_EXAMPLE}")
             return 0
         size = self._budget(value["size"], (*path, "size"))
         if kind == "unified":
+            if "bandwidth" in value:
+                self._tree.fault((*path, "bandwidth"), f"only a separate device can be paced, such as {PACED_EXAMPLE}")
             return size
         if not str(path[-1]).startswith("cpu:") or not isinstance(size, int) or size < PAGE_BYTES:
             self._tree.fault(path, f"must be a cpu device of at least 2MiB, such as {SEPARATE_EXAMPLE}")
             return 0
-        return f"{size}{SEPARATE}"
+        return f"{size}{SEPARATE}{self._pace(value.get('bandwidth'), (*path, 'bandwidth'))}"
+
+    def _pace(self, value: Any, path: KeyPath) -> str:
+        """Parse `2GiB/s`, or `{host: 2GiB/s, cpu:2: 8GiB/s}`: bandwidths by their source."""
+        if value is None:
+            return ""
+        found = []
+        for source, rate in (value if isinstance(value, dict) else {"host": value}).items():
+            if source != "host" and not (re.match(DEVICE_PATTERN, source) and source.startswith("cpu:")):
+                self._tree.fault((*path, source), f"given {source!r}; allowed: host, or another separate device of the node")
+                continue
+            converted = self._convert(rate, (*path, source) if isinstance(value, dict) else path, parse_rate)
+            if converted is None:
+                continue
+            if converted < 1:
+                self._tree.fault(path, f"given {rate!r}; allowed: a bandwidth over 0, such as 2GiB/s")
+                continue
+            found.append(f"@{int(converted)}" if source == "host" else f"@{source}={int(converted)}")
+        return "".join(found)
 
     def _with_units(self, value: dict[str, Any], path: KeyPath) -> dict[str, Any]:
         """`value` with durations and sizes that have units made into numbers."""

@@ -34,6 +34,7 @@ class PagesInUse:
         copied_bytes: Copied to the device since the loader's start.
         reused_bytes: Not copied since then, because the device had them.
         weights: What it has of each weights' units, loaded or not.
+        paced_bytes_per_second: Copies from host memory are slowed to it, for an experiment.
     """
 
     device_id: str
@@ -46,6 +47,7 @@ class PagesInUse:
     reused_bytes: int
     models: tuple[UnitsOf, ...]
     weights: tuple[ResidentWeights, ...] = ()
+    paced_bytes_per_second: float | None = None
 
 
 def pages_in_use(

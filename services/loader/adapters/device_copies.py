@@ -26,11 +26,12 @@ from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
 from weights.pool.region import Region
 from weights.sources.open import is_remote
+from weights.store.arena import PagedArena
 from weights.store.auditing import Audit
 from weights.store.cost import Tier
 from weights.store.node_devices import NodeDevices
 from weights.store.residency import KnownUnits
-from weights.store.separate import PagedArena, SeparateDevice
+from weights.store.separate import SeparateDevice
 from weights.store.usage import PagesInUse
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,11 @@ class Copies:
             finish = queued / speed * 1e3 if queued and speed else None
             loads = under_way.count(device.device_id)
             link = f"bus:{device.device_id}"
-            found.append(LinkStatus(link=link, bytes_per_second=speed, queued_bytes=queued, loads=loads, finish_ms=finish))
+            separate = self._devices.separate.get(device.device_id)
+            paced = separate is not None and separate.paced_bytes_per_second is not None
+            found.append(
+                LinkStatus(link=link, bytes_per_second=speed, queued_bytes=queued, loads=loads, finish_ms=finish, is_paced=paced)
+            )
         return tuple(found)
 
     # -- threads -----------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def _resident(x: LoaderPresence) -> list[dict[str, Any]]:
 
 
 def _links(x: LoaderPresence) -> list[dict[str, Any]]:
-    return [{"node": x.node, "heard_at": x.last_message_at} | link.model_dump() for link in x.status.links]
+    return [{"node": x.node, "heard_at": x.last_message_at} | link.model_dump(exclude={"is_paced"}) for link in x.status.links]
 
 
 async def read_loaders(connection: AsyncConnection, now: float) -> list[LoaderPresence]:

@@ -113,6 +113,21 @@ def test_devices_accept_sizes_and_percentages(tmp_path: Path) -> None:
     assert file.mesh.nodes["c"].devices == {}
 
 
+def test_the_pace_of_a_separate_device_is_read(tmp_path: Path) -> None:
+    text = """
+mesh:
+  nodes:
+    a:
+      cpu:1: {size: 1GiB, memory: separate, bandwidth: 2GiB/s}
+      cpu:2: {size: 1GiB, memory: separate, bandwidth: {host: 1GiB/s, cpu:1: 8GiB/s}}
+"""
+    devices = load(tmp_path, text).mesh.nodes["a"].devices
+    assert devices == {
+        "cpu:1": f"{2**30}/separate@{2 * 2**30}",
+        "cpu:2": f"{2**30}/separate@{2**30}@cpu:1={8 * 2**30}",
+    }
+
+
 def test_memory_for_cached_weights(tmp_path: Path) -> None:
     file = load(
         tmp_path,
@@ -199,6 +214,11 @@ def test_duplicate_names_and_aliases_are_refused(tmp_path: Path, second: str) ->
         ("mesh:\n  nodes:\n    a: {cpu:0: {memory: separate}}\n", 3, "must be a size, or {size: 4GiB, memory: separate}"),
         ("mesh:\n  nodes:\n    a: {cpu:0: {size: 50%, memory: separate}}\n", 3, "at least 2MiB"),
         ("mesh:\n  nodes:\n    a: {cuda:0: {size: 1GiB, memory: separate}}\n", 3, "must be a cpu device"),
+        ("mesh:\n  nodes:\n    a: {cpu:0: {size: 1GiB, bandwidth: 1GiB/s}}\n", 3, "only a separate device can be paced"),
+        ("mesh:\n  nodes:\n    a: {cpu:1: {size: 1g, memory: separate, bandwidth: fast}}\n", 3, "is not a bandwidth"),
+        ("mesh:\n  nodes:\n    a: {cpu:1: {size: 1g, memory: separate, bandwidth: 0}}\n", 3, "a bandwidth over 0"),
+        ("mesh:\n  nodes:\n    a: {cpu:1: {size: 1g, memory: separate, bandwidth: {disk: 1g}}}\n", 3, "allowed: host"),
+        ("mesh:\n  nodes:\n    a: {cpu:1: {size: 1g, memory: separate, bandwidth: {cpu:2: 1g}}}\n", 3, "no other separate device"),
         ("mesh:\n  nodes:\n    a: {cuda:0: 120%}\n", 3, "at most 100%"),
         ("mesh:\n  nodes:\n    a: {cpu:0: .nan}\n", 3, "1 or more"),
         ("mesh:\n  nodes:\n    a: {cpu:0: 0GiB}\n", 3, "1 or more"),

@@ -118,6 +118,7 @@ def test_the_memory_of_a_separate_device_is_drawn() -> None:
         lent_bytes=2**28,
         copied_bytes=2**29,
         models=(units,),
+        paced_bytes_per_second=2.0**31,
     )
     node = NodeView(node="n", alive=True, loader=LoaderView(memory=(memory,)))
     file = io.StringIO()
@@ -126,6 +127,7 @@ def test_the_memory_of_a_separate_device_is_drawn() -> None:
     assert "n cpu:1 1.0 GiB " + "█" * 10 + "▒" * 10 + "▓" * 10 + "░" * 10 in text
     assert "256 MiB mapped, 256 MiB reusable, 256 MiB of an earlier loader, 256 MiB free; copied 512 MiB" in text
     assert "128 MiB" in text
+    assert "paced to 2.0 GiB/s from host memory" in text
     file = io.StringIO()
     show_memory(Console(file=file, width=160), ClusterView(scheduler="s", epoch=1, models=(), nodes=()))
     assert "No device has memory of its own" in file.getvalue()

@@ -42,13 +42,26 @@ def test_device_settings_are_parsed() -> None:
         WantedDevice("cpu:0", bytes=1 << 30),
         WantedDevice("cpu:1", bytes=4 << 30, is_separate=True),
     )
-    assert separate_devices("cpu:0=1g,cpu:1=4g/separate") == {"cpu:1": 4 << 30}
+    assert separate_devices("cpu:0=1g,cpu:1=4g/separate") == {"cpu:1": WantedDevice("cpu:1", bytes=4 << 30, is_separate=True)}
     assert separate_devices("auto") == {}
+
+
+def test_the_pace_of_separate_devices_is_parsed() -> None:
+    devices = separate_devices("cpu:0=1g,cpu:1=4g/separate@2GiB/s@cpu:2=8GiB/s, cpu:2=4g/separate @ 500MB")
+    assert devices["cpu:1"].host_bytes_per_second == 2 << 30
+    assert devices["cpu:1"].peer_bytes_per_second == (("cpu:2", 8 << 30),)
+    assert (devices["cpu:2"].host_bytes_per_second, devices["cpu:2"].peer_bytes_per_second) == (500_000_000, ())
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("cpu:0=1g@2GiB/s", "only a separate cpu device can be paced"),
+        ("cpu:1=1g/separate@fast", "is not a bandwidth"),
+        ("cpu:1=1g/separate@1g@2g", "two bandwidths from host memory"),
+        ("cpu:1=1g/separate@cpu:2=1g@cpu:2=2g,cpu:2=1g/separate", "two bandwidths from cpu:2"),
+        ("cpu:1=1g/separate@cpu:2=1g", "cpu:2 is no other separate device"),
+        ("cpu:1=1g/separate@cpu:1=1g", "cpu:1 is no other separate device"),
         ("gpu:0", "is not a device"),
         ("cpu:1", "one cpu device"),
         ("cpu:1=4g", "one cpu device"),

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,11 +23,12 @@ from tests.unit.loader.devices.behaviour import SEGMENT, DeviceBehaviour, Host
 from tests.unit.loader.pools import mapper
 from weights.devices.port import Arena, Contents, Device, Place
 from weights.pool import shm
-from weights.store import separate
+from weights.store import checking, copying
+from weights.store.arena import PagedArena
 from weights.store.cost import Tier
 from weights.store.generations import EARLIER, file_name, remove_unmapped, retire
 from weights.store.residency import KnownUnits
-from weights.store.separate import PagedArena, SeparateDevice
+from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
 from weights.store.usage import PagesInUse
 
@@ -216,7 +218,7 @@ def test_content_reclaimed_while_it_is_found_is_copied(device: SeparateDevice, m
         assert device.pages().reusable_bytes == 0
 
     # The copying thread logs the wrong hash between hashing and sharing.
-    monkeypatch.setattr(separate.log, "warning", reclaim)
+    monkeypatch.setattr(copying.log, "warning", reclaim)
     check(load(device, second), second)
 
 
@@ -278,7 +280,7 @@ def test_a_unit_whose_bytes_have_changed_is_copied_again(device: SeparateDevice,
 
 
 def test_the_sample_takes_the_units_in_turn(device: SeparateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(separate, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(checking, "SAMPLE_BYTES", 1)
     model = Model("m", 1, 2, 3)
     first = load(device, model)
     corrupt(first)
@@ -287,7 +289,7 @@ def test_the_sample_takes_the_units_in_turn(device: SeparateDevice, monkeypatch:
 
 
 def test_verify_checks_all_reused_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(separate, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(checking, "SAMPLE_BYTES", 1)
     device, model = made(verify=True), Model("m", 3, 2, 1)
     corrupt(load(device, model))
     assert load(device, model).copied_bytes == TENSOR
@@ -341,6 +343,24 @@ def test_an_empty_file_of_an_earlier_loader_is_removed() -> None:
     Path(shm.SHM / file_name(PREFIX, "cpu:1", "boot")).touch()
     assert retire(PREFIX, "cpu:1") == []
     assert shm.segments(PREFIX) == []
+
+
+def test_a_paced_device_copies_no_faster_than_its_pace() -> None:
+    device, model = SeparateDevice("cpu:1", COUNT * PAGE_BYTES, None, host_bytes_per_second=40 * TENSOR), Model("m", 1, 2, 3, 4)
+    began = time.monotonic()
+    load(device, model)
+    assert time.monotonic() - began >= 0.1
+    assert device.pages().paced_bytes_per_second == 40 * TENSOR
+    assert 0 < (device.bytes_per_second or 0.0) <= 40 * TENSOR
+    device.close()
+
+
+def test_a_paced_copy_ends_with_its_arena() -> None:
+    device, model = SeparateDevice("cpu:1", COUNT * PAGE_BYTES, None, host_bytes_per_second=1.0), Model("m", 1)
+    arena = device.allocate(model.place())
+    arena.fill(0, model.address, model.nbytes)
+    arena.release()
+    device.close()
 
 
 def test_many_loads_from_several_threads(device: SeparateDevice) -> None:

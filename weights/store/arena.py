@@ -1,0 +1,149 @@
+"""One segment on a separate device: its units, and which of them still lack bytes."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from heapq import heappush
+from typing import Protocol
+
+from shared.contracts.segment import MappedUnit, PagesHandle, PagesLayout, UnitPages
+from shared.errors import ThawError
+from weights.devices.cpu import check_range, wait_for
+from weights.devices.grouping import Ranges
+from weights.devices.port import Place, Priority
+from weights.formats.execution_order import Rank, execution_rank
+from weights.store.missing import Missing
+from weights.store.units import Unit, address_range
+
+
+class ArenaOwner(Protocol):
+    """The device of an arena; `changed` guards all fields of its arenas."""
+
+    @property
+    def changed(self) -> threading.Condition: ...
+
+    @property
+    def device_id(self) -> str: ...
+
+    @property
+    def file(self) -> str: ...
+
+    def handle_of(self, arena: PagedArena) -> PagesHandle: ...
+    def pages_of(self, arena: PagedArena, indexes: Sequence[int]) -> tuple[UnitPages, ...]: ...
+    def remove(self, arena: PagedArena) -> None: ...
+
+
+class PagedArena:
+    """The units of one segment. All its fields are guarded by the device's lock.
+
+    Attributes:
+        keys: Key in the store of each unit; a private one while its bytes are missing.
+        missing: Units without bytes on the device, by index.
+        ready: Missing units whose bytes are all in host memory, by execution order.
+        here: Units that are on the device, in the order in which they became so.
+        under_way: Units being copied.
+    """
+
+    def __init__(self, device: ArenaOwner, holder: str, place: Place, priority: Priority, units: Sequence[Unit]) -> None:
+        self._device, self.holder, self.place, self.priority = device, holder, place, priority
+        self.units = tuple(units)
+        self.keys = [u.key for u in units]
+        self.missing: dict[int, Missing] = {}
+        self.ready: list[tuple[Rank, int]] = []
+        self.here: list[int] = []
+        self.under_way = 0
+        self.is_open = True
+        self.error: ThawError | None = None
+        self.copied_bytes = self.reused_bytes = 0
+        self.digests: dict[str, str] = {}
+        self._starts = [u.offset for u in units]
+        self._taken = Ranges()
+
+    @property
+    def nbytes(self) -> int:
+        return self.place.nbytes
+
+    @property
+    def watermark(self) -> int:
+        with self._device.changed:
+            return self._watermark()
+
+    def _watermark(self) -> int:
+        return min((m.unit.offset for m in self.missing.values()), default=self.place.nbytes)
+
+    def fill(self, offset: int, address: int, nbytes: int) -> None:
+        check_range(self.place, offset, nbytes)
+        with self._device.changed:
+            if self.error is not None:
+                raise self.error
+            if not self.is_open:
+                return
+            if not self._taken.take(offset, offset + nbytes):
+                raise ValueError(f"bytes {offset} to {offset + nbytes} overlap bytes that this arena has received")
+            for index in range(max(0, bisect_right(self._starts, offset) - 1), len(self.units)):
+                if self.units[index].offset >= offset + nbytes:
+                    break
+                self._arrived(index, offset, address, nbytes)
+            self._device.changed.notify_all()
+
+    def _arrived(self, index: int, offset: int, address: int, nbytes: int) -> None:
+        missing = self.missing.get(index)
+        if missing is None:
+            return
+        start, end = max(offset, missing.unit.offset), min(offset + nbytes, missing.unit.end)
+        if start < end:
+            missing.pieces.append((start, address + start - offset, end - start))
+            missing.arrived += end - start
+            if missing.arrived == missing.unit.nbytes:
+                heappush(self.ready, (min(execution_rank(t.name) for t in missing.tensors), index))
+
+    def wait(self, until: int, cancelled: threading.Event | None = None) -> bool:
+        def done() -> bool:
+            if self.error is not None:
+                raise self.error
+            return self.is_open and self._watermark() >= until
+
+        return wait_for(self._device.changed, done, lambda: not self.is_open, cancelled)
+
+    def wait_units(self, after: int) -> tuple[UnitPages, ...]:
+        """Block until more than `after` units are on the device.
+
+        Returns:
+            The pages of the units from the `after`-th on; none if all are there or the arena was
+            released.
+
+        Raises:
+            DeviceFailed: The device has failed.
+        """
+
+        def done() -> bool:
+            if self.error is not None:
+                raise self.error
+            return self.is_open and (len(self.here) > after or not self.missing)
+
+        with self._device.changed:
+            wait_for(self._device.changed, done, lambda: not self.is_open, None)
+            return self._device.pages_of(self, self.here[after:]) if self.is_open else ()
+
+    def layout(self) -> PagesLayout:
+        """Return the address range that an engine maps the units into."""
+        places = address_range(self.units)
+        units = tuple(
+            MappedUnit(offset=u.offset, nbytes=u.nbytes, start=start) for u, start in zip(self.units, places.starts, strict=True)
+        )
+        return PagesLayout(device=self._device.device_id, nbytes=places.nbytes, file=self._device.file, units=units)
+
+    def handle(self) -> PagesHandle | None:
+        with self._device.changed:
+            return self._device.handle_of(self) if self.is_open and not self.missing else None
+
+    def raise_priority(self, priority: Priority) -> None:
+        with self._device.changed:
+            self.priority = priority
+
+    def release(self) -> int:
+        """Release the units; they stay for reuse, so no byte is given back."""
+        self._device.remove(self)
+        return 0

@@ -1,0 +1,158 @@
+"""The pages of one separate device in use: who has them, and which weights their units belong to.
+
+All methods are called with the device's lock held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from shared.contracts.segment import SegmentTensor
+from shared.errors import InsufficientMemory
+from weights.devices.port import Contents, Place
+from weights.store.arena import PagedArena
+from weights.store.cost import Likelihood, Tier, equally_likely, reload_cost
+from weights.store.generations import EarlierPages
+from weights.store.memory import PageMemory
+from weights.store.missing import Missing
+from weights.store.pages import Reservation, Store, condemn, give_back, lend, release, reserve, settle
+from weights.store.units import PAGE_BYTES, Unit
+from weights.store.usage import PagesInUse, pages_in_use
+
+log = logging.getLogger(__name__)
+
+
+class DevicePages:
+    """The store of one device, and what is known of the weights in it.
+
+    Attributes:
+        store: The pages.
+        tier_of: The tier that weights would be loaded from again, by their id.
+        likelihood: How likely a unit is loaded again soon.
+    """
+
+    def __init__(
+        self, device_id: str, memory: PageMemory, count: int, earlier: Sequence[EarlierPages], clock: Callable[[], float]
+    ) -> None:
+        """Start with free pages, except those that `earlier` files still have."""
+        self._device_id, self._memory, self._clock = device_id, memory, clock
+        self.store = Store.empty(count)
+        self.tier_of: Callable[[str], Tier] = lambda _: "ssd"
+        self.likelihood: Likelihood = equally_likely
+        self.earlier = list(earlier)
+        self._damaged = itertools.count(1)
+        self._members: dict[str, tuple[str, frozenset[str]]] = {}
+        self._pinned: dict[str, frozenset[str]] = {}
+        self._copied_bytes = self._reused_bytes = 0
+        self.count_earlier()
+
+    # -- arenas ------------------------------------------------------------------------------------
+
+    def reserve(self, arena: PagedArena, contents: Contents, tensors: Sequence[tuple[SegmentTensor, ...]]) -> None:
+        """Share the arena's units that are here, and reserve pages for the others.
+
+        Raises:
+            InsufficientMemory: Nothing has changed then.
+        """
+        wanted = []
+        for index, unit in enumerate(arena.units):
+            stored = self.store.units.get(unit.key)
+            if stored is not None and stored.is_complete and stored.nbytes == unit.nbytes:
+                wanted.append(unit)
+                arena.reused_bytes += unit.nbytes
+            else:
+                key = f"filling:{arena.holder}:{index}"
+                wanted.append(replace(unit, key=key))
+                arena.keys[index] = key
+                arena.missing[index] = Missing(unit, key, tensors[index])
+        found, kept = self._reserve(arena.holder, arena.place.weights_id, wanted)
+        if found is None:
+            need = sum(m.unit.pages for m in arena.missing.values()) * PAGE_BYTES
+            given_up = (u for k, u in self.store.units.items() if u.is_reusable and k not in kept and k not in arena.keys)
+            can = (len(self.store.free) + sum(len(u.pages) for u in given_up)) * PAGE_BYTES
+            raise InsufficientMemory(
+                f"The weights of {contents.model or arena.place.weights_id} need {need >> 20} MiB more of {self._device_id}, of which "
+                f"{can >> 20} MiB can be given: the rest is in use, pinned or lent. Stop other models there, or enlarge it",
+                should_retry=True,
+            )
+        self.store = found.store
+        if found.reclaimed:
+            log.info("reclaimed units", extra={"device": self._device_id, "units": len(found.reclaimed)})
+
+    def _reserve(self, holder: str, weights_id: str, wanted: Sequence[Unit]) -> tuple[Reservation | None, set[str]]:
+        """Reserve the wanted units. The second value: keys that were not to be reclaimed."""
+        short = sum(u.pages for u in wanted if u.key not in self.store.units) > len(self.store.free)
+        keep: set[str] = set()
+        if short:
+            self.count_earlier()
+            keep.update(*self._pinned.values())
+            # A holder is removed when its process has ended; this is the proof.
+            mapped = self._memory.mapped_by_others()
+            keep.update(k for k, u in self.store.units.items() if any(p in mapped for p in u.pages))
+        cost = reload_cost(cache(self.tier_of), self.likelihood)
+        return reserve(self.store, holder, weights_id, wanted, self._clock(), cost, keep), keep
+
+    def join(self, place: Place, contents: Contents, arena: PagedArena) -> None:
+        """Remember which units the weights have, as far as they are known."""
+        keys = frozenset(arena.keys)
+        self._members[place.weights_id] = (contents.model or place.weights_id, keys)
+        self._pinned.pop(place.weights_id, None)
+        if contents.is_pinned:
+            self._pinned[place.weights_id] = keys
+
+    def count_reused(self, nbytes: int) -> None:
+        """Count bytes that a load found here."""
+        self._reused_bytes += nbytes
+
+    def settle(self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int) -> None:
+        """Complete a unit of the arena under the key of its content."""
+        missing = arena.missing.pop(index)
+        self.store = settle(self.store, missing.key, key)
+        arena.keys[index] = key
+        arena.here.append(index)
+        arena.digests.update(digests)
+        reused_bytes = missing.unit.nbytes - copied_bytes
+        arena.copied_bytes += copied_bytes
+        arena.reused_bytes += reused_bytes
+        self._copied_bytes += copied_bytes
+        self._reused_bytes += reused_bytes
+
+    def release(self, holder: str) -> None:
+        """Release the units of an arena, by its holder."""
+        self.store, _ = release(self.store, holder, self._clock())
+
+    def discard(self, arena: PagedArena, damaged: Sequence[int]) -> None:
+        """Give the reservation back, and take damaged units out of use."""
+        self.release(arena.holder)
+        for key in {arena.keys[i] for i in damaged}:
+            log.error("the bytes of a reused unit have changed; it is copied again", extra={"device": self._device_id, "unit": key})
+            if key in self.store.units:
+                self.store = condemn(self.store, key, next(self._damaged))
+
+    # -- earlier loaders, status -------------------------------------------------------------------
+
+    def count_earlier(self) -> None:
+        """Lend as many pages as earlier loaders' files still have, and take back the others."""
+        for earlier in tuple(self.earlier):
+            pages = earlier.mapped()
+            lent = self.store.lent.get(earlier.name, ())
+            if pages < len(lent):
+                self.store = give_back(self.store, earlier.name, lent[pages:])
+            elif (more := min(pages - len(lent), len(self.store.free))) > 0:
+                granted = lend(self.store, earlier.name, more, lambda _: 0.0)
+                assert granted is not None
+                self.store = granted[0]
+            if not pages:
+                earlier.close(unlink=True)
+                self.earlier.remove(earlier)
+
+    def in_use(self) -> PagesInUse:
+        """Return how the pages are used now."""
+        self._members = {w: (m, k) for w, (m, k) in self._members.items() if not k.isdisjoint(self.store.units)}
+        return pages_in_use(
+            self._device_id, self.store, self._members, copied_bytes=self._copied_bytes, reused_bytes=self._reused_bytes
+        )

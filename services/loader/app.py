@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.peer_sharing import Sharing
+from services.loader.adapters.pretouching import Pretouching
 from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.records import Records
 from services.loader.adapters.run import Threads
@@ -40,6 +41,7 @@ from shared.tasks import end, first
 from weights.devices.opening import Devices, has_driver, load_driver
 from weights.devices.probe import group_bytes
 from weights.pool.chunks import CHUNK_BYTES, Chunks
+from weights.pool.host_backing import host
 from weights.pool.memory import PoolMemory
 from weights.pool.shm import SHM, default_dram_bytes, default_ready_bytes, physical_memory
 from weights.pool.sweeping import sweep
@@ -87,14 +89,19 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     devices = NodeDevices(separate, gpus, known) if gpus is not None or separate else None
     sharing = Sharing(settings)
     held = True
+    memory = Pretouching(settings.pretouch, machine := host(), settings.home / "pretouch")
+    takes_back = machine.takes_back
     try:
-        loader = await _adopting(settings, boot_id, records, pool, sharing, devices, with_gpu=gpus is not None)
+        loader = await _adopting(
+            settings, boot_id, records, pool, sharing, devices, memory, with_gpu=gpus is not None, takes_back=takes_back
+        )
         readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}")
         async with listening(loader_socket(settings.node_state), readers), asyncio.TaskGroup() as tasks:
             ready = tasks.create_task(loader.keep_ready(), name="ready")
+            touching = tasks.create_task(memory.run(loader.last_busy_at, loader.changed.set), name="pretouch")
             audits = tasks.create_task(loader.keep_audited(), name="audits")
             status = await _serve_mesh(settings, stop, loader, sharing)
-            await end(ready, audits)
+            await end(ready, audits, touching)
         held = loader.has_holders
         return status
     finally:
@@ -134,8 +141,10 @@ async def _adopting(
     pool: PoolMemory,
     sharing: Sharing,
     devices: NodeDevices | None,
+    memory: Pretouching,
     *,
     with_gpu: bool,
+    takes_back: bool,
 ) -> Loader:
     """Make a loader with the state of an earlier one."""
 
@@ -146,15 +155,27 @@ async def _adopting(
     def workers(emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
         threads = Threads(settings.loader_threads, settings.loader_remote_threads)
         copies = Copies(devices, pool, emit, is_on_disk) if devices is not None else None
-        runs = Runs(pool, sharing.sources, emit, threads, settings.loader_order, copies, verify=settings.verify)
+        runs = Runs(
+            pool,
+            sharing.sources,
+            emit,
+            threads,
+            settings.loader_order,
+            copies,
+            verify=settings.verify,
+            free_memory=memory.give_back,
+        )
         sharing.measure_by(runs.speed_of)
         return runs, Reclaimer(pool, emit)
 
     budget = default_dram_bytes() if settings.dram_bytes is None else settings.dram_bytes
-    loader = Loader(settings.node, boot_id, records, sharing.sources, workers, Chunks(pool.count, budget))
+    loader = Loader(
+        settings.node, boot_id, records, sharing.sources, workers, Chunks(pool.count, budget), pretouch=lambda: memory.progress
+    )
     found, mapped = await asyncio.to_thread(records.recover, pool)
     if settings.dram_ready_bytes is None:
-        loader.adopt(found, mapped, default_ready_bytes(budget, with_gpu=with_gpu) // CHUNK_BYTES, at_once=False)
+        ready = default_ready_bytes(budget, with_gpu=with_gpu, takes_back=takes_back)
+        loader.adopt(found, mapped, ready // CHUNK_BYTES, at_once=False)
     else:
         loader.adopt(found, mapped, settings.dram_ready_bytes // CHUNK_BYTES)
     return loader

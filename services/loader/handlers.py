@@ -35,6 +35,7 @@ from services.loader.domain.events import (
     Release,
     Stop,
 )
+from services.loader.domain.pretouch import Pretouch
 from services.loader.domain.state import Entry, Stage
 from services.loader.expectations import Expectations
 from services.loader.loop import Loop
@@ -83,10 +84,12 @@ class Loader:
         workers: Callable[[Callable[[Event], None]], tuple[Runs, Reclaimer]],
         chunks: Chunks,
         clock: Callable[[], float] = time.monotonic,
+        pretouch: Callable[[], Pretouch] = Pretouch,
     ) -> None:
+        """Start without weights. `pretouch` returns the progress of touching the host's memory."""
         self._loop = Loop(boot_id, records, workers, chunks, clock)
         self._node, self._boot_id, self._sources = node, boot_id, sources
-        self._shares = False
+        self._shares, self._pretouch = False, pretouch
         self._auditor = Auditor(self._loop)
         self._prefetching = Prefetching(self._prefetch, self._end_hold)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
@@ -185,6 +188,10 @@ class Loader:
     async def keep_audited(self) -> None:
         """Audit device memory after changes. Never returns."""
         await self._auditor.keep_audited()
+
+    def last_busy_at(self) -> float:
+        """Return the monotonic seconds of the last moment with a load in progress."""
+        return self._loop.busy_at
 
     @property
     def has_holders(self) -> bool:
@@ -348,7 +355,8 @@ class Loader:
         )
         memory = status_publisher.memory(copies.pages(), self._auditor.violations) if copies is not None else ()
         speed, links = self._loop.runs.bytes_per_second, self._loop.runs.links()
-        return status.model_copy(update={"bytes_per_second": speed, "links": links, "memory": memory})
+        pretouch = status_publisher.pretouch(self._pretouch())
+        return status.model_copy(update={"bytes_per_second": speed, "links": links, "memory": memory, "pretouch": pretouch})
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:

@@ -43,7 +43,12 @@ class LoaderSettings(NodeSettings):
         default=None,
         ge=0,
         description="Of THAW_DRAM_BYTES: memory populated at the start, so that no load waits for the kernel's zeroing. By default all of it on a "
-        "node with GPUs and a third elsewhere, populated when nothing has been loaded for ten seconds.",
+        "node with GPUs or whose host takes free memory back, and a third elsewhere, populated when nothing has been loaded for ten seconds.",
+    )
+    pretouch: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Touch the free memory of a virtual machine once after boot, in the background at idle priority, and give it back: the host has "
+        "then backed it before a load needs it. auto: not where the host takes free memory back, nor on desktops.",
     )
     cache_dir: Path | None = Field(
         default=None,

@@ -11,12 +11,14 @@ from dataclasses import asdict
 
 from services.loader.adapters.peer_sharing import Shared
 from services.loader.adapters.records import WeightsRecord
+from services.loader.domain.pretouch import Pretouch
 from services.loader.domain.state import Entry, Stage, State
 from shared.contracts.loader import (
     CachedModel,
     DeviceMemory,
     LoaderStatus,
     ModelUnits,
+    PretouchStatus,
     SegmentStatus,
     WeightsAttached,
     WeightsOnDevice,
@@ -78,6 +80,11 @@ def status(
         peer_url=shared.peer_url,
         peer_token=shared.peer_token,
     )
+
+
+def pretouch(progress: Pretouch) -> PretouchStatus:
+    """Make the status of touching the host's memory."""
+    return PretouchStatus(state=progress.state, touched_bytes=progress.touched_bytes, reason=progress.reason)
 
 
 def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]]) -> tuple[DeviceMemory, ...]:

@@ -291,6 +291,14 @@ class CachedModel(Frozen):
     source: str = ""
 
 
+class PretouchStatus(Frozen):
+    """Progress of touching the host's memory in the background, once after boot."""
+
+    state: Literal["waiting", "running", "complete", "skipped"]
+    touched_bytes: int = 0
+    reason: str = Field(default="", description="Why it is skipped.")
+
+
 class LoaderStatus(Message):
     """Broadcast on every change and every second."""
 
@@ -308,6 +316,7 @@ class LoaderStatus(Message):
         default=0, description="Of the pool, beyond what instances hold: cached, spare, and not proved free yet."
     )
     dram_budget_bytes: int = 0
+    pretouch: PretouchStatus | None = Field(default=None, description="None: an earlier version.")
     ssd_bytes: int = 0
     ssd_budget_bytes: int = 0
     peer_url: str | None = Field(default=None, description="Where other loaders fetch this node's files.")

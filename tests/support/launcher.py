@@ -57,6 +57,7 @@ class Thaw:
             "THAW_SUSPEND": "off",
             # Populating memory for future loads takes over a CPU second; test_dram.py tests it.
             "THAW_DRAM_READY_BYTES": "0",
+            "THAW_PRETOUCH": "off",
             **environment,
         }
 

@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parent = os.getppid()
     path, *most = arguments if arguments is not None else sys.argv[1:]
     _step_back()
-    if os.getppid() != parent:  # it ended before this process could be told
+    if os.getppid() != parent:  # the parent ended before prctl
         return 1
     with Path(path).open("a+") as marker:
         try:
@@ -124,7 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         touched, verdict = 0, "complete"
         for touched, verdict in touch(_read, int(most[0]) if most else None):
-            print(json.dumps({"touched_bytes": touched, "verdict": verdict}), flush=True)
+            sys.stdout.write(json.dumps({"touched_bytes": touched, "verdict": verdict}) + "\n")
+            sys.stdout.flush()
         if verdict == "complete":
             marker.truncate(0)
             marker.write(host().boot_id)

@@ -31,13 +31,16 @@ def default_dram_bytes() -> int:
     return min(int(available_memory() * DRAM_SHARE), stat.f_blocks * stat.f_frsize // 2)
 
 
-def default_ready_bytes(dram_bytes: int, *, with_gpu: bool) -> int:
+def default_ready_bytes(dram_bytes: int, *, with_gpu: bool, takes_back: bool = False) -> int:
     """Return how much of the DRAM cache's budget to populate before a load needs it.
 
     On a node with GPUs that is the whole budget, because weights only pass through. It is a part of
     the budget where engines compute in the same memory.
+
+    Args:
+        takes_back: The host takes free memory back, and fresh memory is slow: the whole budget.
     """
-    return dram_bytes if with_gpu else int(dram_bytes * READY_SHARE)
+    return dram_bytes if with_gpu or takes_back else int(dram_bytes * READY_SHARE)
 
 
 def short_of_memory() -> int:

@@ -54,6 +54,8 @@ class RunContext:
     progress: Progress
     copies: Copies | None = None
     verify: bool = False
+    free_memory: Callable[[], None] = lambda: None
+    """Called before a run measures free memory; it may block."""
 
 
 class Denied(Exception):
@@ -170,6 +172,7 @@ class Run:
     def _chunks(self, nbytes: int) -> tuple[int, ...]:
         """Request chunks for `nbytes` from the loop, which may evict others first."""
         self.wake.clear()
+        self.context.free_memory()
         self.context.emit(LaidOut(self.order.weights_id, self.order.run, nbytes, free_bytes()))
         if not self.cancelled.is_set():
             self.wake.wait()

@@ -41,15 +41,17 @@ class Runs:
         copies: Copies | None = None,
         *,
         verify: bool = False,
+        free_memory: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the threads.
 
         Args:
             copies: Copies loaded bytes to devices; None on a node without GPUs.
             verify: Compare the hashes of a converted checkpoint before a load is complete.
+            free_memory: Called in a run's thread before it measures free memory; it may block.
         """
         self.copies = copies
-        self._context = RunContext(pool, sources, emit, threads, Links(order), Progress(emit), copies, verify)
+        self._context = RunContext(pool, sources, emit, threads, Links(order), Progress(emit), copies, verify, free_memory)
         self._runs: dict[int, Run] = {}
         self._speeds: list[tuple[int, float]] = []
         self._loads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="load")

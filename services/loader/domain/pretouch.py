@@ -78,7 +78,8 @@ def progressed(pretouch: Pretouch, touched_bytes: int, verdict: Verdict, now: fl
 
 
 def ended(pretouch: Pretouch, now: float) -> Pretouch:
-    """Record that the process has ended, before it was complete or since another one works."""
+    """Record that the process has ended, for a load or since another loader's process works."""
     if pretouch.state == "complete":
         return pretouch
-    return replace(pretouch, state="waiting", touched_bytes=0, not_before=max(pretouch.not_before, now + IDLE_BEFORE_S))
+    later = now + (IDLE_BEFORE_S if pretouch.touched_bytes else AFTER_PRESSURE_S)
+    return replace(pretouch, state="waiting", touched_bytes=0, not_before=max(pretouch.not_before, later))

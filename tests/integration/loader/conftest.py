@@ -46,6 +46,7 @@ class LoaderProcess:
             "THAW_HOME": str(home),
             "THAW_NODE": node,
             "THAW_LOG_FORMAT": "text",
+            "THAW_PRETOUCH": "off",
             "THAW_DRAM_BYTES": "0",  # released weights are evicted; test_dram.py has a budget
         }
         self.log = home / "loader.log"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from services.engine.lora.cache import LoraCache
 from services.engine.lora.loader_source import LoaderLoraSource
 from services.engine.lora.prefetch import LoraPrefetcher
 from services.engine.model import loading
+from services.engine.overlap import Overlap
 from services.engine.server.migration import EngineMigration
 from services.engine.server.serving import Serving
 from services.engine.server.suspension import Suspension
@@ -35,6 +36,7 @@ from shared.contracts.engine import (
     WakeEngine,
 )
 from shared.contracts.loader import LoaderStatus, WeightsAttached
+from shared.contracts.loader_socket import loader_socket
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
 from shared.contracts.segment import CudaIpcHandle
@@ -74,6 +76,8 @@ class Engine(InstanceProcess):
         )
         self._owner: str | None = None
         self._owner_gone = asyncio.Event()
+        self._overlap: Overlap | None = None
+        self._computing: asyncio.Future[None] | None = None
 
     def _on_compute_thread(self) -> None:
         if self._settings.engine_threads:
@@ -86,7 +90,8 @@ class Engine(InstanceProcess):
     def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
         return {self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")}
 
-    async def _load(self) -> loading.ReadyModel:
+    async def _load(self) -> None:
+        """Load the weights, and open the engine for requests: if possible while they arrive."""
         loop = asyncio.get_running_loop()
         index = await self._weights.attach(self._start.card, self._start.instance_id, "index")
         self._reporter.weights_id = index.weights_id
@@ -95,7 +100,12 @@ class Engine(InstanceProcess):
             files = loop.run_in_executor(self._files, loading.read_files, directory, self._start)
             bound = await loop.run_in_executor(self._compute, loading.bind_model, directory, index, self._start)
             small = await files
+        self._tokenization = small.tokenization
         self._reporter.advance(_BOUND, Phase.LOAD)
+        self._overlap = await self._begin_overlap(bound, small, index)
+        if self._overlap is not None:
+            await self._overlap.finish()
+            return
         attached = await self._weights.attach(self._start.card, self._start.instance_id, "complete")
         self._timeline.absorb(attached.phases)
         if not bound.segment.is_current(attached.segment, attached.extents):
@@ -108,8 +118,26 @@ class Engine(InstanceProcess):
             finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle)
             computable = await loop.run_in_executor(self._compute, finish)
         self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle) else None
-        self._tokenization = small.tokenization
-        return computable
+        self._open(computable, self._deliver)
+
+    async def _begin_overlap(self, bound: loading.BoundModel, files: loading.ModelFiles, index: WeightsAttached) -> Overlap | None:
+        """Open the engine for requests while weights arrive; None if it has to wait for them."""
+        is_here = index.loaded_bytes >= index.total_bytes and not self._start.separate_memory
+        if is_here or not self._settings.engine_overlap or not loading.can_overlap(bound, self._start):
+            return None
+        overlap = await Overlap.begin(
+            loader_socket(self._settings.node_state), bound, index, self._start, self._weights, self._timeline, self._deliver
+        )
+        if overlap is None:
+            return None
+        make = partial(overlap.make_ready, files, self._settings)
+        computable = await asyncio.get_running_loop().run_in_executor(self._compute, make)
+        batcher = self._open(computable, overlap.deliver)
+        overlap.opened(self._serving, batcher)
+        await self._accept_requests()
+        self._reporter.accept_requests()
+        log.info("accepting requests while weights arrive", extra={"instance": self._start.instance_id})
+        return overlap
 
     async def _mapped(self, bound: loading.BoundModel, attached: WeightsAttached) -> WeightsAttached:
         """Map the weights in the device's pages, and make sure that they are still this instance's.
@@ -132,12 +160,15 @@ class Engine(InstanceProcess):
             attached = confirmed
 
     async def _start_engine(self) -> None:
-        computable = await self._load()
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        await self._load()
 
-        def deliver(events: Sequence[Event]) -> None:
-            loop.call_soon_threadsafe(self._serving.on_events, events)
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """Pass events of the computing thread on to the event loop."""
+        self._loop.call_soon_threadsafe(self._serving.on_events, events)
 
+    def _open(self, computable: loading.ReadyModel, deliver: Callable[[Sequence[Event]], None]) -> Batcher:
+        """Start the computing thread, and open the server."""
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver)
         if computable.runner is not None:
             bind = partial(loading.bind_lora, computable)
@@ -145,11 +176,13 @@ class Engine(InstanceProcess):
             self._adapters = LoraCache(source, computable.room, self._start.card.spec.keep_alive, self._reporter.changed)
             self._prefetcher.on_model_bound(self._adapters)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
+        self._computing = self._loop.run_in_executor(self._compute, self._batcher.run)
+        return self._batcher
 
     async def _wait_for_failure(self) -> ThawError:
-        assert self._batcher is not None
+        assert self._computing is not None
         try:
-            await asyncio.get_running_loop().run_in_executor(self._compute, self._batcher.run)
+            await self._computing
         except Exception:  # a process boundary: clients receive the error, and the scheduler starts another engine
             log.exception("the computing thread failed")
         return EngineFailed("The engine's computing thread failed. Its log has the cause (`thaw logs`)")
@@ -183,6 +216,8 @@ class Engine(InstanceProcess):
     async def _stop_engine(self) -> None:
         if self._batcher is not None:
             self._batcher.stop()
+        if self._overlap is not None:
+            await self._overlap.close()
         self._serving.close()
         self._files.shutdown(wait=False, cancel_futures=True)
         self._compute.shutdown(wait=False, cancel_futures=True)

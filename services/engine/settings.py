@@ -12,6 +12,9 @@ class EngineSettings(NodeSettings):
         default=0, ge=0, description="CPU threads that an engine computes with; 0: as many as torch chooses."
     )
     engine_step_tokens: int = Field(default=8192, ge=1, description="Most tokens that one step of an engine computes.")
+    engine_overlap: bool = Field(
+        default=True, description="Compute prompts layer by layer while weights are loading; false: when every byte is there."
+    )
     engine_chunk_tokens: int = Field(
         default=256, ge=1, description="Most prompt tokens in one step while other requests are being answered."
     )

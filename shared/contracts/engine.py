@@ -122,6 +122,9 @@ class EngineReport(Message):
     phases: tuple[PhaseSpan, ...] = ()
     error: ErrorBody | None = None
     weights_id: str | None = None
+    accepts_requests: bool = Field(
+        default=False, description="While loading: it takes requests, and computes them as weights arrive."
+    )
     hosted: HostedEngine | None = None
 
 

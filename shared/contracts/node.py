@@ -186,6 +186,9 @@ class InstanceStatus(Frozen):
     traceparent: str | None = None
     error: ErrorBody | None = None
     engine: str = "builtin"
+    accepts_requests: bool = Field(
+        default=False, description="While loading: it takes requests, and computes them as its weights arrive."
+    )
     suspension: Suspension = Suspension()
     started: Timing | None = None
     suspended: Timing | None = None

@@ -156,7 +156,7 @@ class InstanceProcess(ABC):
     async def _start_and_serve(self) -> int:
         try:
             await self._start_engine()
-            await self._subscribe_requests()
+            await self._become_ready()
             error = await self._wait_for_failure()
             self._serving.fail_all(error)
             await self._serving.flush()
@@ -165,16 +165,24 @@ class InstanceProcess(ABC):
         except Exception as e:  # a process boundary: the nodeagent receives every error
             log.exception("the engine failed")
             error = EngineFailed(f"{type(e).__name__}: {str(e)[:500]}")
+        if self._requests is not None and not self._shutting_down:  # the load of an engine with requests failed
+            self._serving.fail_all(error)
+            await self._serving.flush()
         if self._shutting_down:  # an error caused by the shutdown is not a failure
             await asyncio.get_running_loop().create_future()
         return await self._fail(error)
 
-    async def _subscribe_requests(self) -> None:
+    async def _accept_requests(self) -> None:
+        """Take requests from now on: an engine may call it while it still loads."""
+        self._requests = await self._mesh.nc.subscribe(subjects.infer(self._start.instance_id), cb=self._serving.on_message)
+        await self._mesh.flush(int(_FLUSH_WITHIN_S))
+
+    async def _become_ready(self) -> None:
         record_phases(
             (s for s in self._timeline.spans() if s.process == self._timeline.process), context_of(self._start.traceparent)
         )
-        self._requests = await self._mesh.nc.subscribe(subjects.infer(self._start.instance_id), cb=self._serving.on_message)
-        await self._mesh.flush(int(_FLUSH_WITHIN_S))
+        if self._requests is None:
+            await self._accept_requests()
         if not self._serving.draining:
             self._reporter.enter("ready")
         log.info("ready", extra={"instance": self._start.instance_id, "model": self._start.card.name})

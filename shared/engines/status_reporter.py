@@ -35,6 +35,7 @@ class StatusReporter:
         self.progress = 0.0
         self.error: ErrorBody | None = None
         self.weights_id: str | None = None
+        self.accepts_requests = False
         self.hosted: Callable[[], HostedEngine | None] = lambda: None
 
     def changed(self) -> None:
@@ -52,6 +53,11 @@ class StatusReporter:
             self.progress, self.phase = max(self.progress, min(progress, 1.0)), phase
             self.changed()
 
+    def accept_requests(self) -> None:
+        """Report that the engine takes requests while it loads."""
+        self.accepts_requests = True
+        self.changed()
+
     def report(self) -> EngineReport:
         return EngineReport(
             instance_id=self._start.instance_id,
@@ -63,6 +69,7 @@ class StatusReporter:
             phases=self._timeline.spans(),
             error=self.error,
             weights_id=self.weights_id,
+            accepts_requests=self.accepts_requests and self.state == "loading",
             hosted=self.hosted(),
         )
 

@@ -19,14 +19,14 @@ import torch
 
 from services.engine.domain import background_prefill
 from services.engine.domain.step_planning import Limits, StepPlan, blocks_for, plan_step
-from services.engine.generation.commands import Cancel, Command, DiscardPrepared, SetKvBlocks, Stop, UnloadLora, Yield
+from services.engine.generation.commands import Cancel, Command, DiscardPrepared, SetKvBlocks, Stop, UnloadLora, WarmUp, Yield
 from services.engine.generation.embedding import Embedder
 from services.engine.generation.embedding_jobs import EmbeddingJobs
 from services.engine.generation.events import Admitted, Broken, Event, Progressed, Yielded
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
-from services.engine.generation.runner import Row, Runner
+from services.engine.generation.runner import WARM_UP, Row, Runner
 from services.engine.generation.sequences import Sequence, choose
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import ChoiceDelta
@@ -62,6 +62,7 @@ class Batcher:
         self._admitted: set[str] = set()
         self._prepared = PreparedPrefixes(runner)
         self._pending_events: list[Event] = []
+        self._has_computed = False
         self.blocks_used = 0
 
     def submit(self, request: GenerationRequest | EmbedRequest) -> None:
@@ -101,6 +102,10 @@ class Batcher:
         Sequences beyond it are preempted.
         """
         self._inbox.put(SetKvBlocks(kv_blocks))
+
+    def warm_up(self, done: Callable[[], None]) -> None:
+        """Read every weight once, unless a step has done so; then call `done` on the thread."""
+        self._inbox.put(WarmUp(done))
 
     def stop(self) -> None:
         self._inbox.put(Stop())
@@ -147,6 +152,10 @@ class Batcher:
                         forgotten()
                     case SetKvBlocks(kv_blocks):
                         self._limits = replace(self._limits, kv_blocks=kv_blocks)
+                    case WarmUp(done):
+                        if self._runner is not None and not self._has_computed:
+                            self._runner.forward([Row(self._runner.new_state(), 0, WARM_UP)])
+                        done()
                     case EmbedRequest():
                         self._embeddings.add(command)
                     case GenerationRequest():
@@ -206,6 +215,7 @@ class Batcher:
             return events
         try:
             logits = self._runner.forward(rows)
+            self._has_computed = True
             for sequence, work in zip(computed, plan.work, strict=True):
                 sequence.computed += work.count
             events += self._advance(computed, logits[: len(computed)])
@@ -213,7 +223,8 @@ class Batcher:
                 self._prepared.computed(*extra)
         except Exception as e:  # a process boundary: the requests of this step fail, the engine continues
             log.exception("a step failed")
-            error = EngineFailed(f"The engine failed while computing: {type(e).__name__}: {str(e)[:300]}")
+            failed = EngineFailed(f"The engine failed while computing: {type(e).__name__}: {str(e)[:300]}")
+            error: ThawError = e if isinstance(e, ThawError) else failed  # the load of the weights may have failed
             if extra is not None:
                 self._prepared.failed(extra[0], error)
             events += self._break(computed, error)

@@ -50,8 +50,17 @@ class SetKvBlocks:
 
 
 @dataclass(frozen=True)
+class WarmUp:
+    """Compute a few tokens if nothing else has been computed, then call `done`."""
+
+    done: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the thread."""
 
 
-Command = GenerationRequest | EmbedRequest | PrepareOrder | Cancel | Yield | UnloadLora | DiscardPrepared | SetKvBlocks | Stop
+Command = (
+    GenerationRequest | EmbedRequest | PrepareOrder | Cancel | Yield | UnloadLora | DiscardPrepared | SetKvBlocks | WarmUp | Stop
+)

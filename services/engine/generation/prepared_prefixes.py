@@ -15,7 +15,7 @@ from services.engine.domain.background_prefill import common_prefix_length
 from services.engine.domain.step_planning import blocks_for
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import Row, Runner
-from shared.errors import Conflict, EngineFailed, InsufficientMemory, NotFound, ThawError
+from shared.errors import Conflict, InsufficientMemory, NotFound, ThawError
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class PreparedPrefixes:
             kept.expires = now + order.keep_s
             order.on_done(Computed(kept.done, kept.left))
 
-    def failed(self, part: PreparedSequence, error: EngineFailed) -> None:
+    def failed(self, part: PreparedSequence, error: ThawError) -> None:
         """Discard the entries of `part`, whose step failed."""
         for name in [n for n, k in self._kept.items() if any(p is part for p in k.parts)]:
             self._drop(name, error)

@@ -12,6 +12,12 @@ from transformers import DynamicCache, PreTrainedModel
 from services.engine.generation.kv_cache import PackedBatch, PackedCache, SequenceKV, Slice, packed
 from services.engine.generation.lora_layers import LoraAdapter, LoraSpan, LoraSpans, PatchedLayers, apply_lora
 
+WARM_UP = (1, 1)
+"""One short step reads every weight once, which maps its pages and compiles kernels.
+
+More tokens would only add delay.
+"""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -19,8 +19,10 @@ from services.engine.generation import attention, lora_layers
 from services.engine.generation.embedding import Embedder, Pooling, read_pooling
 from services.engine.generation.kv_cache import SequenceKV
 from services.engine.generation.lora_layers import LoraAdapter
-from services.engine.generation.runner import PackedRunner, Row, Runner, SequentialRunner
+from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
 from services.engine.model import checkpoint, device_segment
+from services.engine.model.arriving import ArrivingPages, ArrivingWeights
+from services.engine.model.layer_gates import LayerGates
 from services.engine.model.segment import Segment
 from services.engine.server.request_reader import Capacity, RequestReader
 from services.engine.settings import EngineSettings
@@ -32,11 +34,6 @@ from shared.contracts.segment import ArenaHandle, CudaIpcHandle, PagesHandle
 from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
-_WARM_UP_TOKENS = 2
-"""One short step reads every weight once, which maps its pages and compiles kernels.
-
-More tokens would only add delay.
-"""
 
 
 @dataclass(frozen=True)
@@ -123,6 +120,65 @@ def open_device_memory(bound: BoundModel, handle: ArenaHandle | None) -> None:
         bound.handle = handle
 
 
+def can_overlap(bound: BoundModel, start: EngineStart) -> bool:
+    """True if the model can compute while its weights arrive.
+
+    Its architecture must be one of those whose layers are tested to wait for their weights
+    (`checkpoint.PACKABLE`), and every parameter must be read where the loader puts it.
+    """
+    return (
+        bound.is_packed
+        and not bound.copied
+        and start.device.startswith("cpu")
+        and start.card.info.task == "generate"
+        and kv_token_bytes(bound) is not None
+        and not any((bound.segment.offset_of(p) or 0) % p.itemsize for p in bound.model.parameters())
+    )
+
+
+def kv_token_bytes(bound: BoundModel) -> int | None:
+    """Return the KV cache bytes per token by the configuration; None if it does not say."""
+    config = bound.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if not (isinstance(heads, int) and isinstance(layers, int) and isinstance(hidden, int)):
+        return None
+    width = int(getattr(config, "head_dim", None) or hidden // heads)
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    return 2 * layers * key_heads * width * int(bound.model.dtype.itemsize)
+
+
+def begin(
+    bound: BoundModel,
+    files: ModelFiles,
+    start: EngineStart,
+    settings: EngineSettings,
+    weights: ArrivingWeights,
+    pages: ArrivingPages | None,
+) -> tuple[ReadyModel, LayerGates]:
+    """Make a bound model ready to compute while its weights arrive: each layer waits for its own.
+
+    Args:
+        bound: A model that `can_overlap`.
+        files: Its small files.
+        start: What to serve.
+        settings: Settings of the process.
+        weights: What has arrived.
+        pages: The pages that the weights arrive in; None: the segment in host memory.
+
+    Raises:
+        InsufficientMemory: The KV cache's bytes hold no block.
+    """
+    gates = LayerGates(bound.model, bound.segment.offset_of, weights)
+    if pages is not None:
+        place = device_segment.offsets_in_pages(pages.layout, bound.segment.offset_of)
+        device_segment.rebind(bound.model, place, pages.memory)
+        bound.memory = pages.memory
+    token_bytes = kv_token_bytes(bound)
+    assert token_bytes is not None
+    return _ready(bound, torch.device("cpu"), files, start, settings, token_bytes), gates
+
+
 def complete(
     bound: BoundModel, files: ModelFiles, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None = None
 ) -> ReadyModel:
@@ -139,16 +195,27 @@ def complete(
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
         bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
     open_device_memory(bound, handle)
-    device = _to_device(bound, start)
+    return _ready(bound, _to_device(bound, start), files, start, settings)
+
+
+def _ready(
+    bound: BoundModel,
+    device: torch.device,
+    files: ModelFiles,
+    start: EngineStart,
+    settings: EngineSettings,
+    token_bytes: int | None = None,
+) -> ReadyModel:
+    """Make the parts that compute. Without `token_bytes` a short step measures them."""
     causal = start.card.info.task == "generate"
     embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)
     runner: Runner | None = None
     block_bytes = 1
     if causal:
         runner = _runner(bound, device, start.card.context_length)
-        block_bytes = _warm_up(runner, start) * BLOCK_TOKENS
+        block_bytes = (token_bytes or _warm_up(runner, start)) * BLOCK_TOKENS
     else:
-        embedder.embed([[1] * _WARM_UP_TOKENS], None)
+        embedder.embed([WARM_UP], None)
     reserved = int(start.card.spec.engine_args.get("adapter_cache_bytes", 0)) if causal else 0
     kv_blocks = max(0, start.kv_bytes - reserved) // block_bytes if causal else 0
     limits = Limits(
@@ -204,10 +271,10 @@ def torch_device(name: str) -> torch.device:
 def _warm_up(runner: Runner, start: EngineStart) -> int:
     """Compute a few tokens and return the KV cache bytes per token."""
     state = runner.new_state()
-    runner.forward([Row(state, 0, [1] * _WARM_UP_TOKENS)])
+    runner.forward([Row(state, 0, WARM_UP)])
     if isinstance(state, SequenceKV):
         return state.nbytes // BLOCK_TOKENS
-    return _cache_bytes(state) // _WARM_UP_TOKENS or start.card.info.kv_bytes_per_token or 1
+    return _cache_bytes(state) // len(WARM_UP) or start.card.info.kv_bytes_per_token or 1
 
 
 def _cache_bytes(cache: DynamicCache) -> int:

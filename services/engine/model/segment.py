@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, Extent, SegmentHeader, SegmentIndex, SegmentTensor
 from shared.dtypes import TORCH_NAMES, packed_shape
 from shared.errors import CheckpointInvalid
-from shared.mapping import map_extents
+from shared.mapping import map_extents, map_over
 
 SHARED_MEMORY = Path("/dev/shm")
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
@@ -58,6 +59,28 @@ class Segment:
             return (SHARED_MEMORY / name).stat().st_ino == self._inode and tuple(extents) == self._extents
         except OSError:
             return False
+
+    def map_again(self, name: str, extents: Sequence[Extent]) -> None:
+        """Map the same, complete segment from another place, at the same addresses.
+
+        Raises:
+            CheckpointInvalid: It is another segment, or cannot be mapped.
+        """
+        other = Segment(name, extents, self.header.weights_id)
+        if other._index != self._index:
+            raise CheckpointInvalid(
+                f"The tensors of {self.header.weights_id} have changed during the load. Start the instance again"
+            )
+        path = SHARED_MEMORY / name
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                map_over(self._map, 0, fd, extents or (Extent(offset=0, nbytes=len(self._map)),))
+            finally:
+                os.close(fd)
+        except (OSError, ValueError) as e:
+            raise CheckpointInvalid(f"Segment {name} cannot be mapped: {e}") from e
+        self._inode, self._extents = other._inode, other._extents
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the checkpoint by name; their bytes may still be loading."""

@@ -54,6 +54,8 @@ _PART_BYTES = 1 << 20
 """Maximum size of one `EmbeddingsPart`."""
 _EMBEDDINGS_HEAD_BYTES = 1024
 """Space for the fields of a message other than its vectors."""
+_WITH_FIRST_TOKEN = frozenset({Phase.FETCH, Phase.LOAD, Phase.PREFILL})
+"""Phases of a request that are reported with its first token."""
 _QUOTES_BYTES = 3
 """Bytes around each vector in JSON: two quotes and a comma."""
 
@@ -69,11 +71,19 @@ class Serving(RequestServer[Stream]):
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._block_bytes = 0
         self._paused = False
+        self._loaded_at = 0.0
 
     def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: LoraCache | None = None) -> None:
         """Accept requests. `adapters` is None if the model takes no LoRA adapters."""
         self.reader, self.batcher, self._block_bytes, self.adapters = reader, batcher, block_bytes, adapters
         self._idle_since = time.monotonic()
+
+    def weights_arrived(self, phases: Sequence[PhaseSpan]) -> None:
+        """Add the phases of the load, which is over, to the requests that waited for it."""
+        self._loaded_at = time.monotonic()
+        for stream in self.streams.values():
+            if not stream.first_token_sent:
+                stream.timeline.absorb(phases)
 
     # State
 
@@ -245,8 +255,10 @@ class Serving(RequestServer[Stream]):
         if not stream.first_token_sent:
             stream.first_token_sent = True
             started = stream.received if stream.admitted is None else stream.admitted
+            if started < self._loaded_at < event.at:  # it computed the first layers while the others arrived
+                started = self._loaded_at
             stream.timeline.add(Phase.PREFILL, started, event.at, prompt_tokens=request.prompt_tokens)
-            phases = tuple(s for s in stream.timeline.spans() if s.phase is Phase.PREFILL)
+            phases = tuple(s for s in stream.timeline.spans() if s.phase in _WITH_FIRST_TOKEN)
         if event.deltas:
             self._send(stream, InferChunk(seq=stream.seq, choices=event.deltas, phases=phases))
         if event.done and self.streams.get(stream.request_id) is stream:
@@ -265,7 +277,8 @@ class Serving(RequestServer[Stream]):
             self._finish(stream)
 
     def _finish(self, stream: Stream) -> None:
-        record_phases(stream.timeline.spans(), context_of(stream.parent))
+        own = (s for s in stream.timeline.spans() if s.process == stream.timeline.process)
+        record_phases(own, context_of(stream.parent))
         self._completed += 1
         self._remove(stream)
 

@@ -27,8 +27,10 @@ class Route:
     Attributes:
         own: Requests of this gateway that the instance has.
         others: Requests of other gateways, as of the last status.
-        ready_since: When the instance was first reported ready; None: it is not.
-        start_phases: Phases of its start.
+        ready_since: When the instance was first reported ready, or to take requests while it loads;
+            None: it is neither.
+        start_phases: Phases of its start until then.
+        is_early: `ready_since` is when it began to take requests; it has not been ready.
         idle_since: Since when its engine reports no request; None: it has some.
         backoff_until: No request is sent to it before.
         refusals: Refusals in a row.
@@ -40,6 +42,7 @@ class Route:
     others: int = 0
     ready_since: float | None = None
     start_phases: tuple[PhaseSpan, ...] = ()
+    is_early: bool = False
     idle_since: float | None = None
     backoff_until: float = 0.0
     refusals: int = 0
@@ -48,12 +51,21 @@ class Route:
     def limit(self) -> int:
         return max(1, self.status.capacity) * OVERCOMMIT
 
+    @property
+    def is_ready(self) -> bool:
+        return self.status.state is InstanceState.READY
+
+    @property
+    def accepts_early(self) -> bool:
+        """Whether it takes requests while its weights are loading."""
+        return self.status.state is InstanceState.LOADING and self.status.accepts_requests
+
     def accepts(self, now: float) -> bool:
         """Whether a request may be sent now.
 
         One request of this gateway is always allowed: the engine queues it fairly.
         """
-        if self.status.state is not InstanceState.READY or now < self.backoff_until:
+        if not (self.is_ready or self.accepts_early) or now < self.backoff_until:
             return False
         return self.own == 0 or self.own + self.others < self.limit
 
@@ -101,9 +113,9 @@ class RouteTable:
         busy = status.load.active + status.load.waiting
         route.others = max(0, busy - route.own)
         route.idle_since = None if busy else (route.idle_since or now)
-        if status.state is InstanceState.READY:
-            if route.ready_since is None:
-                route.ready_since, route.start_phases = now, status.phases
+        if route.is_ready or route.accepts_early:
+            if route.ready_since is None or (route.is_ready and route.is_early):
+                route.ready_since, route.start_phases, route.is_early = now, status.phases, not route.is_ready
         elif status.state is not InstanceState.DRAINING:
             route.ready_since = None
         return route
@@ -155,18 +167,24 @@ class RouteTable:
 
     def choose(self, model: str, now: float) -> Route | None:
         """Return the least-loaded instance that accepts requests; the lowest id of equals."""
-        return self._least_loaded([r for r in self.of(model) if r.accepts(now)])
+        return self._least_loaded(self._accepting(model, now))
 
     def choose_for(self, ticket: Ticket, now: float) -> Route | None:
         """Like `choose`, for a request that may need or avoid certain instances.
 
         The ticket may prefer an instance, exclude instances, or need a revision of the weights.
         """
-        routes = [r for r in self.of(ticket.model) if r.accepts(now) and r.status.instance_id not in ticket.excluded_instances]
+        routes = [r for r in self._accepting(ticket.model, now) if r.status.instance_id not in ticket.excluded_instances]
         if ticket.is_resumable:
             routes = [r for r in routes if r.status.revision == ticket.revision] or routes
         preferred = [r for r in routes if r.status.instance_id == ticket.preferred_instance]
         return self._least_loaded(preferred or routes)
+
+    def _accepting(self, model: str, now: float) -> list[Route]:
+        """Return the instances that accept requests; loading ones only if none is ready."""
+        routes = list(self.of(model))
+        has_ready = any(r.is_ready for r in routes)
+        return [r for r in routes if r.accepts(now) and (r.is_ready or not has_ready)]
 
     def _least_loaded(self, routes: list[Route]) -> Route | None:
         return min(routes, key=lambda r: ((r.own + r.others) / r.limit, r.status.instance_id), default=None)

@@ -132,6 +132,7 @@ def on_report(transition: Transition, report: EngineReport) -> None:
             "progress": report.progress,
             "load": report.load,
             "weights_id": report.weights_id or was.weights_id,
+            "accepts_requests": report.accepts_requests,
             "sleep_levels": report.hosted.sleep_levels if report.hosted is not None else was.sleep_levels,
             "engine_pids": report.hosted.pids if report.hosted is not None else was.engine_pids,
             "progress_at": transition.now if progressed or not was.has_reported else was.progress_at,
@@ -143,6 +144,8 @@ def on_report(transition: Transition, report: EngineReport) -> None:
     match report.state:  # 4
         case "loading" if instance.state is InstanceState.PREPARING:
             transition.change(instance, state=InstanceState.LOADING)
+        case "loading" if instance.accepts_requests and not was.accepts_requests:  # gateways are waiting
+            transition.change(instance)
         case "ready" if instance.state.starting and instance.state is not InstanceState.RESUMING:
             begun = instance.suspend_state.begun_at or transition.now
             lap = instance.suspend_state.model_copy(update={"started": TimedStep(at=transition.now, took_s=transition.now - begun)})

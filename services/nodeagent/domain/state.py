@@ -131,6 +131,7 @@ class Instance(Frozen):
     loaded_bytes: int = 0
     load: EngineLoad = EngineLoad()
     weights_id: str | None = None
+    accepts_requests: bool = False
     error: ErrorBody | None = None
     progress_at: float
     adopt_until: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.nodeagent.domain.state import Instance, NodeState, Process, TimedStep
 from services.nodeagent.domain.suspending import not_suspendable_reason
-from shared.contracts.node import InstanceMemory, InstanceStatus, Suspension, Timing
+from shared.contracts.node import InstanceMemory, InstanceState, InstanceStatus, Suspension, Timing
 from shared.contracts.phases import PhaseSpan
 
 
@@ -49,6 +49,7 @@ def instance_status(
         traceparent=command.traceparent,
         error=instance.error or instance.suspend_state.no_memory_error,
         engine=card.spec.engine,
+        accepts_requests=instance.accepts_requests and instance.state is InstanceState.LOADING and not instance.stop_asked,
         suspension=suspension(state, instance),
         started=_timing(instance.suspend_state.started, wall),
         suspended=_timing(instance.suspend_state.suspended, wall),

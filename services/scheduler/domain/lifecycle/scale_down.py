@@ -79,6 +79,12 @@ def _unwanted(tx: Transaction, i: Instance, model: Model) -> bool:
         return False  # it is to be parked anyway
     if tx.state.waiting_count(model.key) or tx.now - tx.state.recovered_at < tx.policy.demand_grace_s:
         return False
+    report = tx.state.reports.get(i.instance_id)
+    if report is not None and (report.status.load.active or report.status.load.waiting):
+        return False  # its requests compute while its weights arrive
+    takes_requests = report is not None and report.status.accepts_requests
+    if takes_requests and (demand := tx.state.demand.get(model.key)) and demand.in_flight:
+        return False
     if i.trigger == "replicas" and (demand := tx.state.demand.get(model.key)) and demand.in_flight:
         return False
     return len(tx.state.live_instances(model)) > model.min_replicas

@@ -1,0 +1,191 @@
+"""An engine that computes while its weights arrive (Torpor, section 4.3).
+
+    begin         follow the load over the loader's socket
+    make_ready    bind the model to the addresses of the bytes; each layer waits for its own
+    opened        requests compute from now on; their results wait for `finish`
+    finish        the loader's answer over NATS ends the load: results go out
+
+No result leaves the engine before the loader has confirmed over NATS that the bytes are this
+instance's: what was computed with them is then what any other engine computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from services.engine.generation.batcher import Batcher
+from services.engine.generation.events import Event
+from services.engine.loader_client import LoaderClient
+from services.engine.model import loading
+from services.engine.model.arriving import Follower
+from services.engine.model.layer_gates import LayerGates
+from services.engine.server.serving import Serving
+from services.engine.settings import EngineSettings
+from shared.contracts.engine import EngineStart
+from shared.contracts.loader import WeightsAttached
+from shared.contracts.phases import Phase
+from shared.contracts.segment import PagesHandle, PagesLayout
+from shared.errors import EngineFailed, ShuttingDown, ThawError, Unreachable, from_body
+from shared.telemetry.timeline import Timeline
+
+log = logging.getLogger(__name__)
+_LAYOUT_WITHIN_S = 5.0
+"""A loader that reserves pages for longer is waiting for memory: the engine then waits with it."""
+
+
+class Overlap:
+    """The load of one engine that computes meanwhile.
+
+    Used on the event loop, except `make_ready` and `deliver`.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        bound: loading.BoundModel,
+        start: EngineStart,
+        loader: LoaderClient,
+        timeline: Timeline,
+        deliver: Callable[[Sequence[Event]], None],
+    ) -> None:
+        self._follower, self._bound, self._start, self._loader = follower, bound, start, loader
+        self._timeline, self._deliver = timeline, deliver
+        self._lock = threading.Lock()
+        self._held: list[Event] | None = []
+        self._gates: LayerGates | None = None
+        self._serving: Serving | None = None
+        self._batcher: Batcher | None = None
+
+    @classmethod
+    async def begin(
+        cls,
+        socket: Path,
+        bound: loading.BoundModel,
+        index: WeightsAttached,
+        start: EngineStart,
+        loader: LoaderClient,
+        timeline: Timeline,
+        deliver: Callable[[Sequence[Event]], None],
+    ) -> Overlap | None:
+        """Follow the load.
+
+        None if the loader cannot be followed, or has no pages for the weights yet.
+        """
+        loop = asyncio.get_running_loop()
+        laid_out: asyncio.Future[PagesLayout | None] = loop.create_future()
+
+        def set_once(layout: PagesLayout | None) -> None:
+            if not laid_out.done():
+                laid_out.set_result(layout)
+
+        def on_pages(layout: PagesLayout | None) -> None:
+            loop.call_soon_threadsafe(set_once, layout)
+
+        try:
+            follower = await asyncio.to_thread(Follower, socket, start.instance_id, index.weights_id, on_pages)
+        except Unreachable as e:
+            log.info("computing starts when all weights are there", extra={"reason": e.message})
+            return None
+        if start.separate_memory:
+            try:
+                async with asyncio.timeout(_LAYOUT_WITHIN_S):
+                    found = await laid_out
+            except TimeoutError:
+                found = None
+            if found is None:
+                log.info("computing starts when all weights are there", extra={"reason": "no pages were reported"})
+                await asyncio.to_thread(follower.end)
+                return None
+        return cls(follower, bound, start, loader, timeline, deliver)
+
+    def make_ready(self, files: loading.ModelFiles, settings: EngineSettings) -> loading.ReadyModel:
+        """Bind the model to its future bytes. Runs on the computing thread."""
+        ready, self._gates = loading.begin(self._bound, files, self._start, settings, self._follower.arriving, self._follower.pages)
+        return ready
+
+    def opened(self, serving: Serving, batcher: Batcher) -> None:
+        self._serving, self._batcher = serving, batcher
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Pass events of the computing thread on, or keep them until `finish`."""
+        with self._lock:
+            if self._held is not None:
+                self._held.extend(events)
+                return
+        self._deliver(events)
+
+    async def finish(self) -> None:
+        """Wait for the load, confirm it, and let results go out.
+
+        Raises the error of the load; no result has gone out then.
+        """
+        try:
+            attached = await self._attach()
+            self._timeline.absorb(attached.phases)
+            attached = await (self._confirm_pages(attached) if self._start.separate_memory else self._confirm_segment(attached))
+        except ThawError as e:
+            self._follower.arriving.fail(e)
+            raise
+        self._follower.arriving.complete()
+        await asyncio.to_thread(self._follower.end)
+        assert self._serving is not None
+        self._serving.weights_arrived(attached.phases)
+        with self._lock:
+            held, self._held = self._held or [], None
+            if held:
+                self._deliver(held)
+        await self._warm_up()
+
+    async def close(self) -> None:
+        """End the load: the computing thread stops waiting for weights."""
+        self._follower.arriving.fail(ShuttingDown("The engine was stopped while its weights were loading"))
+        await asyncio.to_thread(self._follower.end)
+
+    async def _attach(self) -> WeightsAttached:
+        return await self._loader.attach(self._start.card, self._start.instance_id, "complete")
+
+    async def _confirm_pages(self, attached: WeightsAttached) -> WeightsAttached:
+        """Map every unit as the loader has it, and make sure that they are still this instance's.
+
+        As `Engine._mapped`: after the second answer the loader sees this process's mappings.
+        """
+        while True:
+            if attached.device_error is not None:
+                raise from_body(attached.device_error)
+            if not isinstance(attached.handle, PagesHandle) or self._follower.pages is None:
+                raise EngineFailed(f"The loader has no memory for {self._start.device}: set THAW_DEVICES for both services alike")
+            await asyncio.to_thread(self._follower.end)  # it maps no more units after this
+            await asyncio.to_thread(self._follower.pages.map_all, attached.handle)
+            confirmed = await self._attach()
+            if confirmed.handle == attached.handle:
+                self._bound.handle = confirmed.handle
+                return attached
+            attached = confirmed
+
+    async def _confirm_segment(self, attached: WeightsAttached) -> WeightsAttached:
+        """Map the segment of a restarted loader. The loader gives mapped chunks to no one else."""
+        if not self._bound.segment.is_current(attached.segment, attached.extents):
+            log.warning("the loader was restarted and has reloaded the weights; mapping again")
+            await asyncio.to_thread(self._bound.segment.map_again, attached.segment, attached.extents)
+        return attached
+
+    async def _warm_up(self) -> None:
+        """Remove the gates, and read every weight once if no request has done so."""
+        loop, warm = asyncio.get_running_loop(), asyncio.Event()
+        assert self._batcher is not None
+        assert self._gates is not None
+        assert self._serving is not None
+        gates = self._gates
+
+        def done() -> None:
+            gates.remove()
+            loop.call_soon_threadsafe(warm.set)
+
+        self._batcher.warm_up(done)
+        if not self._serving.streams:
+            with self._timeline.phase(Phase.PROFILE):
+                await warm.wait()

@@ -1,0 +1,140 @@
+"""A loader whose weights arrive when a test says so, and which reports them to followers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+from pathlib import Path
+
+from shared.contracts.loader import AttachWeights, WeightsAttached
+from shared.contracts.loader_socket import SocketArrived, SocketComplete, SocketFollow, SocketPages, SocketUnits, loader_socket
+from shared.contracts.segment import ByteRange
+from shared.errors import ThawError
+from shared.messaging import Mesh
+from tests.support.segments import FakeLoader, WrittenSegment
+from weights.devices.port import Contents, Place
+from weights.formats.execution_order import execution_rank
+from weights.store.separate import PagedArena, SeparateDevice
+
+_names = itertools.count(1)
+
+
+class FollowedLoader(FakeLoader):
+    """Serves one model. With `pages`, to a separate cpu device of its own of that many bytes."""
+
+    def __init__(self, mesh: Mesh, node: str, home: Path, directory: Path, *, pages: int = 0) -> None:
+        super().__init__(mesh, node, hold=True)
+        self._socket = loader_socket(home / "nodes" / node)
+        self._pages = pages
+        self.segment = self._segments[str(directory)] = WrittenSegment(directory)
+        complete = WrittenSegment(directory).write()
+        self._bytes = ctypes.create_string_buffer(complete.path.read_bytes(), self.segment.total_bytes)
+        complete.unlink()
+        self.segment.write_index()
+        self._order = sorted(self.segment.index.tensors, key=lambda t: (execution_rank(t.name), t.offset))
+        self._sent = 0
+        self._news = asyncio.Condition()
+        self._followers: list[asyncio.StreamWriter] = []
+        self.followed = asyncio.Event()
+        self._restart()
+
+    def _restart(self) -> None:
+        self.device: SeparateDevice | None = None
+        self.arena: PagedArena | None = None
+        if self._pages:
+            name = f"thaw-test-followed-{self.segment.name}-{next(_names)}"
+            self.device = SeparateDevice("cpu:1", self._pages, name)
+            contents = Contents(self.segment.index.tensors, {}, "demo")
+            self.arena = self.device.allocate(Place("test", self.segment.total_bytes, "", contents=contents))
+
+    async def start(self) -> None:
+        await super().start()
+        self._socket.parent.mkdir(parents=True)
+        self._server = await asyncio.start_unix_server(self._follow, str(self._socket))
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        SocketFollow.model_validate_json(await reader.readline())
+        self._followers.append(writer)
+        self.followed.set()
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            if self.arena is not None:
+                writer.write(SocketPages(layout=self.arena.layout()).model_dump_json().encode() + b"\n")
+                while units := await asyncio.to_thread(self.arena.wait_units, sent):
+                    sent += len(units)
+                    writer.write(SocketUnits(units=units).model_dump_json().encode() + b"\n")
+            else:
+                while sent < len(self._order):
+                    async with self._news:
+                        while self._sent <= sent and not writer.is_closing():
+                            await self._news.wait()
+                    ranges = tuple(ByteRange(offset=t.offset, nbytes=t.nbytes) for t in self._order[sent : self._sent])
+                    if not ranges:
+                        return
+                    sent += len(ranges)
+                    writer.write(SocketArrived(ranges=ranges).model_dump_json().encode() + b"\n")
+            writer.write(SocketComplete(loaded_bytes=0).model_dump_json().encode() + b"\n")
+            await writer.drain()
+
+    async def send(self, share: float) -> None:
+        """Let the tensors arrive, in execution order, up to this share of them."""
+        until = round(share * len(self._order))
+        with self.segment.path.open("r+b") as file:
+            for tensor in self._order[self._sent : until]:
+                file.seek(tensor.offset)
+                file.write(self._bytes.raw[tensor.offset : tensor.offset + tensor.nbytes])
+                if self.arena is not None:
+                    self.arena.fill(tensor.offset, ctypes.addressof(self._bytes) + tensor.offset, tensor.nbytes)
+        async with self._news:
+            self._sent = until
+            self._news.notify_all()
+
+    async def finish(self) -> None:
+        await self.send(1)
+        if self.arena is not None:
+            for unit in self.arena.units:  # the padding between tensors
+                _fill_gaps(self.arena, unit.offset, unit.end, [(t.offset, t.offset + t.nbytes) for t in self._order], self._bytes)
+            await asyncio.to_thread(self.arena.wait_units, len(self.arena.units))
+        self._complete.set()
+
+    async def fail(self, error: ThawError) -> None:
+        self._error = error
+        self._complete.set()
+
+    def disconnect(self) -> None:
+        """End the connections of all followers."""
+        for writer in self._followers:
+            writer.close()
+
+    async def restart(self) -> None:
+        """Lose all that has arrived on the device, as a killed loader does."""
+        before, self._sent = self.device, 0
+        self.disconnect()
+        self._restart()
+        if before is not None:
+            await asyncio.to_thread(before.close)
+
+    async def _attach(self, command: AttachWeights) -> WeightsAttached:
+        found = await super()._attach(command)
+        if self.arena is not None and command.until == "complete":
+            found = found.model_copy(update={"handle": self.arena.handle()})
+        return found.model_copy(update={"loaded_bytes": 0})
+
+    async def stop(self) -> None:
+        self.disconnect()
+        if self.arena is not None:
+            self.arena.release()
+        self._server.close()
+        if self.device is not None:
+            await asyncio.to_thread(self.device.close)
+        self.close()
+
+
+def _fill_gaps(arena: PagedArena, start: int, end: int, taken: list[tuple[int, int]], source: ctypes.Array[ctypes.c_char]) -> None:
+    at = start
+    for first, last in sorted(span for span in taken if start <= span[0] < end):
+        if first > at:
+            arena.fill(at, ctypes.addressof(source) + at, first - at)
+        at = max(at, last)

@@ -16,7 +16,8 @@ from shared.messaging import Mesh
 from tests.support.segments import FakeLoader, WrittenSegment
 from weights.devices.port import Contents, Place
 from weights.formats.execution_order import execution_rank
-from weights.store.separate import PagedArena, SeparateDevice
+from weights.store.arena import PagedArena
+from weights.store.separate import SeparateDevice
 
 _names = itertools.count(1)
 

@@ -51,7 +51,9 @@ def begin(transition: Transition, instance: Instance, timeout_s: float, reason: 
         )
         teardown.free(transition, teardown.mark_gone(transition, transition.change(instance, stop_asked=True), None))
         return
-    if instance.state.starting or instance.state.parked or instance.suspend_state.freezing:
+    # Requests may compute while the weights arrive.
+    is_serving = instance.accepts_requests and bool(instance.load.active or instance.load.waiting)
+    if (instance.state.starting and not is_serving) or instance.state.parked or instance.suspend_state.freezing:
         transition.state = replace(
             transition.state, queue=tuple(r for r in transition.state.queue if r.instance_id != instance.instance_id)
         )

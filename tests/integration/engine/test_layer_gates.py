@@ -10,6 +10,7 @@ import torch
 
 from services.engine.generation.runner import Row, Runner
 from services.engine.model import loading
+from services.engine.model.checkpoint import PACKABLE
 from services.engine.model.arriving import ArrivingWeights, ByteSpan
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
@@ -19,11 +20,7 @@ from tests.support.segments import WrittenSegment, card_of
 from weights.formats.execution_order import execution_rank
 
 PROMPT = [7, 8, 9, 10, 11]
-FAMILIES = [
-    name
-    for name in CONFIGS
-    if CONFIGS[name].model_type in loading.checkpoint.PACKABLE and name not in (*CONVERTED, "llama-dynamic-rope")
-]
+FAMILIES = [name for name in CONFIGS if CONFIGS[name].model_type in PACKABLE and name not in (*CONVERTED, "llama-dynamic-rope")]
 
 
 class OnDemand(ArrivingWeights):

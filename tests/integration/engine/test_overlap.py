@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.support.engines import Engines, ZygoteClient
 from tests.support.followed_loader import FollowedLoader
 from tests.support.segments import FakeLoader, card_of
 
-ASK = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+ASK: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 PROMPTS = ["the quick brown fox", "a b c"]
 PAGES = 64 << 20
 
@@ -64,7 +65,7 @@ def expected() -> dict[str, list[int]]:
     return {}
 
 
-def started(engines: Engines, home: Path, model: Path, followed: FollowedLoader, **environment: str) -> EngineStart:
+def started(engines: Engines, home: Path, model: Path, followed: FollowedLoader, **environment: Any) -> EngineStart:
     spec = engines.spec(card_of(model), THAW_HOME=str(home), **environment)
     return spec.model_copy(update={"device": "cpu:1", "separate_memory": True}) if followed.device is not None else spec
 

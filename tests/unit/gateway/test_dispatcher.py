@@ -11,7 +11,7 @@ from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.route_table import OVERCOMMIT
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import DemandNoted, LoadFailed
-from shared.contracts.node import InstanceState
+from shared.contracts.node import InstanceState, InstanceStatus
 from shared.errors import (
     CheckpointInvalid,
     Conflict,
@@ -98,6 +98,29 @@ def test_waiting_requests_are_sent_in_order_when_an_instance_is_ready(dispatcher
     dispatcher.on_status(status(instance("i", capacity=8)), 2)
     assert world.sent == [("a", "i"), ("b", "i")]
     assert world.demands[-1].waiting == 0
+
+
+def early(name: str) -> InstanceStatus:
+    return instance(name, state=InstanceState.LOADING, capacity=8).model_copy(update={"accepts_requests": True})
+
+
+def test_requests_join_a_load_whose_engine_takes_them(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    ask(dispatcher, "a")
+    dispatcher.on_status(status(early("i")), 1)
+    ask(dispatcher, "b", now=2.0)
+    assert world.sent == [("a", "i"), ("b", "i")]
+    route = dispatcher.routes.get("i")
+    assert route is not None
+    assert route.ready_since == 1
+    dispatcher.on_status(status(instance("i", capacity=8)), 3)
+    assert route.ready_since == 3
+
+
+def test_no_request_joins_a_load_while_an_instance_is_ready(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    dispatcher.on_status(status(early("a"), instance("b")), 0)
+    for name in ("1", "2", "3"):
+        ask(dispatcher, name)
+    assert world.sent == [("1", "b"), ("2", "b")]
 
 
 def test_new_request_does_not_overtake_waiting_requests(dispatcher: Dispatcher, world: RecordedEffects) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.state import Process, deadlines
+from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState
 from shared.errors import InstanceBusy
 from tests.unit.nodeagent.world import EPOCH, ERROR, World, report, start, stop
@@ -128,6 +129,18 @@ def test_loading_engine_is_killed_immediately() -> None:
     effects = world.hear(e.StopCommand(stop(), 2))
     assert e.Signal("i", "kill") in effects
     assert errors(effects) == [None]
+
+
+def test_a_loading_engine_that_takes_requests_drains_once_it_has_some() -> None:
+    world = World()
+    loading(world)
+    effects = world.hear(e.EngineReported(report(state="loading").model_copy(update={"accepts_requests": True})))
+    assert e.Publish(urgent=True) in effects
+    busy = report(state="loading").model_copy(update={"accepts_requests": True, "load": EngineLoad(waiting=1)})
+    world.hear(e.EngineReported(busy))
+    effects = world.hear(e.StopCommand(stop(), 2))
+    assert e.RequestDrain("i", False, "") in effects
+    assert not any(isinstance(f, e.Signal) for f in effects)
 
 
 def test_stop_during_the_fork_is_carried_out_after_it() -> None:

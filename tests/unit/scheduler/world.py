@@ -58,6 +58,7 @@ class Running:
     suspending: bool = False
     stopped: bool = False
     left: int = 0
+    accepts_requests: bool = False
     private: int = 0
     suspension: Suspension = Suspension()
     token: int = 0
@@ -202,6 +203,7 @@ def _status(r: Running, now: float) -> InstanceStatus:
         revision=c.card.info.revision,
         device_ids=c.device_ids,
         state=r.state,
+        accepts_requests=r.accepts_requests,
         progress=r.progress,
         memory=InstanceMemory(reserved=r.reserved if r.state.parked else c.reserve_bytes, kv=c.kv_bytes, private=r.private),
         suspension=r.suspension,

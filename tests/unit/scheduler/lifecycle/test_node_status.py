@@ -50,6 +50,26 @@ def test_an_unknown_instance_is_adopted_if_wanted(w: World) -> None:
     assert agent.instances[next(iter(agent.instances))].state is DRAINING
 
 
+@pytest.mark.parametrize("is_reported", [False, True], ids=["sent", "reported"])
+def test_a_load_that_requests_have_joined_goes_on(w: World, is_reported: bool) -> None:
+    """A gateway that has sent its requests to a loading instance has none waiting any more."""
+    agent = w.node()
+    w.model("a")
+    w.demand("a")
+    [running] = agent.instances.values()
+    running.state, running.accepts_requests, running.active = InstanceState.LOADING, True, int(is_reported)
+    w.hear()
+    w.demand("a", waiting=0, in_flight=0 if is_reported else 1)
+    w.tick(1)
+    w.hear()
+    assert running.state is InstanceState.LOADING
+    running.active = 0
+    w.demand("a", waiting=0)
+    w.hear()
+    w.tick(1)
+    assert running.state is DRAINING
+
+
 def test_vanished_instance_is_replaced(w: World) -> None:
     agent = w.node()
     w.model("a")

@@ -10,8 +10,8 @@ import torch
 
 from services.engine.generation.runner import Row, Runner
 from services.engine.model import loading
-from services.engine.model.checkpoint import PACKABLE
 from services.engine.model.arriving import ArrivingWeights, ByteSpan
+from services.engine.model.checkpoint import PACKABLE
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.errors import CheckpointInvalid

@@ -16,7 +16,11 @@ from shared.contracts.channels import CHANNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_ON_NATS = {"EngineStart", "EngineForked", "EngineExited", "ZygoteFailure", "ZygoteReady"} | {
-    f"Socket{name}" for name in ("Attach", "Attached", "Audit", "Audited", "Watermark", "Complete", "Error")
+    f"Socket{name}"
+    for name in (
+        *("Attach", "Attached", "Audit", "Audited", "Watermark", "Complete", "Error"),
+        *("Follow", "Arrived", "Pages", "Units"),
+    )
 }
 
 

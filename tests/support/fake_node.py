@@ -279,6 +279,8 @@ class FakeNode:
                 return WeightsReleased(freed_bytes=0)
             case AttachWeights():
                 raise InvalidRequest("a fake loader attaches nothing")
+            case _:
+                raise InvalidRequest(f"a fake loader does not answer {command.kind}")
 
 
 def _report(i: FakeInstance, suspends: bool) -> InstanceStatus:

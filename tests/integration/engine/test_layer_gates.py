@@ -79,7 +79,7 @@ def assert_in_order(segment: WrittenSegment, waits: list[Sequence[ByteSpan]]) ->
     tensors = {t.offset: t.name for t in segment.index.tensors}
     stages = [sorted({execution_rank(tensors[start])[:2] for start, _ in spans}) for spans in waits]
     assert all(len(stage) == 1 for stage in stages)
-    seen = [stage[0] for stage in stages if stage[0][0] > 0]  # embeddings that are tied to the head come first
+    seen = [stage[0] for stage in stages if stage[0][0] > 0]  # embeddings tied to the head are first
     firsts = list(dict.fromkeys(seen))
     assert firsts == sorted(firsts)
 

@@ -51,7 +51,7 @@ def test_an_unknown_instance_is_adopted_if_wanted(w: World) -> None:
 
 
 @pytest.mark.parametrize("is_reported", [False, True], ids=["sent", "reported"])
-def test_a_load_that_requests_have_joined_goes_on(w: World, is_reported: bool) -> None:
+def test_a_load_that_requests_have_joined_is_kept(w: World, is_reported: bool) -> None:
     """A gateway that has sent its requests to a loading instance has none waiting any more."""
     agent = w.node()
     w.model("a")

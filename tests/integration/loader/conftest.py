@@ -38,6 +38,8 @@ SHM = Path("/dev/shm")
 class LoaderProcess:
     """`python -m services.loader` for a node of its own."""
 
+    module = "services.loader"
+
     def __init__(self, url: str, home: Path, node: str) -> None:
         self.node, self.home = node, home
         self.prefix = segment_prefix(home, node)
@@ -55,7 +57,7 @@ class LoaderProcess:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.loader"], env={**os.environ, **self.environment}, stdout=log, stderr=log
+                [sys.executable, "-m", self.module], env={**os.environ, **self.environment}, stdout=log, stderr=log
             )
 
     def end(self, signum: int = signal.SIGTERM) -> int:

@@ -16,10 +16,11 @@ from services.loader.local_socket import LocalReaders, listening
 from shared.contracts.audit import AuditMemory, DeviceAudit, MemoryAudited
 from shared.contracts.segment import Extent, PagesHandle
 from tests.unit.loader.pools import mapper
-from tests.unit.loader.store.test_separate import Model
+from tests.unit.loader.store.test_separate import Model, load
 from tests.unit.loader.store.test_separate_live import PAGES, TENSORS, SeparateBench, model
 from weights.client import audit_memory
 from weights.pool import shm
+from weights.store import separate
 from weights.store.units import PAGE_BYTES
 
 
@@ -87,12 +88,12 @@ def test_an_arena_without_an_entry_belongs_to_no_instance() -> None:
 
 
 async def test_an_arena_that_fails_to_open_frees_its_reservation(bench: SeparateBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = bench.device.allocate(Model("m", 1, 2).place())
+    held = load(bench.device, Model("m", 1, 2))
 
-    def fail(*_: object) -> list[int]:
+    def fail(*_: object) -> str:
         raise OSError("the pages cannot be read")
 
-    monkeypatch.setattr(bench.device, "_to_check", fail)
+    monkeypatch.setattr(separate, "key_on_device", fail)
     with pytest.raises(OSError, match="cannot be read"):
         bench.device.allocate(Model("n", 1, 3).place())
     held.release()

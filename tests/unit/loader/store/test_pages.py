@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -9,17 +10,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from weights.store.auditing import Snapshot, audit_records
 from weights.store.pages import (
+    DAMAGED,
     Reservation,
     Store,
     StoredUnit,
     audit,
     complete,
+    condemn,
     give_back,
     lend,
     missing_bytes,
     release,
     reserve,
+    settle,
 )
 from weights.store.units import PAGE_BYTES, Unit
 
@@ -132,44 +137,63 @@ MODELS = {
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Random loads, failures, releases and KV caches over a few models that share units."""
+    """Whole histories: loads with and without known hashes, failures, damage, and KV caches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.store = Store.empty(PAGES)
-        self.holders: dict[str, str] = {}
+        self.holders: dict[str, dict[str, str]] = {}
+        """By holder: the key in the store of each unit's content."""
         self.to_fill: dict[str, set[str]] = {}
+        """By holder: contents that its run has to bring."""
         self.numbers = count()
         self.now = 0.0
 
-    @rule(model=st.sampled_from(sorted(MODELS)))
-    def reserve(self, model: str) -> None:
+    @rule(model=st.sampled_from(sorted(MODELS)), hashed=st.booleans(), data=st.data())
+    def reserve(self, model: str, hashed: bool, data: st.DataObject) -> None:
         self.now += 1
         holder = f"i{next(self.numbers)}"
-        before, units = self.store, MODELS[model]
-        found = reserve(before, holder, model, units, self.now, recency)
+        before = self.store
+        keys = {u.key: u.key if hashed else f"filling:{holder}:{u.key}" for u in MODELS[model]}
+        units = [replace(u, key=keys[u.key]) for u in MODELS[model]]
+        keep = data.draw(st.sets(st.sampled_from(sorted(before.units)))) if before.units else set()
+        found = reserve(before, holder, model, units, self.now, recency, keep)
+        wanted = {u.key for u in units}
         fits = sum(u.pages for u in units if u.key not in before.units) <= len(before.free) + sum(
-            len(s.pages) for s in before.units.values() if s.is_reusable and s.key not in {u.key for u in units}
+            len(s.pages) for s in before.units.values() if s.is_reusable and s.key not in wanted | keep
         )
         assert (found is not None) == fits
         if found is None:
             return
         self.store = found.store
-        self.holders[holder] = model
-        self.to_fill[holder] = {u.key for u in found.missing}
-        assert {u.key for u in found.missing} == {u.key for u in units} - before.units.keys()
-        for key in found.reclaimed:
-            assert before.units[key].is_reusable
+        self.holders[holder] = keys
+        missing = {u.key for u in found.missing}
+        assert missing == wanted - before.units.keys()
+        self.to_fill[holder] = {content for content, key in keys.items() if key in missing}
+        self._are_reclaimable(before, found.reclaimed)
+        assert keep.isdisjoint(found.reclaimed)
         for key in before.units.keys() & found.store.units.keys():
             assert before.units[key].pages == found.store.units[key].pages, "no byte moves"
+
+    def _are_reclaimable(self, before: Store, reclaimed: tuple[str, ...]) -> None:
+        assert all(before.units[key].is_reusable for key in reclaimed)
 
     @precondition(lambda self: any(self.to_fill.values()))
     @rule(data=st.data())
     def fill(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(sorted(h for h, keys in self.to_fill.items() if keys)))
-        key = data.draw(st.sampled_from(sorted(self.to_fill[holder])))
-        self.to_fill[holder].remove(key)
-        self.store = complete(self.store, [key])
+        """A unit's bytes are there: it is known by its content from now on."""
+        holder = data.draw(st.sampled_from(sorted(h for h, contents in self.to_fill.items() if contents)))
+        content = data.draw(st.sampled_from(sorted(self.to_fill[holder])))
+        self.to_fill[holder].remove(content)
+        key = self.holders[holder][content]
+        if key == content:
+            self.store = complete(self.store, [key])
+            return
+        before = self.store
+        self.store = settle(before, key, content)
+        self.holders[holder][content] = content
+        shared = content in before.units
+        assert len(self.store.free) - len(before.free) == (len(before.units[key].pages) if shared else 0)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -177,20 +201,40 @@ class StoreMachine(RuleBasedStateMachine):
         """An instance ends, or is killed, at any point of its load."""
         self.now += 1
         holder = data.draw(st.sampled_from(sorted(self.holders)))
-        del self.holders[holder]
-        orphaned = self.to_fill.pop(holder)
+        keys = self.holders.pop(holder)
+        orphaned = {keys[content] for content in self.to_fill.pop(holder)}
         self.store, handed = release(self.store, holder, self.now)
-        assert {k for keys in handed.values() for k in keys} == {k for k in orphaned if k in self.store.units}
-        for other, keys in handed.items():
-            self.to_fill[other].update(keys)
+        assert {k for handed_keys in handed.values() for k in handed_keys} == {k for k in orphaned if k in self.store.units}
+        for other, handed_keys in handed.items():
+            self.to_fill[other].update(handed_keys)
+
+    @precondition(lambda self: any(self._sound()))
+    @rule(data=st.data())
+    def condemn(self, data: st.DataObject) -> None:
+        """The bytes of a complete unit turn out to be wrong."""
+        key = data.draw(st.sampled_from(sorted(self._sound())))
+        number = next(self.numbers)
+        holders, pages = self.store.units[key].holders, self.store.units[key].pages
+        self.store = condemn(self.store, key, number)
+        assert key not in self.store.units, "no load gets it any more"
+        if not holders:
+            assert set(pages) <= set(self.store.free)
+        for holder in holders:
+            keys = self.holders[holder]
+            [content] = [c for c, k in keys.items() if k == key]
+            keys[content] = f"{DAMAGED}{number}:{key}"
+
+    def _sound(self) -> list[str]:
+        return [k for k, u in self.store.units.items() if u.is_complete and not k.startswith(DAMAGED)]
 
     @rule(borrower=st.sampled_from(("kv1", "kv2")), pages=st.integers(1, 6))
     def lend(self, borrower: str, pages: int) -> None:
-        available = len(self.store.free) + self.store.reusable_pages
-        lent = lend(self.store, borrower, pages, recency)
-        assert (lent is not None) == (pages <= available)
+        before = self.store
+        lent = lend(before, borrower, pages, recency)
+        assert (lent is not None) == (pages <= len(before.free) + before.reusable_pages)
         if lent is not None:
-            assert lent[0].lent_pages == self.store.lent_pages + pages
+            assert lent[0].lent_pages == before.lent_pages + pages
+            self._are_reclaimable(before, lent[1])
             self.store = lent[0]
 
     @precondition(lambda self: self.store.lent)
@@ -205,11 +249,21 @@ class StoreMachine(RuleBasedStateMachine):
         store = self.store
         assert audit(store) == []
         assert len(store.free) + store.mapped_pages + store.reusable_pages + store.lent_pages == PAGES
+        assert audit_records(Snapshot("d", store, frozenset(self.holders), frozenset())) == []
 
     @invariant()
     def holders_have_all_their_units(self) -> None:
-        for holder, model in self.holders.items():
-            assert all(holder in self.store.units[u.key].holders for u in MODELS[model])
+        for holder, keys in self.holders.items():
+            assert all(holder in self.store.units[key].holders for key in keys.values())
+
+    def teardown(self) -> None:
+        """Once all have ended, everything is free or reusable."""
+        for holder in sorted(self.holders):
+            self.store, _ = release(self.store, holder, self.now)
+        for borrower, pages in tuple(self.store.lent.items()):
+            self.store = give_back(self.store, borrower, pages)
+        assert len(self.store.free) + self.store.reusable_pages == PAGES
+        assert not any(k.startswith((DAMAGED, "filling:")) for k in self.store.units)
 
 
 TestStore = StoreMachine.TestCase

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from services.nodeagent.suspend import memory
-from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from tests.integration.engines_real.conftest import environment
 from tests.integration.nodeagent.harness import MIB, Node, running_node
@@ -25,41 +26,65 @@ from tests.support.servers import NatsServer
 SUSPENDED, READY = InstanceState.SUSPENDED, InstanceState.READY
 VLLM_MIB = 4000
 SWAP_MIB = 2000
-SWAPS = int(os.environ.get("THAW_TEST_SWAPS", "12"))
+SWAPS = int(os.environ.get("THAW_TEST_SWAPS", "8"))
 """Suspensions in a row, without growth. `make test-long` sets 200."""
 ROOM_FOR_A_CONNECTION = 2
 # vLLM takes half a minute to start, and minutes on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture
-def able() -> None:
+@dataclass(frozen=True)
+class Parked:
+    """A node with room for one engine, on which a vLLM and a llama.cpp are suspended."""
+
+    node: Node
+    vllm: str
+    llamacpp: str
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def parked(
+    nats_server: NatsServer, model_directory: Path, gguf_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Parked]:
+    """Start both engines; each test leaves them suspended.
+
+    An engine that is parked starts without a request, is warmed and suspended; its first request
+    only resumes it.
+    """
     skip_unless_able()
-
-
-@pytest.fixture
-def vllm_card(model_directory: Path) -> ModelCard:
-    return hosted_card(model_directory, "vllm", context=1024)
-
-
-@pytest.fixture
-async def vllm_node(able: None, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Node]:
     skip_unless_swap(SWAP_MIB)
-    settings = {**environment("vllm"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB"}
-    async with running_node(nats_server.url, tmp_path, **settings) as found:
-        yield found
+    settings = {**environment("vllm", "llamacpp"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB"}
+    cards = hosted_card(model_directory, "vllm", context=1024), hosted_card(gguf_file, "llamacpp", context=1024)
+    async with running_node(nats_server.url, tmp_path_factory.mktemp("node"), **settings) as node:
+        # Each needs the whole device at first: vLLM is suspended before the other one starts.
+        vllm = await start_hosted(node, cards[0], mib=VLLM_MIB - 200, park=True)
+        llamacpp = await start_hosted(node, cards[1], mib=VLLM_MIB - 600, park=True)
+        yield Parked(node, vllm.instance_id, llamacpp.instance_id)
 
 
-async def test_vllm_is_suspended_and_resumed_with_the_same_output(vllm_node: Node, vllm_card: ModelCard) -> None:
-    node = vllm_node
-    status = await start_hosted(node, vllm_card, mib=VLLM_MIB)
-    name = status.instance_id
-    before, text, pids = pss(node, name), await generate(node, name), engine_pids(node, name)
+async def test_parked_vllm_holds_little_memory_and_answers_when_resumed(parked: Parked) -> None:
+    node, name = parked.node, parked.vllm
+    status = node.instance(name)
+    assert status.suspended is not None
+    assert status.memory.reserved < 0.25 * VLLM_MIB * MIB
+    await node.resume(name)
+    await node.reaches(name, READY)
+    assert await generate(node, name)
+    await node.suspend(name)
+    await node.reaches(name, SUSPENDED)
+
+
+async def test_vllm_is_suspended_and_resumed_with_the_same_output(parked: Parked) -> None:
+    node, name = parked.node, parked.vllm
+    await node.resume(name)
+    await node.reaches(name, READY)
+    text, pids = await generate(node, name), engine_pids(node, name)
+    used = memory.footprint(pids)
     assert len(pids) > 1, "the whole tree of its processes"
     await node.suspend(name)
     status = await node.reaches(name, SUSPENDED)
     after = pss(node, name)
-    assert after <= 0.25 * before, f"{after >> 20} of {before >> 20} MiB are still in use"
+    assert after <= 0.25 * (used.pss + used.swap), f"{after >> 20} of {(used.pss + used.swap) >> 20} MiB are still in use"
     assert abs(status.suspension.left_bytes - after) < 0.2 * after + 8 * MIB
     await node.resume(name)
     status = await node.reaches(name, READY)
@@ -69,39 +94,27 @@ async def test_vllm_is_suspended_and_resumed_with_the_same_output(vllm_node: Nod
     assert status.started is not None
     assert status.resumed is not None
     assert status.resumed.took_ms < status.started.took_ms / 10
+    await node.suspend(name)
+    await node.reaches(name, SUSPENDED)
 
 
-@pytest.fixture
-async def llamacpp_node(able: None, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Node]:
-    settings = {**environment("llamacpp"), "THAW_DEVICES": "cpu:0=900MiB"}
-    async with running_node(nats_server.url, tmp_path, **settings) as found:
-        yield found
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+async def test_engine_is_suspended_many_times_without_growth(parked: Parked, engine: str) -> None:
+    name = getattr(parked, engine)
+    await parked.node.resume(name)
+    await parked.node.reaches(name, READY)
+    await swapped_without_growth(parked.node, name, SWAPS)
+    await parked.node.suspend(name)
+    await parked.node.reaches(name, SUSPENDED)
 
 
-async def test_llamacpp_is_suspended_many_times_without_growth(llamacpp_node: Node, gguf_file: Path) -> None:
-    name = (await start_hosted(llamacpp_node, hosted_card(gguf_file, "llamacpp", context=1024), mib=600)).instance_id
-    await swapped_without_growth(llamacpp_node, name, SWAPS)
-
-
-async def test_parked_vllm_is_suspended_many_times_without_growth(vllm_node: Node, vllm_card: ModelCard) -> None:
-    """vLLM is parked at its start, and then suspended many times.
-
-    Without a request it is started, warmed and suspended; its first request only resumes it.
-    """
-    status = await start_hosted(vllm_node, vllm_card, mib=VLLM_MIB, park=True)
-    assert status.suspended is not None
-    assert status.memory.reserved < 0.25 * VLLM_MIB * MIB
-    await vllm_node.resume(status.instance_id)
-    await vllm_node.reaches(status.instance_id, READY)
-    await swapped_without_growth(vllm_node, status.instance_id, SWAPS, already=1)
-
-
-async def swapped_without_growth(node: Node, name: str, swaps: int, already: int = 0) -> None:
+async def swapped_without_growth(node: Node, name: str, swaps: int) -> None:
     """Repeat suspension and resumption, without growth or changed output.
 
     Memory, descriptors and processes of engine, host and agent do not grow.
     """
     text, pids = await generate(node, name), node.instance(name).pids
+    already = node.instance(name).suspension.resumes
     assert node.process is not None
     agent = node.process.pid
     sizes, open_files, agents = [], [], []
@@ -125,23 +138,15 @@ async def swapped_without_growth(node: Node, name: str, swaps: int, already: int
     assert (suspension.resumes, suspension.fell_back) == (swaps + already, None)
 
 
-async def test_vllm_and_llamacpp_alternate_on_a_device_with_room_for_one(
-    able: None, nats_server: NatsServer, tmp_path: Path, vllm_card: ModelCard, gguf_file: Path
-) -> None:
-    skip_unless_swap(SWAP_MIB)
-    settings = {**environment("vllm", "llamacpp"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB"}
-    async with running_node(nats_server.url, tmp_path, **settings) as node:
-        names: list[str] = []
-        for card in (vllm_card, hosted_card(gguf_file, "llamacpp", context=1024)):
-            # Each needs the whole device at first: it is parked before the other one starts.
-            names.append((await start_hosted(node, card, mib=VLLM_MIB - 400 * len(names) - 200, park=True)).instance_id)
-        texts: dict[str, str] = {}
-        for turn in range(6):
-            here, there = names[turn % 2], names[1 - turn % 2]
-            await node.resume(here)
-            await node.reaches(here, READY)
-            assert node.instance(there).state is SUSPENDED
-            assert await generate(node, here) == texts.setdefault(here, await generate(node, here))
-            await node.suspend(here)
-            await node.reaches(here, SUSPENDED)
-        assert all(node.instance(n).suspension.fell_back is None for n in names)
+async def test_vllm_and_llamacpp_alternate_on_a_device_with_room_for_one(parked: Parked) -> None:
+    node, names = parked.node, (parked.vllm, parked.llamacpp)
+    texts: dict[str, str] = {}
+    for turn in range(6):
+        here, there = names[turn % 2], names[1 - turn % 2]
+        await node.resume(here)
+        await node.reaches(here, READY)
+        assert node.instance(there).state is SUSPENDED
+        assert await generate(node, here) == texts.setdefault(here, await generate(node, here))
+        await node.suspend(here)
+        await node.reaches(here, SUSPENDED)
+    assert all(node.instance(n).suspension.fell_back is None for n in names)

@@ -9,7 +9,7 @@ from bench.chaos.__main__ import campaign
 from bench.chaos.campaign import say
 from bench.chaos.faults import plan
 
-SEED, KILLS, CLIENTS = 3, 12, 4
+SEED, KILLS, CLIENTS = 3, 8, 4
 
 
 def test_campaign_of_seeded_faults_has_no_failures() -> None:

@@ -17,7 +17,7 @@ from tests.support.mesh import Victim, kill
 from tests.support.outcomes import Asked, ask
 
 STREAMS, TOKENS = 30, 900
-FOR_S, EVERY_S = float(os.environ.get("THAW_TEST_STORM_S", "20")), 2.0
+FOR_S, EVERY_S = float(os.environ.get("THAW_TEST_STORM_S", "12")), 2.0
 """`make test-long` kills engines for a minute."""
 
 

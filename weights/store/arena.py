@@ -11,6 +11,7 @@ from typing import Protocol
 from shared.contracts.segment import MappedUnit, PagesHandle, PagesLayout, UnitPages
 from shared.errors import ThawError
 from weights.devices.cpu import check_range, wait_for
+from weights.devices.curve import FALLBACK_BYTES
 from weights.devices.grouping import Ranges
 from weights.devices.port import Place, Priority
 from weights.formats.execution_order import Rank, execution_rank
@@ -43,6 +44,8 @@ class PagedArena:
         missing: Units without bytes on the device, by index.
         ready: Missing units whose bytes are all in host memory, by execution order.
         here: Units that are on the device, in the order in which they became so.
+        group_bytes: Units are reported in groups of this many bytes, or fewer where none is waiting
+            to be copied (Torpor, section 4.3).
         under_way: Units being copied.
     """
 
@@ -53,6 +56,8 @@ class PagedArena:
         self.missing: dict[int, Missing] = {}
         self.ready: list[tuple[Rank, int]] = []
         self.here: list[int] = []
+        self.group_bytes = FALLBACK_BYTES
+        self._group: list[int] = []
         self.under_way = 0
         self.is_open = True
         self.error: ThawError | None = None
@@ -98,6 +103,13 @@ class PagedArena:
             missing.arrived += end - start
             if missing.arrived == missing.unit.nbytes:
                 heappush(self.ready, (min(execution_rank(t.name) for t in missing.tensors), index))
+
+    def settled(self, index: int) -> None:
+        """A unit is on the device. The caller has removed it from `missing`."""
+        self._group.append(index)
+        if not self.ready or sum(self.units[i].nbytes for i in self._group) >= self.group_bytes:
+            self.here += self._group
+            self._group = []
 
     def wait(self, until: int, cancelled: threading.Event | None = None) -> bool:
         def done() -> bool:

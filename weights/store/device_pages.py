@@ -113,7 +113,7 @@ class DevicePages:
         missing = arena.missing.pop(index)
         self.store = settle(self.store, missing.key, key)
         arena.keys[index] = key
-        arena.here.append(index)
+        arena.settled(index)
         arena.digests.update(digests)
         reused_bytes = missing.unit.nbytes - copied_bytes
         arena.copied_bytes += copied_bytes

@@ -24,6 +24,7 @@ from dataclasses import replace
 
 from shared.contracts.segment import PagesHandle, SegmentTensor, UnitPages
 from shared.errors import DeviceMissing
+from weights.devices.curve import FALLBACK_BYTES
 from weights.devices.pacing import Pacer
 from weights.devices.port import Contents, Place, Priority
 from weights.store.arena import PagedArena
@@ -55,6 +56,7 @@ class SeparateDevice:
         verify: bool = False,
         known: KnownUnits | None = None,
         host_bytes_per_second: float | None = None,
+        group_bytes: int = FALLBACK_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the device's pages.
@@ -66,6 +68,7 @@ class SeparateDevice:
             verify: Check the hashes of all reused units; otherwise of a sample.
             known: The units of weights, which the loader's devices share.
             host_bytes_per_second: Pace of copies from host memory; None: as fast as possible.
+            group_bytes: Units are reported in groups of this size while others wait to be copied.
         """
         count = nbytes // PAGE_BYTES
         if count < 1:
@@ -78,6 +81,7 @@ class SeparateDevice:
         self._checks = Checks(every=verify)
         self._known = known or KnownUnits()
         self._closing = False
+        self._group_bytes = group_bytes
         self._memory = PageMemory(name, count)
         self._pages = DevicePages(device_id, self._memory, count, earlier, clock)
         self._pacer = Pacer(host_bytes_per_second) if host_bytes_per_second is not None else None
@@ -151,6 +155,7 @@ class SeparateDevice:
         tensors = tensors_of(units, contents.tensors)
         while True:
             arena = PagedArena(self, holder, place, priority, units)
+            arena.group_bytes = self._group_bytes
             with self.changed:
                 self._pages.reserve(arena, contents, tensors)
                 store = self._pages.store

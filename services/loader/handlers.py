@@ -303,8 +303,8 @@ class Loader:
         return found
 
     def _held(self, instance_id: str, weights_id: str) -> Entry:
-        entry = self._loop.state.entries.get(weights_id)
-        if entry is None or instance_id not in entry.holders:
+        entry = self._loop.state.held_by(instance_id)
+        if entry is None or entry.weights_id != weights_id:
             raise NotFound(f"Instance {instance_id} has not attached weights {weights_id} here. Attach first")
         return entry
 
@@ -320,7 +320,7 @@ class Loader:
             except asyncio.CancelledError:
                 asked.add_done_callback(self._drop_listing)
                 raise
-        entry = self._loop.state.entries.get(weights_id or "")
+        entry = next((e for e in self._loop.state.entries.values() if e.weights_id == weights_id), None)
         if entry is None:
             raise NotFound(f"This node has no weights {weights_id}. Attach with their source")
         return card_for(entry.source, entry.weights_id, entry.total_bytes)
@@ -356,7 +356,8 @@ class Loader:
         memory = status_publisher.memory(copies.pages(), self._auditor.violations) if copies is not None else ()
         speed, links = self._loop.runs.bytes_per_second, self._loop.runs.links()
         pretouch = status_publisher.pretouch(self._pretouch())
-        return status.model_copy(update={"bytes_per_second": speed, "links": links, "memory": memory, "pretouch": pretouch})
+        found = {"bytes_per_second": speed, "links": links, "memory": memory, "pretouch": pretouch}
+        return status.model_copy(update={**found, "read_bytes": self._loop.runs.read_bytes})
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:

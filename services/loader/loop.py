@@ -115,7 +115,7 @@ class Loop:
             case RaisePriority():
                 self.runs.raise_priority(effect.run)
             case Grant():
-                self.runs.grant(effect.run, effect.chunks)
+                self.runs.grant(effect.run, effect.chunks, effect.device)
             case Deny():
                 self.runs.grant(effect.run, None)
             case OpenArena():
@@ -129,14 +129,15 @@ class Loop:
             case Vacate():
                 self.reclaimer.start(effect, self.runs.remove(effect.run))
             case WriteRecord():
-                entry = self.state.entries[effect.weights_id]
+                entry = self.state.entries[effect.key]
                 if entry.stage is Stage.CACHED:
                     self.runs.mark_reused(entry.run)
-                self.records.write(status_publisher.record(self.state, entry))
+                if entry.device is None:  # the next loader finds no whole weights in the others
+                    self.records.write(status_publisher.record(self.state, entry))
             case Accepted():
                 self._answer(effect.reply, Done())
             case Attached():
-                self._answer(effect.reply, self._attached(self.state.entries[effect.weights_id], effect.device))
+                self._answer(effect.reply, self._attached(self.state.entries[effect.key], effect.device))
             case Freed():
                 self._answer(
                     effect.reply,

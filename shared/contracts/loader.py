@@ -309,6 +309,7 @@ class LoaderStatus(Message):
     stopping: bool = Field(default=False, description="It is about to end, and what it has on devices with it.")
     segments: tuple[SegmentStatus, ...] = ()
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
+    read_bytes: int = Field(default=0, description="Of weights, read from disks and remote sources by loads since its start.")
     links: tuple[LinkStatus, ...] = ()
     memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of cpu devices with memory of their own.")
     cached: tuple[CachedModel, ...] = ()

@@ -46,6 +46,7 @@ class Contents:
         tensors: The segment's tensors.
         digests: SHA-256 of a tensor's bytes by its name, as far as the checkpoint's index says.
         model: Name of the model.
+        must_match: Bytes that differ from `digests` fail the load: nothing else has checked them.
         is_pinned: The weights are not reclaimed while no instance uses them.
     """
 
@@ -53,6 +54,7 @@ class Contents:
     digests: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     is_pinned: bool = False
+    must_match: bool = False
 
 
 @dataclass(frozen=True)

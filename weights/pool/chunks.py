@@ -126,6 +126,24 @@ def take(table: Chunks, owner: int, nbytes: int) -> Chunks | None:
     return replace(table, spare=left, owned={**table.owned, owner: Owned(tuple(chosen), nbytes, nbytes - ready)})
 
 
+def take_sparse(table: Chunks, owner: int, nbytes: int, needed: int) -> Chunks | None:
+    """Give `owner` free chunks for a range of `nbytes`, of which only `needed` get memory.
+
+    None if the pool has too few.
+    """
+    assert owner not in table.owned
+    taken = table.taken()
+    chosen = tuple(c for c in range(table.count) if c not in taken)[: len(parts(nbytes))]
+    if len(chosen) < len(parts(nbytes)):
+        return None
+    return replace(table, owned={**table.owned, owner: Owned(chosen, needed, needed)})
+
+
+def shrink(table: Chunks, owner: int, nbytes: int) -> Chunks:
+    """Keep only `nbytes` of the owner's memory: the rest was given back."""
+    return replace(table, owned={**table.owned, owner: replace(table.owned[owner], nbytes=nbytes, fresh=0)})
+
+
 def adopt(table: Chunks, owner: int, chunks: tuple[int, ...], nbytes: int, *, cached: bool) -> Chunks:
     """Add chunks of an earlier loader, whose content is known and which have no owner."""
     assert table.taken().isdisjoint(chunks)

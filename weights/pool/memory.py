@@ -208,6 +208,21 @@ class PoolMemory:
             self._prove_empty(offset, length)
         return freed
 
+    def discard(self, offset: int, length: int) -> int:
+        """Free the memory of some bytes of chunks that stay in use.
+
+        Returns the bytes that the file has less afterwards, read back. Whole pages are freed, and
+        the rest of partial ones is zeroed.
+        """
+        for chunk in range(offset // self.chunk_bytes, -(-(offset + length) // self.chunk_bytes)):
+            self._ready.pop(chunk, None)
+        with self._blocks.counting():
+            before = self.allocated()
+            if _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length):
+                error = ctypes.get_errno()
+                raise OSError(error, os.strerror(error))
+            return max(0, before - self.allocated())
+
     def _prove_empty(self, offset: int, length: int) -> None:
         try:
             data = os.lseek(self._fd, offset, os.SEEK_DATA)

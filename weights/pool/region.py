@@ -6,7 +6,7 @@ import errno
 from collections.abc import Sequence
 from typing import Protocol
 
-from shared.contracts.segment import Extent
+from shared.contracts.segment import PAGE, Extent
 from shared.errors import InsufficientMemory
 from shared.mapping import coalesced
 from weights.pool.chunks import CHUNK_BYTES
@@ -77,6 +77,15 @@ class Region:
 
     def view(self, offset: int, length: int) -> memoryview:
         return self.pool.view(self._at(offset), length)
+
+    def discard(self, start: int) -> int:
+        """Free the memory of all bytes from `start` on, and return how many bytes that were."""
+        freed = 0
+        while start < self.nbytes:
+            length = min(self.nbytes - start, CHUNK_BYTES - start % CHUNK_BYTES)
+            freed += self.pool.discard(self._at(start), -(-length // PAGE) * PAGE)
+            start += length
+        return freed
 
     def zap(self, index: int) -> None:
         """Unmap the complete `index`-th chunk: only its readers map it."""

@@ -151,6 +151,11 @@ class PagedArena:
         with self._device.changed:
             return self._device.handle_of(self) if self.is_open and not self.missing else None
 
+    def lacking(self) -> tuple[tuple[int, int], ...]:
+        """Return first byte and end in the segment of the units that are not on the device."""
+        with self._device.changed:
+            return tuple((m.unit.offset, m.unit.end) for m in self.missing.values())
+
     def raise_priority(self, priority: Priority) -> None:
         with self._device.changed:
             self.priority = priority

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from heapq import heappop
 from typing import Protocol
 
-from shared.errors import DeviceFailed, InsufficientMemory, ThawError
+from shared.errors import CheckpointInvalid, DeviceFailed, InsufficientMemory, ThawError
 from weights.devices.pacing import Pacer
 from weights.store.arena import PagedArena
 from weights.store.memory import PageMemory
@@ -87,6 +87,8 @@ class CopyThread:
             error: ThawError | None = None
             try:
                 self._copy(arena, index)
+            except ThawError as e:
+                error = e
             except OSError as e:
                 error = _failure(self._target.device_id, e)
             except Exception as e:  # the thread's boundary: waiters need an answer
@@ -109,6 +111,11 @@ class CopyThread:
         digests = digests_of(missing)
         key = content_key(missing.unit.offset, missing.tensors, digests)
         if missing.unit.key.startswith("sha256:") and key != missing.unit.key:
+            contents = arena.place.contents
+            if contents is not None and contents.must_match:
+                raise CheckpointInvalid(
+                    f"Weights of {contents.model} differ from the hashes in their index. Convert or download the model again"
+                )
             log.warning(
                 "weights differ from the hashes in their index",
                 extra={"device": self._target.device_id, "weights": arena.place.weights_id},

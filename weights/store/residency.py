@@ -150,7 +150,9 @@ def _row(
     missing = held.missing_bytes if held is not None else total - present
     unmapped = 0 if held is not None else page_bytes - _pages(mapped)
     exclusive = _pages([u for u in mapped if users[u.key] == {weights_id}])
-    return ResidentWeights(weights_id, total, missing, total, unmapped, exclusive)
+    # Of known weights only what is missing is read (ADR 0058).
+    read = missing if sizes is not None else total
+    return ResidentWeights(weights_id, total, missing, read, unmapped, exclusive)
 
 
 def _pages(units: Iterable[StoredUnit]) -> int:

@@ -171,6 +171,20 @@ class SeparateDevice:
                     return arena
                 self._pages.discard(arena, damaged)
 
+    def lacking(self, weights_id: str, contents: Contents) -> int | None:
+        """Return the bytes of a model's units that are not here.
+
+        None if no unit is here, or the content of one is unknown before it is read.
+        """
+        known = {**contents.digests, **self._known.digests(weights_id)}
+        units = cut_units(contents.tensors, known, weights_id)
+        with self.changed:
+            stored = [self._pages.store.units.get(u.key) for u in units]
+        here = [s is not None and s.is_complete and s.nbytes == u.nbytes for u, s in zip(units, stored, strict=True)]
+        if not any(here) or any(not u.key.startswith("sha256:") for u in units):
+            return None
+        return sum(u.nbytes for u, is_here in zip(units, here, strict=True) if not is_here)
+
     def handle_of(self, arena: PagedArena) -> PagesHandle:
         """Return the handle of an arena whose units are all here."""
         stored, layout = [self._pages.store.units[key] for key in arena.keys], arena.layout()

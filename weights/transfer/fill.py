@@ -45,6 +45,7 @@ class Filling:
         on_loaded: Callable[[int], None] | None = None,
         on_arrived: Callable[[int, int], None] | None = None,
         order: Sequence[Piece] = (),
+        sparse: bool = False,
     ) -> None:
         """Prepare a load.
 
@@ -52,11 +53,14 @@ class Filling:
             pieces: The pieces of all weight files, in the segment's order.
             on_arrived: Called with offset and length of each loaded range of the segment, each byte
                 once. Padding belongs to the range before it.
+            sparse: `pieces` are some of the segment; bytes between them are not reported.
             order: The same pieces in the order to read them; none: the segment's.
         """
         self._layout, self._region, self._pieces = layout, region, pieces
         self._on_loaded, self._on_arrived = on_loaded, on_arrived
-        self._starts = (*(p.target for p in pieces), layout.total_bytes)
+        starts = (*(p.target for p in pieces), layout.total_bytes)
+        self._head_end = len(layout.head) if sparse else starts[0]
+        self._ends = tuple(p.target + p.length for p in pieces) if sparse else starts[1:]
         self._watermark = Watermark(pieces, len(layout.head), layout.total_bytes)
         self._transfer = Transfer(order or pieces, self._read, background, cancelled)
         self._link: Link | None = None
@@ -71,7 +75,7 @@ class Filling:
         """Raises `InsufficientMemory`."""
         self._region.write(0, self._layout.head)
         if self._on_arrived is not None:
-            self._on_arrived(0, self._starts[0])
+            self._on_arrived(0, self._head_end)
 
     def run(self, reader: PieceReader, link: Link) -> None:
         """Read every piece over `link`, and close `reader`.
@@ -98,7 +102,7 @@ class Filling:
         assert self._reader is not None
         self._reader.read(piece)
         if self._on_arrived is not None:
-            self._on_arrived(piece.target, self._starts[piece.index + 1] - piece.target)
+            self._on_arrived(piece.target, self._ends[piece.index] - piece.target)
         self._watermark.arrived(piece)
         if self._on_loaded is not None:
             self._on_loaded(self._watermark.loaded)

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.contracts.segment import PAGE
 from weights.formats.execution_order import Rank, execution_rank
 from weights.formats.segment import Layout
 from weights.pool.chunks import CHUNK_BYTES
@@ -52,18 +53,52 @@ def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False)
     return tuple(found)
 
 
+def cut_ranges(layout: Layout, ranges: Sequence[tuple[int, int]], *, remote: bool = False) -> tuple[Piece, ...]:
+    """Return the pieces that cover some ranges of the segment, in the segment's order.
+
+    Pieces begin on pages, for direct reads.
+
+    Args:
+        layout: The segment.
+        ranges: First byte and end of each.
+        remote: As of `cut`.
+    """
+    found: list[Piece] = []
+    for start, end in _whole_pages(ranges):
+        for number, place in enumerate(layout.places):
+            at, last = max(start, place.offset), min(end, place.offset + place.file.size)
+            while at < last:
+                length = min(last - at, CHUNK_BYTES - at % CHUNK_BYTES, CHUNK_BYTES if remote else TAIL_PIECE_BYTES)
+                found.append(Piece(len(found), number, at - place.offset, length, at))
+                at += length
+    return tuple(found)
+
+
+def _whole_pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Extend ranges to whole pages, and join those that meet."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted((start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
 def in_execution_order(layout: Layout, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Return `pieces` in the order in which a forward pass first needs a byte of them.
 
     Args:
         layout: The segment.
-        pieces: All pieces, in the segment's order.
+        pieces: All pieces, or some, in the segment's order.
     """
     starts = [p.target for p in pieces]
     ranks: dict[int, Rank] = {}
     for tensor in layout.tensors:
         rank = execution_rank(tensor.name)
         at = max(0, bisect_right(starts, tensor.offset) - 1)
+        if at < len(pieces) and pieces[at].target + pieces[at].length <= tensor.offset:
+            at += 1
         while at < len(pieces) and pieces[at].target < tensor.offset + tensor.nbytes:
             ranks[at] = min(rank, ranks.get(at, rank))
             at += 1

@@ -130,8 +130,10 @@ def torch_dtype(card: ModelCard) -> torch.dtype:
     return found
 
 
-def bind(kind: type[PreTrainedModel], config: PreTrainedConfig, segment: Segment, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model with its parameters bound to `segment`.
+def bind(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """Build the model with its parameters bound to `tensors`, by name.
 
     transformers' own loading code computes buffers, ties weights, and handles renamed keys and
     prefixes. It reads no data unless a parameter has to be converted.
@@ -149,7 +151,7 @@ def bind(kind: type[PreTrainedModel], config: PreTrainedConfig, segment: Segment
         model, loading_info = kind.from_pretrained(
             None,
             config=config,
-            state_dict=segment.tensors(),
+            state_dict=tensors,
             dtype=dtype,
             ignore_mismatched_sizes=True,
             output_loading_info=True,

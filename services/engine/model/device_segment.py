@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from services.engine.model.segment import SHARED_MEMORY
+from services.engine.model.segment import SHARED_MEMORY, Segment
 from shared.contracts.segment import CudaIpcHandle, PagesHandle, PagesLayout, SegmentIndex, SegmentTensor
 from shared.errors import CheckpointInvalid, EngineFailed
 from shared.mapping import map_extents
@@ -181,6 +181,26 @@ def offsets_in_pages(
         return handle.units[at].start + offset - offsets[at]
 
     return place
+
+
+def tensors_in_pages(handle: PagesHandle, segment: Segment, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the segment's tensors by name, where their bytes are the device's.
+
+    Args:
+        handle: The units, and where they are.
+        segment: The head in host memory; other bytes of it are not read.
+        memory: The mapped pages.
+    """
+    place = offsets_in_pages(handle, segment.offset_of)
+    found = {}
+    for name, tensor in segment.tensors().items():
+        at = place(tensor) if tensor.numel() else None
+        if at is None:
+            found[name] = tensor
+            continue
+        span = memory[at : at + tensor.nbytes]
+        found[name] = (span.clone() if at % tensor.itemsize else span).view(tensor.dtype).view(tensor.shape)
+    return found
 
 
 _HANDLE_BYTES = 64

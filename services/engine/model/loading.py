@@ -95,7 +95,7 @@ def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart) -
     config = checkpoint.read_config(directory, start.card)
     kind = checkpoint.model_class(config, start.card, directory)
     segment = Segment(attached.segment, attached.extents, attached.weights_id)
-    model = checkpoint.bind(kind, config, segment, checkpoint.torch_dtype(start.card))
+    model = checkpoint.bind(kind, config, segment.tensors(), checkpoint.torch_dtype(start.card))
     is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
     bound = BoundModel(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
     if not isinstance(attached.handle, PagesHandle):  # pages are mapped when they are complete
@@ -191,9 +191,13 @@ def complete(
         InsufficientMemory: The KV cache's bytes hold no block.
     """
     if bound.copied:
-        # The earlier conversion may have read bytes that were not loaded yet.
+        # The earlier conversion may have read bytes that host memory did not have.
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
-        bound.model = checkpoint.bind(type(bound.model), bound.config, bound.segment, checkpoint.torch_dtype(start.card))
+        open_device_memory(bound, handle)
+        source = bound.segment.tensors()
+        if isinstance(bound.handle, PagesHandle) and bound.memory is not None:
+            source = device_segment.tensors_in_pages(bound.handle, bound.segment, bound.memory)
+        bound.model = checkpoint.bind(type(bound.model), bound.config, source, checkpoint.torch_dtype(start.card))
     open_device_memory(bound, handle)
     return _ready(bound, _to_device(bound, start), files, start, settings)
 

@@ -51,6 +51,7 @@ class _Copy:
     error: ErrorBody | None = None
     closing: bool = False
     freed: int = 0
+    is_over: bool = False
     arrivals: Arrivals = field(default_factory=Arrivals)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -59,7 +60,9 @@ class _Copy:
 class _Source:
     """A run's bytes in host memory.
 
-    `ranges`: offsets and sizes in the segment in order of arrival, each once.
+    Attributes:
+        ranges: Offsets and sizes in the segment in order of arrival, each once.
+        is_sparse: Only what a device lacks is read, and given back after the copy.
     """
 
     weights_id: str
@@ -67,6 +70,7 @@ class _Source:
     layout: Layout | None = None
     ranges: list[tuple[int, int]] = field(default_factory=list)
     copies: list[_Copy] = field(default_factory=list)
+    is_sparse: bool = False
 
 
 class Copies:
@@ -89,6 +93,7 @@ class Copies:
         for device in devices.separate.values():
             device.price_by(self._tier_of)
         self._lock = threading.Lock()
+        self._progress = threading.Condition()
         self._sources: dict[int, _Source] = {}
         self._copies: dict[int, _Copy] = {}
         self._closers = ThreadPoolExecutor(_CLOSED_AT_ONCE, thread_name_prefix="close-arena")
@@ -109,10 +114,50 @@ class Copies:
         """True for a cpu device with memory of its own."""
         return device in self._devices.separate
 
-    def begin(self, run: int, weights_id: str, region: Region, layout: Layout | None = None) -> None:
-        """Register the memory of a run, before its first byte is loaded."""
+    def lacking(self, weights_id: str, layout: Layout) -> dict[str, int]:
+        """Return the bytes to read where a separate device has some of the units, by device."""
+        contents = Contents(layout.tensors, _digests(layout))
+        found = {name: device.lacking(weights_id, contents) for name, device in self.separate.items()}
+        return {name: n for name, n in found.items() if n is not None}
+
+    def begin(self, run: int, weights_id: str, region: Region, layout: Layout | None = None, *, is_sparse: bool = False) -> None:
+        """Register the memory of a run, before its first byte is loaded.
+
+        Args:
+            is_sparse: Only what its one device lacks is read; hashes must match then.
+        """
         with self._lock:
-            self._sources[run] = _Source(weights_id, region, layout)
+            self._sources[run] = _Source(weights_id, region, layout, is_sparse=is_sparse)
+
+    def wait_lacking(self, run: int, device: str, cancelled: threading.Event) -> tuple[tuple[int, int], ...]:
+        """Wait for the run's arena on a device, and return the ranges of the segment that it lacks.
+
+        None are returned if the arena has failed or was closed, or the run was cancelled.
+        """
+
+        def copy() -> _Copy | None:
+            source = self._sources.get(run)
+            return next((c for c in source.copies if c.order.device == device), None) if source is not None else None
+
+        def is_planned() -> bool:
+            found = copy()
+            return cancelled.is_set() or (found is not None and (found.arena is not None or found.is_over))
+
+        with self._progress:
+            self._progress.wait_for(is_planned)
+        found = copy()
+        arena = found.arena if found is not None else None
+        return arena.lacking() if isinstance(arena, PagedArena) else ()
+
+    def wait_over(self, run: int, cancelled: threading.Event) -> None:
+        """Wait until the run's copies are complete, failed or closed, or the run is cancelled."""
+        with self._progress:
+            self._progress.wait_for(lambda: cancelled.is_set() or all(c.is_over for c in self._sources[run].copies))
+
+    def wake(self) -> None:
+        """Wake the waiting runs, one of which was cancelled."""
+        with self._progress:
+            self._progress.notify_all()
 
     def arrived(self, run: int, offset: int, nbytes: int) -> None:
         """Copy these bytes, which are now in host memory, to the run's arenas.
@@ -236,7 +281,7 @@ class Copies:
 
     def _tier_of(self, weights_id: str) -> Tier:
         """Return where the bytes of weights would come from."""
-        if any(s.weights_id == weights_id for s in tuple(self._sources.values())):
+        if any(s.weights_id == weights_id and not s.is_sparse for s in tuple(self._sources.values())):
             return "dram"
         return "remote" if self._remote.get(weights_id) and not self._is_on_disk(weights_id) else "ssd"
 
@@ -259,9 +304,17 @@ class Copies:
     # -- threads -----------------------------------------------------------------------------------
 
     def _copy_to_device(self, copy: _Copy, source: _Source) -> None:
+        try:
+            self._copy(copy, source)
+        finally:
+            copy.is_over = True
+            self.wake()
+
+    def _copy(self, copy: _Copy, source: _Source) -> None:
         order = copy.order
         try:
             arena = self._allocate(copy, source)
+            self.wake()
             if isinstance(arena, PagedArena):
                 _report(arena, copy.arrivals)
             if arena is None or not arena.wait(order.total_bytes):
@@ -303,13 +356,10 @@ class Copies:
 
     def _contents(self, order: OpenArena, source: _Source) -> Contents:
         """Return the tensors of a run, and the hashes that its checkpoint's index has."""
-        digests: dict[str, str] = {}
-        if source.layout is not None:
-            tensors = source.layout.tensors
-            digests = {t.name: t.sha256 for p in source.layout.places for t in p.file.header.tensors if t.sha256}
-        else:
-            tensors = _index_of(source.region)
-        return Contents(tensors, digests, order.model, order.pinned)
+        if source.layout is None:
+            return Contents(_index_of(source.region), {}, order.model, order.pinned)
+        digests = _digests(source.layout)
+        return Contents(source.layout.tensors, digests, order.model, order.pinned, must_match=source.is_sparse)
 
     def _fill(self, region: Region, arena: Arena, offset: int, nbytes: int) -> None:
         """Copy chunk by chunk, since chunks are not contiguous.
@@ -352,6 +402,11 @@ class Copies:
             except Exception:  # the waiter for this release needs an answer, and no byte that is not free
                 log.exception("failed to release device memory", extra={"device": copy.order.device})
             return copy.freed
+
+
+def _digests(layout: Layout) -> dict[str, str]:
+    """Return the hashes of tensors that a checkpoint's index has."""
+    return {t.name: t.sha256 for p in layout.places for t in p.file.header.tensors if t.sha256}
 
 
 def _report(arena: PagedArena, arrivals: Arrivals) -> None:

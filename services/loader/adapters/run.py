@@ -20,7 +20,7 @@ from shared.contracts.segment import ByteRange
 from shared.errors import CheckpointInvalid
 from shared.telemetry.timeline import Timeline
 from weights.formats.checkpoint import Checkpoint
-from weights.formats.segment import Layout, lay_out
+from weights.formats.segment import Layout, lay_out, pages
 from weights.pool.memory import PoolMemory
 from weights.pool.region import Region
 from weights.pool.shm import free_bytes, no_room
@@ -28,7 +28,7 @@ from weights.sources.sources import Sources
 from weights.tiers.port import Cancelled, Tier
 from weights.transfer.fill import Filling, PieceReader
 from weights.transfer.links import Links
-from weights.transfer.pieces import cut, in_execution_order
+from weights.transfer.pieces import Piece, cut, cut_ranges, in_execution_order
 from weights.transfer.reader import FilesReader, ReadOptions, ReadStats
 from weights.transfer.remote import TierReader
 from weights.transfer.verification import verify_region
@@ -69,6 +69,8 @@ class Run:
     Attributes:
         cancelled: Ends the run within a piece's time.
         wake: Set when the source is open, or the run is granted chunks or cancelled.
+        read_bytes: Bytes read from the source so far, when reading has ended.
+        kept_bytes: Bytes that are left in host memory after a copy to a device; None: all.
         is_reused: Instances that attach from now on did not wait for this run.
     """
 
@@ -77,13 +79,15 @@ class Run:
     timeline: Timeline = field(default_factory=lambda: Timeline("loader"))
     cancelled: threading.Event = field(default_factory=threading.Event)
     wake: threading.Event = field(default_factory=threading.Event)
-    granted: Future[tuple[int, ...]] = field(default_factory=Future)
+    granted: Future[tuple[tuple[int, ...], str | None]] = field(default_factory=Future)
     filling: Filling | None = None
     tier: Tier | None = None
     region: Region | None = None
     background: bool = False
     is_reused: bool = False
     loaded: int = 0
+    read_bytes: int = 0
+    kept_bytes: int | None = None
     arrivals: Arrivals = field(default_factory=Arrivals)
 
     def load(self) -> tuple[int, float]:
@@ -100,18 +104,19 @@ class Run:
         try:
             layout = lay_out(checkpoint, order.weights_id)
             _check_size(order.card, layout)
-            self.region = Region(self.context.pool, self._chunks(layout.total_bytes), layout.total_bytes)
+            chunks, device = self._chunks(layout)
+            self.region = Region(self.context.pool, chunks, layout.total_bytes)
             reading = time.monotonic()
-            self._fill(tier, layout, self.region, directory, stats)
-            tier.finish(self.cancelled)
-            if self.context.verify:
-                source = tier.source if tier.directory is None else None
-                verify_region(layout, self.region, cancelled=self.cancelled, source=source)
+            if device is not None:
+                self._load_lacking(tier, layout, self.region, directory, stats, device)
+            else:
+                self._load_all(tier, layout, self.region, directory, stats)
             seconds = time.monotonic() - reading
         finally:
             self.context.progress.end(order.run)
+            self.read_bytes = stats.direct + stats.cached + stats.buffered + stats.remote
             self.timeline.add(phase, began, time.monotonic(), **self._detail(stats, seconds))
-        return layout.total_bytes, seconds
+        return self.read_bytes if device is not None else layout.total_bytes, seconds
 
     def call_off(self) -> None:
         self.cancelled.set()
@@ -123,14 +128,17 @@ class Run:
         if self.filling is not None:
             self.filling.raise_priority()
 
-    def grant(self, chunks: tuple[int, ...] | None) -> None:
-        """Give the run its chunks; None: it gets none."""
+    def grant(self, chunks: tuple[int, ...] | None, device: str | None = None) -> None:
+        """Give the run its chunks; None: it gets none.
+
+        `device`: read what it lacks only.
+        """
         if self.granted.done():
             return
         if chunks is None:
             self.granted.set_exception(Denied())
         else:
-            self.granted.set_result(chunks)
+            self.granted.set_result((chunks, device))
         self.wake.set()
 
     def close(self) -> None:
@@ -169,11 +177,18 @@ class Run:
             raise Cancelled
         return found.result()
 
-    def _chunks(self, nbytes: int) -> tuple[int, ...]:
-        """Request chunks for `nbytes` from the loop, which may evict others first."""
+    def _chunks(self, layout: Layout) -> tuple[tuple[int, ...], str | None]:
+        """Request chunks from the loop, which may evict others first.
+
+        Returns:
+            The chunks, and the device whose lacking bytes alone are to be read; None: all are.
+        """
+        nbytes, copies = layout.total_bytes, self.context.copies
+        found = copies.lacking(self.order.weights_id, layout) if copies is not None else {}
+        lacking = {device: len(layout.head) + n for device, n in found.items()}
         self.wake.clear()
         self.context.free_memory()
-        self.context.emit(LaidOut(self.order.weights_id, self.order.run, nbytes, free_bytes()))
+        self.context.emit(LaidOut(self.order.weights_id, self.order.run, nbytes, free_bytes(), lacking))
         if not self.cancelled.is_set():
             self.wake.wait()
         if self.cancelled.is_set():
@@ -183,11 +198,40 @@ class Run:
         except Denied:
             raise no_room(nbytes) from None
 
-    def _fill(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats) -> None:
+    def _load_all(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats) -> None:
         order, context = self.order, self.context
         pieces = cut(layout, remote=tier.directory is None)
         if context.copies is not None:
             context.copies.begin(order.run, order.weights_id, region, layout)
+        filling = self._filling(layout, region, pieces)
+        filling.write_head()
+        self._indexed(tier, layout, directory, filling.loaded)
+        self._read(tier, layout, region, filling, pieces, stats)
+        tier.finish(self.cancelled)
+        if context.verify:
+            source = tier.source if tier.directory is None else None
+            verify_region(layout, region, cancelled=self.cancelled, source=source)
+
+    def _load_lacking(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats, device: str) -> None:
+        """Read what `device` lacks, and give the memory back after the copy (ADR 0058)."""
+        order, copies = self.order, self.context.copies
+        assert copies is not None
+        copies.begin(order.run, order.weights_id, region, layout, is_sparse=True)
+        region.write(0, layout.head)
+        copies.arrived(order.run, 0, len(layout.head))
+        self._indexed(tier, layout, directory, len(layout.head))
+        ranges = copies.wait_lacking(order.run, device, self.cancelled)
+        pieces = cut_ranges(layout, ranges, remote=tier.directory is None)
+        if pieces:
+            self._read(tier, layout, region, self._filling(layout, region, pieces, sparse=True), pieces, stats)
+        copies.wait_over(order.run, self.cancelled)
+        if self.cancelled.is_set():
+            raise Cancelled
+        tier.close()  # a cache reads this memory until then
+        self.kept_bytes = pages(len(layout.head))
+        region.discard(self.kept_bytes)
+
+    def _filling(self, layout: Layout, region: Region, pieces: tuple[Piece, ...], *, sparse: bool = False) -> Filling:
         self.filling = Filling(
             layout,
             region,
@@ -197,14 +241,24 @@ class Run:
             on_loaded=self._on_loaded,
             on_arrived=self._on_arrived,
             # Other engines read the segment in the order of its bytes.
-            order=in_execution_order(layout, pieces) if order.card.spec.engine == "builtin" else (),
+            order=in_execution_order(layout, pieces) if self.order.card.spec.engine == "builtin" else (),
+            sparse=sparse,
         )
         if not self.background:  # the priority rose before `filling` was set
             self.filling.raise_priority()
-        self.filling.write_head()
+        return self.filling
+
+    def _indexed(self, tier: Tier, layout: Layout, directory: Path, loaded: int) -> None:
+        """Report that readers may map the segment."""
+        order, context = self.order, self.context
         context.emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
         context.progress.begin(order, remote=tier.directory is None)
-        self._on_loaded(self.filling.loaded)
+        self._on_loaded(loaded)
+
+    def _read(
+        self, tier: Tier, layout: Layout, region: Region, filling: Filling, pieces: tuple[Piece, ...], stats: ReadStats
+    ) -> None:
+        context = self.context
         reader: PieceReader
         if tier.directory is None:
             reader, threads = TierReader(tier, layout.places, region, self.cancelled), context.threads.remote
@@ -212,7 +266,7 @@ class Run:
             threads = context.threads.disk
             reader = FilesReader(layout.places, pieces, region, ReadOptions(threads=threads))
         try:
-            self.filling.run(reader, context.links.get(tier.link, threads))
+            filling.run(reader, context.links.get(tier.link, threads))
         finally:
             stats.add(reader.stats)
 

@@ -53,6 +53,9 @@ class Runs:
         self.copies = copies
         self._context = RunContext(pool, sources, emit, threads, Links(order), Progress(emit), copies, verify, free_memory)
         self._runs: dict[int, Run] = {}
+        self._lock = threading.Lock()
+        self.read_bytes = 0
+        """Bytes that ended runs have read from disks and remote sources."""
         self._speeds: list[tuple[int, float]] = []
         self._loads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="load")
 
@@ -95,6 +98,8 @@ class Runs:
     def cancel(self, run: int) -> None:
         if (found := self._runs.get(run)) is not None:
             found.call_off()
+            if self.copies is not None:
+                self.copies.wake()
 
     def raise_priority(self, run: int) -> None:
         if (found := self._runs.get(run)) is not None:
@@ -102,10 +107,13 @@ class Runs:
             if self.copies is not None:
                 self.copies.raise_priority(run)
 
-    def grant(self, run: int, chunks: tuple[int, ...] | None) -> None:
-        """Give chunks to a waiting run; None: it gets none."""
+    def grant(self, run: int, chunks: tuple[int, ...] | None, device: str | None = None) -> None:
+        """Give chunks to a waiting run; None: it gets none.
+
+        `device`: the run reads what this device lacks only.
+        """
         if (found := self._runs.get(run)) is not None:
-            found.grant(chunks)
+            found.grant(chunks, device)
 
     def settled(self, weights_id: str) -> None:
         """Wait until these weights are written to the SSD cache, or will not be. Blocks."""
@@ -159,8 +167,11 @@ class Runs:
             self._failed(run, ThawError(f"{type(e).__name__} while loading {order.card.name}: {e}"))
             return
         finally:
+            with self._lock:
+                self.read_bytes += run.read_bytes
             record_phases(run.timeline.spans(), context_of(order.traceparent))
-        self._speeds = [*self._speeds, (total, seconds)][-_SPEEDS_KEPT:]
+        if total:
+            self._speeds = [*self._speeds, (total, seconds)][-_SPEEDS_KEPT:]
         log.info(
             "loaded",
             extra={
@@ -170,7 +181,7 @@ class Runs:
                 "gb_per_s": round(total / max(seconds, 1e-9) / 1e9, 2),
             },
         )
-        self._context.emit(Completed(order.weights_id, order.run))
+        self._context.emit(Completed(order.weights_id, order.run, run.kept_bytes))
         self._settle(run)
 
     def _settle(self, run: Run) -> None:

@@ -18,9 +18,9 @@ Decision = tuple[State, tuple[Effect, ...]]
 _HAS_CHUNKS = (Stage.INDEXED, Stage.COMPLETE)
 
 
-def open_wanted(state: State, weights_id: str) -> Decision:
+def open_wanted(state: State, key: str) -> Decision:
     """Open an arena on each device that the entry's holders compute on."""
-    entry = state.entries[weights_id]
+    entry = state.entries[key]
     if entry.stage not in _HAS_CHUNKS:
         return state, ()
     effects: list[Effect] = []
@@ -31,14 +31,14 @@ def open_wanted(state: State, weights_id: str) -> Decision:
         entry = replace(entry, arenas={**entry.arenas, device: Arena(number)})
         background = all(h.background for h in entry.holders.values() if h.device == device)
         chunks = state.chunks.owned[entry.run].chunks
-        order = OpenArena(weights_id, entry.run, number, device, chunks, entry.total_bytes, background)
+        order = OpenArena(entry.weights_id, entry.run, number, device, chunks, entry.total_bytes, background)
         effects.append(replace(order, model=entry.model, source=entry.source, pinned=entry.pinned))
     return (put(state, entry), tuple(effects)) if effects else (state, ())
 
 
-def close_unused(state: State, weights_id: str, released_by: str) -> Decision:
+def close_unused(state: State, key: str, released_by: str) -> Decision:
     """Close the arenas on devices that no holder computes on."""
-    entry = state.entries[weights_id]
+    entry = state.entries[key]
     wanted = {h.device for h in entry.holders.values()}
     gone = {d: a for d, a in entry.arenas.items() if d not in wanted}
     if not gone:
@@ -82,8 +82,8 @@ def on_copied(state: State, event: CopiedToDevice) -> Decision:
 
     A report about a closed or closing arena changes nothing.
     """
-    entry = state.entries.get(event.weights_id)
-    device = next((d for d, a in entry.arenas.items() if a.number == event.number), None) if entry is not None else None
+    found = ((e, d) for e in state.entries.values() for d, a in e.arenas.items() if a.number == event.number)
+    entry, device = next(found, (None, None))
     if entry is None or device is None:
         return state, ()
     arena = Arena(event.number, OnDevice.FAILED if event.failed else OnDevice.THERE)

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from services.loader.domain import arenas, room
 from services.loader.domain.effects import Accepted, Attached, Effect, RaisePriority, Refused, WriteRecord
-from services.loader.domain.entries import device_of, put, reached, start
+from services.loader.domain.entries import device_of, joined_by, put, reached, start
 from services.loader.domain.events import (
     Abandoned,
     Adopt,
@@ -93,15 +93,17 @@ def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
     if isinstance(event, Prepare):
         state = replace(state, epoch=max(state.epoch, event.token >> 32))
     state, effects = _join(state, event, now)
-    state, opening = arenas.open_wanted(state, event.card.info.revision)
+    entry = state.held_by(event.instance_id)
+    assert entry is not None, "it has just joined"
+    state, opening = arenas.open_wanted(state, entry.key)
     effects = (*effects, *opening)
     if isinstance(event, Prepare):
         return state, (*effects, Accepted(event.reply))
-    entry = state.entries[event.card.info.revision]
+    entry = state.entries[entry.key]
     if entry.stage is Stage.FAILED and entry.error is not None:
         return state, (*effects, Refused(event.reply, entry.error))
     if reached(entry, event.instance_id, event.until):
-        return state, (*effects, Attached(event.reply, entry.weights_id, device_of(entry, event.instance_id)))
+        return state, (*effects, Attached(event.reply, entry.key, device_of(entry, event.instance_id)))
     waiter = Waiter(event.reply, event.instance_id, event.until)
     return put(state, replace(entry, waiters=(*entry.waiters, waiter))), effects
 
@@ -123,7 +125,7 @@ def _objection(state: State, event: Prepare | Attach) -> ThawError | None:
 
 def _join(state: State, event: Prepare | Attach, now: float) -> Decision:
     card, weights_id = event.card, event.card.info.revision
-    entry = state.entries.get(weights_id)
+    entry = joined_by(state, weights_id, event.instance_id, event.device)
     holder = _holder(entry, event, now)
     wanted = Wanted(card, event.traceparent, holder.background)
     if entry is None:
@@ -142,7 +144,7 @@ def _join(state: State, event: Prepare | Attach, now: float) -> Decision:
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=False))
     effects: tuple[Effect, ...] = ()
     if entry.stage is Stage.COMPLETE and not known and not holder.local:
-        effects = (WriteRecord(weights_id),)
+        effects = (WriteRecord(entry.key),)
     elif entry.stage in (Stage.LOADING, Stage.INDEXED) and hurried:
         effects = (RaisePriority(entry.run),)
     return put(state, entry), effects

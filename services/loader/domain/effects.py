@@ -34,8 +34,16 @@ class RaisePriority:
 
 @dataclass(frozen=True)
 class Grant:
+    """Give a run its chunks.
+
+    Attributes:
+        device: The run reads what this device lacks, and gives its memory back after the copy.
+            None: it reads all bytes.
+    """
+
     run: int
     chunks: tuple[int, ...]
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class CloseArena:
 class WriteRecord:
     """Write the record of complete weights: their chunks and holders."""
 
-    weights_id: str
+    key: str
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Accepted:
 @dataclass(frozen=True)
 class Attached:
     reply: int
-    weights_id: str
+    key: str
     device: str | None = None
 
 

@@ -9,11 +9,21 @@ from services.loader.domain.state import Entry, OnDevice, Stage, State, Until, W
 
 
 def put(state: State, entry: Entry) -> State:
-    return replace(state, entries={**state.entries, entry.weights_id: entry})
+    return replace(state, entries={**state.entries, entry.key: entry})
 
 
-def drop(state: State, weights_id: str) -> State:
-    return replace(state, entries={k: v for k, v in state.entries.items() if k != weights_id})
+def drop(state: State, key: str) -> State:
+    return replace(state, entries={k: v for k, v in state.entries.items() if k != key})
+
+
+def joined_by(state: State, weights_id: str, instance_id: str, device: str | None) -> Entry | None:
+    """Return the entry that a holder of weights joins: the one of its device, or the whole one."""
+    held = state.held_by(instance_id)
+    if held is not None and held.weights_id == weights_id:
+        return held
+    ours = (e for e in state.entries.values() if e.weights_id == weights_id and e.device is not None and e.device == device)
+    usable = (e for e in ours if e.stage in (Stage.LOADING, Stage.INDEXED, Stage.COMPLETE))
+    return next(usable, state.entries.get(weights_id))
 
 
 def start(state: State, entry: Entry, wanted: Wanted) -> tuple[State, tuple[Effect, ...]]:
@@ -53,4 +63,4 @@ def answered(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
     """Answer the waiters that have what they wait for."""
     over = tuple(w for w in entry.waiters if reached(entry, w.instance_id, w.until))
     left = tuple(w for w in entry.waiters if w not in over)
-    return replace(entry, waiters=left), tuple(Attached(w.reply, entry.weights_id, device_of(entry, w.instance_id)) for w in over)
+    return replace(entry, waiters=left), tuple(Attached(w.reply, entry.key, device_of(entry, w.instance_id)) for w in over)

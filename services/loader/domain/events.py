@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from services.loader.domain.state import Until
 from shared.contracts.base import ErrorBody
@@ -77,12 +78,16 @@ class LaidOut:
     """The run has its layout, and waits for `Grant` or `Deny`.
 
     It needs this many bytes of chunks. `room` is the free memory in bytes.
+
+    Attributes:
+        lacking: Bytes to read where a separate device has some of the units, by device.
     """
 
     weights_id: str
     run: int
     total_bytes: int
     room: int
+    lacking: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,15 @@ class Progressed:
 
 @dataclass(frozen=True)
 class Completed:
+    """The run has ended, and every byte is where it was wanted.
+
+    Attributes:
+        kept_bytes: Bytes that are left in host memory; None: all.
+    """
+
     weights_id: str
     run: int
+    kept_bytes: int | None = None
 
 
 @dataclass(frozen=True)

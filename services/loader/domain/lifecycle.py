@@ -27,18 +27,18 @@ def node_reported(state: State, event: NodeReported, now: float) -> Decision:
     Their engines are gone and send no release.
     """
     effects: list[Effect] = []
-    for weights_id in tuple(state.entries):
-        entry = state.entries.get(weights_id)
+    for key in tuple(state.entries):
+        entry = state.entries.get(key)
         if entry is None:  # evicted for others that became cached just now
             continue
         holders = {i: h if h.local else _seen(i, h, event, now) for i, h in entry.holders.items()}
         if holders != entry.holders:
             state = put(state, replace(entry, holders=holders))
         for instance_id in _lost(holders, now):
-            state, more = release_hold(state, state.entries[weights_id], instance_id, now)
+            state, more = release_hold(state, state.entries[key], instance_id, now)
             effects.extend(more)
     # When the last holders are lost together, the record of those before the last is obsolete.
-    return state, tuple(e for e in effects if not isinstance(e, WriteRecord) or is_whole(state, e.weights_id))
+    return state, tuple(e for e in effects if not isinstance(e, WriteRecord) or is_whole(state, e.key))
 
 
 def _seen(instance_id: str, holder: Holder, event: NodeReported, now: float) -> Holder:

@@ -14,9 +14,9 @@ def unowned_arenas(state: State, arenas: Arenas) -> list[str]:
     """Return the arenas that belong to no instance and are not being closed."""
     found = []
     for holder, (weights_id, number) in sorted(arenas.items()):
-        entry = state.entries.get(weights_id)
-        is_owned = entry is not None and any(a.number == number for a in entry.arenas.values())
-        is_ending = number in state.closing_arenas or (entry is not None and entry.stage is Stage.LEAVING)
+        entries = [e for e in state.entries.values() if e.weights_id == weights_id]
+        is_owned = any(a.number == number for e in entries for a in e.arenas.values())
+        is_ending = number in state.closing_arenas or any(e.stage is Stage.LEAVING for e in entries)
         if not is_owned and not is_ending:
             found.append(f"{holder} of {weights_id} belongs to no instance")
     return found

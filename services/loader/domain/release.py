@@ -27,7 +27,7 @@ def release(state: State, event: Release, now: float) -> Decision:
         effects = (*effects, *more)
     else:
         entry = next((e for e in state.entries.values() if event.instance_id in e.released_by), None)
-    left = state.entries.get(entry.weights_id) if entry is not None else None
+    left = state.entries.get(entry.key) if entry is not None else None
     if left is not None and left.stage is Stage.LEAVING and event.instance_id in left.released_by:
         return put(state, replace(left, releases=(*left.releases, event.reply))), effects
     cached = left.total_bytes if left is not None and left.stage is Stage.CACHED else 0
@@ -44,7 +44,7 @@ def _release_lora_adapters(state: State, instance_id: str, now: float) -> Decisi
         if held is not None:
             state, more = release_hold(state, held, holder, now)
             effects.extend(more)
-    return state, tuple(e for e in effects if not isinstance(e, WriteRecord) or is_whole(state, e.weights_id))
+    return state, tuple(e for e in effects if not isinstance(e, WriteRecord) or is_whole(state, e.key))
 
 
 def release_hold(state: State, entry: Entry, instance_id: str, now: float, *, keep: bool = True) -> Decision:
@@ -61,11 +61,11 @@ def release_hold(state: State, entry: Entry, instance_id: str, now: float, *, ke
         used_at=now,
     )
     if entry.holders:
-        remember = (WriteRecord(entry.weights_id),) if entry.stage is Stage.COMPLETE else ()
-        state, closing = arenas.close_unused(put(state, entry), entry.weights_id, instance_id)
+        remember = (WriteRecord(entry.key),) if entry.stage is Stage.COMPLETE else ()
+        state, closing = arenas.close_unused(put(state, entry), entry.key, instance_id)
         return state, (*refused, *remember, *closing)
     if entry.stage is Stage.FAILED:
-        return drop(state, entry.weights_id), refused
+        return drop(state, entry.key), refused
     if entry.stage is Stage.LEAVING:  # it attached during the eviction, and releases again
         return put(state, replace(entry, again=None, released_by=entry.released_by | {instance_id})), refused
     if entry.stage is not Stage.COMPLETE:
@@ -78,9 +78,9 @@ def release_hold(state: State, entry: Entry, instance_id: str, now: float, *, ke
 def _without_holders(state: State, entry: Entry, instance_id: str, keep: bool) -> Decision:
     if keep and room.may_cache(state, entry) and not state.closing:
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=True))
-        state, closing = arenas.close_unused(put(state, replace(entry, stage=Stage.CACHED)), entry.weights_id, instance_id)
+        state, closing = arenas.close_unused(put(state, replace(entry, stage=Stage.CACHED)), entry.key, instance_id)
         state, trimmed = room.trim(state)  # among weights used at the same moment any may be evicted, these too
-        remember = (WriteRecord(entry.weights_id),) if is_whole(state, entry.weights_id) else ()
+        remember = (WriteRecord(entry.key),) if is_whole(state, entry.key) else ()
         return state, (*remember, *closing, *trimmed)
     entry = arenas.without_arenas(replace(entry, stage=Stage.LEAVING, released_by=frozenset({instance_id})))
     return room.reclaim(put(state, entry), entry, room.spare_room(state), notify=True)
@@ -96,6 +96,6 @@ def abandon(state: State, reply: int) -> State:
     return state
 
 
-def is_whole(state: State, weights_id: str) -> bool:
-    entry = state.entries.get(weights_id)
+def is_whole(state: State, key: str) -> bool:
+    entry = state.entries.get(key)
     return entry is not None and entry.stage in (Stage.COMPLETE, Stage.CACHED)

@@ -32,8 +32,8 @@ def apply_report(state: State, event: Report | Vacated, now: float) -> Decision:
         if gone is None or gone.nbytes or effects or event.kept is not None:
             return state, effects
         return room.make_ready(state, event.room)
-    entry = state.entries.get(event.weights_id)
-    if entry is None or entry.run != event.run:
+    entry = state.of_run(event.run)
+    if entry is None or entry.weights_id != event.weights_id:
         return state, ()
     if entry.stage is Stage.LEAVING:
         return _apply_while_leaving(state, entry, event)
@@ -48,23 +48,38 @@ def _apply_while_loading(state: State, entry: Entry, event: Report, now: float) 
         case Fetched():
             entry = replace(entry, fetched_bytes=event.fetched)
         case LaidOut():
-            return room.settle(put(state, replace(entry, wants=event.total_bytes)), event.room)
+            return _laid_out(state, entry, event)
         case Indexed():
             entry, effects = answered(replace(entry, stage=Stage.INDEXED, directory=event.directory, total_bytes=event.total_bytes))
-            state, opening = arenas.open_wanted(put(state, entry), entry.weights_id)
+            state, opening = arenas.open_wanted(put(state, entry), entry.key)
             return state, (*effects, *opening)
         case Progressed():
             # The last byte counts when the run has ended: a reader that saw it earlier would
             # release its hold, which would cancel the run and discard the weights.
             entry = replace(entry, loaded_bytes=max(entry.loaded_bytes, min(event.loaded, entry.total_bytes - 1)))
         case Completed():
-            entry, effects = answered(replace(entry, stage=Stage.COMPLETE, loaded_bytes=entry.total_bytes, used_at=now))
-            effects = (WriteRecord(entry.weights_id), *effects)
+            loaded = entry.total_bytes if event.kept_bytes is None else event.kept_bytes
+            entry, effects = answered(replace(entry, stage=Stage.COMPLETE, loaded_bytes=loaded, used_at=now))
+            if event.kept_bytes is None:
+                effects = (WriteRecord(entry.key), *effects)
+            else:
+                state = replace(state, chunks=chunks.shrink(state.chunks, entry.run, event.kept_bytes))
         case Failed():
             return _fail(state, entry, event)
         case Ended() | Reclaimed():
             return state, ()
     return put(state, entry), effects
+
+
+def _laid_out(state: State, entry: Entry, event: LaidOut) -> Decision:
+    """Want memory for all bytes, or for those that the one device of all holders lacks."""
+    devices = {h.device for h in entry.holders.values()}
+    device = next(iter(devices)) if len(devices) == 1 else None
+    if device is None or device not in event.lacking:
+        return room.settle(put(state, replace(entry, wants=event.total_bytes)), event.room)
+    state = drop(state, entry.key)
+    entry = replace(entry, device=device, wants=event.lacking[device], total_bytes=event.total_bytes)
+    return room.settle(put(state, entry), event.room)
 
 
 def _fail(state: State, entry: Entry, event: Failed) -> Decision:
@@ -96,6 +111,6 @@ def _apply_while_leaving(state: State, entry: Entry, event: Report) -> Decision:
 def _finish_eviction(state: State, entry: Entry, event: Reclaimed) -> Decision:
     replies = tuple(Freed(reply, event.freed, event.kept, event.on_devices) for reply in entry.releases)
     if entry.again is None:
-        return drop(state, entry.weights_id), replies
-    state, started = start(state, entry, entry.again)
+        return drop(state, entry.key), replies
+    state, started = start(drop(state, entry.key), entry, entry.again)
     return state, (*replies, *started)

@@ -51,11 +51,14 @@ def settle(state: State, room: int) -> Decision:
 
 def _serve(state: State, entry: Entry, room: int) -> Decision:
     table = state.chunks
-    granted = chunks.take(table, entry.run, entry.wants)
+    if entry.device is None:
+        granted = chunks.take(table, entry.run, entry.wants)
+    else:
+        granted = chunks.take_sparse(table, entry.run, entry.total_bytes, entry.wants)
     free = room - promised(state)
     if granted is not None and granted.owned[entry.run].fresh <= free:  # 1
         state = put(replace(state, chunks=granted), replace(entry, wants=0))
-        return state, (Grant(entry.run, granted.owned[entry.run].chunks),)
+        return state, (Grant(entry.run, granted.owned[entry.run].chunks, entry.device),)
     evictable = cached(state)
     gain = sum(e.total_bytes for e in evictable)
     coming = table.leaving_bytes + table.making_bytes + _called_off(state)
@@ -90,7 +93,9 @@ def promised(state: State) -> int:
     """
     filling = (e for e in state.entries.values() if e.stage in (Stage.LOADING, Stage.INDEXED, Stage.LEAVING))
     return state.chunks.making_bytes + sum(
-        max(0, o.fresh - e.loaded_bytes) for e in filling if (o := state.chunks.owned.get(e.run)) is not None
+        max(0, o.fresh - (e.loaded_bytes if e.device is None else 0))  # what a device has is skipped
+        for e in filling
+        if (o := state.chunks.owned.get(e.run)) is not None
     )
 
 
@@ -107,14 +112,16 @@ def cached(state: State) -> list[Entry]:
 
 
 def may_cache(state: State, entry: Entry) -> bool:
-    """True if the budget holds these weights beside the pinned ones."""
+    """True if host memory has all bytes, and the budget holds them beside the pinned ones."""
+    if entry.device is not None:
+        return False
     pinned = sum(e.total_bytes for e in state.entries.values() if e.stage is Stage.CACHED and e.pinned)
     return entry.total_bytes + pinned <= state.chunks.budget
 
 
 def evict(state: State, entry: Entry, keep: int = 0) -> Decision:
     """Evict cached weights; up to `keep` of their chunks stay spare."""
-    return reclaim(drop(state, entry.weights_id), entry, keep)
+    return reclaim(drop(state, entry.key), entry, keep)
 
 
 def reclaim(state: State, entry: Entry, keep: int = 0, *, notify: bool = False) -> Decision:
@@ -123,7 +130,8 @@ def reclaim(state: State, entry: Entry, keep: int = 0, *, notify: bool = False) 
     gone = table.doomed[entry.run]
     weights_id = entry.weights_id if notify else None
     vacate = Vacate(entry.run, gone.chunks, gone.nbytes, gone.keep, weights_id)
-    return replace(state, chunks=table), (RemoveRecord(entry.weights_id), vacate)
+    removed = (RemoveRecord(entry.weights_id),) if entry.device is None else ()
+    return replace(state, chunks=table), (*removed, vacate)
 
 
 def spare_room(state: State) -> int:

@@ -131,11 +131,22 @@ class Entry:
     """Load it again after the eviction."""
     arenas: Mapping[str, Arena] = field(default_factory=dict)
     """By device."""
+    device: str | None = None
+    """The separate device that alone has the bytes (ADR 0058).
+
+    Host memory has the head, and during the load what the device lacked. Readers of host memory and
+    other devices load the same weights as an entry of their own.
+    """
+
+    @property
+    def key(self) -> str:
+        """The entry's key in the state."""
+        return self.weights_id if self.device is None else f"{self.weights_id}@{self.device}#{self.run}"
 
 
 @dataclass(frozen=True)
 class State:
-    """All entries by weights id.
+    """All entries, by their keys.
 
     `released`: the latest instances that released; their late prepares and attaches are refused.
     """
@@ -160,6 +171,9 @@ class State:
     @property
     def is_loading(self) -> bool:
         return any(e.stage in (Stage.LOADING, Stage.INDEXED) for e in self.entries.values())
+
+    def of_run(self, run: int) -> Entry | None:
+        return next((e for e in self.entries.values() if e.run == run), None)
 
     def held_by(self, instance_id: str) -> Entry | None:
         return next((e for e in self.entries.values() if instance_id in e.holders), None)

@@ -56,7 +56,7 @@ class Meter:
         self._private: dict[str, int] = {}
         self._used: dict[str, int] = {}
         self._failed: set[tuple[str, str]] = set()
-        self._segments: dict[str, _Segment] = {}
+        self._segments: list[_Segment] = []
         self._loader_pid = 0
         self._oom_kills = [oom_kills()] * 2
 
@@ -67,12 +67,12 @@ class Meter:
     def weights(self, instance_id: str) -> int:
         """Bytes of the segments that the instance uses, shared or not.
 
-        On a GPU these are the loader's bytes there: none if the engine has its own copy.
+        On a device with its own memory these are the loader's bytes there, if any.
         """
-        held = [s for s in self._segments.values() if instance_id in s.holders]
-        gpus = self._gpus(instance_id)
-        if gpus:
-            return sum(s.on_devices.get(device_id, 0) for s in held for device_id in gpus)
+        held = [s for s in self._segments if instance_id in s.holders]
+        devices = self._copied_to(instance_id)
+        if devices:
+            return sum(s.on_devices.get(device_id, 0) for s in held for device_id in devices)
         return sum(s.loaded_bytes for s in held)
 
     def is_separate(self, device_id: str) -> bool:
@@ -85,9 +85,7 @@ class Meter:
 
     def on_loader_status(self, status: LoaderStatus) -> dict[str, int]:
         """Store the loader's segments, and return the loaded bytes by holder."""
-        self._segments = {
-            s.weights_id: _Segment(s.loaded_bytes, tuple(map(instance_of, s.holders)), s.on_devices) for s in status.segments
-        }
+        self._segments = [_Segment(s.loaded_bytes, tuple(map(instance_of, s.holders)), s.on_devices) for s in status.segments]
         self._loader_pid = status.pid
         return {holder: s.loaded_bytes for s in status.segments for holder in s.holders}
 
@@ -116,7 +114,7 @@ class Meter:
         for device_id, device in self._devices.items():
             here = [i for i in self._state().instances.values() if device_id in i.command.device_ids and i.ended_at is None]
             ids = {i.instance_id for i in here}
-            shared = sum(s.loaded_bytes for s in self._segments.values() if ids & set(s.holders))
+            shared = sum(s.loaded_bytes for s in self._segments if ids & set(s.holders))
             private = sum(self.private(i) for i in ids)
             used = await self._read(device_id, device.used_bytes, private, shared)
             if used is not None:
@@ -213,6 +211,12 @@ class Meter:
         except DeviceFailed:
             return False
         return True
+
+    def _copied_to(self, instance_id: str) -> list[str]:
+        """Return the instance's devices that weights are copied to."""
+        instance = self._state().instances.get(instance_id)
+        ids = instance.command.device_ids if instance is not None else ()
+        return [d for d in ids if self.is_separate(d) or d in self._gpus(instance_id)]
 
     def _gpus(self, instance_id: str) -> dict[str, Device]:
         instance = self._state().instances.get(instance_id)

@@ -114,14 +114,14 @@ class Shell(RuleBasedStateMachine):
                 case Vacate():
                     self.vacate(effect)
                 case WriteRecord():
-                    assert self.played.state.entries[effect.weights_id].stage in (Stage.COMPLETE, Stage.CACHED)
-                    self.records.add(effect.weights_id)
+                    assert self.played.state.entries[effect.key].stage in (Stage.COMPLETE, Stage.CACHED)
+                    self.records.add(effect.key)
                 case Accepted() | Attached() | Freed() | Refused():
                     assert effect.reply in self.replies, "an answer without a request"
                     assert effect.reply not in self.answered, "answered twice"
                     self.answered.add(effect.reply)
                     if isinstance(effect, Attached):
-                        assert self.played.state.entries[effect.weights_id].run in self.owned
+                        assert self.played.state.entries[effect.key].run in self.owned
 
     def granted(self, grant: Grant) -> None:
         assert grant.run in self.laid

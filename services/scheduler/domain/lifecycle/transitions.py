@@ -156,13 +156,13 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         return
     if not model.card.spec.loads_itself:
         # Other engines take the weights from host memory.
-        on_gpu = model.card.spec.engine == "builtin" and sent.device_ids[0].startswith("cuda:")
+        maps_units = model.card.spec.engine == "builtin"
         prepare = PrepareWeights(
             token=sent.token,
             instance_id=sent.instance_id,
             card=model.card,
             traceparent=sent.traceparent,
-            device=sent.device_ids[0] if on_gpu else None,
+            device=sent.device_ids[0] if maps_units else None,
         )
         tx.emit(SendPrepare(sent.node, prepare))
     command = StartInstance(

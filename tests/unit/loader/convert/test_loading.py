@@ -102,7 +102,9 @@ def test_an_old_model_runs_in_the_built_in_engine(tmp_path: Path, segment_name: 
     assert report.total_bytes == described.weights_bytes
     attention.register()
     segment = Segment(segment_name)
-    model = engine_checkpoint.bind(LlamaForCausalLM, AutoModelForCausalLM.from_config(config).config, segment, torch.float32)
+    model = engine_checkpoint.bind(
+        LlamaForCausalLM, AutoModelForCausalLM.from_config(config).config, segment.tensors(), torch.float32
+    )
     assert engine_checkpoint.copied_parameters(model, segment) == []
     parameters = dict(model.named_parameters(remove_duplicate=False))
     assert all(torch.equal(p, parameters[n]) for n, p in reference.named_parameters(remove_duplicate=False))

@@ -44,12 +44,12 @@ def loading(name: str, letters: str) -> LoadingWeights:
 def test_reusable_units_are_present_but_not_mapped() -> None:
     store, _ = release(hold(Store.empty(8), "a", "xyz"), "a", 1.0)
     [row] = residency(store, known(a="xyz"))
-    assert row == ResidentWeights("a", 3 * HALF, 0, 3 * HALF, 3 * PAGE_BYTES, 0)
+    assert row == ResidentWeights("a", 3 * HALF, 0, 0, 3 * PAGE_BYTES, 0)
 
 
 def test_weights_that_share_units_miss_only_the_others() -> None:
     found = residency(hold(Store.empty(8), "a", "xyz"), known(a="xyz", tuned="xyq"), [loading("a", "xyz")])
-    assert only(found, "tuned") == ResidentWeights("tuned", 3 * HALF, HALF, 3 * HALF, PAGE_BYTES, 0)
+    assert only(found, "tuned") == ResidentWeights("tuned", 3 * HALF, HALF, HALF, PAGE_BYTES, 0)
     base = only(found, "a")
     assert (base.missing_bytes, base.unmapped_bytes, base.exclusive_bytes) == (0, 0, PAGE_BYTES)
 

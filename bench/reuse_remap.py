@@ -1,0 +1,85 @@
+"""Remapping beside Tangram's Algorithm 1 and merging (Fig. 10), for bench.reuse.
+
+Remapping is measured: scattered pages are reserved for a load of 8 GiB, and mapped as one range.
+The others are computed: the bytes that they move in a history of loads over one pool of contiguous
+regions (simulator/policies/tangram_packing.py), and their time at this machine's measured bandwidth
+of copies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from bench.papers import tangram_fig10 as fig10
+from bench.papers.constants import tangram as c
+from bench.report import median
+from shared.mapping import map_descriptor
+from weights.store.memory import extents_of
+from weights.store.pages import Store, reserve
+from weights.store.units import PAGE_BYTES, Unit
+
+GIB = 1 << 30
+LAYER_PAGES = 64
+"""A unit of 128 MiB, as a feed-forward matrix of a 13B model."""
+
+
+def remap(nbytes: int, run_pages: int, rounds: int) -> dict[str, float]:
+    """Return median milliseconds to reserve and to map `nbytes` in scattered runs of free pages.
+
+    Args:
+        run_pages: Neighbouring free pages: 1 is the worst case, `LAYER_PAGES` that of reclaimed
+            units.
+    """
+    count = nbytes // PAGE_BYTES
+    units = [Unit(f"u{n}", n * LAYER_PAGES * PAGE_BYTES, LAYER_PAGES * PAGE_BYTES) for n in range(count // LAYER_PAGES)]
+    file = os.memfd_create("thaw-bench-remap")
+    reserving, mapping = [], []
+    try:
+        os.ftruncate(file, 2 * nbytes)
+        for seed in range(rounds):
+            runs = [2 * n * run_pages for n in range(count // run_pages)]  # every other run is in use
+            random.Random(seed).shuffle(runs)
+            store = replace(Store.empty(2 * count), free=tuple(start + n for start in runs for n in reversed(range(run_pages))))
+            began = time.perf_counter()
+            found = reserve(store, "a", "m", units, 0.0, lambda _: 0.0)
+            assert found is not None
+            reserved = time.perf_counter()
+            extents = extents_of([found.store.units[u.key] for u in units])
+            listed = time.perf_counter()
+            mapped: mmap.mmap = map_descriptor(file, extents)
+            mapping.append((time.perf_counter() - listed) * 1e3)
+            mapped.close()
+            reserving.append((reserved - began) * 1e3)
+    finally:
+        os.close(file)
+    return {"reserve_ms": median(reserving), "map_ms": median(mapping), "mappings": float(len(extents)), "moved_bytes": 0.0}
+
+
+def copy_gb_per_s(nbytes: int = 256 << 20, rounds: int = 5) -> float:
+    """Measure a copy in memory, in 10^9 bytes per second."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began)
+    return nbytes / median(times) / 1e9
+
+
+def moving(count: int, seed: int = 0) -> dict[str, dict[str, float]]:
+    """Return mean bytes moved by a load, and milliseconds to decide, by strategy."""
+    found = {}
+    for strategy in fig10.STRATEGIES:
+        played = fig10.play(strategy, seed, count).values()
+        requests = sum(p["requests"] for p in played)
+        found[strategy[0]] = {
+            "moved_bytes": sum(p["merge_s"] for p in played) * c.MERGE.value * 1e9 / requests,
+            "compute_ms": sum(p["compute_ms"] for p in played) / requests,
+        }
+    return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.contracts.loader import CachedModel, LoaderStatus, ReleaseWeights, WeightsAttached, WeightsReleased
+from shared.contracts.loader import CachedModel, LoaderStatus, PretouchStatus, ReleaseWeights, WeightsAttached, WeightsReleased
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from tests.integration.loader.conftest import Client, LoaderProcess
@@ -113,8 +113,9 @@ async def test_no_memory_is_prepared_while_the_mesh_starts(loader: LoaderProcess
 
     By default it waits for ten quiet seconds.
     """
-    await status_where(client, loader.node, lambda s: s.dram_budget_bytes > 0 and s.dram_bytes == 0)
+    status = await status_where(client, loader.node, lambda s: s.dram_budget_bytes > 0 and s.dram_bytes == 0)
     assert loader.memory() == 0
+    assert status.pretouch == PretouchStatus(state="skipped", reason="turned off")
 
 
 async def test_memory_is_prepared_at_the_start(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:

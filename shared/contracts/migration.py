@@ -1,7 +1,7 @@
 """Define the messages that move a running request to another engine.
 
-Only the tokens travel (ServerlessLLM §5); see docs/adr/0030-moving-a-request.md. There are three
-conversations:
+Only the tokens travel (ServerlessLLM §5); see docs/adr/0030-live-migration-by-tokens.md. There are
+three conversations:
 
 - Engines (`EngineControl`): list running requests (`ListRequests`), read the tokens generated so
   far (`ReadTokens`), precompute keys and values (`PrepareResume`, `ForgetResume`), and stop at the

@@ -46,6 +46,10 @@ class Candidate(Frozen):
     clearing: Clearing = "none"
     source: str = Field(default="", description="Source of its bytes: dram, ssd, remote, or a device; empty: nowhere, or unknown.")
     resident_bytes: int = Field(default=0, description="Of its weights that are there already.")
+    read_bytes: int | None = Field(
+        default=None, description="To be read from its source, of a separate device; None: what is not there already."
+    )
+    weights_bytes: int = Field(default=0, description="Of all its weights; 0: unknown.")
     stages: int = 1
     full_workers: int = 1
     spread_ms: float | None = Field(
@@ -56,6 +60,15 @@ class Candidate(Frozen):
         default=0.0, description="What it is expected to cost those that leave, weighted by how likely they are wanted."
     )
     took_ms: float | None = Field(default=None, description="Of the chosen one that became ready: from the decision until then.")
+
+    @property
+    def already_there(self) -> str:
+        """Text as "7.1 of 8.0 GiB already on cpu:1"; empty: nothing is there, or it is unknown."""
+        if not self.resident_bytes or not self.weights_bytes:
+            return ""
+        unit, name = (2**30, "GiB") if self.weights_bytes >= 2**30 else (2**20, "MiB")
+        there, whole = (f"{n / unit:.1f}" for n in (self.resident_bytes, self.weights_bytes))
+        return f"{there} of {whole} {name} already on {', '.join(self.device_ids)}"
 
     @property
     def error_ms(self) -> float | None:

@@ -18,6 +18,8 @@ from shared.contracts.loader import (
     LOADER_COMMAND,
     AttachWeights,
     CancelPrefetch,
+    DeviceMemory,
+    ExpectModels,
     Inspected,
     InspectModel,
     LoaderCommand,
@@ -97,6 +99,8 @@ class FakeNode:
     hold_starts: asyncio.Event | None = None
     loads: bool = True
     """True if it is the node's loader too, instead of a real one."""
+    memory: tuple[DeviceMemory, ...] = ()
+    """What the loader reports of separate devices."""
     suspends: bool = False
     """True if it can suspend; otherwise it stops instead."""
     instances: dict[str, FakeInstance] = field(default_factory=dict)
@@ -189,7 +193,9 @@ class FakeNode:
 
     async def _publish(self) -> None:
         if self.loads:
-            await self.mesh.publish(subjects.loader_status(self.node), LoaderStatus(node=self.node, boot_id=self.boot_id))
+            await self.mesh.publish(
+                subjects.loader_status(self.node), LoaderStatus(node=self.node, boot_id=self.boot_id, memory=self.memory)
+            )
         await self.publish()
 
     async def _command(self, command: NodeCommand) -> Message:
@@ -273,7 +279,7 @@ class FakeNode:
                 if spec.source in self.out_of_reach:
                     raise Unavailable(f"{spec.source} cannot be reached", should_retry=True)
                 return Inspected(info=model_info(spec.source, self.sizes.get(spec.source, 64 * MIB)))
-            case PrepareWeights() | PrefetchWeights() | CancelPrefetch():
+            case PrepareWeights() | PrefetchWeights() | CancelPrefetch() | ExpectModels():
                 return Done()
             case ReleaseWeights():
                 return WeightsReleased(freed_bytes=0)

@@ -173,14 +173,20 @@ def _phases(ms: dict[str, float]) -> str:
     return ", ".join(f"{name} {format_duration(value / 1e3)}" for value, name in longest)
 
 
+def _way(candidate: Candidate) -> str:
+    """`load`, or `reuse` where only missing bytes are copied; after `evict_then_` if need be."""
+    way = candidate.way.replace("_", " ")
+    return way.replace("load", "reuse") if candidate.ready_by == "reuse" else way
+
+
 def _cells(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
     predicted = candidate.predicted_ms
     return (
         "[green]✓[/]" if chosen else "",
         candidate.node,
         ",".join(candidate.device_ids),
-        candidate.way.replace("_", " "),
-        candidate.source,
+        _way(candidate),
+        "\n".join(filter(None, (candidate.source, candidate.already_there))),
         "" if predicted is None else format_duration(predicted / 1e3),
         _phases(candidate.predicted),
         format_size(candidate.needed_bytes),

@@ -18,8 +18,10 @@ from services.loader.domain.events import ArenaClosed, CopiedToDevice, Event
 from services.loader.domain.ownership import Arenas
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
+from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.segment import HEADER_BYTES, ArenaHandle, SegmentHeader, SegmentIndex, SegmentTensor
 from shared.errors import DeviceFailed, ThawError
+from shared.telemetry.timeline import Timeline
 from weights.devices.port import Arena, Contents, Place, Priority
 from weights.formats.segment import Layout
 from weights.pool.chunks import CHUNK_BYTES
@@ -53,6 +55,7 @@ class _Copy:
     freed: int = 0
     is_over: bool = False
     arrivals: Arrivals = field(default_factory=Arrivals)
+    timeline: Timeline = field(default_factory=lambda: Timeline("loader"))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -213,6 +216,14 @@ class Copies:
             copies = source.copies if source is not None and self.has(device) else []
             return next((c.arrivals for c in copies if c.order.device == device and not c.closing), None)
 
+    def phases(self, run: int, device: str, instance_id: str) -> tuple[PhaseSpan, ...]:
+        """Return the phases of the copy to a separate device, if it was made for the instance."""
+        with self._lock:
+            source = self._sources.get(run)
+            copies = source.copies if source is not None and device in self._devices.separate else []
+            waited = [c for c in copies if c.order.device == device and instance_id in c.order.opened_for]
+            return waited[-1].timeline.spans() if waited else ()
+
     def error(self, run: int, device: str | None) -> ErrorBody | None:
         """Return why the run's weights are not on a cpu device with memory of its own."""
         with self._lock:
@@ -312,6 +323,7 @@ class Copies:
 
     def _copy(self, copy: _Copy, source: _Source) -> None:
         order = copy.order
+        copy.timeline.begin(Phase.LOAD, device=order.device)
         try:
             arena = self._allocate(copy, source)
             self.wake()
@@ -333,6 +345,7 @@ class Copies:
             copy.error = DeviceFailed(f"The copy of weights to {order.device} failed").body()
             self._emit(CopiedToDevice(order.weights_id, order.number, failed=True))
             return
+        copy.timeline.end(Phase.LOAD)
         self._emit(CopiedToDevice(order.weights_id, order.number))
 
     def _allocate(self, copy: _Copy, source: _Source) -> Arena | None:

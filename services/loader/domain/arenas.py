@@ -32,7 +32,8 @@ def open_wanted(state: State, key: str) -> Decision:
         background = all(h.background for h in entry.holders.values() if h.device == device)
         chunks = state.chunks.owned[entry.run].chunks
         order = OpenArena(entry.weights_id, entry.run, number, device, chunks, entry.total_bytes, background)
-        effects.append(replace(order, model=entry.model, source=entry.source, pinned=entry.pinned))
+        holders = frozenset(i for i, h in entry.holders.items() if h.device == device)
+        effects.append(replace(order, model=entry.model, source=entry.source, pinned=entry.pinned, opened_for=holders))
     return (put(state, entry), tuple(effects)) if effects else (state, ())
 
 

@@ -103,7 +103,7 @@ def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
     if entry.stage is Stage.FAILED and entry.error is not None:
         return state, (*effects, Refused(event.reply, entry.error))
     if reached(entry, event.instance_id, event.until):
-        return state, (*effects, Attached(event.reply, entry.key, device_of(entry, event.instance_id)))
+        return state, (*effects, Attached(event.reply, entry.key, device_of(entry, event.instance_id), event.instance_id))
     waiter = Waiter(event.reply, event.instance_id, event.until)
     return put(state, replace(entry, waiters=(*entry.waiters, waiter))), effects
 

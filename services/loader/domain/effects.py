@@ -72,7 +72,7 @@ class Vacate:
 class OpenArena:
     """Copy the run's bytes to `device` as they are loaded, those loaded already first.
 
-    `CopiedToDevice` follows.
+    `CopiedToDevice` follows. `opened_for`: the holders that wait for it, later ones excluded.
     """
 
     weights_id: str
@@ -85,6 +85,7 @@ class OpenArena:
     model: str = ""
     source: str = ""
     pinned: bool = False
+    opened_for: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Attached:
     reply: int
     key: str
     device: str | None = None
+    instance_id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -63,4 +63,6 @@ def answered(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
     """Answer the waiters that have what they wait for."""
     over = tuple(w for w in entry.waiters if reached(entry, w.instance_id, w.until))
     left = tuple(w for w in entry.waiters if w not in over)
-    return replace(entry, waiters=left), tuple(Attached(w.reply, entry.key, device_of(entry, w.instance_id)) for w in over)
+    return replace(entry, waiters=left), tuple(
+        Attached(w.reply, entry.key, device_of(entry, w.instance_id), w.instance_id) for w in over
+    )

@@ -31,6 +31,7 @@ from services.scheduler.domain.effects import (
     PutCatalog,
     ReplyTo,
     SendCancelPrefetch,
+    SendExpectation,
     SendPrefetch,
     SendPrepare,
     SendRelease,
@@ -108,7 +109,7 @@ class Outbox:
                     self._lane(f"agent {effect.node}", self._start_job(effect, committed_at))
                 case SendStop() | SendSuspend():
                     self._lane(f"agent {effect.node}", self._stop_job(effect))
-                case SendPrepare() | SendRelease() | SendPrefetch() | SendCancelPrefetch():
+                case SendPrepare() | SendRelease() | SendPrefetch() | SendCancelPrefetch() | SendExpectation():
                     self._lane(f"loader {effect.node}", self._loader_job(effect))
                 case PublishLoadFailed(event):
                     self._lane("events", partial(self._mesh.publish, subjects.LOAD_FAILED, event))
@@ -174,14 +175,14 @@ class Outbox:
 
         return stop
 
-    def _loader_job(self, effect: SendPrepare | SendRelease | SendPrefetch | SendCancelPrefetch) -> Job:
+    def _loader_job(self, effect: SendPrepare | SendRelease | SendPrefetch | SendCancelPrefetch | SendExpectation) -> Job:
         async def send() -> None:
             subject = subjects.loader_command(effect.node)
             try:
                 if isinstance(effect, SendRelease):
                     await self._mesh.request(subject, effect.command, WeightsReleased)
                     return
-                if isinstance(effect, SendPrefetch | SendCancelPrefetch):
+                if isinstance(effect, SendPrefetch | SendCancelPrefetch | SendExpectation):
                     await self._mesh.request(subject, effect.command, Done)
                     return
                 command = effect.command

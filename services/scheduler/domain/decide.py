@@ -34,6 +34,7 @@ from services.scheduler.domain.lifecycle.transitions import release_weights
 from services.scheduler.domain.migration.orders import apply_migration_record, cancel_waiter, drain_node, request_migration
 from services.scheduler.domain.migration.rebalance import rebalance
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.prewarm.expectations import send_expectations
 from services.scheduler.domain.reconcile import reconcile
 from services.scheduler.domain.state.changes import Change
 from services.scheduler.domain.state.cluster import ClusterState
@@ -92,6 +93,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
                 if node.drain_since is not None:
                     drain_node(tx, node.name)
             rebalance(tx)
+            send_expectations(tx)
         case DemandReceived():
             apply_demand(tx, event)
         case DemandBatch(demands=demands):

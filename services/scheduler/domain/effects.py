@@ -8,7 +8,7 @@ from __future__ import annotations
 from services.scheduler.domain.values import value
 from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import LoadFailed
-from shared.contracts.loader import CancelPrefetch, PrefetchWeights, PrepareWeights, ReleaseWeights
+from shared.contracts.loader import CancelPrefetch, ExpectModels, PrefetchWeights, PrepareWeights, ReleaseWeights
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard
 from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance
@@ -65,6 +65,14 @@ class SendPrefetch:
 class SendCancelPrefetch:
     node: str
     command: CancelPrefetch
+
+
+@value(frozen=True, slots=True)
+class SendExpectation:
+    """Notify a loader with separate devices of the models that are expected."""
+
+    node: str
+    command: ExpectModels
 
 
 @value(frozen=True, slots=True)
@@ -156,6 +164,7 @@ Effect = (
     | SendRelease
     | SendPrefetch
     | SendCancelPrefetch
+    | SendExpectation
     | SendStop
     | SendSuspend
     | PublishLoadFailed

@@ -27,8 +27,9 @@ from services.scheduler.domain.prewarm.parking import promote_parked_starts, sta
 from services.scheduler.domain.prewarm.prefetch import start_prefetches
 from services.scheduler.domain.state.accounting import booking_of, claims_on
 from services.scheduler.domain.state.booking import Booking
-from services.scheduler.domain.state.device_memory import per_device_bytes, suspended_bytes
+from services.scheduler.domain.state.device_memory import suspended_bytes
 from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.shared_weights import claim_bytes
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Waiter
 from shared.contracts.admin import ModelAsleep
@@ -92,7 +93,7 @@ def start_claims(tx: Transaction, devices: list[tuple[str, str]]) -> None:
         if booking_of(tx.state, node, device).free_soon_bytes < 0:
             _cancel_unfillable_claims(tx, node, device)
         for i in claims_on(tx.state, node, device):
-            more = per_device_bytes(i, i.reserve_bytes) - suspended_bytes(tx.state, i)
+            more = claim_bytes(tx.state, i, device) - suspended_bytes(tx.state, i)
             booked = [booking_of(tx.state, node, each) for each in i.device_ids]
             if any(b.held_bytes + more > b.budget_bytes for b in booked) and not _can_wait_on_node(tx, i, more, booked):
                 break

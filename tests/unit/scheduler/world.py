@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from services.scheduler.domain.events import (
     CommandAccepted,
     DemandReceived,
     Event,
+    LoaderStatusReceived,
     NodeStatusReceived,
     RemoveModelRequested,
     SleepRequested,
@@ -28,6 +30,7 @@ from services.scheduler.domain.state.transaction import TOKENS_PER_EPOCH
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
+from shared.contracts.loader import DeviceMemory, LoaderStatus
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import (
     RESERVATION,
@@ -41,6 +44,7 @@ from shared.contracts.node import (
     Suspension,
 )
 from shared.errors import InstanceBusy, InsufficientMemory, NotFound, StaleToken
+from shared.unit_charges import SharedUnits, booked_weights, units_by_device
 from tests.support.fake_node import MIB, model_info
 
 E = TypeVar("E", bound=Effect)
@@ -90,13 +94,26 @@ class Agent:
     snapshot_budget: int = 0
     devices: tuple[str, ...] = ("cpu:0",)
     labels: dict[str, str] = field(default_factory=dict)
+    units: dict[str, SharedUnits] = field(default_factory=dict)
+    """By separate device, as its loader reports them."""
 
-    def reserved(self, device_id: str) -> int:
-        """Return the bytes reserved on that device; instances spread evenly over devices."""
-        on_it = (r for r in self.instances.values() if device_id in r.command.device_ids)
-        return sum(r.reserved // len(r.command.device_ids) for r in on_it)
+    def reserved(self, device_id: str, more: StartInstance | None = None) -> int:
+        """Return the bytes reserved on that device; instances spread evenly over devices.
+
+        Weights that instances of a separate device share count once. `more`: with it too.
+        """
+        on_it = [r for r in self.instances.values() if device_id in r.command.device_ids and r.reserved]
+        nbytes = sum(r.reserved // len(r.command.device_ids) for r in on_it)
+        commands = [r.command for r in on_it]
+        if more is not None:
+            nbytes += more.reserve_bytes // len(more.device_ids)
+            commands.append(more)
+        weights = [w for c in commands if (w := booked_weights(c.card)) is not None]
+        return nbytes - (self.units[device_id].saving(weights) if device_id in self.units else 0)
 
     def fits(self, command: StartInstance, more: int) -> bool:
+        if self.units:
+            return all(self.reserved(d, command) <= self.budget for d in command.device_ids)
         each = more // len(command.device_ids)
         return all(self.reserved(d) + each <= self.budget for d in command.device_ids)
 
@@ -280,6 +297,13 @@ class World:
         self.agents[name] = Agent(name, budget, devices=devices)
         self.hear(name)
         return self.agents[name]
+
+    def loader(self, node: str, memory: Sequence[DeviceMemory], **more: Any) -> None:
+        """Let the node's loader report its separate devices, to its nodeagent too."""
+        status = LoaderStatus(node=node, boot_id="b", memory=tuple(memory), **more)
+        self.agents[node].units = units_by_device(status)
+        self.send(LoaderStatusReceived(self.now, status))
+        self.hear(node)
 
     def hear(self, *names: str) -> None:
         for name in names or tuple(self.agents):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from services.scheduler.domain.cost.cost import Cost
 from services.scheduler.domain.cost.formulas import AFTER, BEFORE, BRINGING, ENGINE, critical_path, critical_phases, load_s
@@ -19,12 +20,13 @@ from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.shared_weights import separate_memory, weights_there
 from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, estimate_key
 from services.scheduler.domain.values import value
-from shared.contracts.loader import LoaderStatus
+from shared.contracts.loader import LoaderStatus, WeightsOnDevice
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, covered
-from shared.contracts.plans import RESTORES, PlanRecord
+from shared.contracts.plans import RESTORES, Candidate, PlanRecord
 
 NODES_KEPT = 64
 """Nodes with their own measurements of a model; the oldest is dropped beyond this.
@@ -35,8 +37,11 @@ PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, 
 DEFAULT_RESUME_MS = 300.0
 LEAVING_MS = 500.0
 """Prior for the time until a victim's memory is free."""
-LEAVING, RESUMING = "leaving", "resuming"
-"""Quantities besides the phases: ms until victims are gone, and until an instance has resumed."""
+LEAVING, RESUMING, REUSING = "leaving", "resuming", "reusing"
+"""Quantities besides the phases: ms until victims are gone, until an instance has resumed, and
+until weights that are whole on a separate device are checked and mapped.
+"""
+DEFAULT_REUSE_MS = 20.0
 LEAST_MS = 10.0
 """Smaller differences do not matter."""
 _LEAST_LOAD_MS = 1.0
@@ -66,6 +71,9 @@ class Prediction:
         source: The tier that its bytes come from.
         resident_bytes: Bytes that are on the device already.
         queued_ms: Part of the load that is queueing.
+        read_bytes: Bytes that are read from the source; None: those that are not on the device.
+        is_reuse: Only what the device lacks is copied to it.
+        weights_bytes: Bytes of all the weights, where some are on the device; else 0.
     """
 
     phases: dict[str, float]
@@ -74,6 +82,20 @@ class Prediction:
     source: str = ""
     resident_bytes: int = 0
     queued_ms: float = 0.0
+    read_bytes: int | None = None
+    is_reuse: bool = False
+    weights_bytes: int = 0
+
+
+class _Loading(NamedTuple):
+    """How the weights are loaded; fields as of `Prediction`."""
+
+    source: str
+    resident_bytes: int = 0
+    queued_ms: float = 0.0
+    read_bytes: int | None = None
+    is_reuse: bool = False
+    weights_bytes: int = 0
 
 
 class Forecast:
@@ -87,7 +109,7 @@ class Forecast:
             card: The model.
             now: Queues on links count from then; None: queues do not count.
         """
-        self._state, self._card, self._now = state, card, now
+        self._state, self.card, self._now = state, card, now
         self._loads_itself = card.spec.loads_itself
         self.is_remote = "://" in card.info.source
         """Nodes without its bytes load them over their links to remote sources."""
@@ -103,9 +125,10 @@ class Forecast:
     @cached_property
     def known_nodes(self) -> set[str]:
         """Return the nodes that have its weights, or have started it before."""
-        state, revision = self._state, self._card.info.revision
+        state, revision = self._state, self.card.info.revision
         found = {*state.in_memory.get(revision, ()), *state.on_disk.get(revision, ())}
-        found.update(state.measured_on.get(self._card.name, ()))
+        found.update(state.has_units.get(revision, ()))
+        found.update(state.measured_on.get(self.card.name, ()))
         return found
 
     def has_queue(self, node: str) -> bool:
@@ -136,7 +159,7 @@ class Forecast:
     def _load_ms(self, bytes_per_second: float | None) -> float:
         if self._own_load is not None:
             return self._own_load
-        return load_s(self._card.info.weights_bytes, bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
+        return load_s(self.card.info.weights_bytes, bytes_per_second or DEFAULT_BYTES_PER_SECOND) * 1e3
 
     def predict_resume(self, i: Instance, *, leaving: bool) -> Prediction:
         """Return the prediction for resuming a suspended instance, as its node measured it."""
@@ -162,37 +185,38 @@ class Forecast:
         phases = dict(self._fixed)
         own = _NONE
         if b is not None:
-            own = _values(self._state, self._card.name, b.node)
+            own = _values(self._state, self.card.name, b.node)
             phases |= _phases(own)
-        source, there, queued_ms = self._bring(phases, b, own, bytes_per_second)
+        loading = self._bring(phases, b, own, bytes_per_second)
         if leaving:
             phases["reserve"] += self._leaving_ms(b.node if b is not None else ANYWHERE)
         ms = critical_path(phases)
         device_id = b.device_id if b is not None else ""
-        errors = [self._error(own, p, source, device_id) for p in critical_phases(phases)]
-        return Prediction(phases, ms, _cost(phases, ms, sum(errors)), source, there, queued_ms)
+        errors = [self._error(own, p, loading.source, device_id) for p in critical_phases(phases)]
+        return Prediction(phases, ms, _cost(phases, ms, sum(errors)), *loading)
 
     def _bring(
         self, phases: dict[str, float], b: Booking | None, own: Mapping[str, Parameter], bytes_per_second: float | None
-    ) -> tuple[str, int, float]:
-        """Add the phases that load the weights.
-
-        Returns:
-            The source tier, the bytes that are on the device, and the milliseconds queued.
-        """
-        info = self._card.info
+    ) -> _Loading:
+        """Add the phases that load the weights."""
+        info = self.card.info
         if b is None:
             phases["load"] = self._load_ms(bytes_per_second)
             if self._afar == "remote":
                 phases["fetch"] = phases["load"]
-            return self._afar, 0, 0.0
+            return _Loading(self._afar)
         if self._loads_itself:
             known = own.get("load")
             phases["load"] = known.value if known is not None else self._load_ms(bytes_per_second)
-            return "", 0, 0.0
+            return _Loading("")
         tier = self._tier(b.node)
         loader = self._state.loaders.get(b.node)
         status = loader.status if loader is not None else None
+        queued = max(0.0, self._state.links_busy_until.get(b.node, 0.0) - self._now) if self._now is not None else 0.0
+        memory = separate_memory(status, b.device_id)
+        if memory is not None and self.card.spec.engine == "builtin":
+            units = weights_there(memory, info.revision)
+            return self._bring_units(phases, b, own, status, tier, units, queued)
         known = own.get(bandwidth(tier, b.device_id)) or own.get(bandwidth(tier))
         speed = known.value if known is not None else slowest(tier, b.device_id, status)
         there = on_device(status, info.revision, b.device_id)
@@ -201,12 +225,41 @@ class Forecast:
             # weights are mapped from the host's own memory
             missing = 0 if speed is None or b.device_id.startswith("cpu") else missing
             phases["fetch"], phases["load"] = 0.0, load_s(missing, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
-            return tier, info.weights_bytes - missing, 0.0
-        queued = max(0.0, self._state.links_busy_until.get(b.node, 0.0) - self._now) if self._now is not None else 0.0
+            return _Loading(tier, info.weights_bytes - missing)
         phases["load"] = load_s(missing, speed or bytes_per_second or DEFAULT_BYTES_PER_SECOND, queued) * 1e3
         if tier == "remote":
             phases["fetch"] = phases["load"]  # pipelined: both last as long as the slower
-        return tier, there, queued * 1e3
+        return _Loading(tier, there, queued * 1e3, is_reuse=there > 0)
+
+    def _bring_units(
+        self,
+        phases: dict[str, float],
+        b: Booking,
+        own: Mapping[str, Parameter],
+        status: LoaderStatus | None,
+        tier: str,
+        there: WeightsOnDevice | None,
+        queued: float,
+    ) -> _Loading:
+        """Add the phases of a load to a separate device: (S - S')/B (Tangram 4.4).
+
+        What the device lacks is copied to it while the loader reads from the source, so that the
+        slower of both counts.
+        """
+        whole = self.card.info.weights_bytes
+        missing = min(whole, there.missing_bytes) if there is not None else whole
+        read = 0 if tier == "dram" else there.read_bytes if there is not None else whole
+        copied = own.get(bandwidth("dram", b.device_id))
+        bus = copied.value if copied is not None else slowest("dram", b.device_id, status)
+        known = own.get(bandwidth(tier, b.device_id)) or own.get(bandwidth(tier))
+        source = known.value if known is not None else slowest(tier, "", status) or b.bytes_per_second
+        fixed = own.get(REUSING)
+        seconds = load_s(missing, bus or DEFAULT_BYTES_PER_SECOND)
+        if read:
+            seconds = max(seconds, load_s(read, source or DEFAULT_BYTES_PER_SECOND, queued))
+        phases["load"] = (fixed.value if fixed is not None else DEFAULT_REUSE_MS) + seconds * 1e3
+        phases["fetch"] = phases["load"] if tier == "remote" and read else 0.0
+        return _Loading(tier, whole - missing, queued * 1e3 if read else 0.0, read, missing < whole, whole)
 
     @property
     def _afar(self) -> str:
@@ -216,17 +269,15 @@ class Forecast:
         return "remote" if self.is_remote else "ssd"
 
     def _tier(self, node: str) -> str:
-        if resident(self._state, node, self._card):
+        if resident(self._state, node, self.card):
             return "dram"
-        return "ssd" if node in self._state.on_disk.get(self._card.info.revision, ()) else self._afar
+        return "ssd" if node in self._state.on_disk.get(self.card.info.revision, ()) else self._afar
 
     def _error(self, own: Mapping[str, Parameter], phase: str, source: str, device_id: str) -> float:
         """Return the usual error of a phase's prediction in milliseconds; 0: unknown."""
         if phase in BRINGING and source:
             known = own.get(bandwidth(source, device_id)) or own.get(bandwidth(source))
-            return (
-                known.error / known.value * load_s(self._card.info.weights_bytes, known.value) * 1e3 if known is not None else 0.0
-            )
+            return known.error / known.value * load_s(self.card.info.weights_bytes, known.value) * 1e3 if known is not None else 0.0
         known = own.get(phase) or self._anywhere.get(phase)
         return known.error if known is not None else 0.0
 
@@ -271,7 +322,8 @@ def _cost(phases: Mapping[str, float], ms: float, spread_ms: float) -> Cost:
 def restart_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
     """Return the seconds to start a model on a free device over idle links."""
     revision = card.info.revision
-    known = (state.measured_on.get(card.name), state.in_memory.get(revision), state.on_disk.get(revision))
+    tables = (state.in_memory, state.on_disk, state.has_units)
+    known = (state.measured_on.get(card.name), *(table.get(revision) for table in tables))
     if not any(known):  # the same as a `Forecast`, without creating one
         speed = (b.remote_bytes_per_second or b.bytes_per_second) if "://" in card.info.source else b.bytes_per_second
         load = load_s(card.info.weights_bytes, speed or DEFAULT_BYTES_PER_SECOND) * 1e3
@@ -317,11 +369,13 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
         spans = [(s.start_ms, s.end_ms) for s in plan.measured if s.phase.value in BRINGING]
         ms = covered(spans) - min(chosen.queued_ms, 0.9 * covered(spans))
         missing = weights - chosen.resident_bytes
-        if ms > _LEAST_LOAD_MS and missing > 0 and chosen.source:
+        if chosen.read_bytes is not None:
+            own |= _reused(state, plan.model, chosen, ms, missing)
+        elif ms > _LEAST_LOAD_MS and missing > 0 and chosen.source:
             own[bandwidth(chosen.source)] = speed = missing / (ms / 1e3)
             if not chosen.device_ids[0].startswith("cpu"):
                 own[bandwidth(chosen.source, chosen.device_ids[0])] = speed
-    anywhere = {k: v for k, v in own.items() if ":" not in k}
+    anywhere = {k: v for k, v in own.items() if ":" not in k and k != REUSING}
     # The priors are those of the built-in engine. They do not bound other engines, whose starts may
     # take a minute.
     priors = PRIOR_MS if model.card.spec.engine == "builtin" else {}
@@ -330,6 +384,22 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
         _moved(state, plan.model, chosen.node, own, priors),
         _moved(state, plan.model, ANYWHERE, anywhere, priors),
     ]
+
+
+def _reused(state: ClusterState, model: str, chosen: Candidate, ms: float, missing: int) -> dict[str, float]:
+    """Return what a load to a separate device has measured: of the slower of its two parts."""
+    device_id, read = chosen.device_ids[0], chosen.read_bytes or 0
+    if not missing and not read:
+        return {REUSING: ms} if ms > 0 else {}
+    known = _values(state, model, chosen.node)
+    fixed = known[REUSING].value if REUSING in known else DEFAULT_REUSE_MS
+    seconds = (ms - min(fixed, 0.5 * ms)) / 1e3
+    if ms <= _LEAST_LOAD_MS:
+        return {}
+    bus = known.get(bandwidth("dram", device_id))
+    if not read or (bus is not None and load_s(missing, bus.value) >= 0.9 * seconds):
+        return {bandwidth("dram", device_id): missing / seconds}
+    return {bandwidth(chosen.source, device_id): read / seconds} if chosen.source else {}
 
 
 def _reserved_ms(plan: PlanRecord) -> float | None:

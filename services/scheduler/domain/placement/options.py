@@ -19,6 +19,7 @@ from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.device_memory import per_device_bytes, resume_need_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.shared_weights import lacking_bytes, needed_bytes
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
@@ -85,7 +86,7 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
 
 def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | FeasiblePlacement:
     if (
-        r.need_bytes <= b.free_bytes and not (b.closed_reason or r.has_cooldowns) and r.excludes is None
+        r.need_bytes <= b.free_bytes and not (b.closed_reason or r.has_cooldowns or b.is_separate) and r.excludes is None
     ):  # the usual case, without the general path
         prediction = r.forecast.predict(b, leaving=False)
         view = DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, has_failed=b.key in r.avoid)
@@ -95,7 +96,8 @@ def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | Fea
         return fit
     prediction = r.forecast.predict(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, (fit.device,), prediction, fit.clearance)
-    return FeasiblePlacement(option, b.node, (b.device_id,), r.need_bytes, prediction, fit.short_bytes)
+    need = needed_bytes(tx.state, b, r.model.card, r.need_bytes) if b.is_separate else r.need_bytes
+    return FeasiblePlacement(option, b.node, (b.device_id,), need, prediction, fit.short_bytes)
 
 
 def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | DeviceFit:
@@ -106,12 +108,12 @@ def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | D
         return excluded_candidate(b, r.need_bytes, why)
     if r.need_bytes > b.budget_bytes:
         return excluded_candidate(b, r.need_bytes, f"needs {gib(r.need_bytes)}, its budget is {gib(b.budget_bytes)}", "impossible")
-    fit = _fit(tx, r, b, r.need_bytes)
+    fit = _fit_sharing(tx, r, b) if b.is_separate else _fit(tx, r, b, r.need_bytes)
     return excluded_candidate(b, r.need_bytes, fit) if isinstance(fit, str) else fit
 
 
 def _load(tx: Transaction, devices: tuple[DeviceView, ...], prediction: Prediction, clearance: Clearance) -> Option:
-    reuses = prediction.resident_bytes and prediction.source != "dram" and "reuse" in tx.policy.capabilities
+    reuses = prediction.is_reuse and "reuse" in tx.policy.capabilities
     way: Way = "reuse" if reuses else "load"
     return Option(devices, way, _cost(prediction, clearance), clearance, prediction.resident_bytes, prediction.source)
 
@@ -164,6 +166,36 @@ def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceF
     if isinstance(clearance, str):
         return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}"
     return DeviceFit(view, clearance, short)
+
+
+def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit | str:
+    """As `_fit`, for a separate device: the need depends on which instances stay.
+
+    Victims that share units free less together than they hold. The policy is asked for more until
+    what its victims leave suffices.
+    """
+    if r.has_cooldowns and tx.is_cooling_down(b.key):
+        return "its nodeagent has just refused a reservation"
+    failed, card = b.key in r.avoid, r.model.card
+
+    def lacking(gone: Iterable[str]) -> int:
+        return lacking_bytes(tx.state, b, card, r.need_bytes, frozenset(gone))
+
+    if lacking(()) == 0:
+        return DeviceFit(device_view(b, failed=failed), NOTHING_TO_CLEAR, 0)
+    leaving = [i.instance_id for i in tx.state.on_device(b.node, b.device_id) if i.leaving != "no"]
+    short = lacking(leaving)
+    if short == 0:
+        return DeviceFit(device_view(b, failed=failed), _LEAVING, 0)
+    while True:
+        view, clearance = clear_device(tx, r, b, short, failed=failed)
+        if isinstance(clearance, str):
+            need = needed_bytes(tx.state, b, card, r.need_bytes)
+            return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}"
+        more = lacking([*leaving, *clearance.victims])
+        if more == 0:
+            return DeviceFit(view, clearance, short)
+        short = max(short + more, clearance.freed_bytes + 1)
 
 
 def _cost(prediction: Prediction, clearance: Clearance) -> Cost:

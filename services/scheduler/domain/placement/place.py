@@ -250,6 +250,8 @@ def _recorded(p: FeasiblePlacement) -> Candidate:
             "clearing": clearance.how,
             "source": option.source,
             "resident_bytes": option.resident_bytes,
+            "read_bytes": prediction.read_bytes,
+            "weights_bytes": prediction.weights_bytes,
             "stages": 1,
             "full_workers": 1,
             "spread_ms": option.cost.spread_s * 1e3,
@@ -273,7 +275,8 @@ def _why(best: FeasiblePlacement) -> str:
         return f"{best.resume} is suspended on {at} and resumes soonest{gone}"
     match best.option.clearance.how:
         case "none":
-            return f"{at} has room and is predicted to be ready soonest"
+            there = _recorded(best).already_there
+            return f"{at} has room and is predicted to be ready soonest" + (f": {there}" if there else "")
         case "leaving":
             return f"{at} has room once the stopping instances are gone"
         case "preempt" | "migrate":

@@ -26,6 +26,7 @@ from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.placement.constraints import Excludes
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.booking_index import BandwidthClass, Bandwidths, speed_of
+from services.scheduler.domain.state.shared_weights import needed_bytes
 from services.scheduler.domain.state.transaction import Transaction
 
 SHORTLIST_SIZE = 8
@@ -70,7 +71,7 @@ class _Search:
     def __init__(self, tx: Transaction, avoid: tuple[str, ...], forecast: Forecast, excludes: Excludes | None) -> None:
         self._excludes = excludes
         self._paused = tx.is_cooling_down if tx.state.cooldowns else None
-        self._view = tx.bookings()
+        self._state, self._view = tx.state, tx.bookings()
         self._avoid = avoid
         self._forecast = forecast
         self._any_busy, self._busy = bool(tx.state.links_busy_until), False
@@ -84,7 +85,7 @@ class _Search:
         def of_class(ms: float, known: BandwidthClass) -> Iterator[Ranked]:
             return self._open(ms, _from(known.free, need)) if known.free[-1][0] >= need else _NONE
 
-        return self._best(of_class, lambda b: b.free_bytes if b.free_bytes >= need else None)
+        return self._best(of_class, lambda b: b.free_bytes if b.free_bytes >= self._needed(b, need) else None)
 
     def fitting_soon(self, need: int) -> Iterator[Booking]:
         def of_class(ms: float, known: BandwidthClass) -> Iterator[Ranked]:
@@ -93,14 +94,16 @@ class _Search:
             found = [b for key in known.leaving if (b := self._view.get(key)) is not None and b.free_soon_bytes >= need]
             return self._open(ms, sorted([(b.free_bytes, b.key) for b in found]))
 
-        return self._best(of_class, lambda b: b.free_bytes if b.free_soon_bytes >= need else None)
+        return self._best(of_class, lambda b: b.free_bytes if b.free_soon_bytes >= self._needed(b, need) else None)
 
     def with_idle_gone(self, need: int) -> Iterator[Booking]:
-        return self._may_fit(lambda b: b.free_soon_bytes + b.idle_bytes >= need, lambda known: known.with_idle[-1] >= need)
+        return self._may_fit(
+            lambda b: b.free_soon_bytes + b.idle_bytes >= self._needed(b, need), lambda known: known.with_idle[-1] >= need
+        )
 
     def with_all_gone(self, need: int) -> Iterator[Booking]:
         return self._may_fit(
-            lambda b: b.free_soon_bytes + b.idle_bytes < need <= b.free_soon_bytes + b.evictable_bytes,
+            lambda b: b.free_soon_bytes + b.idle_bytes < self._needed(b, need) <= b.free_soon_bytes + b.evictable_bytes,
             lambda known: known.with_all[-1] >= need and known.with_idle[0] < need,
         )
 
@@ -113,10 +116,15 @@ class _Search:
         limit = self._forecast.on(than, leaving=False)[1]
 
         def rank(b: Booking) -> float | None:
-            apart = b.node in self._forecast.known_nodes and b.free_soon_bytes < need <= b.free_soon_bytes + b.idle_bytes
+            least = self._needed(b, need)
+            apart = b.node in self._forecast.known_nodes and b.free_soon_bytes < least <= b.free_soon_bytes + b.idle_bytes
             return b.idle_since if apart and self._forecast.on(b, leaving=True)[1] < limit else None
 
         return [b for *_, b in nsmallest(CLEARED, self._distinct_devices(rank))]
+
+    def _needed(self, b: Booking, need: int) -> int:
+        """Return the bytes needed on a device that may have some of the weights in use."""
+        return needed_bytes(self._state, b, self._forecast.card, need) if b.is_separate else need
 
     def most_free_first(self) -> list[Booking]:
         changed = self._view.changed

@@ -189,6 +189,7 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
         o.cost.total_s + loss,
         o.cost.total_s,
         o.way != "ready",
+        -o.resident_bytes,
         o.sharing,
         o.clearance.freed_bytes,
         o.free_bytes if o.sharing else -o.free_bytes,

@@ -13,8 +13,10 @@ from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.device_memory import per_device_bytes, suspend_frees_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.shared_weights import units_on, weights_of
 from services.scheduler.domain.state.volatile import InstanceReport
 from shared.contracts.node import InstanceState
+from shared.unit_charges import BookedWeights, SharedUnits
 
 _READY = InstanceState.READY
 
@@ -29,8 +31,10 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
 
     Bytes are held from the moment a start is sent until the nodeagent reports the instance gone.
     Bytes that a nodeagent reserves beyond the known instances (a process not proved gone) count
-    too.
+    too. Weights that instances of a separate device share count once.
     """
+    units = units_on(state, node, device_id)
+    sharing = _Sharing(units) if units is not None else None
     held = claimed = leaving = going = known = idle = movable = 0
     idle_since = float("inf")
     key, instances, reports = device_key(node, device_id), state.instances, state.reports
@@ -38,12 +42,17 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         i, report = instances[instance_id], reports.get(instance_id)
         if i.sent_at is None:
             claimed += per_device_bytes(i, i.reserve_bytes) - (suspended_bytes(state, i) if report is not None else 0)
+            if sharing is not None:
+                sharing.add(weights_of(state, i), is_claim=True)
             continue
         parked = i.state.parked
         holds = suspended_bytes(state, i) if parked else per_device_bytes(i, i.reserve_bytes)
         held += holds
-        if report is not None and (parked or report.status.state.holds_memory):
+        is_known = report is not None and (parked or report.status.state.holds_memory)
+        if is_known:
             known += holds
+        if sharing is not None:
+            sharing.add(weights_of(state, i), is_known=is_known, is_leaving=i.leaving != "no", is_drained=is_drained(report))
         if i.leaving != "no":
             suspends = i.leaving in ("suspend", "suspend_if_idle")
             freed = (suspend_frees_bytes(state, i) if i.state is _READY else _drained(state, i)) if suspends else holds
@@ -64,6 +73,12 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
             movable += holds
             idle += holds
             idle_since = min(idle_since, i.planned_at)
+    if sharing is not None:
+        held -= sharing.held
+        claimed -= sharing.claimed
+        leaving -= sharing.leaving
+        going -= sharing.drained
+        known -= sharing.known
     presence = state.presence.get(node)
     reported = presence.status if presence else None
     for device in reported.devices if reported else ():
@@ -103,7 +118,65 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         bytes_per_second=speed,
         remote_bytes_per_second=rounded_speed(afar(loader.status)) if loader else None,
         drained_bytes=going,
+        is_separate=sharing is not None,
     )
+
+
+class _Sharing:
+    """What to deduct from the sums of a separate device's bookings, because weights are shared."""
+
+    def __init__(self, units: SharedUnits) -> None:
+        self._units = units
+        self._claims: list[BookedWeights] = []
+        self._known: list[BookedWeights] = []
+        self._stay: list[BookedWeights] = []
+        self._drain: list[BookedWeights] = []
+        self._leave: list[BookedWeights] = []
+
+    def add(
+        self,
+        weights: BookedWeights | None,
+        *,
+        is_claim: bool = False,
+        is_known: bool = False,
+        is_leaving: bool = False,
+        is_drained: bool = False,
+    ) -> None:
+        """Add the weights of one instance."""
+        if weights is None:
+            return
+        kept = self._drain if is_leaving and is_drained else self._leave if is_leaving else self._stay
+        (self._claims if is_claim else kept).append(weights)
+        if is_known:
+            self._known.append(weights)
+
+    @property
+    def held(self) -> int:
+        return self._units.saving(self._sent)
+
+    @property
+    def claimed(self) -> int:
+        return self._units.saving([*self._sent, *self._claims]) - self.held
+
+    @property
+    def known(self) -> int:
+        return self._units.saving(self._known)
+
+    @property
+    def leaving(self) -> int:
+        """Units of stopping instances that others keep."""
+        return self._kept([*self._drain, *self._leave], [*self._stay, *self._claims])
+
+    @property
+    def drained(self) -> int:
+        return self._kept(self._drain, [*self._stay, *self._leave, *self._claims])
+
+    @property
+    def _sent(self) -> list[BookedWeights]:
+        return [*self._stay, *self._leave, *self._drain]
+
+    def _kept(self, gone: list[BookedWeights], stay: list[BookedWeights]) -> int:
+        return self._units.saving([*stay, *gone]) - self._units.saving(stay, gone)
 
 
 def is_drained(report: InstanceReport | None) -> bool:

@@ -40,6 +40,8 @@ class Booking(NamedTuple):
     """Bandwidth of the node's link to remote sources; None: unknown."""
     drained_bytes: int = 0
     """The part of `leaving_bytes` whose instances have drained."""
+    is_separate: bool = False
+    """Its loader reports it as a separate device, whose instances share weights."""
 
 
 def device_key(node: str, device_id: str) -> str:

@@ -18,6 +18,7 @@ from services.scheduler.domain.state.volatile import (
     Cooldown,
     Counter,
     Estimate,
+    ExpectationSent,
     FailureHistory,
     InstanceReport,
     LoaderPresence,
@@ -62,6 +63,7 @@ class ClusterState:
     counter: Table[Counter] = field(default_factory=dict)
     usage_history: Table[UsageHistory] = field(default_factory=dict)
     prefetches: Table[Prefetch] = field(default_factory=dict)
+    expectations: Table[ExpectationSent] = field(default_factory=dict)
     slo_counts: Table[SloCounts] = field(default_factory=dict)
     slo_queue: Table[SloQueue] = field(default_factory=dict)
     migrations: Table[Migration] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class ClusterState:
     """By revision: nodes whose loaders have all its weights in memory."""
     on_disk: Table[tuple[str, ...]] = field(default_factory=dict)
     """By revision: nodes whose loaders have its files on disk."""
+    has_units: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By revision: nodes with a separate device that has some of its units."""
     loading_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By node: instances whose weights are being loaded there."""
     links_busy_until: Table[float] = field(default_factory=dict)

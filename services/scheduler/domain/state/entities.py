@@ -16,6 +16,7 @@ from services.scheduler.domain.state.volatile import (
     Cooldown,
     Counter,
     Estimate,
+    ExpectationSent,
     FailureHistory,
     InstanceReport,
     LoaderPresence,
@@ -145,6 +146,7 @@ Volatile = (
     | Counter
     | UsageHistory
     | Prefetch
+    | ExpectationSent
     | SloCounts
     | SloQueue
     | Migration

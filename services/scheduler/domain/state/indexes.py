@@ -178,8 +178,9 @@ def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence
     assert present is not None
     _regroup(state, "in_memory", old.in_memory if old else (), new.in_memory if new else (), present.node)
     _regroup(state, "on_disk", old.on_disk if old else (), new.on_disk if new else (), present.node)
+    _regroup(state, "has_units", old.on_devices if old else (), new.on_devices if new else (), present.node)
     _update_link_queue(state, present.node)
-    if _speed(old) != _speed(new):
+    if _speed(old) != _speed(new) or _units(old) != _units(new):
         _rebook_node(state, present.node)
 
 
@@ -209,6 +210,11 @@ def _resident(state: ClusterState, i: Instance) -> bool:
 
 def _speed(loader: LoaderPresence | None) -> tuple[float | None, float | None]:
     return (rounded_speed(loader.status.bytes_per_second), rounded_speed(afar(loader.status))) if loader else (None, None)
+
+
+def _units(loader: LoaderPresence | None) -> tuple[object, ...]:
+    """Return the part of a report that the charge for shared weights depends on."""
+    return tuple([(m.device_id, m.mapped_bytes, m.lent_bytes, m.weights) for m in loader.status.memory]) if loader else ()
 
 
 def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:

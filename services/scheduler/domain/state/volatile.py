@@ -46,6 +46,23 @@ class LoaderPresence:
         return tuple([c.weights_id for c in self.status.cached if c.tier == "ssd"])
 
     @property
+    def on_devices(self) -> tuple[str, ...]:
+        """Return the revisions of which a separate device of the node has units."""
+        return tuple([w.weights_id for memory in self.status.memory for w in memory.weights])
+
+    @property
+    def key(self) -> str:
+        return self.node
+
+
+@value(frozen=True, slots=True)
+class ExpectationSent:
+    """When a node's loader was last sent the models that are expected."""
+
+    node: str
+    sent_at: float
+
+    @property
     def key(self) -> str:
         return self.node
 

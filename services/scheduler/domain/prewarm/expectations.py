@@ -1,0 +1,55 @@
+"""Notify loaders of how soon each model is likely to be loaded.
+
+Loaders with separate devices price reusable weights by it when they need pages (Tangram Eq. 2).
+"""
+
+from __future__ import annotations
+
+from heapq import nlargest
+
+from services.scheduler.domain.effects import SendExpectation
+from services.scheduler.domain.prewarm.prefetch import HORIZON_S, likelihood
+from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import ExpectationSent
+from shared.contracts.loader import EXPECT_EVERY_S, ExpectedModel, ExpectModels
+
+MOST = 256
+"""Models in one message, the likeliest ones."""
+
+
+def send_expectations(tx: Transaction) -> None:
+    """Send them to the loaders for which the latest ones are too old."""
+    models: tuple[ExpectedModel, ...] | None = None
+    for node, loader in tx.state.loaders.items():
+        if not loader.status.memory or loader.status.stopping:
+            continue
+        sent = tx.state.expectations.get(node)
+        if sent is not None and tx.now - sent.sent_at < EXPECT_EVERY_S:
+            continue
+        if not tx.state.is_loader_alive(node, tx.now, tx.policy.node_lost_after_s):
+            continue
+        if models is None:
+            models = expected_models(tx)
+        tx.put(ExpectationSent(node, tx.now))
+        tx.emit(SendExpectation(node, ExpectModels(token=tx.next_token(), horizon_s=HORIZON_S, models=models)))
+
+
+def expected_models(tx: Transaction) -> tuple[ExpectedModel, ...]:
+    """Return the models that separate devices may get, likeliest first."""
+    found = []
+    for model in tx.state.models.values():
+        card = model.card
+        if card.spec.base is not None or card.spec.engine != "builtin":
+            continue
+        usage = tx.state.usage_history.get(model.key)
+        chance = 1.0 if tx.state.waiting_count(model.key) else likelihood(usage, tx.now)
+        found.append((chance, model.key, card))
+    return tuple(
+        ExpectedModel(
+            weights_id=card.info.revision,
+            source=card.info.source,
+            likelihood=chance,
+            latency_sensitivity=card.spec.latency_sensitivity,
+        )
+        for chance, _, card in nlargest(MOST, found, key=lambda f: (f[0], f[1]))
+    )

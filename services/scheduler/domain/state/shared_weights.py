@@ -1,0 +1,94 @@
+"""Memory of separate devices, whose instances share the weights that they have in common.
+
+An instance is booked with its whole need. What several of them share is deducted once for all, as
+far as the loader's report proves it (shared/unit_charges.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from services.scheduler.domain.state.booking import Booking
+from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.device_memory import held_bytes, per_device_bytes
+from services.scheduler.domain.state.entities import Instance
+from shared.contracts.loader import DeviceMemory, LoaderStatus, WeightsOnDevice
+from shared.contracts.models import ModelCard
+from shared.unit_charges import BookedWeights, SharedUnits, booked_weights, shared_units
+
+
+def separate_memory(status: LoaderStatus | None, device_id: str) -> DeviceMemory | None:
+    """Return a device's memory as its loader reports it; None: it is not separate, or unknown."""
+    return next((m for m in status.memory if m.device_id == device_id), None) if status is not None else None
+
+
+def weights_there(memory: DeviceMemory, revision: str) -> WeightsOnDevice | None:
+    """Return what a device has of a revision; None: nothing is known to be there."""
+    return next((w for w in memory.weights if w.weights_id == revision), None)
+
+
+def units_on(state: ClusterState, node: str, device_id: str) -> SharedUnits | None:
+    """Return the units of a separate device; None for any other."""
+    loader = state.loaders.get(node)
+    if loader is None or not loader.status.memory:
+        return None
+    memory = separate_memory(loader.status, device_id)
+    return shared_units(memory) if memory is not None else None
+
+
+def weights_of(state: ClusterState, i: Instance) -> BookedWeights | None:
+    """Return the weights that an instance books; None: it shares none, or they are unknown."""
+    model = state.models.get(i.model)
+    if model is None or model.card.info.revision != i.revision or i.state.parked:
+        return None
+    weights = booked_weights(model.card)
+    return weights if weights is not None and weights.nbytes <= i.reserve_bytes else None
+
+
+def needed_bytes(state: ClusterState, b: Booking, card: ModelCard, need: int) -> int:
+    """Return the bytes that one more instance needs besides the present ones.
+
+    Args:
+        b: The device.
+        card: The instance's model.
+        need: Its whole need.
+    """
+    units, weights = units_on(state, b.node, b.device_id), booked_weights(card)
+    if units is None or weights is None or weights.nbytes > need:
+        return need
+    there = _weights(state, state.on_device(b.node, b.device_id))
+    return need - units.saving([*there, weights]) + units.saving(there)
+
+
+def claim_bytes(state: ClusterState, i: Instance, device_id: str) -> int:
+    """Return the bytes that a claim adds to a device's `held_bytes` when its start is sent."""
+    whole = per_device_bytes(i, i.reserve_bytes)
+    units, weights = units_on(state, i.node, device_id), weights_of(state, i)
+    if units is None or weights is None:
+        return whole
+    sent = _weights(state, [o for o in state.on_device(i.node, device_id) if not o.is_claim])
+    return whole - units.saving([*sent, weights]) + units.saving(sent)
+
+
+def lacking_bytes(state: ClusterState, b: Booking, card: ModelCard, need: int, gone: Collection[str]) -> int:
+    """Return the bytes that are missing for one more instance once others have left; 0: it fits.
+
+    Args:
+        b: A separate device.
+        card: The instance's model.
+        need: Its whole need.
+        gone: The instances that leave.
+    """
+    units, weights = units_on(state, b.node, b.device_id) or SharedUnits(), booked_weights(card)
+    there = state.on_device(b.node, b.device_id)
+    stay = [i for i in there if i.instance_id not in gone]
+    leave = [i for i in there if i.instance_id in gone]
+    added = [weights] if weights is not None and weights.nbytes <= need else []
+    before = units.saving(_weights(state, there))
+    after = units.saving([*_weights(state, stay), *added], _weights(state, leave))
+    freed = sum(per_device_bytes(i, i.reserve_bytes) if i.is_claim else held_bytes(state, i) for i in leave)
+    return max(0, b.held_bytes + b.claimed_bytes - freed + before - after + need - b.budget_bytes)
+
+
+def _weights(state: ClusterState, instances: Collection[Instance]) -> list[BookedWeights]:
+    return [w for i in instances if (w := weights_of(state, i)) is not None]

@@ -145,6 +145,10 @@ async def test_units_outlive_engines_and_engines_outlive_the_loader(nats_server:
             both = await loaders.memory(lambda m: m.copied_bytes + m.reused_bytes == 3 * whole)
             assert both.copied_bytes - two.copied_bytes <= 0.4 * two.copied_bytes
             assert both.mapped_bytes <= 1.4 * two.mapped_bytes
+            # Both book their whole need; what they share is charged once.
+            booked = need_of(card).total + need_of(tuned).total
+            node_status = await node.until(lambda s: s.devices[1].reserved_bytes < booked)
+            assert booked - 0.7 * whole <= node_status.devices[1].reserved_bytes <= booked - 0.5 * whole
 
             assert loaders.process is not None
             loaders.process.kill()

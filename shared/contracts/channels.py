@@ -100,6 +100,7 @@ CHANNELS: tuple[Channel, ...] = (
             loader.ReleaseWeights,
             loader.PrefetchWeights,
             loader.CancelPrefetch,
+            loader.ExpectModels,
             audit.AuditMemory,
         ),
         (loader.Inspected, loader.WeightsAttached, loader.WeightsReleased, audit.MemoryAudited, base.Done, base.Failure),

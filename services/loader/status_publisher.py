@@ -131,4 +131,5 @@ def _segment(e: Entry, pool: str, on_devices: dict[str, int]) -> SegmentStatus:
         holders=tuple(e.holders),
         error=e.error,
         on_devices=on_devices,
+        is_partial=e.device is not None,
     )

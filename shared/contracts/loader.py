@@ -212,6 +212,9 @@ class SegmentStatus(Frozen):
     holders: tuple[str, ...]
     error: ErrorBody | None = None
     on_devices: dict[str, int] = Field(default_factory=dict, description="Bytes of it on each device that it is brought to.")
+    is_partial: bool = Field(
+        default=False, description="Host memory has only the bytes that a device lacked; no other load uses them."
+    )
 
 
 class LinkStatus(Frozen):

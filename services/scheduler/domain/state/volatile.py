@@ -37,7 +37,8 @@ class LoaderPresence:
     @property
     def in_memory(self) -> tuple[str, ...]:
         """Return the revisions whose weights are complete in the node's memory."""
-        held = (s.weights_id for s in self.status.segments if s.error is None and s.loaded_bytes >= s.total_bytes > 0)
+        whole = (s for s in self.status.segments if s.error is None and not s.is_partial)
+        held = (s.weights_id for s in whole if s.loaded_bytes >= s.total_bytes > 0)
         return (*held, *(c.weights_id for c in self.status.cached if c.tier == "dram"))
 
     @property

@@ -246,3 +246,11 @@ def test_a_loader_without_separate_devices_is_sent_no_expectation(w: World) -> N
 def test_a_report_without_the_new_fields_is_understood() -> None:
     old = {"device_id": "cpu:1", "total_bytes": 1, "free_bytes": 1, "mapped_bytes": 0, "reusable_bytes": 0}
     assert LoaderStatus.model_validate({"node": "n", "boot_id": "b", "memory": [old]}).memory[0].weights == ()
+
+
+def test_host_memory_with_only_missing_bytes_is_no_source(w: World) -> None:
+    part = {"weights_id": "rev-/m/m", "model": "m", "segment": "s", "total_bytes": 9, "loaded_bytes": 9, "holders": ()}
+    w.loader("n1", [memory(there("m", 100))], segments=({**part, "is_partial": True},))
+    assert "rev-/m/m" not in w.state.in_memory
+    w.loader("n1", [memory(there("m", 100))], segments=(part,))
+    assert w.state.in_memory["rev-/m/m"] == ("n1",)

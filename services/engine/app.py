@@ -181,6 +181,8 @@ class Engine(InstanceProcess):
 
     async def _wait_for_failure(self) -> ThawError:
         assert self._computing is not None
+        if self._overlap is not None:
+            self._overlap.release_results()
         try:
             await self._computing
         except Exception:  # a process boundary: clients receive the error, and the scheduler starts another engine

@@ -1,9 +1,10 @@
 """An engine that computes while its weights arrive (Torpor, section 4.3).
 
-    begin         follow the load over the loader's socket
-    make_ready    bind the model to the addresses of the bytes; each layer waits for its own
-    opened        requests compute from now on; their results wait for `finish`
-    finish        the loader's answer over NATS ends the load: results go out
+    begin            follow the load over the loader's socket
+    make_ready       bind the model to the addresses of the bytes; each layer waits for its own
+    opened           requests compute from now on
+    finish           the loader's answer over NATS ends the load
+    release_results  results go out, once the engine has reported ready
 
 No result leaves the engine before the loader has confirmed over NATS that the bytes are this
 instance's: what was computed with them is then what any other engine computes.
@@ -111,7 +112,7 @@ class Overlap:
         self._serving, self._batcher = serving, batcher
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Pass events of the computing thread on, or keep them until `finish`."""
+        """Pass events of the computing thread on, or keep them until `release_results`."""
         with self._lock:
             if self._held is not None:
                 self._held.extend(events)
@@ -119,9 +120,9 @@ class Overlap:
         self._deliver(events)
 
     async def finish(self) -> None:
-        """Wait for the load, confirm it, and let results go out.
+        """Wait for the load, and confirm it.
 
-        Raises the error of the load; no result has gone out then.
+        Raises the error of the load.
         """
         try:
             attached = await self._attach()
@@ -134,11 +135,14 @@ class Overlap:
         await asyncio.to_thread(self._follower.end)
         assert self._serving is not None
         self._serving.weights_arrived(attached.phases)
+        await self._warm_up()
+
+    def release_results(self) -> None:
+        """Let results go out. Call it once after `finish`, when the engine has reported ready."""
         with self._lock:
             held, self._held = self._held or [], None
             if held:
                 self._deliver(held)
-        await self._warm_up()
 
     async def close(self) -> None:
         """End the load: the computing thread stops waiting for weights."""

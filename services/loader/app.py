@@ -39,6 +39,7 @@ from shared.private import make_private
 from shared.runtime import report_ready
 from shared.tasks import end, first
 from weights.devices.opening import Devices, has_driver, load_driver
+from weights.devices.pacing import Pacer
 from weights.devices.probe import group_bytes
 from weights.pool.chunks import CHUNK_BYTES, Chunks
 from weights.pool.host_backing import host
@@ -86,7 +87,7 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     boot_id = uuid.uuid4().hex
     known = KnownUnits()
     separate = await asyncio.to_thread(_separate, settings, records.prefix, boot_id, known)
-    devices = NodeDevices(separate, gpus, known) if gpus is not None or separate else None
+    devices = NodeDevices(separate, gpus, known, _pacers(settings)) if gpus is not None or separate else None
     sharing = Sharing(settings)
     held = True
     memory = Pretouching(settings.pretouch, machine := host(), settings.home / "pretouch")
@@ -132,6 +133,12 @@ def _separate(settings: LoaderSettings, prefix: str, boot_id: str, known: KnownU
         )
         for device, found in wanted.items()
     }
+
+
+def _pacers(settings: LoaderSettings) -> dict[frozenset[str], Pacer]:
+    """Return the paced links between separate devices."""
+    devices = settings.separate_devices.items()
+    return {frozenset((d, peer)): Pacer(rate) for d, wanted in devices for peer, rate in wanted.peer_bytes_per_second}
 
 
 async def _adopting(

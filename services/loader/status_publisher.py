@@ -104,6 +104,7 @@ def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]
             reused_bytes=p.reused_bytes,
             violations=violations.get(p.device_id, ()),
             paced_bytes_per_second=p.paced_bytes_per_second,
+            peer_bytes=p.peer_bytes,
             models=tuple(
                 ModelUnits(
                     model=m.model,

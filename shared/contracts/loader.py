@@ -269,6 +269,7 @@ class DeviceMemory(Frozen):
     reusable_bytes: int
     lent_bytes: int = Field(default=0, description="Of engines that map pages of an earlier loader.")
     copied_bytes: int = Field(default=0, description="Copied to it since the loader's start.")
+    peer_bytes: int = Field(default=0, description="Of `copied_bytes`, from other devices of the node.")
     reused_bytes: int = Field(default=0, description="Wanted there since then, and not copied, because it had them.")
     violations: tuple[str, ...] = Field(default=(), description="Of conservation, in the latest audit; none in a correct node.")
     models: tuple[ModelUnits, ...] = ()

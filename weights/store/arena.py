@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heappush
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from weights.devices.cpu import check_range, wait_for
 from weights.devices.curve import FALLBACK_BYTES
 from weights.devices.grouping import Ranges
 from weights.devices.port import Place, Priority
-from weights.formats.execution_order import Rank, execution_rank
+from weights.formats.execution_order import Rank
 from weights.store.missing import Missing
 from weights.store.units import Unit, address_range
 
@@ -61,7 +61,7 @@ class PagedArena:
         self.under_way = 0
         self.is_open = True
         self.error: ThawError | None = None
-        self.copied_bytes = self.reused_bytes = 0
+        self.copied_bytes = self.reused_bytes = self.peer_bytes = 0
         self.digests: dict[str, str] = {}
         self._starts = [u.offset for u in units]
         self._taken = Ranges()
@@ -102,7 +102,7 @@ class PagedArena:
             missing.pieces.append((start, address + start - offset, end - start))
             missing.arrived += end - start
             if missing.arrived == missing.unit.nbytes:
-                heappush(self.ready, (min(execution_rank(t.name) for t in missing.tensors), index))
+                heappush(self.ready, (missing.rank, index))
 
     def settled(self, index: int) -> None:
         """A unit is on the device. The caller has removed it from `missing`."""
@@ -152,9 +152,38 @@ class PagedArena:
             return self._device.handle_of(self) if self.is_open and not self.missing else None
 
     def lacking(self) -> tuple[tuple[int, int], ...]:
-        """Return first byte and end in the segment of the units that are not on the device."""
+        """Return first byte and end in the segment of the units that host memory has to provide."""
         with self._device.changed:
-            return tuple((m.unit.offset, m.unit.end) for m in self.missing.values())
+            return self._lacking()
+
+    def _lacking(self) -> tuple[tuple[int, int], ...]:
+        return tuple((m.unit.offset, m.unit.end) for m in self.missing.values() if m.reads_host)
+
+    def next_lacking(self, seen: Collection[tuple[int, int]], cancelled: threading.Event) -> tuple[tuple[int, int], ...]:
+        """Wait for ranges to read that are not in `seen`.
+
+        A unit of another device is lacking again if it cannot be copied from there.
+
+        Returns:
+            None if every unit is on its way or there, or the arena failed or was released.
+        """
+
+        def found() -> tuple[tuple[int, int], ...]:
+            return tuple(r for r in self._lacking() if r not in seen)
+
+        def is_over() -> bool:
+            return bool(found()) or self.error is not None or all(m.peer is None for m in self.missing.values())
+
+        with self._device.changed:
+            wait_for(self._device.changed, is_over, lambda: not self.is_open, cancelled)
+            return found() if self.is_open and self.error is None else ()
+
+    def without_peer(self, index: int) -> None:
+        """Take a unit from host memory after all. The device's lock is held."""
+        missing = self.missing[index]
+        missing.peer, missing.source, missing.reads_host, missing.is_under_way = None, None, True, False
+        if missing.arrived == missing.unit.nbytes:
+            heappush(self.ready, (missing.rank, index))
 
     def raise_priority(self, priority: Priority) -> None:
         with self._device.changed:

@@ -35,7 +35,9 @@ class Target(Protocol):
         """Return a unit of the store."""
         ...
 
-    def settle(self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int) -> None:
+    def settle(
+        self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int, is_from_peer: bool = False
+    ) -> None:
         """Complete a unit under the key of its content."""
         ...
 
@@ -83,6 +85,9 @@ class CopyThread:
                         return
                     changed.wait()
                 _, index = heappop(arena.ready)
+                if index not in arena.missing or arena.missing[index].is_under_way:
+                    continue  # it comes from another device
+                arena.missing[index].is_under_way = True
                 arena.under_way += 1
             error: ThawError | None = None
             try:

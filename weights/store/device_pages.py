@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 from shared.contracts.segment import SegmentTensor
 from shared.errors import InsufficientMemory
 from weights.devices.port import Contents, Place
+from weights.formats.execution_order import execution_rank
 from weights.store.arena import PagedArena
 from weights.store.cost import Likelihood, Tier, equally_likely, reload_cost
 from weights.store.generations import EarlierPages
 from weights.store.memory import PageMemory
 from weights.store.missing import Missing
-from weights.store.pages import Reservation, Store, condemn, give_back, lend, release, reserve, settle
+from weights.store.pages import Reservation, Store, StoredUnit, condemn, give_back, lend, release, reserve, settle
 from weights.store.units import PAGE_BYTES, Unit
 from weights.store.usage import PagesInUse, pages_in_use
 
@@ -47,7 +48,7 @@ class DevicePages:
         self._damaged = itertools.count(1)
         self._members: dict[str, tuple[str, frozenset[str]]] = {}
         self._pinned: dict[str, frozenset[str]] = {}
-        self._copied_bytes = self._reused_bytes = 0
+        self._copied_bytes = self._reused_bytes = self._peer_bytes = 0
         self.count_earlier()
 
     # -- arenas ------------------------------------------------------------------------------------
@@ -68,7 +69,8 @@ class DevicePages:
                 key = f"filling:{arena.holder}:{index}"
                 wanted.append(replace(unit, key=key))
                 arena.keys[index] = key
-                arena.missing[index] = Missing(unit, key, tensors[index])
+                rank = min(execution_rank(t.name) for t in tensors[index])
+                arena.missing[index] = Missing(unit, key, tensors[index], rank=rank)
         found, kept = self._reserve(arena.holder, arena.place.weights_id, wanted)
         if found is None:
             need = sum(m.unit.pages for m in arena.missing.values()) * PAGE_BYTES
@@ -96,6 +98,14 @@ class DevicePages:
         cost = reload_cost(cache(self.tier_of), self.likelihood)
         return reserve(self.store, holder, weights_id, wanted, self._clock(), cost, keep), keep
 
+    def hold(self, holder: str, units: Iterable[Unit]) -> dict[str, StoredUnit]:
+        """Hold those of the units that are complete here."""
+        stored = self.store.units
+        here = [u for u in units if (s := stored.get(u.key)) is not None and s.is_complete and s.nbytes == u.nbytes]
+        held = {u.key: replace(stored[u.key], holders=stored[u.key].holders | {holder}) for u in here}
+        self.store = replace(self.store, units={**stored, **held})
+        return held
+
     def join(self, place: Place, contents: Contents, arena: PagedArena) -> None:
         """Remember which units the weights have, as far as they are known."""
         keys = frozenset(arena.keys)
@@ -108,7 +118,9 @@ class DevicePages:
         """Count bytes that a load found here."""
         self._reused_bytes += nbytes
 
-    def settle(self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int) -> None:
+    def settle(
+        self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int, is_from_peer: bool = False
+    ) -> None:
         """Complete a unit of the arena under the key of its content."""
         missing = arena.missing.pop(index)
         self.store = settle(self.store, missing.key, key)
@@ -119,6 +131,7 @@ class DevicePages:
         arena.copied_bytes += copied_bytes
         arena.reused_bytes += reused_bytes
         self._copied_bytes += copied_bytes
+        self._peer_bytes += copied_bytes if is_from_peer else 0
         self._reused_bytes += reused_bytes
 
     def release(self, holder: str) -> None:
@@ -153,6 +166,7 @@ class DevicePages:
     def in_use(self) -> PagesInUse:
         """Return how the pages are used now."""
         self._members = {w: (m, k) for w, (m, k) in self._members.items() if not k.isdisjoint(self.store.units)}
-        return pages_in_use(
+        used = pages_in_use(
             self._device_id, self.store, self._members, copied_bytes=self._copied_bytes, reused_bytes=self._reused_bytes
         )
+        return replace(used, peer_bytes=self._peer_bytes)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shared.contracts.segment import SegmentTensor
+from weights.formats.execution_order import Rank
+from weights.store.pages import StoredUnit
 from weights.store.units import Unit
 
 
@@ -16,6 +18,10 @@ class Missing:
     """A unit whose bytes are not on the device; its pages are reserved under `key`.
 
     Attributes:
+        rank: When a forward pass needs it.
+        peer: Another device that has it, with its pages there as `source`.
+        reads_host: Its bytes are read into host memory, whether a peer has them or not.
+        is_under_way: A thread copies it.
         pieces: (offset in the segment, address, bytes) in host memory, in order of arrival.
     """
 
@@ -23,6 +29,11 @@ class Missing:
     key: str
     tensors: tuple[SegmentTensor, ...]
     arrived: int = 0
+    rank: Rank = (0, 0, 0)
+    peer: str | None = None
+    source: StoredUnit | None = None
+    reads_host: bool = True
+    is_under_way: bool = False
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from shared.errors import DeviceMissing
 from weights.devices.opening import Devices
+from weights.devices.pacing import Pacer
 from weights.devices.port import Device
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
@@ -18,9 +20,17 @@ class NodeDevices:
     """
 
     def __init__(
-        self, separate: Mapping[str, SeparateDevice], cuda: Devices | None = None, known: KnownUnits | None = None
+        self,
+        separate: Mapping[str, SeparateDevice],
+        cuda: Devices | None = None,
+        known: KnownUnits | None = None,
+        pacers: Mapping[frozenset[str], Pacer] = MappingProxyType({}),
     ) -> None:
+        """`pacers`: of the links between two separate devices."""
         self.separate, self._cuda = separate, cuda
+        for name, device in separate.items() if len(separate) > 1 else ():
+            others = {other: d for other, d in separate.items() if other != name}
+            device.connect(others, {o: p for o in others if (p := pacers.get(frozenset((name, o)))) is not None})
         self.known = known or KnownUnits()
 
     def get(self, device_id: str) -> Device:

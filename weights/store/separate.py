@@ -15,11 +15,12 @@ was computed here. An index with wrong hashes therefore never gives its bytes to
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shared.contracts.segment import PagesHandle, SegmentTensor, UnitPages
@@ -31,11 +32,12 @@ from weights.store.arena import PagedArena
 from weights.store.auditing import Audit, Snapshot, audit_mappings, audit_records
 from weights.store.checking import Checks, key_on_device
 from weights.store.copying import CopyThread
-from weights.store.cost import Tier, equally_likely, expected_loads
+from weights.store.cost import SECONDS_PER_GB, Tier, equally_likely, expected_loads
 from weights.store.device_pages import DevicePages
 from weights.store.generations import EarlierPages
 from weights.store.memory import PageMemory, extents_of
 from weights.store.pages import StoredUnit
+from weights.store.peers import TYPICAL_BYTES_PER_SECOND, PeerThread
 from weights.store.residency import KnownUnits, LoadingWeights, residency
 from weights.store.units import PAGE_BYTES, Unit, cut_units, tensors_of
 from weights.store.usage import PagesInUse
@@ -86,6 +88,9 @@ class SeparateDevice:
         self._pages = DevicePages(device_id, self._memory, count, earlier, clock)
         self._pacer = Pacer(host_bytes_per_second) if host_bytes_per_second is not None else None
         self._copies = CopyThread(self, self._memory, self._arenas, clock, self._pacer)
+        self._pacers: dict[str, Pacer] = {}
+        self._from_peers = PeerThread(self, self._memory, self._arenas, self._pacers, verify=verify, clock=clock)
+        self._readers = 0
 
     @property
     def device_id(self) -> str:
@@ -144,7 +149,9 @@ class SeparateDevice:
             known = {**contents.digests, **self._known.digests(place.weights_id)}
         units = cut_units(contents.tensors, known, place.weights_id)
         try:
-            return self._opened(holder, place, contents, priority, units)
+            arena = self._opened(holder, place, contents, priority, units)
+            self._from_peers.find(arena, self._host_rate(place.weights_id))
+            return arena
         finally:
             with self.changed:
                 self._opening.discard(holder)
@@ -208,6 +215,7 @@ class SeparateDevice:
             self.changed.wait_for(lambda: arena.under_way == 0)
             if self._arenas.pop(arena.holder, None) is not None:
                 self._pages.release(arena.holder)
+        self._from_peers.forget(arena)
 
     def close(self) -> None:
         """Release all arenas. The file stays while engines map it, for the next loader to count."""
@@ -219,17 +227,76 @@ class SeparateDevice:
         for arena in arenas:
             arena.release()
         self._copies.close()
+        self._from_peers.close()
+        with self.changed:
+            self.changed.wait_for(lambda: self._readers == 0)
         for earlier in self._pages.earlier:
             earlier.close(unlink=not earlier.mapped())
         self._memory.close(unlink=not self._memory.mapped_by_others())
+
+    # -- other devices -----------------------------------------------------------------------------
+
+    def connect(self, peers: Mapping[str, SeparateDevice], pacers: Mapping[str, Pacer]) -> None:
+        """Copy units from other devices too. Call it once, before the first arena.
+
+        Args:
+            peers: The other devices, by id.
+            pacers: The paced links to them.
+        """
+        self._pacers.update(pacers)
+        self._from_peers.connect(peers)
+
+    @property
+    def memory(self) -> PageMemory:
+        """The pages, for copies to other devices."""
+        return self._memory
+
+    def hold(self, holder: str, units: Iterable[Unit]) -> Mapping[str, StoredUnit]:
+        """Hold those of the units that are here, so that they are not reclaimed until `unhold`."""
+        with self.changed:
+            if self._closing:
+                return {}
+            found = self._pages.hold(holder, units)
+            if found:
+                self._opening.add(holder)
+            return found
+
+    def unhold(self, holder: str) -> None:
+        """Release what `hold` held."""
+        with self.changed:
+            if holder in self._opening:
+                self._opening.discard(holder)
+                self._pages.release(holder)
+                self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep the memory mapped meanwhile. Raises `DeviceMissing` if the device is closed."""
+        with self.changed:
+            if self._closing:
+                raise DeviceMissing(f"{self._device_id} is closed")
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._readers -= 1
+                self.changed.notify_all()
+
+    def _host_rate(self, weights_id: str) -> float:
+        """Return the expected bandwidth by way of host memory, reading included."""
+        link = self.paced_bytes_per_second or self.bytes_per_second or TYPICAL_BYTES_PER_SECOND
+        return min(link, 1e9 / SECONDS_PER_GB[self._pages.tier_of(weights_id)])
 
     # -- for the copying thread --------------------------------------------------------------------
 
     def stored(self, key: str) -> StoredUnit | None:
         return self._pages.store.units.get(key)
 
-    def settle(self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int) -> None:
-        self._pages.settle(arena, index, key, digests, copied_bytes=copied_bytes)
+    def settle(
+        self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int, is_from_peer: bool = False
+    ) -> None:
+        self._pages.settle(arena, index, key, digests, copied_bytes=copied_bytes, is_from_peer=is_from_peer)
         if arena.missing:
             return
         place = arena.place

@@ -34,6 +34,7 @@ class PagesInUse:
         copied_bytes: Copied to the device since the loader's start.
         reused_bytes: Not copied since then, because the device had them.
         weights: What it has of each weights' units, loaded or not.
+        peer_bytes: Of `copied_bytes`, from other devices.
         paced_bytes_per_second: Copies from host memory are slowed to it, for an experiment.
     """
 
@@ -48,6 +49,7 @@ class PagesInUse:
     models: tuple[UnitsOf, ...]
     weights: tuple[ResidentWeights, ...] = ()
     paced_bytes_per_second: float | None = None
+    peer_bytes: int = 0
 
 
 def pages_in_use(

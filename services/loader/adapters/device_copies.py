@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -132,8 +132,10 @@ class Copies:
         with self._lock:
             self._sources[run] = _Source(weights_id, region, layout, is_sparse=is_sparse)
 
-    def wait_lacking(self, run: int, device: str, cancelled: threading.Event) -> tuple[tuple[int, int], ...]:
-        """Wait for the run's arena on a device, and return the ranges of the segment that it lacks.
+    def wait_lacking(
+        self, run: int, device: str, cancelled: threading.Event, seen: Collection[tuple[int, int]] = ()
+    ) -> tuple[tuple[int, int], ...]:
+        """Wait for the run's arena on a device, and return what it lacks, without `seen`.
 
         None are returned if the arena has failed or was closed, or the run was cancelled.
         """
@@ -150,7 +152,7 @@ class Copies:
             self._progress.wait_for(is_planned)
         found = copy()
         arena = found.arena if found is not None else None
-        return arena.lacking() if isinstance(arena, PagedArena) else ()
+        return arena.next_lacking(seen, cancelled) if isinstance(arena, PagedArena) else ()
 
     def wait_over(self, run: int, cancelled: threading.Event) -> None:
         """Wait until the run's copies are complete, failed or closed, or the run is cancelled."""

@@ -71,6 +71,7 @@ class Run:
         wake: Set when the source is open, or the run is granted chunks or cancelled.
         read_bytes: Bytes read from the source so far, when reading has ended.
         kept_bytes: Bytes that are left in host memory after a copy to a device; None: all.
+        wanted: Ranges of the segment that are being read; none: all of it.
         is_reused: Instances that attach from now on did not wait for this run.
     """
 
@@ -88,6 +89,7 @@ class Run:
     loaded: int = 0
     read_bytes: int = 0
     kept_bytes: int | None = None
+    wanted: tuple[tuple[int, int], ...] = ()
     arrivals: Arrivals = field(default_factory=Arrivals)
 
     def load(self) -> tuple[int, float]:
@@ -220,10 +222,12 @@ class Run:
         region.write(0, layout.head)
         copies.arrived(order.run, 0, len(layout.head))
         self._indexed(tier, layout, directory, len(layout.head))
-        ranges = copies.wait_lacking(order.run, device, self.cancelled)
-        pieces = cut_ranges(layout, ranges, remote=tier.directory is None)
-        if pieces:
+        seen: set[tuple[int, int]] = set()
+        while ranges := copies.wait_lacking(order.run, device, self.cancelled, seen):
+            self.wanted = ranges
+            pieces = cut_ranges(layout, ranges, remote=tier.directory is None)
             self._read(tier, layout, region, self._filling(layout, region, pieces, sparse=True), pieces, stats)
+            seen.update(ranges)
         copies.wait_over(order.run, self.cancelled)
         if self.cancelled.is_set():
             raise Cancelled
@@ -272,7 +276,11 @@ class Run:
 
     def _on_arrived(self, offset: int, nbytes: int) -> None:
         if self.context.copies is not None:
-            self.context.copies.arrived(self.order.run, offset, nbytes)
+            # Whole pages are read; bytes beside a wanted range are not reported.
+            for start, end in self.wanted or ((offset, offset + nbytes),):
+                first, last = max(start, offset), min(end, offset + nbytes)
+                if first < last:
+                    self.context.copies.arrived(self.order.run, first, last - first)
         self.arrivals.add(ByteRange(offset=offset, nbytes=nbytes))
 
     def _on_loaded(self, watermark: int) -> None:

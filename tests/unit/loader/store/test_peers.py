@@ -1,0 +1,122 @@
+"""Units that lie on another device of the node are copied from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.loader.store.test_separate import PREFIX, TENSOR, Model, check, fill, load, pages_of
+from weights.devices.pacing import Pacer
+from weights.store import peers
+from weights.store.generations import file_name
+from weights.store.node_devices import NodeDevices
+from weights.store.peers import split
+from weights.store.residency import KnownUnits
+from weights.store.separate import SeparateDevice
+from weights.store.units import PAGE_BYTES
+
+PAIR = frozenset(("cpu:1", "cpu:2"))
+SLOW = 1.0
+"""Bytes per second of a link that never finishes a unit in a test."""
+
+
+class Node:
+    """Two devices that share what they know. `host`: pace from host memory to the second one."""
+
+    def __init__(self, *, host: float | None = None, peer: float | None = None, verify: bool = False) -> None:
+        known = KnownUnits()
+        names = [file_name(PREFIX, d, "boot") for d in ("cpu:1", "cpu:2")]
+        self.one = SeparateDevice("cpu:1", 8 * PAGE_BYTES, names[0], known=known)
+        self.two = SeparateDevice("cpu:2", 8 * PAGE_BYTES, names[1], known=known, host_bytes_per_second=host, verify=verify)
+        pacers = {PAIR: Pacer(peer)} if peer is not None else {}
+        self.devices = NodeDevices({"cpu:1": self.one, "cpu:2": self.two}, known=known, pacers=pacers)
+
+    def close(self) -> None:
+        for device in (self.one, self.two):
+            assert device.audit() == []
+        self.devices.close()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node(verify=True)
+    yield node
+    node.close()
+
+
+def test_each_link_takes_what_it_finishes_sooner() -> None:
+    units = [(i, 100) for i in range(6)]
+    assert split(units, 100.0, 1e-3) == set()
+    assert len(split(units, 100.0, 100.0)) == 3
+    assert len(split(units, 1e-3, 100.0)) == 6
+
+
+def test_units_of_another_device_need_no_bytes_in_host_memory(node: Node) -> None:
+    model = Model("m", 1, 2, 3)
+    first = load(node.one, model)
+    second = node.two.allocate(model.place())
+    assert second.wait(model.nbytes)
+    check(first, model)
+    assert second.handle() is not None
+    used = node.two.pages()
+    assert (used.copied_bytes, used.peer_bytes) == (3 * TENSOR, 3 * TENSOR)
+    first.release()
+    assert pages_of(node.one.pages()) == (5, 0, 3, 0), "nothing is held there after the copy"
+
+
+def test_only_units_that_no_device_has_are_read(node: Node) -> None:
+    load(node.one, Model("base", 1, 2, 3))
+    tuned = Model("tuned", 1, 2, 4)
+    arena = node.two.allocate(tuned.place())
+    assert [end - start for start, end in arena.lacking()] == [TENSOR]
+    [(start, end)] = arena.lacking()
+    arena.fill(start, tuned.address + start, end - start)
+    assert arena.wait(tuned.nbytes)
+    assert (node.two.pages().peer_bytes, arena.copied_bytes) == (2 * TENSOR, 3 * TENSOR)
+
+
+def test_units_being_copied_are_not_reclaimed_there() -> None:
+    node, model = Node(peer=SLOW), Model("m", 1, 2, 3)
+    load(node.one, model).release()
+    arena = node.two.allocate(model.place())
+    assert pages_of(node.one.pages()) == (5, 3, 0, 0), "held for the copy"
+    arena.release()
+    assert pages_of(node.one.pages()) == (5, 0, 3, 0)
+    node.close()
+
+
+def test_host_memory_takes_what_a_slow_device_has_not_copied() -> None:
+    node, model = Node(peer=SLOW), Model("m", 1, 2, 3)
+    load(node.one, model)
+    arena = node.two.allocate(model.place())
+    arena.fill(0, model.address, model.nbytes)
+    with node.two.changed:
+        assert node.two.changed.wait_for(lambda: len(arena.missing) <= 1, 30.0), "all but the one under way"
+    arena.release()
+    node.close()
+
+
+def test_a_damaged_unit_of_another_device_is_taken_from_host_memory(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model("m", 1, 2)
+    load(node.one, model)
+    monkeypatch.setattr(peers, "key_on_device", lambda *_: "sha256:other")
+    arena = node.two.allocate(model.place())
+    with node.two.changed:
+        assert node.two.changed.wait_for(lambda: all(m.peer is None for m in arena.missing.values()), 30.0)
+    assert len(arena.lacking()) == 2
+    fill(arena, model)
+    assert node.two.pages().peer_bytes == 0
+    assert arena.copied_bytes == 2 * TENSOR
+
+
+def test_a_device_that_closes_midway_is_no_source_any_more() -> None:
+    node, model = Node(peer=40 * TENSOR), Model("m", 1, 2, 3)
+    load(node.one, model)
+    arena = node.two.allocate(model.place())
+    node.one.close()
+    fill(arena, model)
+    assert arena.copied_bytes == 3 * TENSOR
+    arena.release()
+    assert pages_of(node.two.pages()) == (5, 0, 3, 0)
+    node.close()

@@ -12,7 +12,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -42,6 +42,7 @@ class Peer(Protocol):
         ...
 
     def unhold(self, holder: str) -> None: ...
+    def has_any(self, units: Iterable[Unit]) -> bool: ...
 
     def reading(self) -> AbstractContextManager[None]:
         """Keep the memory mapped meanwhile. Raises `DeviceMissing` if the device is closed."""
@@ -122,6 +123,10 @@ class PeerThread:
                     missing.reads_host = index in from_host
                 self._target.changed.notify_all()
             wanted = {i: u for i, u in wanted.items() if i not in mine}
+
+    def have_any(self, units: Sequence[Unit]) -> bool:
+        """True if another device has one of the units. The target's lock is not held."""
+        return any(peer.has_any(units) for peer in self.peers.values())
 
     def forget(self, arena: PagedArena) -> None:
         """Release what other devices hold for an arena. The target's lock is not held."""

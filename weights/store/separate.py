@@ -181,14 +181,15 @@ class SeparateDevice:
     def lacking(self, weights_id: str, contents: Contents) -> int | None:
         """Return the bytes of a model's units that are not here.
 
-        None if no unit is here, or the content of one is unknown before it is read.
+        None if no unit is here or on a connected device, or the content of one is unknown before it
+        is read.
         """
         known = {**contents.digests, **self._known.digests(weights_id)}
         units = cut_units(contents.tensors, known, weights_id)
         with self.changed:
             stored = [self._pages.store.units.get(u.key) for u in units]
         here = [s is not None and s.is_complete and s.nbytes == u.nbytes for u, s in zip(units, stored, strict=True)]
-        if not any(here) or any(not u.key.startswith("sha256:") for u in units):
+        if any(not u.key.startswith("sha256:") for u in units) or not (any(here) or self._from_peers.have_any(units)):
             return None
         return sum(u.nbytes for u, is_here in zip(units, here, strict=True) if not is_here)
 
@@ -260,6 +261,12 @@ class SeparateDevice:
             if found:
                 self._opening.add(holder)
             return found
+
+    def has_any(self, units: Iterable[Unit]) -> bool:
+        """True if one of the units is complete here."""
+        with self.changed:
+            stored = self._pages.store.units
+            return any((s := stored.get(u.key)) is not None and s.is_complete and s.nbytes == u.nbytes for u in units)
 
     def unhold(self, holder: str) -> None:
         """Release what `hold` held."""

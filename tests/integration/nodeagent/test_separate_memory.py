@@ -147,8 +147,9 @@ async def test_units_outlive_engines_and_engines_outlive_the_loader(nats_server:
             assert both.mapped_bytes <= 1.4 * two.mapped_bytes
             # Both book their whole need; what they share is charged once.
             booked = need_of(card).total + need_of(tuned).total
-            node_status = await node.until(lambda s: s.devices[1].reserved_bytes < booked)
-            assert booked - 0.7 * whole <= node_status.devices[1].reserved_bytes <= booked - 0.5 * whole
+            charged = booked - card.info.weights_bytes - tuned.info.weights_bytes + both.mapped_bytes
+            assert charged < booked
+            await node.until(lambda s: s.devices[1].reserved_bytes == charged)
 
             assert loaders.process is not None
             loaders.process.kill()

@@ -19,8 +19,8 @@ from services.engine.lora.cache import LoraCache
 from services.engine.lora.loader_source import LoaderLoraSource
 from services.engine.lora.prefetch import LoraPrefetcher
 from services.engine.model import loading
+from services.engine.model.overlap import Overlap
 from services.engine.server.migration import EngineMigration
-from services.engine.server.overlap import Overlap
 from services.engine.server.serving import Serving
 from services.engine.server.suspension import Suspension
 from services.engine.settings import EngineSettings

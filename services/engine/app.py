@@ -122,6 +122,8 @@ class Engine(InstanceProcess):
 
     async def _begin_overlap(self, bound: loading.BoundModel, files: loading.ModelFiles, index: WeightsAttached) -> Overlap | None:
         """Open the engine for requests while weights arrive; None if it has to wait for them."""
+        if not self._mesh.nc.is_connected:  # a subscription might be lost
+            return None
         is_here = index.loaded_bytes >= index.total_bytes and not self._start.separate_memory
         if is_here or not self._settings.engine_overlap or not loading.can_overlap(bound, self._start):
             return None

@@ -73,6 +73,7 @@ class InstanceProcess(ABC):
         self._reporter = StatusReporter(mesh, start, timeline, serving.load)
         serving.changed = self._reporter.changed
         self._requests: Subscription | None = None
+        self._reconnects = 0
         self._connected = False
         self._shutting_down = False
 
@@ -174,6 +175,7 @@ class InstanceProcess(ABC):
 
     async def _accept_requests(self) -> None:
         """Take requests from now on: an engine may call it while it still loads."""
+        self._reconnects = self._mesh.nc.stats["reconnects"]
         self._requests = await self._mesh.nc.subscribe(subjects.infer(self._start.instance_id), cb=self._serving.on_message)
         await self._mesh.flush(int(_FLUSH_WITHIN_S))
 
@@ -181,6 +183,11 @@ class InstanceProcess(ABC):
         record_phases(
             (s for s in self._timeline.spans() if s.process == self._timeline.process), context_of(self._start.traceparent)
         )
+        if self._requests is not None and self._mesh.nc.stats["reconnects"] != self._reconnects:
+            # A subscription that was made while NATS was unreachable may be lost.
+            with contextlib.suppress(NatsError):
+                await self._requests.unsubscribe()
+            self._requests = None
         if self._requests is None:
             await self._accept_requests()
         if not self._serving.draining:

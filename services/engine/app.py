@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from services.engine.domain.elastic_kv import KV_FLOOR_BYTES, Lease
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Event
+from services.engine.generation.kv_pages import KvPages
 from services.engine.loader_client import LoaderClient
 from services.engine.lora.cache import LoraCache
 from services.engine.lora.loader_source import LoaderLoraSource
@@ -44,6 +47,7 @@ from shared.engines.instance_process import InstanceProcess
 from shared.errors import EngineFailed, ThawError, from_body
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
+from weights.kv_lease import PAGE_BYTES, KvLease, Lent, Shrink
 
 log = logging.getLogger(__name__)
 _BOUND = 0.1
@@ -69,6 +73,7 @@ class Engine(InstanceProcess):
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._on_compute_thread)
         self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._batcher: Batcher | None = None
+        self._lease: KvLease | None = None
         self._weights = LoaderClient(mesh, start)
         self._adapters: LoraCache | None = None
         self._prefetcher = LoraPrefetcher(
@@ -172,6 +177,8 @@ class Engine(InstanceProcess):
     def _open(self, computable: loading.ReadyModel, deliver: Callable[[Sequence[Event]], None]) -> Batcher:
         """Start the computing thread, and open the server."""
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver)
+        if computable.runner is not None and self._start.separate_memory:
+            self._lease = self._borrow(self._batcher, computable)
         if computable.runner is not None:
             bind = partial(loading.bind_lora, computable)
             source = LoaderLoraSource(self._start.instance_id, self._weights, self._batcher, bind, self._files)
@@ -180,6 +187,24 @@ class Engine(InstanceProcess):
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
         self._computing = self._loop.run_in_executor(self._compute, self._batcher.run)
         return self._batcher
+
+    def _borrow(self, batcher: Batcher, computable: loading.ReadyModel) -> KvLease:
+        """Take the KV cache's memory from the device's pages, as sequences need it."""
+        ceiling = computable.room.granted
+        floor = -(-min(ceiling, KV_FLOOR_BYTES) // PAGE_BYTES)
+        spread = zlib.crc32(self._start.instance_id.encode()) / 2**32
+        lease = Lease(floor, -(-ceiling // PAGE_BYTES), computable.block_bytes, PAGE_BYTES, asked=floor, spread=spread)
+
+        def deliver(event: Lent | Shrink) -> None:
+            if isinstance(event, Lent):
+                batcher.on_lent(event.more, is_answer=event.is_answer)
+            else:
+                batcher.shrink(event.keep)
+
+        path = loader_socket(self._settings.node_state)
+        lender = KvLease(path, self._start.device, self._start.instance_id, floor, deliver)
+        batcher.borrow(KvPages(lease, lender, ceiling // computable.block_bytes))
+        return lender
 
     async def _wait_for_failure(self) -> ThawError:
         assert self._computing is not None
@@ -222,6 +247,8 @@ class Engine(InstanceProcess):
             self._batcher.stop()
         if self._overlap is not None:
             await self._overlap.close()
+        if self._lease is not None:
+            self._lease.abandon()
         self._serving.close()
         self._files.shutdown(wait=False, cancel_futures=True)
         self._compute.shutdown(wait=False, cancel_futures=True)

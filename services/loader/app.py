@@ -26,6 +26,7 @@ from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
 from services.loader.domain.events import Event
 from services.loader.handlers import Loader
+from services.loader.kv_lending import KvLending
 from services.loader.local_socket import LocalReaders, listening
 from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
@@ -96,7 +97,7 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
         loader = await _adopting(
             settings, boot_id, records, pool, sharing, devices, memory, with_gpu=gpus is not None, takes_back=takes_back
         )
-        readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}")
+        readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}", KvLending(separate))
         async with listening(loader_socket(settings.node_state), readers), asyncio.TaskGroup() as tasks:
             ready = tasks.create_task(loader.keep_ready(), name="ready")
             touching = tasks.create_task(memory.run(loader.last_busy_at, loader.changed.set), name="pretouch")

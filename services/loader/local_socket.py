@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from services.loader.handlers import Loader
+from services.loader.kv_lending import KvLending
 from shared.contracts.base import Message
 from shared.contracts.loader_socket import (
     MAX_LINE_BYTES,
@@ -26,6 +27,7 @@ from shared.contracts.loader_socket import (
     SocketAttached,
     SocketAudit,
     SocketAudited,
+    SocketBorrow,
     SocketComplete,
     SocketError,
     SocketFollow,
@@ -34,7 +36,7 @@ from shared.contracts.loader_socket import (
     SocketWatermark,
 )
 from shared.contracts.segment import ByteRange, PagesLayout, UnitPages
-from shared.errors import InvalidRequest, ThawError
+from shared.errors import InvalidRequest, NotFound, ThawError
 from shared.unix_sockets import short_address
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,8 @@ class LocalReaders:
     `prefix` makes holders' names unique across restarts of the loader.
     """
 
-    def __init__(self, loader: Loader, shared_memory: Path, prefix: str) -> None:
-        self._loader, self._shared_memory, self._prefix = loader, shared_memory, prefix
+    def __init__(self, loader: Loader, shared_memory: Path, prefix: str, lending: KvLending | None = None) -> None:
+        self._loader, self._shared_memory, self._prefix, self._lending = loader, shared_memory, prefix, lending
         self._numbers = itertools.count(1)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,6 +78,11 @@ class LocalReaders:
             raise InvalidRequest(f"The line is no request: {e.errors()[0]['msg']}. See shared/contracts/loader_socket.py") from e
         if isinstance(ask, SocketAudit):
             await _send(writer, SocketAudited(devices=(await self._loader.audit()).devices))
+            return
+        if isinstance(ask, SocketBorrow):
+            if self._lending is None:
+                raise NotFound(f"{ask.device} has no memory of its own on this node")
+            await self._lending.serve(holder, ask, reader, writer)
             return
         # The reader sends nothing more: reading ends when it disconnects.
         gone = asyncio.create_task(reader.read(1), name=f"{holder}-gone")

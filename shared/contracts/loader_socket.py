@@ -21,6 +21,17 @@ Its hold is the one over NATS, and does not end with the connection.
 The reader holds the weights as long as the connection is open. It unmaps them, and then releases
 them by closing the connection. A loader that stops closes the connection; complete weights stay
 valid until the reader ends.
+
+An engine on a device with memory of its own borrows pages for its KV cache:
+
+    engine → loader    one `SocketBorrow`, then `SocketDemand` and `SocketReturn` as it needs more
+                       or less
+    loader → engine    `SocketBorrowing`; `SocketLent` in answer to each demand, and again when more
+                       pages can be lent; `SocketShrink` when others need pages
+
+The engine maps lent pages without access (a mark in /proc/PID/maps, which no kill can leave behind)
+and uses as much memory of its own. Pages are taken back when the engine has unmapped and returned
+them, or when the connection is closed and no process maps them.
 """
 
 from __future__ import annotations
@@ -132,16 +143,73 @@ class SocketError(Message):
     error: ErrorBody
 
 
+class SocketBorrow(Message):
+    """Borrow pages of `device` for the KV cache of an instance."""
+
+    kind: Literal["borrow"] = "borrow"
+    device: str
+    instance_id: str
+    floor_pages: int = Field(ge=0, description="Booked pages: the loader does not ask for them back.")
+
+
+class SocketDemand(Message):
+    """The engine wants to have `pages` in all from this connection."""
+
+    kind: Literal["demand"] = "demand"
+    number: int = Field(ge=1, description="Increases with each demand of a connection.")
+    pages: int = Field(ge=0)
+
+
+class SocketReturn(Message):
+    """The engine has freed and unmapped these pages."""
+
+    kind: Literal["return"] = "return"
+    pages: tuple[int, ...]
+
+
+class SocketBorrowing(Message):
+    """The engine may send demands. `file`: the device's pages under /dev/shm, of `total_pages`."""
+
+    kind: Literal["borrowing"] = "borrowing"
+    file: str
+    total_pages: int
+
+
+class SocketLent(Message):
+    """Pages that are lent in addition; none if there are none now."""
+
+    kind: Literal["lent"] = "lent"
+    number: int = Field(description="The latest demand that the loader has seen.")
+    pages: tuple[int, ...] = ()
+
+
+class SocketShrink(Message):
+    """Others need pages: the engine returns all but `pages`, preempting sequences if it must."""
+
+    kind: Literal["shrink"] = "shrink"
+    pages: int
+
+
+BorrowerLine = Annotated[SocketDemand | SocketReturn, Field(discriminator="kind")]
+BORROWER_LINE: TypeAdapter[BorrowerLine] = TypeAdapter(BorrowerLine)
+LenderLine = Annotated[SocketBorrowing | SocketLent | SocketShrink | SocketError, Field(discriminator="kind")]
+LENDER_LINE: TypeAdapter[LenderLine] = TypeAdapter(LenderLine)
+
+
 def _kind_of(asked: Any) -> str:
     """Return the kind of a request; it is optional in `SocketAttach`."""
     return str(asked.get("kind", "attach") if isinstance(asked, dict) else asked.kind)
 
 
 SocketAsk = Annotated[
-    Annotated[SocketAttach, Tag("attach")] | Annotated[SocketAudit, Tag("audit")] | Annotated[SocketFollow, Tag("follow")],
+    Annotated[SocketAttach, Tag("attach")]
+    | Annotated[SocketAudit, Tag("audit")]
+    | Annotated[SocketFollow, Tag("follow")]
+    | Annotated[SocketBorrow, Tag("borrow")],
     Discriminator(_kind_of),
 ]
 SOCKET_ASK: TypeAdapter[SocketAsk] = TypeAdapter(SocketAsk)
+
 SocketReply = Annotated[
     SocketAttached | SocketWatermark | SocketArrived | SocketPages | SocketUnits | SocketComplete | SocketAudited | SocketError,
     Field(discriminator="kind"),

@@ -20,7 +20,7 @@ from weights.store.cost import Likelihood, Tier, equally_likely, reload_cost
 from weights.store.generations import EarlierPages
 from weights.store.memory import PageMemory
 from weights.store.missing import Missing
-from weights.store.pages import Reservation, Store, StoredUnit, condemn, give_back, lend, release, reserve, settle
+from weights.store.pages import Cost, Reservation, Store, StoredUnit, condemn, give_back, lend, release, reserve, settle
 from weights.store.units import PAGE_BYTES, Unit
 from weights.store.usage import PagesInUse, pages_in_use
 
@@ -34,6 +34,7 @@ class DevicePages:
         store: The pages.
         tier_of: The tier that weights would be loaded from again, by their id.
         likelihood: How likely a unit is loaded again soon.
+        short_pages: Pages that the last reservation lacked.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class DevicePages:
         self.tier_of: Callable[[str], Tier] = lambda _: "ssd"
         self.likelihood: Likelihood = equally_likely
         self.earlier = list(earlier)
+        self.short_pages = 0
         self._damaged = itertools.count(1)
         self._members: dict[str, tuple[str, frozenset[str]]] = {}
         self._pinned: dict[str, frozenset[str]] = {}
@@ -76,6 +78,7 @@ class DevicePages:
             need = sum(m.unit.pages for m in arena.missing.values()) * PAGE_BYTES
             given_up = (u for k, u in self.store.units.items() if u.is_reusable and k not in kept and k not in arena.keys)
             can = (len(self.store.free) + sum(len(u.pages) for u in given_up)) * PAGE_BYTES
+            self.short_pages = (need - can) // PAGE_BYTES
             raise InsufficientMemory(
                 f"The weights of {contents.model or arena.place.weights_id} need {need >> 20} MiB more of {self._device_id}, of which "
                 f"{can >> 20} MiB can be given: the rest is in use, pinned or lent. Stop other models there, or enlarge it",
@@ -88,15 +91,20 @@ class DevicePages:
     def _reserve(self, holder: str, weights_id: str, wanted: Sequence[Unit]) -> tuple[Reservation | None, set[str]]:
         """Reserve the wanted units. The second value: keys that were not to be reclaimed."""
         short = sum(u.pages for u in wanted if u.key not in self.store.units) > len(self.store.free)
-        keep: set[str] = set()
-        if short:
-            self.count_earlier()
-            keep.update(*self._pinned.values())
-            # A holder is removed when its process has ended; this is the proof.
-            mapped = self._memory.mapped_by_others()
-            keep.update(k for k, u in self.store.units.items() if any(p in mapped for p in u.pages))
-        cost = reload_cost(cache(self.tier_of), self.likelihood)
-        return reserve(self.store, holder, weights_id, wanted, self._clock(), cost, keep), keep
+        keep = self.kept_units() if short else set()
+        return reserve(self.store, holder, weights_id, wanted, self._clock(), self.cost(), keep), keep
+
+    def kept_units(self) -> set[str]:
+        """Return the keys of units that are not to be reclaimed: pinned, or mapped by a process."""
+        self.count_earlier()
+        # A holder is removed when its process has ended; this is the proof.
+        mapped = self._memory.mapped_by_others()
+        keep = {k for k, u in self.store.units.items() if any(p in mapped for p in u.pages)}
+        return keep.union(*self._pinned.values())
+
+    def cost(self) -> Cost:
+        """Return the expected cost of having to load units again."""
+        return reload_cost(cache(self.tier_of), self.likelihood)
 
     def hold(self, holder: str, units: Iterable[Unit]) -> dict[str, StoredUnit]:
         """Hold those of the units that are complete here."""

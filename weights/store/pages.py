@@ -200,13 +200,16 @@ def release(store: Store, holder: str, now: float) -> tuple[Store, Mapping[str, 
     return replace(store, units=stored, free=tuple(free)), handed
 
 
-def lend(store: Store, borrower: str, pages: int, cost: Cost) -> tuple[Store, tuple[str, ...]] | None:
+def lend(store: Store, borrower: str, pages: int, cost: Cost, keep: Collection[str] = ()) -> tuple[Store, tuple[str, ...]] | None:
     """Lend pages to a KV cache, in addition to what it has; reusable units are reclaimed as needed.
+
+    Args:
+        keep: Keys of units that are not reclaimed: pinned, or still mapped by a process.
 
     Returns:
         The changed store and the keys of reclaimed units; None if the pages do not suffice.
     """
-    cleared = _reclaim(store, pages, (), cost)
+    cleared = _reclaim(store, pages, keep, cost)
     if cleared is None:
         return None
     store, reclaimed = cleared
@@ -214,6 +217,11 @@ def lend(store: Store, borrower: str, pages: int, cost: Cost) -> tuple[Store, tu
     granted = tuple(reversed(store.free[rest:]))
     lent = {**store.lent, borrower: (*store.lent.get(borrower, ()), *granted)}
     return replace(store, lent=lent, free=store.free[:rest]), reclaimed
+
+
+def lendable_pages(store: Store, keep: Collection[str] = ()) -> int:
+    """Return the number of pages that `lend` can lend."""
+    return len(store.free) + sum(len(u.pages) for u in store.units.values() if u.is_reusable and u.key not in keep)
 
 
 def give_back(store: Store, borrower: str, pages: Iterable[int]) -> Store:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shared.contracts.segment import PagesHandle, SegmentTensor, UnitPages
-from shared.errors import DeviceMissing
+from shared.errors import DeviceMissing, InsufficientMemory
 from weights.devices.curve import FALLBACK_BYTES
 from weights.devices.pacing import Pacer
 from weights.devices.port import Contents, Place, Priority
@@ -35,8 +35,9 @@ from weights.store.copying import CopyThread
 from weights.store.cost import SECONDS_PER_GB, Tier, equally_likely, expected_loads
 from weights.store.device_pages import DevicePages
 from weights.store.generations import EarlierPages
+from weights.store.lending import Lender
 from weights.store.memory import PageMemory, extents_of
-from weights.store.pages import StoredUnit
+from weights.store.pages import Cost, Store, StoredUnit
 from weights.store.peers import TYPICAL_BYTES_PER_SECOND, PeerThread
 from weights.store.residency import KnownUnits, LoadingWeights, residency
 from weights.store.units import PAGE_BYTES, Unit, cut_units, tensors_of
@@ -91,6 +92,7 @@ class SeparateDevice:
         self._pacers: dict[str, Pacer] = {}
         self._from_peers = PeerThread(self, self._memory, self._arenas, self._pacers, verify=verify, clock=clock)
         self._readers = 0
+        self.lender = Lender(self, self._memory)
 
     @property
     def device_id(self) -> str:
@@ -164,7 +166,13 @@ class SeparateDevice:
             arena = PagedArena(self, holder, place, priority, units)
             arena.group_bytes = self._group_bytes
             with self.changed:
-                self._pages.reserve(arena, contents, tensors)
+                try:
+                    self._pages.reserve(arena, contents, tensors)
+                except InsufficientMemory:
+                    if not self.lender.wait_for_pages(holder, self._pages.short_pages):
+                        raise
+                    continue
+                self.lender.settled(holder)
                 store = self._pages.store
                 suspects = self._checks.choose(arena, store.units, 4 * store.count)
                 stored = {i: store.units[arena.keys[i]] for i in suspects}
@@ -193,6 +201,29 @@ class SeparateDevice:
             return None
         return sum(u.nbytes for u, is_here in zip(units, here, strict=True) if not is_here)
 
+    # -- for the lender, which has the lock --------------------------------------------------------
+
+    @property
+    def page_count(self) -> int:
+        return self._pages.store.count
+
+    def store(self) -> Store:
+        return self._pages.store
+
+    def replace_store(self, store: Store) -> None:
+        self._pages.store = store
+
+    def kept_units(self) -> set[str]:
+        """Return the keys of units that are not to be reclaimed: pinned, or mapped by a process."""
+        return self._pages.kept_units()
+
+    def cost(self) -> Cost:
+        """Return the expected cost of having to load units again."""
+        return self._pages.cost()
+
+    def now(self) -> float:
+        return time.monotonic()
+
     def handle_of(self, arena: PagedArena) -> PagesHandle:
         """Return the handle of an arena whose units are all here."""
         stored, layout = [self._pages.store.units[key] for key in arena.keys], arena.layout()
@@ -216,6 +247,7 @@ class SeparateDevice:
             self.changed.wait_for(lambda: arena.under_way == 0)
             if self._arenas.pop(arena.holder, None) is not None:
                 self._pages.release(arena.holder)
+                self.lender.changed()
         self._from_peers.forget(arena)
 
     def close(self) -> None:

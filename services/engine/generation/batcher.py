@@ -18,11 +18,24 @@ from dataclasses import replace
 import torch
 
 from services.engine.domain import background_prefill
+from services.engine.domain.elastic_kv import needed_blocks
 from services.engine.domain.step_planning import Limits, StepPlan, blocks_for, plan_step
-from services.engine.generation.commands import Cancel, Command, DiscardPrepared, SetKvBlocks, Stop, UnloadLora, WarmUp, Yield
+from services.engine.generation.commands import (
+    Cancel,
+    Command,
+    DiscardPrepared,
+    PagesLent,
+    SetKvBlocks,
+    ShrinkKv,
+    Stop,
+    UnloadLora,
+    WarmUp,
+    Yield,
+)
 from services.engine.generation.embedding import Embedder
 from services.engine.generation.embedding_jobs import EmbeddingJobs
 from services.engine.generation.events import Admitted, Broken, Event, Progressed, Yielded
+from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
@@ -33,6 +46,8 @@ from shared.contracts.inference import ChoiceDelta
 from shared.errors import EngineFailed, ThawError
 
 log = logging.getLogger(__name__)
+_PAGES_WITHIN_S = 0.05
+"""How long a step waits for the loader's answer before it preempts a sequence for lack of pages."""
 
 
 class Batcher:
@@ -52,6 +67,9 @@ class Batcher:
         self._runner = runner
         self._tokens = tokenization
         self._limits = limits
+        self._granted = limits.kv_blocks
+        self._kv: KvPages | None = None
+        self._is_stalled = False
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._keys = 0
@@ -107,6 +125,19 @@ class Batcher:
         """Read every weight once, unless a step has done so; then call `done` on the thread."""
         self._inbox.put(WarmUp(done))
 
+    def borrow(self, kv: KvPages) -> None:
+        """Take the memory of the KV cache from `kv`. Call it before `run`."""
+        self._kv = kv
+        self._limits = replace(self._limits, kv_blocks=kv.blocks(self._granted))
+
+    def on_lent(self, more: int, *, is_answer: bool) -> None:
+        """Add pages that the KV cache has got."""
+        self._inbox.put(PagesLent(more, is_answer))
+
+    def shrink(self, keep: int) -> None:
+        """Return all but `keep` pages before the next step."""
+        self._inbox.put(ShrinkKv(keep))
+
     def stop(self) -> None:
         self._inbox.put(Stop())
 
@@ -117,7 +148,8 @@ class Batcher:
             events, self._pending_events = self._pending_events, []
             events += self._step()
             events += self._embeddings.step()
-            self.blocks_used = sum(blocks_for(s.computed) for s in self._running.values()) + self._prepared_blocks()
+            self.blocks_used = self._used_blocks()
+            self._adjust_pages()
             if events:
                 self._deliver(events)
 
@@ -125,11 +157,10 @@ class Batcher:
 
     def _take_commands(self) -> bool:
         """Apply queued commands; block while there is nothing to compute. False: stop."""
-        idle = not (self._running or self._waiting or self._embeddings or self._prepared.busy or self._pending_events)
-        expiry = self._prepared.next_expiry()
-        patience = None if expiry is None else max(0.0, expiry - time.monotonic())
+        block, patience = self._patience()
         try:
-            command = self._inbox.get(block=idle, timeout=patience)
+            command = self._inbox.get(block=block, timeout=patience)
+            self._is_stalled = False
             while True:
                 match command:
                     case Stop():
@@ -151,7 +182,13 @@ class Batcher:
                         del adapter
                         forgotten()
                     case SetKvBlocks(kv_blocks):
-                        self._limits = replace(self._limits, kv_blocks=kv_blocks)
+                        self._granted = kv_blocks
+                        self._apply_pages()
+                    case PagesLent(more, is_answer) if self._kv is not None:
+                        self._kv.on_lent(more, is_answer=is_answer)
+                        self._apply_pages()
+                    case ShrinkKv(keep) if self._kv is not None:
+                        self._shrink(self._kv, keep)
                     case WarmUp(done):
                         if self._runner is not None and not self._has_computed:
                             self._runner.forward([Row(self._runner.new_state(), 0, WARM_UP)])
@@ -163,6 +200,56 @@ class Batcher:
                 command = self._inbox.get_nowait()
         except queue.Empty:
             return True
+
+    def _patience(self) -> tuple[bool, float | None]:
+        """Return whether to wait for a command, and for how many seconds; None: without limit."""
+        now = time.monotonic()
+        idle = not (self._running or self._waiting or self._embeddings or self._prepared.busy or self._pending_events)
+        if not idle and not self._is_stalled:
+            return (True, _PAGES_WITHIN_S) if self._awaits_pages() else (False, None)
+        expiry = self._prepared.next_expiry()
+        due = [max(0.0, expiry - now)] if expiry is not None else []
+        if self._kv is not None and (patience := self._kv.patience(now)) is not None:
+            due.append(patience)
+        return True, min(due, default=None)
+
+    # Memory
+
+    def _used_blocks(self) -> int:
+        return sum(blocks_for(s.computed) for s in self._running.values()) + self._prepared_blocks()
+
+    def _apply_pages(self) -> None:
+        self._limits = replace(self._limits, kv_blocks=self._kv.blocks(self._granted) if self._kv is not None else self._granted)
+
+    def _awaits_pages(self) -> bool:
+        """True if the next step needs pages that the loader may be about to lend."""
+        if self._kv is None or self._kv.lease.is_answered:
+            return False
+        return sum(blocks_for(s.computed + 1) for s in self._running.values()) > self._limits.kv_blocks
+
+    def _adjust_pages(self) -> None:
+        if self._kv is not None:
+            needed = needed_blocks((s.view for s in self._running.values()), (s.view for s in self._waiting), self._limits)
+            needed += self._prepared.blocks + self._kv.ceiling_blocks - self._granted
+            self._kv.adjust(needed, self.blocks_used, time.monotonic(), is_stalled=self._is_stalled)
+            self._apply_pages()
+
+    def _shrink(self, kv: KvPages, keep: int) -> None:
+        """Return all but `keep` pages, preempting the newest sequences that do not fit."""
+        pages = kv.shrink(keep)
+        self._apply_pages()
+        if (missing := self._used_blocks() - self._limits.kv_blocks) > 0 and self._prepared.preempt(missing):
+            for sequence in self._waiting:
+                sequence.preempt()
+        while self._running and self._used_blocks() > self._limits.kv_blocks:
+            self._preempt(next(reversed(self._running)))
+        kv.release(pages)
+
+    def _preempt(self, key: int) -> None:
+        sequence = self._running.pop(key)
+        sequence.preempt()
+        self._waiting.appendleft(sequence)
+        log.info("preempted a sequence: the KV cache is full", extra={"request_id": sequence.request.request_id})
 
     def _enqueue(self, request: GenerationRequest) -> None:
         finished = [c for c in request.choices if c.resume_state is not None and c.resume_state.unsent.finish_reason is not None]
@@ -211,6 +298,7 @@ class Batcher:
         extra = self._prepared.work(background_prefill.prefill_tokens(plan, self._limits))
         if extra is not None:
             rows.append(extra[1])
+        self._is_stalled = not rows and not self._prepared.busy
         if not rows:
             return events
         try:
@@ -244,10 +332,7 @@ class Batcher:
 
     def _move(self, plan: StepPlan, runner: Runner) -> Iterable[Event]:
         for key in reversed(plan.preempted):
-            sequence = self._running.pop(key)
-            sequence.preempt()
-            self._waiting.appendleft(sequence)
-            log.info("preempted a sequence: the KV cache is full", extra={"request_id": sequence.request.request_id})
+            self._preempt(key)
         for _ in plan.admitted:
             sequence = self._waiting.popleft()
             if sequence.state is None:

@@ -57,10 +57,36 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
+class PagesLent:
+    """The KV cache has got `more` pages. `is_answer`: to the latest demand."""
+
+    more: int
+    is_answer: bool
+
+
+@dataclass(frozen=True)
+class ShrinkKv:
+    """Return all but `keep` pages. Sequences that do not fit are preempted."""
+
+    keep: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the thread."""
 
 
 Command = (
-    GenerationRequest | EmbedRequest | PrepareOrder | Cancel | Yield | UnloadLora | DiscardPrepared | SetKvBlocks | WarmUp | Stop
+    GenerationRequest
+    | EmbedRequest
+    | PrepareOrder
+    | Cancel
+    | Yield
+    | UnloadLora
+    | DiscardPrepared
+    | SetKvBlocks
+    | PagesLent
+    | ShrinkKv
+    | WarmUp
+    | Stop
 )

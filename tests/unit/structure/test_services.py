@@ -42,7 +42,7 @@ OWN = {
     },
     "enginehost": {"drivers", "engine", "http1", "runtimes", "server"},
     "gateway": {"authorization", "http", "idempotency", "requests", "telemetry"},
-    "loader": {"auditing", "expectations", "local_socket", "prefetching", "status_publisher"},
+    "loader": {"auditing", "expectations", "kv_lending", "local_socket", "prefetching", "status_publisher"},
     "migrator": set[str](),
     "nodeagent": {"devices", "engines", "settings_syntax", "suspend"},
     "scheduler": {"explain", "metrics", "migrations", "profiles", "views"},

@@ -1,0 +1,143 @@
+"""Lend a device's pages to the KV caches of engines, over the local socket (ADR 0056).
+
+A connection is a borrower. Its pages are taken back when the engine returns them, or when the
+connection has ended and no process maps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from pydantic import ValidationError
+
+from shared.contracts.base import Message
+from shared.contracts.loader_socket import (
+    BORROWER_LINE,
+    SocketBorrow,
+    SocketBorrowing,
+    SocketDemand,
+    SocketLent,
+    SocketReturn,
+    SocketShrink,
+)
+from shared.errors import InvalidRequest, NotFound
+from weights.store.separate import SeparateDevice
+
+log = logging.getLogger(__name__)
+_UNMAP_POLL_S = 0.1
+"""The kernel reports no unmapping. A killed engine has unmapped before its socket closes."""
+
+
+@dataclass
+class _Borrower:
+    name: str
+    device: SeparateDevice
+    demand: SocketDemand | None = None
+    answered: int = 0
+    asked_to_keep: int | None = None
+    is_open: bool = True
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class KvLending:
+    """The borrowers of all devices. Its methods run on the event loop."""
+
+    def __init__(self, devices: Mapping[str, SeparateDevice]) -> None:
+        self._devices = devices
+        self._borrowers: dict[str, _Borrower] = {}
+        loop = asyncio.get_running_loop()
+        for device_id, device in devices.items():
+            device.lender.on_change = partial(self._on_change, loop, device_id)
+
+    def _on_change(self, loop: asyncio.AbstractEventLoop, device_id: str) -> None:
+        """Wake the device's borrowers, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its borrowers with it
+            loop.call_soon_threadsafe(self._wake, device_id)
+
+    def _wake(self, device_id: str) -> None:
+        for borrower in self._borrowers.values():
+            if borrower.device.device_id == device_id:
+                borrower.changed.set()
+
+    async def serve(self, name: str, ask: SocketBorrow, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a borrower until it disconnects and has unmapped its pages.
+
+        Raises:
+            NotFound: The node has no such device with memory of its own.
+            InvalidRequest: A line is no demand or return.
+        """
+        device = self._devices.get(ask.device)
+        if device is None:
+            raise NotFound(f"{ask.device} has no memory of its own on this node: see THAW_DEVICES")
+        borrower = self._borrowers[name] = _Borrower(name, device)
+        device.lender.open(name, ask.floor_pages)
+        log.info("lending pages to a KV cache", extra={"instance": ask.instance_id, "device": ask.device})
+        is_stopping = False
+        granting = asyncio.create_task(self._grant(borrower, writer), name=f"{name}-lending")
+        try:
+            await _send(writer, SocketBorrowing(file=device.file, total_pages=device.page_count))
+            await self._read(borrower, reader)
+        except asyncio.CancelledError:  # the loader stops: the next one counts the pages that are mapped
+            is_stopping = True
+            raise
+        finally:
+            borrower.is_open = False
+            borrower.changed.set()
+            await asyncio.shield(granting)  # a thread may be lending: its pages must be known before they are taken back
+            device.lender.close(name)
+            del self._borrowers[name]
+            if not is_stopping:
+                await self._reclaim(borrower)
+
+    async def _read(self, borrower: _Borrower, reader: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await reader.readuntil(b"\n")
+            except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+                return
+            try:
+                message = BORROWER_LINE.validate_json(line)
+            except ValidationError as e:
+                raise InvalidRequest(f"The line is no demand or return: {e.errors()[0]['msg']}") from e
+            match message:
+                case SocketDemand():
+                    borrower.demand = message
+                    borrower.changed.set()
+                case SocketReturn(pages=pages):
+                    borrower.asked_to_keep = None
+                    await asyncio.to_thread(borrower.device.lender.take_back, borrower.name, frozenset(pages))
+
+    async def _grant(self, borrower: _Borrower, writer: asyncio.StreamWriter) -> None:
+        """Lend what is demanded as soon as it is there, and ask for what others need."""
+        lender = borrower.device.lender
+        while borrower.is_open:
+            await borrower.changed.wait()
+            borrower.changed.clear()
+            if (demand := borrower.demand) is not None:
+                pages = await asyncio.to_thread(lender.lend, borrower.name, demand.pages)
+                if pages or demand.number > borrower.answered:
+                    borrower.answered = demand.number
+                    await _send(writer, SocketLent(number=demand.number, pages=pages))
+            keep = lender.target(borrower.name)
+            if keep is not None and keep != borrower.asked_to_keep:
+                await _send(writer, SocketShrink(pages=keep))
+            borrower.asked_to_keep = keep
+
+    async def _reclaim(self, borrower: _Borrower) -> None:
+        """Take all pages back, each when no process maps it."""
+        while left := await asyncio.to_thread(borrower.device.lender.take_back, borrower.name):
+            log.debug("a process still maps lent pages", extra={"borrower": borrower.name, "pages": left})
+            await asyncio.sleep(_UNMAP_POLL_S)
+
+
+async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
+    try:
+        writer.write(message.model_dump_json().encode() + b"\n")
+        await writer.drain()
+    except ConnectionError:  # the reading side sees the end
+        pass

@@ -1,0 +1,135 @@
+"""Pages lent to KV caches: loads wait for borrowers to shrink, and nothing is lent twice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import InsufficientMemory
+from tests.unit.loader.store.test_separate import COUNT, Model, load, made
+from weights.pool.shm import SHM
+from weights.store.lending import shrink_targets
+from weights.store.separate import SeparateDevice
+from weights.store.units import PAGE_BYTES
+
+CLAIM = f"""
+import mmap, os, sys
+fd = os.open(sys.argv[1], os.O_RDWR)
+claim = mmap.mmap(fd, {PAGE_BYTES}, prot=0, offset=int(sys.argv[2]) * {PAGE_BYTES})
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def device() -> Iterator[SeparateDevice]:
+    device = made()
+    yield device
+    assert device.audit() == []
+    device.close()
+
+
+def allocated_bytes(device: SeparateDevice) -> int:
+    return (SHM / device.file).stat().st_blocks * 512
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(0, 9), st.integers(0, 9))), st.integers(0, 40))
+def test_shrinking_gives_what_is_short_and_leaves_the_floors(parts: dict[str, tuple[int, int]], short: int) -> None:
+    held, floors = {b: h for b, (h, _) in parts.items()}, {b: f for b, (_, f) in parts.items()}
+    targets = shrink_targets(held, floors, short)
+    assert all(floors[b] <= keep < held[b] for b, keep in targets.items())
+    possible = sum(max(0, held[b] - floors[b]) for b in parts)
+    assert sum(held[b] - keep for b, keep in targets.items()) == min(short, possible)
+
+
+def test_reusable_units_are_reclaimed_for_a_cache(device: SeparateDevice) -> None:
+    arena = load(device, Model("a", 1, 2, 3))
+    arena.wait(arena.nbytes)
+    mapped = device.pages().mapped_bytes // PAGE_BYTES
+    device.lender.open("kv", 1)
+    assert len(device.lender.lend("kv", COUNT)) == COUNT - mapped  # mapped units stay
+    arena.release()
+    assert len(device.lender.lend("kv", COUNT)) == mapped
+    assert device.pages().lent_bytes == COUNT * PAGE_BYTES
+    assert device.lender.take_back("kv") == 0
+    assert device.pages().free_bytes == COUNT * PAGE_BYTES
+
+
+def test_a_lent_page_has_no_memory_in_the_pool(device: SeparateDevice) -> None:
+    arena = load(device, Model("a", 1, 2, 3))
+    arena.wait(arena.nbytes)
+    arena.release()
+    before = allocated_bytes(device)
+    device.lender.open("kv", 0)
+    device.lender.lend("kv", COUNT)
+    assert before >= 3 * PAGE_BYTES
+    assert allocated_bytes(device) == 0
+
+
+def test_a_load_waits_until_a_borrower_has_shrunk(device: SeparateDevice) -> None:
+    lender, asked = device.lender, threading.Event()
+    lender.open("kv", 2)
+    lender.lend("kv", COUNT)
+
+    def shrink() -> None:
+        assert asked.wait(30)
+        keep = lender.target("kv")
+        assert keep is not None
+        assert keep >= 2
+        assert lender.lend("kv", COUNT) == ()  # nothing beyond the floor while a load lacks pages
+        lender.take_back("kv", range(COUNT - keep))
+
+    lender.on_change = asked.set
+    thread = threading.Thread(target=shrink)
+    thread.start()
+    arena = load(device, Model("a", 1, 2, 3))
+    thread.join()
+    assert arena.wait(arena.nbytes)
+    assert lender.target("kv") is None
+    arena.release()
+
+
+def test_a_load_does_not_wait_for_booked_pages(device: SeparateDevice) -> None:
+    device.lender.open("kv", COUNT - 1)
+    device.lender.lend("kv", COUNT)
+    with pytest.raises(InsufficientMemory):
+        load(device, Model("a", 1, 2, 3))
+    assert device.lender.target("kv") is None
+    device.lender.take_back("kv")
+
+
+def test_a_borrower_shrinks_for_the_floor_of_another(device: SeparateDevice) -> None:
+    lender = device.lender
+    lender.open("first", 2)
+    lender.lend("first", COUNT)
+    lender.open("second", 3)
+    assert lender.lend("second", 6) == ()
+    assert lender.target("first") == COUNT - 3
+    lender.take_back("first", range(5))
+    assert len(lender.lend("second", 6)) == 3  # its floor; and now that nothing is lacking, the rest
+    assert lender.target("first") is None
+    assert len(lender.lend("second", 6)) == 2
+    lender.take_back("first")
+    lender.take_back("second")
+
+
+def test_pages_are_taken_back_only_when_no_process_maps_them(device: SeparateDevice) -> None:
+    lender = device.lender
+    lender.open("kv", 0)
+    page = lender.lend("kv", 2)[0]
+    path = f"/dev/shm/{device.file}"
+    engine = subprocess.Popen(
+        [sys.executable, "-c", CLAIM, path, str(page)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "mapped\n"
+    assert lender.take_back("kv") == 1
+    engine.kill()
+    engine.communicate()
+    assert lender.take_back("kv") == 0

@@ -1,0 +1,221 @@
+"""Client of the node's loader for a KV cache that borrows pages (ADR 0056).
+
+A lent page is a right to 2 MiB of memory of this process. The lease maps each without access: as
+long as a page is mapped, no loader gives it to others, whether this process, the connection or the
+loader ends. After a restart of the loader the lease keeps its pages, and borrows from the new one.
+
+Needs only the standard library and pydantic; imports nothing of the loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from shared.contracts.base import Message
+from shared.contracts.loader_socket import (
+    LENDER_LINE,
+    MAX_LINE_BYTES,
+    SocketBorrow,
+    SocketBorrowing,
+    SocketDemand,
+    SocketError,
+    SocketLent,
+    SocketReturn,
+    SocketShrink,
+)
+from shared.unix_sockets import short_address
+
+log = logging.getLogger(__name__)
+PAGE_BYTES = 2 * 1024 * 1024
+SHARED_MEMORY = Path("/dev/shm")
+_RECONNECT_S = 0.25
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True)
+class Lent:
+    """The lease has got `more` pages. `is_answer`: the loader has seen the latest demand."""
+
+    more: int
+    is_answer: bool
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Others need pages: return all but `keep`."""
+
+    keep: int
+
+
+@dataclass(frozen=True)
+class _Claim:
+    file: str
+    page: int
+    address: int
+
+
+class KvLease:
+    """Pages that this process borrows. Its methods may be called from any thread."""
+
+    def __init__(
+        self, path: Path, device: str, instance_id: str, floor_pages: int, deliver: Callable[[Lent | Shrink], None]
+    ) -> None:
+        """Connect in the background, again and again while the loader is away.
+
+        Args:
+            path: The loader's socket.
+            floor_pages: Pages that are booked for the instance.
+            deliver: Called on the lease's thread.
+        """
+        self._path, self._deliver = path, deliver
+        self._ask = SocketBorrow(device=device, instance_id=instance_id, floor_pages=floor_pages)
+        self._lock = threading.Lock()
+        self._claims: list[_Claim] = []
+        self._connection: socket.socket | None = None
+        self._file = ""
+        self._demand = floor_pages
+        self._number = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def held(self) -> int:
+        with self._lock:
+            return len(self._claims)
+
+    def demand(self, pages: int) -> None:
+        """Ask for `pages` in all; `Lent` follows. Fewer than before bound what is lent later."""
+        with self._lock:
+            self._demand = pages
+            self._send_demand()
+
+    def give_back(self, pages: int) -> None:
+        """Return `pages` pages, whose memory the caller has freed."""
+        with self._lock:
+            # Those of an earlier loader first: nothing else can be done with them.
+            self._claims.sort(key=lambda c: c.file == self._file, reverse=True)
+            kept = len(self._claims) - pages
+            given, self._claims = self._claims[kept:], self._claims[:kept]
+            for claim in given:
+                _libc.munmap(claim.address, PAGE_BYTES)
+            if current := tuple(c.page for c in given if c.file == self._file):
+                self._send(SocketReturn(pages=current))
+            if len(current) < len(given):
+                self._send_demand()
+
+    def abandon(self) -> None:
+        """Borrow nothing more. The pages stay until this process ends."""
+        self._closed.set()
+
+    def close(self) -> None:
+        """End the connection and unmap all pages."""
+        self._closed.set()
+        with self._lock:
+            if self._connection is not None:
+                with contextlib.suppress(OSError):  # wakes the thread that reads
+                    self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        with self._lock:
+            for claim in self._claims:
+                _libc.munmap(claim.address, PAGE_BYTES)
+            self._claims = []
+
+    # -- the lease's thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._talk()
+            except OSError as e:
+                log.debug("the loader is away; its pages stay borrowed", extra={"error": str(e)})
+            except ValidationError:
+                log.exception("the loader sent a line that this engine does not know")
+            self._closed.wait(_RECONNECT_S)
+
+    def _talk(self) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with short_address(self._path) as address:
+                connection.connect(address)
+            with self._lock:
+                self._connection = connection
+                self._send(self._ask)
+            with connection.makefile("rb") as lines:
+                while not self._closed.is_set() and (line := lines.readline(MAX_LINE_BYTES)).endswith(b"\n"):
+                    self._on_line(line)
+        finally:
+            with self._lock:
+                self._connection, self._file = None, ""
+                connection.close()
+
+    def _on_line(self, line: bytes) -> None:
+        match LENDER_LINE.validate_json(line):
+            case SocketBorrowing(file=file):
+                with self._lock:
+                    self._file = file
+                    self._send_demand()
+            case SocketLent(number=number, pages=pages):
+                with self._lock:
+                    claims = self._mapped(pages)
+                    self._claims += claims
+                    event = Lent(len(claims), number == self._number)
+                self._deliver(event)
+            case SocketShrink(pages=pages):
+                with self._lock:
+                    keep = pages + sum(c.file != self._file for c in self._claims)
+                self._deliver(Shrink(keep))
+            case SocketError(error=error):
+                log.error("the loader lends no pages", extra={"error": error.message})
+
+    def _mapped(self, pages: tuple[int, ...]) -> list[_Claim]:
+        """Map lent pages without access. None if the loader has been replaced meanwhile."""
+        if not pages:
+            return []
+        path, found = SHARED_MEMORY / self._file, []
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for page in pages:
+                address = _libc.mmap(None, PAGE_BYTES, 0, mmap.MAP_SHARED, fd, page * PAGE_BYTES)
+                if address == ctypes.c_void_p(-1).value:
+                    error = ctypes.get_errno()
+                    raise OSError(error, os.strerror(error))
+                found.append(_Claim(self._file, page, address))
+            # A new loader renames the file before it counts the pages that processes map.
+            path.stat()
+        except OSError:
+            for claim in found:
+                _libc.munmap(claim.address, PAGE_BYTES)
+            raise
+        finally:
+            os.close(fd)
+        return found
+
+    # -- sending, with the lock --------------------------------------------------------------------
+
+    def _send_demand(self) -> None:
+        if self._file:
+            self._number += 1
+            earlier = sum(c.file != self._file for c in self._claims)
+            self._send(SocketDemand(number=self._number, pages=max(0, self._demand - earlier)))
+
+    def _send(self, message: Message) -> None:
+        if self._connection is not None:
+            try:
+                self._connection.sendall(message.model_dump_json().encode() + b"\n")
+            except OSError as e:  # the reading side sees the end, and connects again
+                log.debug("failed to send to the loader", extra={"error": str(e)})

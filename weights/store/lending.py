@@ -1,0 +1,174 @@
+"""Lend the pages of a device to KV caches (ADR 0056).
+
+A borrower has booked a floor of pages. What it has beyond it is lent until others need it: a load
+that lacks pages names how many, the service asks borrowers to shrink, and the load waits for them.
+A borrower below its floor lacks pages in the same way. While pages are lacking, nothing beyond the
+floors is lent.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weights.store.memory import PageMemory
+from weights.store.pages import Cost, Store, give_back, lend, lendable_pages
+
+log = logging.getLogger(__name__)
+_LOAD_WAITS_S = 20.0
+"""How long a load waits for pages that borrowers are asked for."""
+
+
+def shrink_targets(held: Mapping[str, int], floors: Mapping[str, int], short: int) -> dict[str, int]:
+    """Choose how many pages borrowers keep so that they return `short` pages, or what they can.
+
+    The borrower with most pages beyond its floor gives first.
+    """
+    excess = {b: max(0, held.get(b, 0) - floor) for b, floor in floors.items()}
+    targets: dict[str, int] = {}
+    for borrower in sorted(excess, key=lambda b: (-excess[b], b)):
+        given = min(short, excess[borrower])
+        if given > 0:
+            targets[borrower] = held[borrower] - given
+            short -= given
+    return targets
+
+
+class LendingDevice(Protocol):
+    """What the lender needs of a device. `changed` guards the store."""
+
+    @property
+    def changed(self) -> threading.Condition: ...
+    def store(self) -> Store: ...
+    def replace_store(self, store: Store) -> None: ...
+    def kept_units(self) -> Collection[str]: ...
+    def cost(self) -> Cost: ...
+    def now(self) -> float: ...
+
+
+@dataclass
+class Lender:
+    """Pages lent from one device. Methods may be called from any thread.
+
+    Attributes:
+        on_change: Called, in any thread and with the device's lock held, when pages may have become
+            free or a load lacks pages.
+    """
+
+    device: LendingDevice
+    memory: PageMemory
+    on_change: Callable[[], None] = lambda: None
+    _floors: dict[str, int] = field(default_factory=dict)
+    _short: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    # -- borrowers ---------------------------------------------------------------------------------
+
+    def open(self, borrower: str, floor_pages: int) -> None:
+        """Add a borrower, which has no pages yet."""
+        with self.device.changed:
+            self._floors[borrower] = floor_pages
+
+    def lend(self, borrower: str, wanted: int) -> tuple[int, ...]:
+        """Lend pages until `borrower` has `wanted`, or as many as there are.
+
+        Reusable units are reclaimed as needed. Pages have no memory when they are lent.
+
+        Returns:
+            The additional pages.
+        """
+        with self.device.changed:
+            store = self.device.store()
+            had = store.lent.get(borrower, ())
+            if self._short:
+                wanted = min(wanted, self._floors.get(borrower, 0))
+            more = wanted - len(had)
+            if more <= 0:
+                return ()
+            keep = self.device.kept_units() if more > len(store.free) else ()
+            store = self.device.store()  # pages of earlier loaders may be free now
+            more = min(more, lendable_pages(store, keep))
+            self._note_floor(borrower, len(had) + more, wanted)
+            found = lend(store, borrower, more, self.device.cost(), keep) if more > 0 else None
+            if found is None:
+                return ()
+            store, reclaimed = found
+            granted = store.lent[borrower][len(had) :]
+            self.memory.free(granted)
+            self.device.replace_store(store)
+        if reclaimed:
+            log.info("reclaimed units for a KV cache", extra={"borrower": borrower, "units": len(reclaimed)})
+        return granted
+
+    def _note_floor(self, borrower: str, held: int, wanted: int) -> None:
+        """Let others shrink for pages that `borrower` has booked and wants."""
+        lacking = min(wanted, self._floors.get(borrower, 0)) - held
+        if lacking <= 0:
+            self.settled(borrower)
+        elif self._short.get(borrower, (0, 0.0))[0] != lacking:
+            self._short[borrower] = (lacking, self.device.now())
+            self.changed()
+
+    def take_back(self, borrower: str, pages: Collection[int] | None = None) -> int:
+        """Take back `pages` (None: all) that no process maps.
+
+        Returns:
+            The number of pages that `borrower` still has.
+        """
+        mapped = self.memory.mapped_by_others()
+        with self.device.changed:
+            had = self.device.store().lent.get(borrower, ())
+            chosen = had if pages is None else [p for p in had if p in pages]
+            returned = [p for p in chosen if p not in mapped]
+            if returned:
+                self.device.replace_store(give_back(self.device.store(), borrower, returned))
+                self.changed()
+            return len(had) - len(returned)
+
+    def close(self, borrower: str) -> None:
+        """Remove a borrower. Its pages stay lent until they are taken back."""
+        with self.device.changed:
+            self._floors.pop(borrower, None)
+            self.settled(borrower)
+
+    def held(self, borrower: str) -> int:
+        with self.device.changed:
+            return len(self.device.store().lent.get(borrower, ()))
+
+    def target(self, borrower: str) -> int | None:
+        """Return how many pages `borrower` is to keep while a load lacks pages; None: all."""
+        with self.device.changed:
+            held = {b: len(p) for b, p in self.device.store().lent.items()}
+            return shrink_targets(held, self._floors, sum(pages for pages, _ in self._short.values())).get(borrower)
+
+    # -- loads -------------------------------------------------------------------------------------
+
+    def wait_for_pages(self, load: str, short: int) -> bool:
+        """Wait for pages that borrowers return. The caller has the device's lock.
+
+        Returns:
+            False if borrowers do not have so many to return, or did not within the time.
+        """
+        now = self.device.now()
+        _, since = self._short.get(load, (0, now))
+        held = {b: len(p) for b, p in self.device.store().lent.items()}
+        excess = sum(max(0, held.get(b, 0) - floor) for b, floor in self._floors.items())
+        if excess < short or now - since >= _LOAD_WAITS_S:
+            self.settled(load)
+            return False
+        self._short[load] = (short, since)
+        self.changed()
+        self.device.changed.wait(_LOAD_WAITS_S - (now - since))
+        return True
+
+    def settled(self, load: str) -> None:
+        """Forget that a load lacked pages. The caller has the device's lock."""
+        if self._short.pop(load, None) is not None:
+            self.changed()
+
+    def changed(self) -> None:
+        """Notify that pages may be free. The caller has the device's lock."""
+        self.device.changed.notify_all()
+        self.on_change()

@@ -57,6 +57,10 @@ The remainder, up to the warm-up, is the share of loaded bytes.
 """
 
 
+_BORROWS_PAGES: bool = False
+"""Borrow the KV cache's pages from the loader (ADR 0056): off until it is tested on a whole node."""
+
+
 class Engine(InstanceProcess):
     """One engine process."""
 
@@ -177,7 +181,7 @@ class Engine(InstanceProcess):
     def _open(self, computable: loading.ReadyModel, deliver: Callable[[Sequence[Event]], None]) -> Batcher:
         """Start the computing thread, and open the server."""
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver)
-        if computable.runner is not None and self._start.separate_memory:
+        if computable.runner is not None and self._start.separate_memory and _BORROWS_PAGES:
             self._lease = self._borrow(self._batcher, computable)
         if computable.runner is not None:
             bind = partial(loading.bind_lora, computable)

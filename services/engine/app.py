@@ -58,7 +58,7 @@ The remainder, up to the warm-up, is the share of loaded bytes.
 
 
 _BORROWS_PAGES: bool = False
-"""Borrow the KV cache's pages from the loader (ADR 0056): off until it is tested on a whole node."""
+"""Borrow the KV cache from the loader (ADR 0056): off until it is tested on a whole node."""
 
 
 class Engine(InstanceProcess):

@@ -20,6 +20,7 @@ NOT_ON_NATS = {"EngineStart", "EngineForked", "EngineExited", "ZygoteFailure", "
     for name in (
         *("Attach", "Attached", "Audit", "Audited", "Watermark", "Complete", "Error"),
         *("Follow", "Arrived", "Pages", "Units"),
+        *("Borrow", "Lent", "Demand", "Return", "Shrink", "Borrowing"),
     )
 }
 

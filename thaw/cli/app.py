@@ -71,7 +71,7 @@ COMMANDS = (
         "doctor",
         "doctor",
         "Check ports, disk, memory, swap, shared memory, GPUs, NATS, PostgreSQL, versions, "
-        "who may use the endpoint, and what dead meshes left behind.",
+        "who may use the endpoint, what dead meshes left behind, and the conservation of device memory.",
     ),
     Entry("docs", "docs", "app", "Generated references.", hidden=True),
 )

@@ -45,7 +45,7 @@ def test_read_pages_are_cached_and_dropped_pages_are_not(tmp_path: Path) -> None
     if cached(path):
         pytest.skip("this file system keeps its pages")
     path.read_bytes()
-    assert cached(path) == SIZE
+    assert cached(path) >= 0.9 * SIZE  # the kernel may evict pages at any time
 
 
 def test_closed_descriptor_is_an_error() -> None:

@@ -45,10 +45,11 @@ async def serve(home: Path, model: str, group_bytes: int, bytes_per_second: floa
     records = Records(node / "loader", segment_prefix(home, NODE))
     sources = Sources(SsdCache(home / "cache", 0), (home / "small",))
     pool = PoolMemory(records.pool_name, _POOL_BYTES)
+    pages = file_name(records.prefix, DEVICE, "bench")
     device = SeparateDevice(
         DEVICE,
         _POOL_BYTES,
-        file_name(records.prefix, DEVICE, "bench"),
+        pages,
         host_bytes_per_second=bytes_per_second or None,
         group_bytes=group_bytes,
     )
@@ -75,6 +76,7 @@ async def serve(home: Path, model: str, group_bytes: int, bytes_per_second: floa
     finally:
         await loader.stop()
         pool.close(unlink=True)
+        (SHM / pages).unlink(missing_ok=True)  # an engine still maps it, so that closing keeps it
 
 
 def main() -> None:

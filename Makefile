@@ -4,8 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
 # An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=
-# Test processes at a time. Most tests wait for processes and time-outs, so five are worth it on two cores.
-WORKERS ?= 5
+# Test processes at a time. Most tests wait for processes and time-outs, so four are worth it on two cores.
+WORKERS ?= 4
 # Of tests that start whole meshes, each of which computes.
 MESH_WORKERS ?= 2
 # How long `make soak` takes.
@@ -29,10 +29,12 @@ up: $(STAMP) ## Install, start the mesh in the background, and show it with thre
 down: ## Stop the mesh
 	@$(BIN)/thaw down
 
+# Real engines by themselves: each computes with all cores, and starves what runs beside it.
 test: $(STAMP) ## Run the whole test suite
 	@status=0; \
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope $(addprefix --ignore ,$(MESHES)) || status=$$?; \
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope $(addprefix --ignore ,$(MESHES) $(REAL)) || status=$$?; \
 	$(BIN)/pytest -n $(MESH_WORKERS) --dist loadscope $(MESHES) || status=$$?; \
+	$(BIN)/pytest $(REAL) || status=$$?; \
 	exit $$status
 
 test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 swaps, 20 leaders killed (hours)

@@ -22,9 +22,7 @@ hypothesis.settings.load_profile("thaw")
 _databases = itertools.count(1)
 _TESTS = Path(__file__).parent
 _GROUPS = (
-    dict.fromkeys(
-        ("integration/engines_real", "integration/suspend", "unit/suspend", "e2e/test_suspend.py", "e2e/test_engines.py"), "swap"
-    )
+    dict.fromkeys(("integration/suspend", "unit/suspend", "e2e/test_suspend.py", "e2e/test_engines.py"), "swap")
     | dict.fromkeys((f"chaos/test_{name}.py" for name in ("clients", "crowds", "kills", "servers")), "chaos")
     | dict.fromkeys((f"e2e/test_{name}.py" for name in ("documents", "openai", "verbs")), "e2e")
 )
@@ -32,18 +30,6 @@ _GROUPS = (
 
 Those of "swap" page out and measure freed memory; the others share a mesh.
 """
-_LONGEST_FIRST = (
-    "swap",
-    "docker",
-    "integration/launcher",
-    "integration/enginehost",
-    "integration/scheduler",
-    "integration/nodeagent",
-    "chaos",
-    *(f"chaos/test_{name}.py" for name in ("moving_faults", "replicas", "moving", "campaign", "failover")),
-    "e2e",
-)
-"""Groups that take minutes. The others follow as workers become free, so that all end together."""
 
 
 _WHOLE_MESHES = ("e2e", "chaos", "integration/launcher")
@@ -54,12 +40,6 @@ Waits within it have timeouts of up to 180 s each.
 """
 
 
-def group_of(nodeid: str) -> str:
-    parts = nodeid.split("::")[0].split("/")[1:]
-    folder = "docker" if parts[0] == "docker" else "/".join(parts[:2])
-    return _GROUPS.get(folder, folder)
-
-
 class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Scheduling that keeps each folder on one worker.
 
@@ -68,7 +48,9 @@ class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid)
+        parts = nodeid.split("::")[0].split("/")[1:]
+        folder = "docker" if parts[0] == "docker" else "/".join(parts[:2])
+        return _GROUPS.get(folder, folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,14 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
     A worker ignores SIGINT; processes that a test starts and interrupts would inherit that.
     """
     tie_to_this_process()
-    config.option.loadscopereorder = False  # the order of collection, which is below
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {group: n for n, group in enumerate(_LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(group_of(item.nodeid), len(rank)))
     meshes = tuple(_TESTS / folder for folder in _WHOLE_MESHES)
     for item in items:
         if item.get_closest_marker("timeout") is None and any(folder in item.path.parents for folder in meshes):

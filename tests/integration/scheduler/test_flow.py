@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,13 +166,25 @@ async def test_wake_sleep_and_remove(site: Site) -> None:
     await site.until(lambda: not node.of("a"))
     with pytest.raises(ModelNotFound):
         await site.ask(WakeModel(name="a"), ModelAwake)
-    assert not await catalogue(site)
+    await catalogue_has(site, lambda cards: not cards)
 
 
 async def catalogue(site: Site) -> dict[str, ModelCard]:
     from services.scheduler.adapters.catalog import Catalog
 
     return {c.name: c for c in (await Catalog(site.mesh.nc.jetstream()).read()).values()}
+
+
+async def catalogue_has(site: Site, condition: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until the catalogue is as wanted.
+
+    It is written after the reply, and a read during a write may lack the model that is written.
+    """
+
+    async def has() -> bool:
+        return condition(await catalogue(site))
+
+    await site.until(has)
 
 
 async def test_registration_of_several_models_is_all_or_nothing(site: Site) -> None:
@@ -189,16 +202,16 @@ async def test_registration_of_several_models_is_all_or_nothing(site: Site) -> N
     for specs, error, words in faults:
         with pytest.raises(error, match=words):
             await site.ask(AddModels(specs=specs), ModelsAdded)
-    assert set(await catalogue(site)) == {"a", "b"}
+    await catalogue_has(site, lambda cards: set(cards) == {"a", "b"})
     before = len(node.commands)
     again: ModelsAdded = await site.ask(AddModels(specs=(spec("a", keep_alive=9), spec("b")), prune=True), ModelsAdded)
     assert (again.changed, again.unchanged) == (("a",), ("b",))
     assert len(node.commands) == before, "files are not read again"
-    assert (await catalogue(site))["a"].generation == 1
+    await catalogue_has(site, lambda cards: "a" in cards and cards["a"].generation == 1)
     node.sizes["/models/b"] = 65 * MIB
     reread: ModelsAdded = await site.ask(AddModels(specs=(spec("a", keep_alive=9), spec("b")), reread=True), ModelsAdded)
     assert (reread.changed, reread.unchanged) == (("b",), ("a",)), "what changed at its source counts when it is registered again"
-    assert (await catalogue(site))["b"].info.weights_bytes == 65 * MIB
+    await catalogue_has(site, lambda cards: "b" in cards and cards["b"].info.weights_bytes == 65 * MIB)
     node.out_of_reach = {"/models/b", "/models/c"}
     away: ModelsAdded = await site.ask(AddModels(specs=(spec("b"),), reread=True), ModelsAdded)
     assert away.unchanged == ("b",), "a source that is down does not take away what is known"
@@ -206,7 +219,7 @@ async def test_registration_of_several_models_is_all_or_nothing(site: Site) -> N
         await site.mesh.request(subjects.ADMIN, AddModels(specs=(spec("b"), spec("c")), reread=True), ModelsAdded)
     changed: ModelsAdded = await site.ask(AddModels(specs=(spec("a", max_model_len=512),), prune=True), ModelsAdded)
     assert (changed.changed, changed.removed) == (("a",), ("b",))
-    assert (await catalogue(site))["a"].generation == 2
+    await catalogue_has(site, lambda cards: set(cards) == {"a"} and cards["a"].generation == 2)
 
 
 async def test_registration_with_another_source_is_refused(site: Site) -> None:
@@ -225,7 +238,7 @@ async def test_registration_with_another_source_is_refused(site: Site) -> None:
     answers = await asyncio.gather(*(site.ask(r, ModelsAdded) for r in rivals), return_exceptions=True)
     (winner,) = [n for n, answer in enumerate(answers) if isinstance(answer, ModelsAdded)]
     assert all(isinstance(answer, Conflict) for n, answer in enumerate(answers) if n != winner)
-    assert (await catalogue(site))["b"].spec.source == f"/models/b{winner}"
+    await catalogue_has(site, lambda cards: "b" in cards and cards["b"].spec.source == f"/models/b{winner}")
 
 
 async def test_failures_are_published_after_the_retries(site: Site) -> None:

@@ -45,9 +45,9 @@ class Candidate(Frozen):
     ready_by: ReadyBy = "load"
     clearing: Clearing = "none"
     source: str = Field(default="", description="Source of its bytes: dram, ssd, remote, or a device; empty: nowhere, or unknown.")
-    resident_bytes: int = Field(default=0, description="Of its weights that are there already.")
+    resident_bytes: int = Field(default=0, description="Bytes of its weights that are on the device.")
     read_bytes: int | None = Field(
-        default=None, description="To be read from its source, of a separate device; None: what is not there already."
+        default=None, description="Bytes to read from the source, for a separate device; null: all that are not resident."
     )
     weights_bytes: int = Field(default=0, description="Of all its weights; 0: unknown.")
     stages: int = 1

@@ -49,6 +49,7 @@ from weights.pool.shm import SHM, default_dram_bytes, default_ready_bytes, physi
 from weights.pool.sweeping import sweep
 from weights.store.generations import file_name, remove_unmapped, retire
 from weights.store.node_devices import NodeDevices
+from weights.store.probe import group_bytes as separate_group_bytes
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 
@@ -131,6 +132,7 @@ def _separate(settings: LoaderSettings, prefix: str, boot_id: str, known: KnownU
             verify=settings.verify,
             known=known,
             host_bytes_per_second=found.host_bytes_per_second,
+            group_bytes=separate_group_bytes(device, found.host_bytes_per_second),
         )
         for device, found in wanted.items()
     }

@@ -229,6 +229,10 @@ class LinkStatus(Frozen):
     loads: int = 0
     finish_ms: float | None = None
     is_paced: bool = Field(default=False, description="Its bandwidth is a setting of an experiment, not the machine's.")
+    group_bytes: int | None = Field(
+        default=None,
+        description="Of a device's bus: bytes of a group of copies, the smallest with the bus's full bandwidth as measured.",
+    )
 
 
 class ModelUnits(Frozen):

@@ -78,6 +78,10 @@ class CpuDevice:
         return None
 
     @property
+    def group_bytes(self) -> int | None:
+        return None
+
+    @property
     def queued_bytes(self) -> int:
         return 0
 

@@ -110,7 +110,6 @@ class CudaDevice:
     """A CUDA device.
 
     Attributes:
-        group_bytes: The elbow of the device's curve (`probe.group_bytes`).
         pins: May be shared by the devices of a process.
     """
 
@@ -144,6 +143,10 @@ class CudaDevice:
     @property
     def link(self) -> str | None:
         return f"bus:{self.device_id}"
+
+    @property
+    def group_bytes(self) -> int:
+        return self._queue.group_bytes
 
     @property
     def queued_bytes(self) -> int:

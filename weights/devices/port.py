@@ -140,6 +140,14 @@ class Device(Protocol):
         ...
 
     @property
+    def group_bytes(self) -> int | None:
+        """Bytes of a group of copies: the elbow of the device's curve (`curve.elbow`).
+
+        None if nothing is copied.
+        """
+        ...
+
+    @property
     def queued_bytes(self) -> int:
         """Bytes filled and not yet on the device, over all arenas."""
         ...

@@ -17,6 +17,40 @@ from weights.devices.driver import CudaDriver, DeviceFacts
 log = logging.getLogger(__name__)
 _BYTES_PER_POINT = 128 * 1024 * 1024
 _ROUNDS = 3
+_SECONDS = 2.0
+
+
+def measure_rounds(
+    copy: Callable[[int, int], None],
+    sizes: Sequence[int],
+    *,
+    bytes_per_point: int,
+    rounds: int,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Point]:
+    """Time copies of each size, and return the best round of each.
+
+    The sizes take turns, so that other work on the machine does not slow one of them only.
+
+    Args:
+        copy: Makes copies of the first argument's size, as many as the second says.
+        sizes: Bytes of a copy.
+        bytes_per_point: Bytes to copy for each size in a round; at least one copy.
+        rounds: Most rounds over all sizes.
+        seconds: No round begins after this time. The first round is always complete.
+    """
+    rates: dict[int, list[float]] = {size: [] for size in sizes}
+    began = clock()
+    for number in range(rounds):
+        if number and clock() - began >= seconds:
+            break
+        for size in sizes:
+            count = max(1, bytes_per_point // size)
+            started = clock()
+            copy(size, count)
+            rates[size].append(size * count / max(clock() - started, 1e-9))
+    return [Point(size, max(found)) for size, found in rates.items()]
 
 
 def measure(
@@ -26,8 +60,9 @@ def measure(
     bytes_per_point: int = _BYTES_PER_POINT,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Point]:
-    """Measure copies of each size from page-locked memory: the best of three rounds.
+    """Measure copies of each size from page-locked memory.
 
+    The best of up to three rounds counts; no round begins after two seconds.
     Copies follow each other as the device's thread issues them. The measurement takes twice the
     largest size for a moment, half of it on the device.
 
@@ -46,18 +81,20 @@ def measure(
             try:
                 stream = driver.stream(urgent=True)
                 try:
-                    points = []
-                    for size in sizes:
-                        count = max(2, bytes_per_point // size)
-                        seconds = []
-                        for _ in range(_ROUNDS):
-                            began = clock()
-                            for _ in range(count):
-                                driver.copy(target, address, size, stream)
-                            driver.wait(driver.record(stream))
-                            seconds.append(clock() - began)
-                        points.append(Point(size, size * count / max(min(seconds), 1e-9)))
-                    return points
+
+                    def copy(size: int, count: int) -> None:
+                        for _ in range(count):
+                            driver.copy(target, address, size, stream)
+                        driver.wait(driver.record(stream))
+
+                    return measure_rounds(
+                        copy,
+                        sizes,
+                        bytes_per_point=max(bytes_per_point, 2 * largest),
+                        rounds=_ROUNDS,
+                        seconds=_SECONDS,
+                        clock=clock,
+                    )
                 finally:
                     driver.destroy_stream(stream)
             finally:

@@ -113,6 +113,10 @@ class SeparateDevice:
         return f"bus:{self._device_id}"
 
     @property
+    def group_bytes(self) -> int:
+        return self._group_bytes
+
+    @property
     def queued_bytes(self) -> int:
         with self.changed:
             return sum(m.arrived for a in self._arenas.values() for m in a.missing.values())

@@ -310,7 +310,15 @@ class Copies:
             separate = self._devices.separate.get(device.device_id)
             paced = separate is not None and separate.paced_bytes_per_second is not None
             found.append(
-                LinkStatus(link=link, bytes_per_second=speed, queued_bytes=queued, loads=loads, finish_ms=finish, is_paced=paced)
+                LinkStatus(
+                    link=link,
+                    bytes_per_second=speed,
+                    queued_bytes=queued,
+                    loads=loads,
+                    finish_ms=finish,
+                    is_paced=paced,
+                    group_bytes=device.group_bytes,
+                )
             )
         return tuple(found)
 

@@ -22,6 +22,7 @@ from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import write_checkpoint
 from weights.convert.job import convert
 from weights.pool.shm import SHM
+from weights.store.probe import SIZES
 from weights.store.units import PAGE_BYTES
 
 NODE = "n-separate"
@@ -97,6 +98,7 @@ async def test_a_fine_tune_reads_what_no_device_has(nats_server: NatsServer, tmp
     first = read(await attach("a", await client.card(base), "cpu:1"))
     before = await watched.until_copied(TENSORS, 0)
     assert [d.paced_bytes_per_second for d in before.memory] == [50.0 * 2**30, None]
+    assert all(link.group_bytes in SIZES for link in before.links if link.link.startswith("bus:"))
     second = read(await attach("b", await client.card(tuned), "cpu:1"))
     both = await watched.until_copied(TENSORS + 2, 0)
     assert second[: 8 * PAGE_BYTES] == first[2 * PAGE_BYTES :]

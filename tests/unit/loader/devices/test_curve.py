@@ -8,8 +8,8 @@ import pytest
 
 from shared.errors import DeviceFailed
 from tests.unit.loader.devices.fake_driver import FakeDriver
-from weights.devices.curve import FALLBACK_BYTES, Point, elbow
-from weights.devices.probe import group_bytes, measure
+from weights.devices.curve import FALLBACK_BYTES, Point, elbow, limited
+from weights.devices.probe import group_bytes, measure, measure_rounds
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -35,6 +35,33 @@ def bus(latency: float, rate: float) -> list[Point]:
 def test_elbow_of_a_curve_is_found(points: list[Point], expected: int) -> None:
     assert elbow(points) == expected
     assert elbow(points[::-1]) == expected
+
+
+def test_a_paced_link_needs_no_larger_groups_than_its_pace() -> None:
+    curve = bus(4e-6, 25e9)
+    assert limited(curve, None) == curve
+    assert elbow(limited(curve, 12e9)) == 128 * KIB
+
+
+class SlowBus:
+    """A clock that copies advance: 10 ms each, and the first of each size 100 ms."""
+
+    def __init__(self) -> None:
+        self.now, self.copies = 0.0, []  # type: float, list[int]
+
+    def copy(self, size: int, count: int) -> None:
+        self.now += count * (0.01 if size in self.copies else 0.1)
+        self.copies.append(size)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (0.5, 1), (0.52, 2), (100.0, 3)])
+def test_rounds_end_with_the_time_and_the_best_counts(seconds: float, rounds: int) -> None:
+    bus = SlowBus()
+    points = measure_rounds(bus.copy, (1000, 3000), bytes_per_point=4000, rounds=3, seconds=seconds, clock=lambda: bus.now)
+    assert bus.copies == [1000, 3000] * rounds
+    each = 0.1 if rounds == 1 else 0.01
+    assert [p.nbytes for p in points] == [1000, 3000]
+    assert [p.bytes_per_second for p in points] == pytest.approx([1000 / each, 3000 / each])
 
 
 def test_probe_releases_all_its_resources() -> None:

@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines lock
+.PHONY: help up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines peers lock
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into the cache directory (some six minutes on two cores)
 	@$(BIN)/python -m tests.support.real_engines
+
+peers: $(STAMP) ## Install the loaders that `python -m bench.loader` compares with, once, into the cache directory, and print their Python
+	@$(BIN)/python -m bench.peers
 
 lock: $(STAMP) ## Lock what the images install, after a change of pyproject.toml or constraints.txt (asks the package index)
 	@$(BIN)/python compose/lock.py

@@ -13,8 +13,9 @@ one right after the other, either first by turns, so that they see the same disk
 geometric mean of both orders' medians. fio's buffers are of huge pages (bench/disk.py), as the pool
 is that was made ready, but for "small pages". `service`: bench/loader_service.py measures a loader
 process: the DRAM tier, and the same checkpoint from an HTTP server. GB are 10^9 bytes.
-fastsafetensors and runai-model-streamer are taken if `--peers-python` (an environment that has them
-and torch) can import them.
+fastsafetensors and runai-model-streamer run in an environment of their own, which
+`python -m bench.peers` (`make peers`) installs once; `--peers-python` names another one, which has
+them and torch. A peer that cannot be imported is left out.
 
 With --samples every sample is written to a file at once, and those of earlier runs count too: a
 long run can be made in pieces.
@@ -42,6 +43,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench import peers
 from bench.disk import FIO_SETTINGS, MB, Loading, level, run_fio, set_cache, write_checkpoint
 from bench.loader_case import MODULES
 from bench.loader_service import dram, remote
@@ -92,7 +94,10 @@ def cases(peers_python: str) -> list[Case]:
         if peer in MODULES:
             probe = [peers_python, "-m", "bench.loader_case", json.dumps({"loader": peer, "probe": True})]
             if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
-                print(f"{peer} is left out: {peers_python} cannot import {MODULES[peer]} (see --peers-python)", file=sys.stderr)
+                print(
+                    f"{peer} is left out: {peers_python} cannot import {MODULES[peer]} (`python -m bench.peers` installs it)",
+                    file=sys.stderr,
+                )
                 continue
         found.append(Case(peer, peer))
     warm = [Case(f"{c.name}, page cache", c.loader, c.options, warm=True) for c in found if c not in ABLATION]
@@ -249,7 +254,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--part", choices=PARTS, action="append", default=None, help="all of them by default")
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; the temporary directory by default")
-    parser.add_argument("--peers-python", default=sys.executable)
+    parser.add_argument(
+        "--peers-python", default=peers.python() or sys.executable, help="by default that of `python -m bench.peers`"
+    )
     parser.add_argument("--samples", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()

@@ -1,18 +1,25 @@
 """Reuse of weights on a separate device (Tangram Fig. 8 to 12): `python -m bench.reuse`.
 
-Four loader processes serve the same sequence of requests in turn: one that copies the whole model
-for each request (as ServerlessLLM does), and three that keep units and reclaim them by expected
-cost, least recent use, or at random. A request attaches the model on the device, compares the hash
-of every byte that an engine would map, and releases it. All missing bytes are in host memory or the
-page cache, as in the paper (section 5.1).
+`loaders`: four loader processes serve the same sequence of requests in turn: one that copies the
+whole model for each request (as ServerlessLLM does), and three that keep units and reclaim them by
+expected cost, least recent use, or at random. A request attaches the model on the device, compares
+the hash of every byte that an engine would map, and releases it. All missing bytes are in host
+memory or the page cache, as in the paper (section 5.1). --seeds runs several sequences.
 
-Sizes are those of Table 1, and the pace is the paper's PCIe bandwidth, both divided by --scale; the
-pace is multiplied by --speed. The device is PACED: seconds are comparable with each other only.
+`engines`: whole nodes serve batches with real engines: loads of whole models, reuse, and reuse with
+elastic KV caches, by locality and batch size, with load time and TTFT (bench/reuse_engines.py).
 
-The default run takes under three minutes on an idle machine. The full one:
-`python -m bench.reuse --scale 200 --speed 1 --requests 200`.
+`moves`: what defragmentation costs (bench/reuse_remap.py).
 
-Not measured here: the time to the first token (no engine runs), and elastic KV caches.
+Sizes are those of Table 1, and the pace is the paper's PCIe bandwidth, both divided by --scale
+(--engine-scale); the loaders' pace is multiplied by --speed. The devices are PACED: seconds are
+comparable with each other only.
+
+The default run takes about ten minutes on an idle machine. The full ones:
+
+    python -m bench.reuse --part loaders --scale 200 --speed 1 --requests 100 --seeds 5
+    python -m bench.reuse --part engines --engine-requests 40 --batches 1 16 64 --ways reuse elastic
+        overlap
 """
 
 from __future__ import annotations
@@ -29,14 +36,16 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, product
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from nats.aio.msg import Msg
 from pydantic import SecretStr
 from safetensors.numpy import save_file
 
-from bench import reuse_remap
+from bench import reuse_engines, reuse_remap
 from bench.papers import tangram as t
 from bench.papers.constants import tangram as c
 from bench.papers.tangram_fig12 import pool as grown_pool
@@ -56,6 +65,7 @@ from weights.convert.job import convert
 from weights.pool import shm
 from weights.store.units import PAGE_BYTES
 
+PARTS = ("loaders", "engines", "moves")
 WITHIN_S = 60.0
 DEVICE = "cpu:1"
 CONFIG = '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, '
@@ -69,13 +79,18 @@ class Arm:
     policy: str
     node: str
     process: subprocess.Popen[bytes]
-    seconds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By locality and model."""
-    copied: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: dict[tuple[str, int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By locality, seed and model."""
     requests: int = 0
 
-    def total(self, level: str) -> float:
-        return sum(sum(times) for (of, _), times in self.seconds.items() if of == level)
+    def of(self, level: str, seed: int | None = None, model: str | None = None) -> list[float]:
+        """Return the seconds at a locality, of all seeds and models or of one."""
+        chosen = [
+            times
+            for (at, of_seed, of_model), times in self.seconds.items()
+            if at == level and seed in (None, of_seed) and model in (None, of_model)
+        ]
+        return list(chain.from_iterable(chosen))
 
 
 class Bed:
@@ -209,11 +224,11 @@ async def measure(options: argparse.Namespace) -> list[Arm]:
             for name in found.cards:  # from now on host memory has them
                 for arm in arms:
                     await found.request(arm, name)
-            for level in options.levels:
-                for n, asked in enumerate(t.sequence(list(found.cards), level, options.requests, 1.0, options.seed)):
+            for level, seed in product(options.levels, range(options.seed, options.seed + options.seeds)):
+                for n, asked in enumerate(t.sequence(list(found.cards), level, options.requests, 1.0, seed)):
                     for k in range(len(arms)):
                         arm = arms[(n + k) % len(arms)]
-                        arm.seconds[level, asked.model].append(await found.request(arm, asked.model))
+                        arm.seconds[level, seed, asked.model].append(await found.request(arm, asked.model))
                 for arm in arms:
                     await found.audited(arm)
             return arms
@@ -223,25 +238,28 @@ def report(arms: Sequence[Arm], levels: Sequence[str]) -> dict[str, float]:
     """Print ratios to whole-model loads, and return the figures."""
     figures: dict[str, float] = {}
     whole = next(a for a in arms if a.policy == "none")
-    for level in levels:
-        for arm in arms:
-            names = sorted(m for of, m in whole.seconds if of == level)
-            by_model = {m: sum(whole.seconds[level, m]) / sum(arm.seconds[level, m]) for m in names}
-            times = [s for (of, _), found in arm.seconds.items() if of == level for s in found]
-            mean = whole.total(level) / arm.total(level)
-            best = max(by_model.values())
-            figures |= {
-                f"{level}_{arm.policy}_load_ms": 1e3 * sum(times) / len(times),
-                f"{level}_{arm.policy}_load_p50_ms": 1e3 * median(times),
-                f"{level}_{arm.policy}_sooner": mean,
-                f"{level}_{arm.policy}_sooner_best_model": best,
-                f"{level}_{arm.policy}_sooner_least_model": min(by_model.values()),
-            }
-            print(
-                f"{level} {arm.policy:7} mean {1e3 * sum(times) / len(times):7.1f} ms, median {1e3 * median(times):7.1f} ms (paced); "
-                f"{mean:5.2f} x sooner than whole models, by model {min(by_model.values()):.2f} to {best:.2f}",
-                flush=True,
-            )
+    for level, arm in product(levels, arms):
+        models = sorted({m for at, _, m in whole.seconds if at == level})
+        seeds = sorted({seed for at, seed, _ in whole.seconds if at == level})
+        by_model = [sum(whole.of(level, model=m)) / sum(arm.of(level, model=m)) for m in models]
+        by_seed = [sum(whole.of(level, seed)) / sum(arm.of(level, seed)) for seed in seeds]
+        times = arm.of(level)
+        mean = sum(whole.of(level)) / sum(times)
+        figures |= {
+            f"{level}_{arm.policy}_load_ms": 1e3 * fmean(times),
+            f"{level}_{arm.policy}_load_p50_ms": 1e3 * median(times),
+            f"{level}_{arm.policy}_sooner": mean,
+            f"{level}_{arm.policy}_sooner_best_model": max(by_model),
+            f"{level}_{arm.policy}_sooner_least_model": min(by_model),
+            f"{level}_{arm.policy}_sooner_best_seed": max(by_seed),
+            f"{level}_{arm.policy}_sooner_least_seed": min(by_seed),
+        }
+        print(
+            f"{level} {arm.policy:7} mean {1e3 * fmean(times):7.1f} ms, median {1e3 * median(times):7.1f} ms (paced); "
+            f"{mean:5.2f} x sooner than whole models, by seed {min(by_seed):.2f} to {max(by_seed):.2f}, "
+            f"by model {min(by_model):.2f} to {max(by_model):.2f}",
+            flush=True,
+        )
     return figures
 
 
@@ -270,20 +288,32 @@ def report_moves(options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", type=float, default=800.0, help="divides sizes and bandwidth of the paper")
-    parser.add_argument("--speed", type=float, default=2.0, help="multiplies the pace")
-    parser.add_argument("--requests", type=int, default=40, help="of each locality")
+    parser.add_argument("--part", choices=PARTS, action="append", help="all of them by default")
+    parser.add_argument("--scale", type=float, default=800.0, help="divides sizes and bandwidth of the paper, for the loaders")
+    parser.add_argument("--speed", type=float, default=2.0, help="multiplies the loaders' pace")
+    parser.add_argument("--requests", type=int, default=16, help="to the loaders, of each locality and seed")
+    parser.add_argument("--seeds", type=int, default=3, help="sequences of each locality for the loaders")
+    parser.add_argument("--engine-scale", type=float, default=100.0, help="as --scale, for the engines")
+    parser.add_argument("--engine-requests", type=int, default=8, help="to the engines, of each locality and batch size")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16], metavar="N", help="requests to each start of an engine")
+    parser.add_argument("--ways", nargs="*", choices=[w.name for w in reuse_engines.WAYS[1:]], default=["reuse", "elastic"])
     parser.add_argument("--levels", nargs="+", choices=tuple(c.CV), default=tuple(c.CV), metavar="LEVEL")
     parser.add_argument(
         "--pool", type=float, default=120.0, metavar="GB", help="size of all models together, before scaling (Fig. 12)"
     )
     parser.add_argument("--rounds", type=int, default=9, help="of remapping")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="where the models are written")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    figures = report(asyncio.run(measure(options)), options.levels)
-    write(options.json, {**figures, **report_moves(options)})
+    parts, figures = options.part or PARTS, dict[str, float]()
+    if "loaders" in parts:
+        figures |= report(asyncio.run(measure(options)), options.levels)
+    if "engines" in parts:
+        figures |= reuse_engines.report(asyncio.run(reuse_engines.measure(options)))
+    if "moves" in parts:
+        figures |= report_moves(options)
+    write(options.json, figures, add=options.part is not None)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from bench import reuse_loader, reuse_remap
+from bench import reuse_engines, reuse_loader, reuse_models, reuse_remap, reuse_zygote
+from bench.papers.constants import tangram as c
 from bench.reuse import Arm, report
+from bench.reuse_engines import Measured
+from services.engine import app
 from tests.unit.loader.store.test_separate import Model, load, made
 from weights.store import device_pages
 from weights.store.device_pages import DevicePages
 from weights.store.separate import SeparateDevice
+from weights.store.units import PAGE_BYTES
 
 
 @pytest.fixture
@@ -61,8 +66,45 @@ def test_runs_of_free_pages_are_mapped_once_each() -> None:
 
 def test_ratios_are_to_whole_model_loads(capsys: pytest.CaptureFixture[str]) -> None:
     whole, ours = (Arm(policy, policy, Mock()) for policy in ("none", "cost"))
-    whole.seconds.update({("L3", "a"): [4.0, 4.0], ("L3", "b"): [2.0]})
-    ours.seconds.update({("L3", "a"): [4.0, 0.0], ("L3", "b"): [1.0]})
+    whole.seconds.update({("L3", 0, "a"): [4.0, 4.0], ("L3", 0, "b"): [2.0], ("L3", 1, "a"): [2.0], ("L1", 0, "a"): [9.0]})
+    ours.seconds.update({("L3", 0, "a"): [4.0, 0.0], ("L3", 0, "b"): [1.0], ("L3", 1, "a"): [1.0], ("L1", 0, "a"): [9.0]})
     figures = report([whole, ours], ["L3"])
-    assert (figures["L3_cost_sooner"], figures["L3_cost_sooner_best_model"], figures["L3_cost_load_p50_ms"]) == (2.0, 2.0, 1000.0)
+    found = {name.removeprefix("L3_cost_"): value for name, value in figures.items() if name.startswith("L3_cost_")}
+    assert found == {
+        "load_ms": 1500.0,
+        "load_p50_ms": 1000.0,
+        "sooner": 2.0,
+        "sooner_best_model": 2.0,
+        "sooner_least_model": 2.0,
+        "sooner_best_seed": 2.0,
+        "sooner_least_seed": 2.0,
+    }
     assert "paced" in capsys.readouterr().out
+
+
+def test_engines_are_compared_by_locality_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {
+        ("L3", 16, "whole"): [("a", Measured(2.0, 4.0, 3.0, 0.5)), ("b", Measured(1.0, 2.0, 1.0, 0.5))],
+        ("L3", 16, "elastic"): [("a", Measured(0.0, 2.0, 1.0, 0.75)), ("b", Measured(1.0, 1.0, 1.0, 0.25))],
+    }
+    figures = reuse_engines.report(found)
+    ours = {name.removeprefix("engines_L3_batch_16_elastic_"): n for name, n in figures.items() if "elastic" in name}
+    expected = {"load_ms": 500.0, "ttft_ms": 1500.0, "first_ms": 1000.0, "keepable": 0.5, "load_sooner": 3.0, "ttft_shorter": 0.5}
+    assert ours == expected
+    assert "paced" in capsys.readouterr().out
+
+
+def test_models_of_the_engines_have_the_paper_s_sizes(tmp_path: Path) -> None:
+    models = reuse_models.write_models(tmp_path, (c.MODELS[-1], c.MODELS[-3]), 100.0)
+    sizes = [reuse_models.pages(m) * PAGE_BYTES for m in models.values()]
+    assert sizes == [pytest.approx(n * reuse_models.LAYER_BYTES + (4 << 20), rel=0.2) for n in (1, 2)]
+    assert reuse_models.device_bytes(list(models.values())) == pytest.approx(sizes[1] * 45 / 41.1, abs=PAGE_BYTES)
+
+
+@pytest.mark.parametrize("kind", reuse_zygote.KINDS)
+def test_kv_caches_are_booked_or_elastic(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_BORROWS_PAGES", app._BORROWS_PAGES)
+    reuse_zygote.apply(kind)
+    assert app._BORROWS_PAGES is (kind == "elastic")
+    with pytest.raises(ValueError, match="allowed: booked, elastic"):
+        reuse_zygote.apply("other")

@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shared.numa import NumaNode, numa_node_of
+
 _UNITS = (
     {"": 1, "B": 1}
     | {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
@@ -23,6 +25,10 @@ PAGE_BYTES = 2 * 1024 * 1024
 """Granularity of such memory."""
 
 
+_SHARE_OF_NUMA_NODE = 4
+"""A device has a quarter of its node's memory: weights are in host memory as well, and shared
+memory is half of the machine's by default.
+"""
 RATE_EXAMPLE = "cpu:1=4GiB/separate@2GiB/s@cpu:2=8GiB/s"
 
 
@@ -37,6 +43,7 @@ class WantedDevice:
         host_bytes_per_second: Pace of copies to it from host memory, for experiments; None: as fast
             as the machine copies.
         peer_bytes_per_second: Pace of copies between it and other separate devices.
+        numa_node: NUMA node whose memory it has; None: any.
     """
 
     device_id: str
@@ -45,6 +52,7 @@ class WantedDevice:
     is_separate: bool = False
     host_bytes_per_second: int | None = None
     peer_bytes_per_second: tuple[tuple[str, int], ...] = ()
+    numa_node: int | None = None
 
     @property
     def kind(self) -> str:
@@ -140,6 +148,28 @@ def _paced(device: WantedDevice, rates: Sequence[str]) -> WantedDevice:
     return replace(device, peer_bytes_per_second=tuple(peers.items()))
 
 
-def separate_devices(text: str) -> dict[str, WantedDevice]:
-    """Return the cpu devices with memory of their own in THAW_DEVICES, by id."""
-    return {d.device_id: d for d in parse_devices(text) or () if d.is_separate}
+def cpu_devices(nodes: Sequence[NumaNode]) -> tuple[WantedDevice, ...]:
+    """Return the cpu devices of "auto": cpu:0, or a separate one for each of several NUMA nodes."""
+    if len(nodes) < 2:
+        return (WantedDevice("cpu:0"),)
+    return tuple(
+        WantedDevice(
+            f"cpu:{n.number}",
+            bytes=max(PAGE_BYTES, n.memory_bytes // _SHARE_OF_NUMA_NODE // PAGE_BYTES * PAGE_BYTES),
+            is_separate=True,
+            numa_node=n.number,
+        )
+        for n in nodes
+    )
+
+
+def separate_devices(text: str, nodes: Sequence[NumaNode] = ()) -> dict[str, WantedDevice]:
+    """Return the cpu devices with memory of their own in THAW_DEVICES, by id.
+
+    Args:
+        text: The setting.
+        nodes: The machine's NUMA nodes, to which the devices are bound.
+    """
+    wanted = parse_devices(text)
+    found = wanted if wanted is not None else cpu_devices(nodes)
+    return {d.device_id: replace(d, numa_node=numa_node_of(d.device_id, nodes)) for d in found if d.is_separate}

@@ -133,6 +133,7 @@ def _separate(settings: LoaderSettings, prefix: str, boot_id: str, known: KnownU
             known=known,
             host_bytes_per_second=found.host_bytes_per_second,
             group_bytes=separate_group_bytes(device, found.host_bytes_per_second),
+            numa_node=found.numa_node,
         )
         for device, found in wanted.items()
     }

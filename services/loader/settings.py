@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from shared.device_list import WantedDevice, parse_devices, separate_devices
+from shared.numa import numa_nodes
 from shared.settings import NodeSettings
 
 
@@ -82,4 +83,4 @@ class LoaderSettings(NodeSettings):
     @property
     def separate_devices(self) -> dict[str, WantedDevice]:
         """The cpu devices with memory of their own, by device id."""
-        return separate_devices(self.devices)
+        return separate_devices(self.devices, numa_nodes())

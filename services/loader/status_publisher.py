@@ -105,6 +105,7 @@ def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]
             violations=violations.get(p.device_id, ()),
             paced_bytes_per_second=p.paced_bytes_per_second,
             peer_bytes=p.peer_bytes,
+            numa_node=p.numa_node,
             models=tuple(
                 ModelUnits(
                     model=m.model,

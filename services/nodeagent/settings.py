@@ -16,7 +16,8 @@ SPARE_CAPABLE = ("vllm",)
 class NodeagentSettings(NodeSettings):
     devices: str = Field(
         default="auto",
-        description="Devices and their budgets, e.g. 'cpu:0=1500MiB' or 'cuda:0=90%,cuda:1'; auto: cpu:0 and every CUDA device. "
+        description="Devices and their budgets, e.g. 'cpu:0=1500MiB' or 'cuda:0=90%,cuda:1'; auto: cpu:0 and every CUDA device; on several NUMA "
+        "nodes a separate cpu device for each instead of cpu:0. "
         "'cpu:1=4GiB/separate': a cpu device with memory of its own, which weights are copied into and stay in for reuse.",
     )
     cpu_share: float = Field(default=0.7, gt=0, le=1, description="Share of the available host memory that cpu:0 gets by default.")

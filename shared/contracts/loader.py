@@ -285,6 +285,7 @@ class DeviceMemory(Frozen):
     paced_bytes_per_second: float | None = Field(
         default=None, description="Copies from host memory are slowed to it, for an experiment (`bandwidth` in thaw.yaml)."
     )
+    numa_node: int | None = Field(default=None, description="NUMA node that its memory is bound to; None: to none.")
 
 
 class CachedModel(Frozen):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from shared.contracts.segment import PAGE
-from weights.pool import shm
+from weights.pool import numa, shm
 from weights.pool.block_count import BlockCount
 from weights.pool.chunks import CHUNK_BYTES
 
@@ -93,6 +93,14 @@ class PoolMemory:
     @property
     def fd(self) -> int:
         return self._fd
+
+    def bind(self, node: int) -> None:
+        """Take all memory from this NUMA node, whichever process allocates it. Raises `OSError`."""
+        numa.bind(self._address, self.nbytes, node)
+
+    def bound_to(self) -> tuple[int, ...] | None:
+        """Return the NUMA nodes of `bind`, read back; None without a binding. Raises `OSError`."""
+        return numa.bound_to(self._address)
 
     # -- allocating --------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Units are copied into pages, and engines map them.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from shared.contracts.segment import Extent
@@ -13,6 +14,8 @@ from shared.mapping import coalesced
 from weights.pool.memory import Hook, PoolMemory
 from weights.store.pages import StoredUnit
 from weights.store.units import PAGE_BYTES
+
+log = logging.getLogger(__name__)
 
 
 class PageMemory:
@@ -37,6 +40,15 @@ class PageMemory:
     def fd(self) -> int:
         """Descriptor of the file, for mapping its extents."""
         return self._pool.fd
+
+    def bind(self, node: int) -> bool:
+        """Take the pages' memory from this NUMA node. Returns True if the kernel says so."""
+        try:
+            self._pool.bind(node)
+            return self._pool.bound_to() == (node,)
+        except OSError as e:
+            log.warning("failed to bind memory to its NUMA node", extra={"numa_node": node, "error": str(e)})
+            return False
 
     def write(self, unit: StoredUnit, offset: int, address: int, nbytes: int) -> None:
         """Copy `nbytes` from host memory at `address` to `offset` in the unit.

@@ -60,6 +60,7 @@ class SeparateDevice:
         known: KnownUnits | None = None,
         host_bytes_per_second: float | None = None,
         group_bytes: int = FALLBACK_BYTES,
+        numa_node: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the device's pages.
@@ -72,6 +73,7 @@ class SeparateDevice:
             known: The units of weights, which the loader's devices share.
             host_bytes_per_second: Pace of copies from host memory; None: as fast as possible.
             group_bytes: Units are reported in groups of this size while others wait to be copied.
+            numa_node: NUMA node that the memory is taken from; None: any.
         """
         count = nbytes // PAGE_BYTES
         if count < 1:
@@ -86,6 +88,7 @@ class SeparateDevice:
         self._closing = False
         self._group_bytes = group_bytes
         self._memory = PageMemory(name, count)
+        self._numa_node = numa_node if numa_node is not None and self._memory.bind(numa_node) else None
         self._pages = DevicePages(device_id, self._memory, count, earlier, clock)
         self._pacer = Pacer(host_bytes_per_second) if host_bytes_per_second is not None else None
         self._copies = CopyThread(self, self._memory, self._arenas, clock, self._pacer)
@@ -367,7 +370,7 @@ class SeparateDevice:
                 for a in self._arenas.values()
             ]
         weights = residency(store, self._known, loading)
-        return replace(used, weights=weights, paced_bytes_per_second=self.paced_bytes_per_second)
+        return replace(used, weights=weights, paced_bytes_per_second=self.paced_bytes_per_second, numa_node=self._numa_node)
 
     def snapshot(self) -> Snapshot:
         """Return the records of this moment, for an audit."""

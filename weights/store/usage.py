@@ -36,6 +36,7 @@ class PagesInUse:
         weights: What it has of each weights' units, loaded or not.
         peer_bytes: Of `copied_bytes`, from other devices.
         paced_bytes_per_second: Copies from host memory are slowed to it, for an experiment.
+        numa_node: NUMA node that the memory is bound to; None: to none.
     """
 
     device_id: str
@@ -49,6 +50,7 @@ class PagesInUse:
     models: tuple[UnitsOf, ...]
     weights: tuple[ResidentWeights, ...] = ()
     paced_bytes_per_second: float | None = None
+    numa_node: int | None = None
     peer_bytes: int = 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.nodeagent.devices.cpu import CpuDevice, available_bytes
@@ -12,16 +13,21 @@ from services.nodeagent.devices.port import Device
 from services.nodeagent.settings import NodeagentSettings
 from services.nodeagent.settings_syntax import WantedDevice, parse_bytes, parse_devices
 from shared.contracts.node import DeviceStatus
+from shared.device_list import cpu_devices
 from shared.errors import DeviceFailed, DeviceMissing
+from shared.numa import NumaNode, numa_nodes
 
 log = logging.getLogger(__name__)
 
 
-def open_devices(settings: NodeagentSettings, budgets: Path, *, adopting: bool) -> dict[str, Device]:
+def open_devices(
+    settings: NodeagentSettings, budgets: Path, *, adopting: bool, nodes: Sequence[NumaNode] | None = None
+) -> dict[str, Device]:
     """Open the node's devices, by id.
 
     A budget derived from available memory is stored in `budgets`, and reused while engines of an
     earlier agent run (`adopting`), because their memory is not available now.
+    `nodes`: the machine's NUMA nodes; None: as the kernel shows them.
 
     Raises:
         DeviceMissing: A device in THAW_DEVICES does not exist.
@@ -31,7 +37,7 @@ def open_devices(settings: NodeagentSettings, budgets: Path, *, adopting: bool) 
     count = int(nvml.nvmlDeviceGetCount()) if nvml is not None else 0
     named = wanted is not None
     if wanted is None:
-        wanted = (WantedDevice("cpu:0"), *(WantedDevice(f"cuda:{i}") for i in range(count)))
+        wanted = (*cpu_devices(nodes if nodes is not None else numa_nodes()), *(WantedDevice(f"cuda:{i}") for i in range(count)))
     found: dict[str, Device] = {}
     for device in wanted:
         if device.kind == "cpu":

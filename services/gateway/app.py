@@ -7,6 +7,7 @@ the rest, write the last traces, and leave the mesh.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import socket
@@ -234,4 +235,6 @@ async def _finish(gateway: Gateway, server: HttpServer, serving: asyncio.Task[No
     gateway.end_all()
     await asyncio.wait([serving])
     await gateway.settle(_FLUSH_TIMEOUT_S)
-    await gateway.request_log.flush(_FLUSH_TIMEOUT_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+            await asyncio.gather(gateway.request_log.flush(_FLUSH_TIMEOUT_S), gateway.objectives.flush())

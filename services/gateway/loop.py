@@ -12,6 +12,7 @@ from services.gateway.adapters.engine_client import EngineClient
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, IdempotencyStore
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
+from services.gateway.adapters.objective_publisher import ObjectivePublisher
 from services.gateway.adapters.prompt_length import PromptLengthChecker
 from services.gateway.adapters.request_probe import RequestProbe
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
@@ -21,6 +22,7 @@ from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.lora_prefetch import LoraPrefetch, PrefetchTarget
+from services.gateway.domain.objectives import ObjectiveCounter, meets_objective
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage, Ticket
 from services.gateway.idempotency.idempotent_request import IdempotentRequest
@@ -85,6 +87,7 @@ class Gateway:
         self.closing = asyncio.Event()
         self._probe = RequestProbe(mesh, self.dispatcher)
         self._demand = DemandPublisher(mesh, self._on_demand_reply, self._on_demand_refused)
+        self.objectives = ObjectivePublisher(mesh, ObjectiveCounter(self.id))
         self._lora_prefetch = LoraPrefetch()
         self._requests: dict[str, ActiveRequest] = {}
         self._opened = asyncio.Event()
@@ -144,7 +147,26 @@ class Gateway:
         del self._requests[request.ticket.id]
         if self._ticket_ids.get(origin.request_id) == request.ticket.id:
             del self._ticket_ids[origin.request_id]
+        self._judge(request)
         self.request_log.record(request, origin)
+
+    def _judge(self, request: ActiveRequest) -> None:
+        """Count whether the request met its model's objective."""
+        if request.response.is_replay:
+            return
+        stats, completion, arrived_at = request.stats, request.completion, request.ticket.arrived_at
+        now = time.monotonic()
+        is_met = meets_objective(
+            request.card.spec.slo,
+            stats.first_token_at - arrived_at if stats.first_token_at is not None else None,
+            stats.tpot_s(completion.done_at or now),
+            (completion.done_at or now) - arrived_at,
+            completion.error,
+            has_client_left=completion.has_client_left,
+        )
+        if is_met is not None:
+            self.objectives.count(request.ticket.model, is_met=is_met)
+            self.request_log.metrics.record_objective(request.ticket.model, is_met=is_met)
 
     def request_of_attempt(self, attempt_id: str) -> ActiveRequest | None:
         """Return the active request that an attempt belongs to."""
@@ -237,6 +259,7 @@ class Gateway:
         self.tasks = [
             group.create_task(self.engines.run(), name="publish"),
             group.create_task(self._demand.run(), name="demand"),
+            group.create_task(self.objectives.run(), name="objectives"),
             group.create_task(self._tick(), name="tick"),
         ]
         self.has_joined = True

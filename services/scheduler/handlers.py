@@ -22,6 +22,7 @@ from services.scheduler.domain.events import (
     LoaderStatusReceived,
     MigrationRequested,
     NodeStatusReceived,
+    ObjectivesReported,
     RemoveModelRequested,
     SleepRequested,
     WaiterCancelled,
@@ -51,11 +52,13 @@ from shared.contracts.demand import Demand
 from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
 from shared.contracts.models import ModelInfo, ModelSpec
 from shared.contracts.node import InstanceState, NodeStatus
+from shared.contracts.objectives import ReportObjectives
 from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
 
 log = logging.getLogger(__name__)
 DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
+OBJECTIVES: TypeAdapter[ReportObjectives] = TypeAdapter(ReportObjectives)
 _FIND_LOADER_S = 10.0
 
 
@@ -83,6 +86,7 @@ class Handlers:
             self._mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, self._node_status),
             self._mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, self._loader_status),
             self._mesh.respond(subjects.DEMAND, DEMAND, self._demand, concurrent=True),
+            self._mesh.respond(subjects.OBJECTIVES, OBJECTIVES, self._objectives, concurrent=True),
             self._mesh.respond(subjects.ADMIN, ADMIN_REQUEST, self._admin, concurrent=True),
         ]
         for responder in self._responders:
@@ -131,6 +135,10 @@ class Handlers:
     async def _demand(self, demand: Demand) -> Message:
         at = clock.now()
         return await self._ask(lambda waiter: DemandReceived(at, demand, waiter))
+
+    async def _objectives(self, report: ReportObjectives) -> Message:
+        at = clock.now()
+        return await self._ask(lambda waiter: ObjectivesReported(at, report, waiter))
 
     async def _admin(self, request: AdminRequest) -> Message:
         at = clock.now()

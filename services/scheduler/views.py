@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from services.scheduler.domain.demand.slo import usage_of
+from services.scheduler.domain.policies.torpor_queue import required_requests
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.parking import park_view
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Instance, Node
-from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView
+from services.scheduler.domain.state.entities import Instance, Model, Node
+from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView, ObjectiveView
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceStatus
 from shared.contracts.phases import Phase
 
@@ -18,12 +20,21 @@ def view(state: ClusterState, scheduler: str, now: float, policy: Policy) -> Clu
             waiting=state.waiting_count(m.key),
             last_plan=state.last_plan_of(m.key),
             error=m.error,
+            objective=_objective(state, m, now),
             park=park_view(state, m, now, policy),
         )
         for m in sorted(state.models.values(), key=lambda m: m.key)
     )
     nodes = tuple(_node(state, n, now, policy) for n in sorted(state.nodes.values(), key=lambda n: n.name))
     return ClusterView(scheduler=scheduler, epoch=state.epoch, models=models, nodes=nodes)
+
+
+def _objective(state: ClusterState, model: Model, now: float) -> ObjectiveView | None:
+    counts = state.slo_counts.get(model.key)
+    if counts is None or not model.card.spec.slo.is_set:
+        return None
+    usage = usage_of(counts, model, now)
+    return ObjectiveView(total=usage.total, met=usage.met, percentile=usage.percentile, required=required_requests(usage))
 
 
 def _node(state: ClusterState, node: Node, now: float, policy: Policy) -> NodeView:

@@ -207,6 +207,22 @@ class ParkView(Frozen):
         return self.state in ("queued", "starting", "suspending")
 
 
+class ObjectiveView(Frozen):
+    """How a model meets its objective (`slo`) within the last day.
+
+    Attributes:
+        total: Requests that count.
+        met: Those that met the objective.
+        required: Requests that must meet it in a row until the model complies (RRC of Torpor §5.2);
+            0 or less: it complies.
+    """
+
+    total: int
+    met: int
+    percentile: float
+    required: float
+
+
 class ModelView(Frozen):
     """A model, its queue, and its last plan.
 
@@ -218,6 +234,7 @@ class ModelView(Frozen):
     waiting: int = 0
     last_plan: PlanRecord | None = None
     error: str | None = None
+    objective: ObjectiveView | None = Field(default=None, description="Of a model with an objective that has served requests.")
     park: ParkView | None = Field(default=None, description="Of a model that is to be parked ahead of its first request.")
 
 

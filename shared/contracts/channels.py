@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.contracts import admin, audit, base, demand, engine, inference, loader, migration, node, subjects, traces
+from shared.contracts import admin, audit, base, demand, engine, inference, loader, migration, node, objectives, subjects, traces
 from shared.contracts.base import Message
 
 
@@ -36,6 +36,14 @@ CHANNELS: tuple[Channel, ...] = (
         "What waits in a gateway for a model; a level, repeated every second.",
         (demand.Demand,),
         (demand.DemandNoted, base.Failure),
+    ),
+    Channel(
+        "objectives",
+        subjects.OBJECTIVES,
+        "scheduler (leader)",
+        "How many requests met their model's objective; repeated until acknowledged.",
+        (objectives.ReportObjectives,),
+        (base.Done, base.Failure),
     ),
     Channel(
         "admin",

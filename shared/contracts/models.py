@@ -65,6 +65,10 @@ class Slo(Strict):
     tpot: float | None = Field(default=None, gt=0, description="Seconds for each token after it.")
     percentile: float = Field(default=0.98, gt=0, lt=1, description="Share of requests that should meet it.")
 
+    @property
+    def is_set(self) -> bool:
+        return self.ttft is not None or self.tpot is not None
+
 
 class ContainerOptions(Strict):
     """An engine as a container of the node's Docker or Podman.

@@ -13,6 +13,7 @@ PREFIX = "thaw.v1"
 # The scheduler's leader answers these (standbys do not subscribe).
 DEMAND = f"{PREFIX}.scheduler.demand"
 ADMIN = f"{PREFIX}.scheduler.admin"
+OBJECTIVES = f"{PREFIX}.scheduler.objectives"
 
 # Events, for any subscriber.
 LOAD_FAILED = f"{PREFIX}.events.load_failed"

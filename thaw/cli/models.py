@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shared.contracts.admin import ModelsAdded, ModelView
+from shared.contracts.admin import ModelsAdded, ModelView, ObjectiveView
 from shared.contracts.models import ModelSpec
 from shared.sizing import need_of
 from thaw.cli.api import Api
@@ -275,10 +276,19 @@ def show(model: Name, as_json: Json = False) -> Document:
         f"runtime {format_size(need.runtime)}, converted {format_size(need.converted)}",
     )
     table.add_row("  generation", str(card.generation))
+    if view.objective is not None:
+        table.add_row("  objective", _objective_text(view.objective))
     if view.error:
         table.add_row("  last error", f"[red]{escape(view.error)}[/]")
     out.print(table)
     return {**view.model_dump(mode="json"), "needs": {**vars(need), "total": need.total}}
+
+
+def _objective_text(objective: ObjectiveView) -> str:
+    share = f"met by {objective.met} of {objective.total} requests of the last day ({objective.percentile:.1%} should)"
+    if objective.required <= 0:
+        return f"[green]{share}[/]"
+    return f"[yellow]{share}; {math.ceil(objective.required)} more in a row until it complies[/]"
 
 
 def find_model(views: tuple[ModelView, ...], name: str) -> ModelView:

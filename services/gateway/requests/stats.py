@@ -54,5 +54,11 @@ class RequestStats:
             self.cold_ready_at = route.ready_since
             self.add_phases(route.ready_since, route.start_phases)
 
+    def tpot_s(self, done_at: float | None) -> float | None:
+        """Return the seconds for each token after the first; None without such tokens."""
+        if self.first_token_at is None or done_at is None or self.usage.completion_tokens < 2:
+            return None
+        return (done_at - self.first_token_at) / (self.usage.completion_tokens - 1)
+
     def add_phases(self, received_at: float, phases: tuple[PhaseSpan, ...]) -> None:
         self.phase_reports.append(PhaseReport(received_at, phases))

@@ -57,6 +57,9 @@ class Metrics:
             explicit_bucket_boundaries_advisory=SECONDS,
         )
         self.requests = meter.create_counter("thaw.requests", "{request}", "Finished requests, by status.")
+        self.objectives = meter.create_counter(
+            "thaw.requests.objective", "{request}", "Requests of models with an objective (`slo`), by thaw.met."
+        )
 
     def observe(self, dispatcher: Dispatcher) -> None:
         """Export the dispatcher's queue lengths and requests in flight."""
@@ -92,14 +95,17 @@ class Metrics:
         if stats.first_token_at is None:
             return
         self.ttft.record(stats.first_token_at - ticket.arrived_at, names)
-        usage, done_at = stats.usage, request.completion.done_at
-        if usage.completion_tokens > 1 and done_at is not None:
-            self.tpot.record((done_at - stats.first_token_at) / (usage.completion_tokens - 1), names)
+        usage, tpot_s = stats.usage, stats.tpot_s(request.completion.done_at)
+        if tpot_s is not None:
+            self.tpot.record(tpot_s, names)
         if request.response.is_replay:
             return
         self.tokens.record(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
         if request.engine_request.endpoint in ("chat", "completion"):
             self.tokens.record(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
+
+    def record_objective(self, model: str, *, is_met: bool) -> None:
+        self.objectives.add(1, {"gen_ai.request.model": model, "thaw.met": is_met})
 
     def render(self) -> bytes:
         text: bytes = generate_latest(self._registry)

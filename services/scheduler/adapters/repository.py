@@ -26,7 +26,15 @@ from services.scheduler.adapters.statistics import (
 from services.scheduler.domain.state.changes import Change, Drop, Put, Traced, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node, key_of
-from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, MeasuredMemory, MemoryProfile
+from services.scheduler.domain.state.volatile import (
+    AppliedReport,
+    Estimate,
+    HourCounts,
+    LoaderPresence,
+    MeasuredMemory,
+    MemoryProfile,
+    SloCounts,
+)
 from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
@@ -39,6 +47,7 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
     PlanRecord: (tables.plans, "plan_id"),
     Estimate: (tables.parameters, ""),
     MeasuredMemory: (tables.profiles, "model"),
+    SloCounts: (tables.objectives, "model"),
 }
 _REMEMBERED_PLANS = 1000
 """Plans in memory for `thaw explain` without a database call."""
@@ -93,6 +102,8 @@ class Repository:
                 found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
                 rows = (await connection.execute(select(tables.profiles))).mappings()
                 found += [_profile(dict(r)) for r in rows]
+                rows = (await connection.execute(select(tables.objectives))).mappings()
+                found += [_slo_counts(dict(r)) for r in rows]
                 newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
                 plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
                 found += [*await read_estimates(connection), *await read_loaders(connection, now)]
@@ -243,6 +254,12 @@ def _row(entity: Entity) -> dict[str, Any]:
             return {k: v for k, v in _fields(entity).items() if k != "devices"}
         case MeasuredMemory():
             return {**_fields(entity), "by_kind": {k: p.model_dump() for k, p in entity.by_kind.items()}}
+        case SloCounts():
+            return {
+                "model": entity.model,
+                "hours": [[h.hour, h.total, h.met] for h in entity.hours],
+                "applied": [[a.gateway, a.number, a.at] for a in entity.applied],
+            }
         case Instance():
             return {**_fields(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
         case PlanRecord():
@@ -261,6 +278,11 @@ def _fields(entity: Node | Instance | MeasuredMemory) -> dict[str, Any]:
 
 def _profile(row: dict[str, Any]) -> MeasuredMemory:
     return MeasuredMemory(**{**row, "by_kind": {k: MemoryProfile.model_validate(p) for k, p in row["by_kind"].items()}})
+
+
+def _slo_counts(row: dict[str, Any]) -> SloCounts:
+    hours, applied = (HourCounts(*h) for h in row["hours"]), (AppliedReport(*a) for a in row["applied"])
+    return SloCounts(row["model"], tuple(hours), tuple(applied))
 
 
 async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:

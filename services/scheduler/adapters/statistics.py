@@ -32,6 +32,7 @@ _FORGET_UNKNOWN = (
     text("DELETE FROM parameters WHERE (model <> '' AND model NOT IN (SELECT name FROM models)) "
          "OR (node <> '' AND node NOT IN (SELECT name FROM nodes))"),
     text("DELETE FROM profiles WHERE model NOT IN (SELECT name FROM models)"),
+    text("DELETE FROM objectives WHERE model NOT IN (SELECT name FROM models)"),
     text("DELETE FROM devices WHERE node NOT IN (SELECT name FROM nodes)"),
     text("DELETE FROM residency WHERE node NOT IN (SELECT name FROM nodes)"),
     text("DELETE FROM links WHERE node NOT IN (SELECT name FROM nodes)"),

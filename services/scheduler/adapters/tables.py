@@ -102,6 +102,14 @@ profiles = Table(
     Column("by_kind", JSONB, nullable=False),
 )
 """Measured memory of a model's instance, by kind of device."""
+objectives = Table(
+    "objectives",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("hours", JSONB, nullable=False),
+    Column("applied", JSONB, nullable=False),
+)
+"""Requests that met their model's objective, by hour, and the last report of each gateway."""
 residency = Table(
     "residency",
     metadata,

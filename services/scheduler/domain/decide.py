@@ -6,7 +6,7 @@ from dataclasses import field
 
 from services.scheduler.domain.admin.commands import execute
 from services.scheduler.domain.demand.reports import apply_demand, expire_demand, reply_to_demand
-from services.scheduler.domain.demand.slo import adapt_alpha
+from services.scheduler.domain.demand.slo import adapt_alpha, apply_objectives
 from services.scheduler.domain.effects import Effect, StepDown
 from services.scheduler.domain.events import (
     AddModelsRequested,
@@ -19,6 +19,7 @@ from services.scheduler.domain.events import (
     MigrationRequested,
     MigrationUpdated,
     NodeStatusReceived,
+    ObjectivesReported,
     Recovered,
     RemoveModelRequested,
     SleepRequested,
@@ -99,6 +100,8 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
         case DemandBatch(demands=demands):
             for each in demands:
                 apply_demand(tx, each)
+        case ObjectivesReported():
+            apply_objectives(tx, event)
         case NodeStatusReceived(status=status):
             apply_node_status(tx, status)
         case LoaderStatusReceived(status=loader):

@@ -9,6 +9,7 @@ from shared.contracts.loader import LoaderStatus
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelInfo, ModelSpec
 from shared.contracts.node import NodeStatus
+from shared.contracts.objectives import ReportObjectives
 
 
 @value(frozen=True, slots=True)
@@ -36,6 +37,13 @@ class DemandBatch:
 
     at: float
     demands: tuple[DemandReceived, ...]
+
+
+@value(frozen=True, slots=True)
+class ObjectivesReported:
+    at: float
+    report: ReportObjectives
+    waiter: str
 
 
 @value(frozen=True, slots=True)
@@ -156,6 +164,7 @@ Event = (
     | Tick
     | DemandReceived
     | DemandBatch
+    | ObjectivesReported
     | NodeStatusReceived
     | LoaderStatusReceived
     | StartRefused

@@ -14,7 +14,15 @@ from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.state.changes import Drop, Put, Traced
 from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node
-from services.scheduler.domain.state.volatile import Estimate, LoaderPresence, MeasuredMemory, MemoryProfile
+from services.scheduler.domain.state.volatile import (
+    AppliedReport,
+    Estimate,
+    HourCounts,
+    LoaderPresence,
+    MeasuredMemory,
+    MemoryProfile,
+    SloCounts,
+)
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.plans import Candidate, PlanRecord
@@ -53,7 +61,7 @@ async def test_transaction_accepts_any_number_of_rows(database_url: str) -> None
         await engine.dispose()
 
 
-async def test_estimates_and_loader_statuses_survive_a_leader_change(database_url: str) -> None:
+async def test_estimates_objectives_and_loader_statuses_survive_a_leader_change(database_url: str) -> None:
     engine = connect(database_url)
     learned = [
         Estimate("a", "n1", {"init": Parameter(120.0, 5.0, 3), "bandwidth:ssd": Parameter(2e9, 1e8, 3)}),
@@ -78,7 +86,8 @@ async def test_estimates_and_loader_statuses_survive_a_leader_change(database_ur
         await migrate(engine)
         repository = Repository(engine)
         async with leadership(plain_url(database_url)) as term:
-            entities: list[Entity] = [Node("n1"), Model(card("a")), *learned, profile]
+            counts = SloCounts("a", (HourCounts(400_000, 5, 4), HourCounts(400_001, 1, 0)), (AppliedReport("g", 7, 9.5),))
+            entities: list[Entity] = [Node("n1"), Model(card("a")), *learned, profile, counts]
             await repository.commit(term.epoch, [Put(e) for e in entities])
             await repository.keep_loaders(term.epoch, [presence])
             await repository.keep_loaders(term.epoch, [presence])
@@ -88,6 +97,7 @@ async def test_estimates_and_loader_statuses_survive_a_leader_change(database_ur
             state = await repository.load(term.epoch, now=10.0)
             assert state.estimates == {newer.key: replace(newer, parameters=learned[0].parameters | newer.parameters)}
             assert state.measured == {"a": profile}
+            assert state.slo_counts == {"a": counts}
             assert (state.in_memory.get("r1"), state.in_memory.get("r2"), state.on_disk.get("r2")) == (("n1",), None, ("n1",))
             assert not state.is_loader_alive("n1", 20.0, 3.0)
             assert [link.link for link in state.loaders["n1"].status.links] == ["ssd:nvme0n1"]

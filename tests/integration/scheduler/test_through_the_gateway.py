@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from shared.contracts.admin import PlanExplained
+from shared.contracts.models import Slo
 from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import Served, chat
 from tests.integration.scheduler.conftest import Site, spec
@@ -241,3 +242,29 @@ async def test_a_surge_is_met_by_the_requests_of_the_last_window_too(site: Site)
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
     assert len(node.starts("m")) == 5
+
+
+async def test_objectives_of_served_requests_survive_a_change_of_leader(
+    site: Site, node: ServingNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.adapters.objective_publisher.REPORT_INTERVAL_S", 0.01)
+    first = site.scheduler()
+    await site.add(spec("fast", slo=Slo(ttft=600)), spec("slow", slo=Slo(ttft=1e-6)), spec("without"))
+    expected = {"fast": (2, 2), "slow": (1, 0)}
+
+    async def counted() -> bool:
+        return await objectives(site) == expected
+
+    async with gateway(site) as served:
+        for model in ("fast", "slow", "without", "fast"):
+            assert (await served.http.post(URL, json=chat(model))).status_code == 200
+        await site.until(counted)
+    ((stop, _),) = site.schedulers
+    stop.set()
+    await first
+    site.scheduler()
+    assert await objectives(site) == expected
+
+
+async def objectives(site: Site) -> dict[str, tuple[int, int]]:
+    return {m.card.name: (m.objective.total, m.objective.met) for m in (await site.view()).models if m.objective is not None}

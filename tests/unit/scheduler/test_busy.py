@@ -14,7 +14,7 @@ from services.scheduler.domain.prewarm.prefetch import AT_A_TIME
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
-from services.scheduler.domain.state.volatile import ParkFailures
+from services.scheduler.domain.state.volatile import ParkFailures, SloCounts
 from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
@@ -173,6 +173,8 @@ def test_more_usage_histories_than_a_tick_examines_are_busy(idle: World) -> None
 
 
 def test_slo_queue_is_busy_shortly_before_its_period_ends(idle: World) -> None:
+    apply(idle.state, [Put(SloCounts("m"))])
+    idle.tick()
     since = idle.state.slo_queue[""].since
     for age, expected in ((PERIOD_S - 1.5, False), (PERIOD_S - 0.5, True)):
         idle.now = since + age

@@ -1,43 +1,57 @@
 """SLO compliance of each model, for policies that queue by it (Torpor §5.2).
 
-The scheduler counts requests that engines completed, and requests that waited for a start longer
-than `slo.ttft`. The counts are volatile: a new leader starts at zero. Alpha of the queue adapts
-once in a period, for profiles with `slo_queue`.
+Gateways report how many requests met their model's objective. Torpor counts from a function's
+registration; here the last `WINDOW_HOURS` count, so that a long history of met requests does not
+hide that a model misses its objective now. The counts are durable. Alpha of the queue adapts once
+in a period, for profiles with `slo_queue`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from services.scheduler.domain.effects import ReplyTo
+from services.scheduler.domain.events import ObjectivesReported
 from services.scheduler.domain.policies.port import Usage
 from services.scheduler.domain.policies.torpor_queue import FIRST_ALPHA, PERIOD_S, compliant_ratio, next_alpha
-from services.scheduler.domain.state.entities import Instance, Model
+from services.scheduler.domain.state.entities import Model
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import InstanceReport, SloCounts, SloQueue
-from services.scheduler.domain.values import replace
-from shared.contracts.node import InstanceStatus
+from services.scheduler.domain.state.volatile import AppliedReport, HourCounts, SloCounts, SloQueue
+from shared.contracts.base import Done
+from shared.contracts.objectives import REPORT_LOST_AFTER_S, ObjectiveCounts
 
+WINDOW_HOURS = 24
+_FORGET_GATEWAY_S = 2 * REPORT_LOST_AFTER_S
 _NO_BOOK: Mapping[str, Usage] = {}
 
 
-def count_completed(tx: Transaction, old: InstanceReport | None, s: InstanceStatus) -> None:
-    """Count the requests that an instance has completed since its last report."""
-    if not tx.policy.profile.slo_queue:
-        return
-    since = old.status.load.completed if old is not None else 0
-    if (more := s.load.completed - since) > 0 and s.model in tx.state.models:
-        known = tx.state.slo_counts.get(s.model) or SloCounts(s.model)
-        tx.put(replace(known, total=known.total + more))
+def apply_objectives(tx: Transaction, event: ObjectivesReported) -> None:
+    """Count a gateway's report once, and acknowledge it when the counts are committed."""
+    report = event.report
+    for counts in report.counts:
+        model = tx.state.serving_model(counts.model)
+        if model is not None:
+            known = tx.state.slo_counts.get(model.key) or SloCounts(model.key)
+            tx.put(_counted(known, counts, AppliedReport(report.gateway, report.number, tx.now), tx.now))
+    tx.emit(ReplyTo(event.waiter, Done()))
 
 
-def count_late_requests(tx: Transaction, i: Instance, model: Model) -> None:
-    """Count the requests that waited for this start longer than their objective."""
-    limit = model.card.spec.slo.ttft
-    if not tx.policy.profile.slo_queue or limit is None or tx.now - i.requested_at <= limit:
-        return
-    demand = tx.state.demand.get(model.key)
-    known = tx.state.slo_counts.get(model.key) or SloCounts(model.key)
-    tx.put(replace(known, late=known.late + (demand.waiting if demand is not None else 0)))
+def _counted(known: SloCounts, counts: ObjectiveCounts, report: AppliedReport, now: float) -> SloCounts:
+    if any(a.gateway == report.gateway and a.number >= report.number for a in known.applied):
+        return known
+    hour = int(now // 3600)
+    same = next((h for h in known.hours if h.hour == hour), HourCounts(hour, 0, 0))
+    added = HourCounts(hour, same.total + counts.total, same.met + min(counts.met, counts.total))
+    hours = [h for h in known.hours if h.hour != hour and h.hour > hour - WINDOW_HOURS]
+    others = [a for a in known.applied if a.gateway != report.gateway and now - a.at < _FORGET_GATEWAY_S]
+    return SloCounts(known.model, (*hours, added), (*others, report))
+
+
+def usage_of(counts: SloCounts, model: Model, now: float) -> Usage:
+    """Return the requests of the last `WINDOW_HOURS`, and those that met the objective."""
+    oldest = int(now // 3600) - WINDOW_HOURS
+    recent = [h for h in counts.hours if h.hour > oldest]
+    return Usage(counts.model, sum(h.total for h in recent), sum(h.met for h in recent), model.card.spec.slo.percentile)
 
 
 def slo_usage(tx: Transaction) -> Mapping[str, Usage]:
@@ -45,11 +59,10 @@ def slo_usage(tx: Transaction) -> Mapping[str, Usage]:
     if not tx.policy.profile.slo_queue:
         return _NO_BOOK
     found = {}
-    for name, o in tx.state.slo_counts.items():
+    for name, counts in tx.state.slo_counts.items():
         model = tx.state.models.get(name)
-        if model is not None and model.card.spec.slo.ttft is not None:
-            total = max(o.total, o.late)
-            found[name] = Usage(name, total, total - o.late, model.card.spec.slo.percentile)
+        if model is not None and model.card.spec.slo.is_set:
+            found[name] = usage_of(counts, model, tx.now)
     return found
 
 

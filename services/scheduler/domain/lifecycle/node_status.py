@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.demand.slo import count_completed
 from services.scheduler.domain.effects import StepDown
 from services.scheduler.domain.estimates.memory_needs import learn_memory
 from services.scheduler.domain.lifecycle.failures import (
@@ -59,7 +58,6 @@ def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
 
 
 def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
-    count_completed(tx, tx.state.reports.get(s.instance_id), s)
     tx.put(_report_of(tx, s))
     learn_memory(tx, s)
     match s.state:

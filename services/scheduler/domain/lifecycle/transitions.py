@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.demand.slo import count_late_requests
 from services.scheduler.domain.effects import (
     LoadEnded,
     LoadStarted,
@@ -233,7 +232,6 @@ def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
         _learn(tx, ended)
         finish_plan(tx, i, ended)
     if model := tx.state.models.get(i.model):
-        count_late_requests(tx, i, model)
         tx.put(replace(model, error=None))
     if failure_history := tx.state.failures.get(i.model):
         tx.put(replace(failure_history, attempts=0, kills=0, failed_devices=()))

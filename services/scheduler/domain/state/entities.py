@@ -131,7 +131,7 @@ class Instance:
         return f"{self.model} ({self.instance_id})"
 
 
-Durable = Model | Node | Instance | PlanRecord | MeasuredMemory | Estimate
+Durable = Model | Node | Instance | PlanRecord | MeasuredMemory | Estimate | SloCounts
 Volatile = (
     Presence
     | LoaderPresence
@@ -147,7 +147,6 @@ Volatile = (
     | UsageHistory
     | Prefetch
     | ExpectationSent
-    | SloCounts
     | SloQueue
     | Migration
     | MigrationTimes

@@ -285,12 +285,35 @@ def estimate_key(model: str, node: str) -> str:
 
 
 @value(frozen=True, slots=True)
+class HourCounts:
+    """Requests that gateways reported within one hour (Unix time / 3600), and those that met the
+    objective.
+    """
+
+    hour: int
+    total: int
+    met: int
+
+
+@value(frozen=True, slots=True)
+class AppliedReport:
+    """The last report of a gateway that was counted."""
+
+    gateway: str
+    number: int
+    at: float
+
+
+@value(frozen=True, slots=True)
 class SloCounts:
-    """Requests of a model that were served, and that a start made late."""
+    """Requests of a model with an objective, by hour, oldest first.
+
+    Durable: a new leader continues from the counts of the last one.
+    """
 
     model: str
-    total: int = 0
-    late: int = 0
+    hours: tuple[HourCounts, ...] = ()
+    applied: tuple[AppliedReport, ...] = ()
 
     @property
     def key(self) -> str:

@@ -1,0 +1,87 @@
+"""Whether requests meet the objectives of their models, and the counts for the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.contracts.models import Slo
+from shared.contracts.objectives import MAX_MODELS_PER_REPORT, REPORT_LOST_AFTER_S, ObjectiveCounts, ReportObjectives
+from shared.errors import QueueFull, ThawError
+
+
+def meets_objective(
+    slo: Slo, ttft_s: float | None, tpot_s: float | None, duration_s: float, error: ThawError | None, *, has_client_left: bool
+) -> bool | None:
+    """Judge a finished request; None: it does not count.
+
+    1. A model without an objective, and a request that is the client's fault: does not count.
+    2. A failure, and a request that the model's full queue refused: missed.
+    3. A client that left before the first token: missed if that was late already; else it does not
+       count.
+    4. Otherwise met if the first token and the time per further token are within the objective. A
+       response without tokens (embeddings) counts with its duration.
+
+    Args:
+        slo: The model's objective.
+        ttft_s: Seconds from arrival to the first token; None: there was none.
+        tpot_s: Seconds for each further token; None: there was none.
+        duration_s: Seconds from arrival to the end.
+        error: Why the request failed.
+        has_client_left: The client disconnected before the end.
+    """
+    if not slo.is_set:  # 1
+        return None
+    if error is not None and not has_client_left:  # 1, 2
+        return False if error.status >= 500 or isinstance(error, QueueFull) else None
+    first_s = duration_s if ttft_s is None else ttft_s
+    is_late = slo.ttft is not None and first_s > slo.ttft
+    if has_client_left and ttft_s is None:  # 3
+        return False if is_late else None
+    return not is_late and (slo.tpot is None or tpot_s is None or tpot_s <= slo.tpot)  # 4
+
+
+@dataclass
+class _Count:
+    total: int = 0
+    met: int = 0
+
+
+@dataclass
+class ObjectiveCounter:
+    """Counts of one gateway since its last acknowledged report.
+
+    Memory is bounded by the number of models.
+    """
+
+    gateway_id: str
+    _counts: dict[str, _Count] = field(default_factory=dict)
+    _number: int = 0
+    _in_flight: ReportObjectives | None = None
+    _first_sent_at: float = 0.0
+
+    def count(self, model: str, *, is_met: bool) -> None:
+        known = self._counts.setdefault(model, _Count())
+        known.total += 1
+        known.met += is_met
+
+    def next_report(self, now: float) -> ReportObjectives | None:
+        """Return the report to send: the last one until it is acknowledged, then the new counts.
+
+        Args:
+            now: Monotonic seconds.
+        """
+        if self._in_flight is not None and now - self._first_sent_at < REPORT_LOST_AFTER_S:
+            return self._in_flight
+        self._in_flight = None
+        if not self._counts:
+            return None
+        models = list(self._counts)[:MAX_MODELS_PER_REPORT]
+        counts = tuple(ObjectiveCounts(model=m, total=c.total, met=c.met) for m in models for c in [self._counts.pop(m)])
+        self._number += 1
+        self._first_sent_at = now
+        self._in_flight = ReportObjectives(gateway=self.gateway_id, number=self._number, counts=counts)
+        return self._in_flight
+
+    def acknowledge(self, number: int) -> None:
+        if self._in_flight is not None and self._in_flight.number == number:
+            self._in_flight = None

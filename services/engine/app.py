@@ -1,4 +1,8 @@
-"""Wiring of one engine process: attach weights, build the model, serve."""
+"""Wiring of an engine: attach weights, build the model, serve.
+
+An engine is one instance. `ProcessParts` are what it shares with the other engines of its process,
+if there are any (`services.engine.executor`).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import torch
+from typing import TypeVar
 
 from services.engine.domain.elastic_kv import KV_FLOOR_BYTES, Lease
 from services.engine.generation.batcher import Batcher
+from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Event
 from services.engine.generation.kv_pages import KvPages
 from services.engine.loader_client import LoaderClient
@@ -50,6 +55,7 @@ from shared.telemetry.timeline import Timeline
 from weights.kv_lease import PAGE_BYTES, KvLease, Lent, Shrink
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 _BOUND = 0.1
 """Progress once the model is bound.
 
@@ -61,21 +67,44 @@ _BORROWS_PAGES: bool = False
 """Borrow the KV cache from the loader (ADR 0056): off until it is tested on a whole node."""
 
 
+@dataclass(frozen=True)
+class ProcessParts:
+    """The parts of a process that its engines share.
+
+    Attributes:
+        mesh: The connection. A dedicated engine opens and closes it itself.
+        compute: The computing thread of the device.
+        files: A thread for reading files.
+        is_shared: Other engines compute on the same thread: no step may wait for weights.
+    """
+
+    settings: EngineSettings
+    mesh: Mesh
+    compute: DeviceLoop
+    files: ThreadPoolExecutor
+    is_shared: bool = False
+
+    def close(self) -> None:
+        """End the threads, without waiting for a step in progress."""
+        self.files.shutdown(wait=False, cancel_futures=True)
+        self.compute.stop()
+
+
 class Engine(InstanceProcess):
-    """One engine process."""
+    """The engine of one instance."""
 
     _serving: Serving
     _migration: EngineMigration
 
-    def __init__(self, settings: EngineSettings, start: EngineStart, stop: asyncio.Event, timeline: Timeline) -> None:
-        mesh = Mesh(settings, f"engine-{start.instance_id}")
+    def __init__(self, parts: ProcessParts, start: EngineStart, stop: asyncio.Event, timeline: Timeline) -> None:
+        mesh, settings = parts.mesh, parts.settings
         self._serving = Serving(mesh)
         self._migration = EngineMigration(self._serving)
-        super().__init__(start, stop, timeline, mesh, self._serving, self._migration)
+        super().__init__(start, stop, timeline, mesh, self._serving, self._migration, owns_mesh=not parts.is_shared)
+        self._parts = parts
         self._settings = settings
         self._suspension = Suspension(start.instance_id, start.card, self._serving)
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._on_compute_thread)
-        self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._files = parts.files
         self._batcher: Batcher | None = None
         self._lease: KvLease | None = None
         self._weights = LoaderClient(mesh, start)
@@ -88,13 +117,9 @@ class Engine(InstanceProcess):
         self._overlap: Overlap | None = None
         self._computing: asyncio.Future[None] | None = None
 
-    def _on_compute_thread(self) -> None:
-        if self._settings.engine_threads:
-            torch.set_num_threads(self._settings.engine_threads)
-
-    async def run(self) -> int:
-        self._mesh.listen(subjects.loader_status(self._start.node), LoaderStatus, self._on_loader)
-        return await super().run()
+    def _compute(self, work: Callable[[], R]) -> asyncio.Future[R]:
+        """Run `work` on the computing thread, between two steps."""
+        return asyncio.wrap_future(self._parts.compute.submit(self._start.instance_id, work))
 
     def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
         return {self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")}
@@ -107,7 +132,7 @@ class Engine(InstanceProcess):
         directory = Path(index.directory)
         with self._timeline.phase(Phase.INIT):
             files = loop.run_in_executor(self._files, loading.read_files, directory, self._start)
-            bound = await loop.run_in_executor(self._compute, loading.bind_model, directory, index, self._start)
+            bound = await self._compute(partial(loading.bind_model, directory, index, self._start))
             small = await files
         self._tokenization = small.tokenization
         self._reporter.advance(_BOUND, Phase.LOAD)
@@ -119,19 +144,19 @@ class Engine(InstanceProcess):
         self._timeline.absorb(attached.phases)
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
-            bound = await loop.run_in_executor(self._compute, loading.bind_model, directory, attached, self._start)
+            bound = await self._compute(partial(loading.bind_model, directory, attached, self._start))
         if self._start.separate_memory:
             attached = await self._mapped(bound, attached)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
             finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle)
-            computable = await loop.run_in_executor(self._compute, finish)
+            computable = await self._compute(finish)
         self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle) else None
         self._open(computable, self._deliver)
 
     async def _begin_overlap(self, bound: loading.BoundModel, files: loading.ModelFiles, index: WeightsAttached) -> Overlap | None:
         """Open the engine for requests while weights arrive; None if it has to wait for them."""
-        if not self._mesh.nc.is_connected:  # a subscription might be lost
+        if self._parts.is_shared or not self._mesh.nc.is_connected:  # a subscription might be lost
             return None
         is_here = index.loaded_bytes >= index.total_bytes and not self._start.separate_memory
         if is_here or not self._settings.engine_overlap or not loading.can_overlap(bound, self._start):
@@ -141,8 +166,7 @@ class Engine(InstanceProcess):
         )
         if overlap is None:
             return None
-        make = partial(overlap.make_ready, files, self._settings)
-        computable = await asyncio.get_running_loop().run_in_executor(self._compute, make)
+        computable = await self._compute(partial(overlap.make_ready, files, self._settings))
         batcher = self._open(computable, overlap.deliver)
         overlap.opened(self._serving, batcher)
         await self._accept_requests()
@@ -163,7 +187,7 @@ class Engine(InstanceProcess):
                 raise from_body(attached.device_error)
             if attached.handle is None:
                 raise EngineFailed(f"The loader has no memory for {self._start.device}: set THAW_DEVICES for both services alike")
-            await asyncio.get_running_loop().run_in_executor(self._compute, loading.open_device_memory, bound, attached.handle)
+            await self._compute(partial(loading.open_device_memory, bound, attached.handle))
             confirmed = await self._weights.attach(self._start.card, self._start.instance_id, "complete")
             if confirmed.handle == attached.handle:
                 return confirmed
@@ -180,7 +204,8 @@ class Engine(InstanceProcess):
 
     def _open(self, computable: loading.ReadyModel, deliver: Callable[[Sequence[Event]], None]) -> Batcher:
         """Start the computing thread, and open the server."""
-        self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver)
+        ttft_s = self._start.card.spec.slo.ttft
+        self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver, ttft_s)
         if computable.runner is not None and self._start.separate_memory and _BORROWS_PAGES:
             self._lease = self._borrow(self._batcher, computable)
         if computable.runner is not None:
@@ -189,7 +214,7 @@ class Engine(InstanceProcess):
             self._adapters = LoraCache(source, computable.room, self._start.card.spec.keep_alive, self._reporter.changed)
             self._prefetcher.on_model_bound(self._adapters)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
-        self._computing = self._loop.run_in_executor(self._compute, self._batcher.run)
+        self._computing = asyncio.wrap_future(self._parts.compute.serve(self._start.instance_id, self._batcher))
         return self._batcher
 
     def _borrow(self, batcher: Batcher, computable: loading.ReadyModel) -> KvLease:
@@ -238,7 +263,8 @@ class Engine(InstanceProcess):
                 return await self._migration.prepare(command)
         return Done()
 
-    async def _on_loader(self, status: LoaderStatus) -> None:
+    async def on_loader(self, status: LoaderStatus) -> None:
+        """Handle a status of the node's loader."""
         self._weights.on_loader_status()
         if self._owner is not None and (status.stopping or status.boot_id != self._owner):
             self._owner_gone.set()
@@ -254,8 +280,6 @@ class Engine(InstanceProcess):
         if self._lease is not None:
             self._lease.abandon()
         self._serving.close()
-        self._files.shutdown(wait=False, cancel_futures=True)
-        self._compute.shutdown(wait=False, cancel_futures=True)
 
 
 async def run_engine(settings: EngineSettings, stop: asyncio.Event, start: EngineStart, process_start_s: float) -> int:
@@ -269,4 +293,12 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event, start: Engin
     """
     timeline = Timeline("engine")
     timeline.add(Phase.LIBRARIES, process_start_s, time.monotonic())
-    return await Engine(settings, start, stop, timeline).run()
+    files = ThreadPoolExecutor(1, thread_name_prefix="files")
+    mesh = Mesh(settings, f"engine-{start.instance_id}")
+    parts = ProcessParts(settings, mesh, DeviceLoop(settings.engine_threads), files)
+    engine = Engine(parts, start, stop, timeline)
+    mesh.listen(subjects.loader_status(start.node), LoaderStatus, engine.on_loader)
+    try:
+        return await engine.run()
+    finally:
+        parts.close()

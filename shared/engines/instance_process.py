@@ -1,6 +1,7 @@
-"""The process of one instance, for every engine.
+"""The life of one instance in its process, for every engine.
 
-It lasts from the first status report to the last.
+It lasts from the first status report to the last. The process has one instance, except an executor
+of the builtin engine, whose instances share its connection to NATS.
 
 Shutdown order:
 
@@ -35,6 +36,7 @@ from shared.engines.request_server import RequestServer, stopped_error
 from shared.engines.status_reporter import StatusReporter
 from shared.errors import EngineFailed, ThawError
 from shared.messaging import Mesh
+from shared.messaging.responders import Responder
 from shared.tasks import end
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
@@ -63,7 +65,20 @@ class InstanceProcess(ABC):
         mesh: Mesh,
         serving: RequestServer[Any],
         migration: RequestMigration,
+        *,
+        owns_mesh: bool = True,
     ) -> None:
+        """Create the instance.
+
+        Args:
+            start: What to serve.
+            stop: Set when the instance has to end.
+            timeline: The phases of its start.
+            mesh: The connection to NATS.
+            serving: Its requests.
+            migration: Its part in migrations.
+            owns_mesh: The instance opens and closes the connection; else others use it too.
+        """
         self._start = start
         self._stop = stop
         self._timeline = timeline
@@ -72,6 +87,8 @@ class InstanceProcess(ABC):
         self._migration = migration
         self._reporter = StatusReporter(mesh, start, timeline, serving.load)
         serving.changed = self._reporter.changed
+        self._owns_mesh = owns_mesh
+        self._commands: Responder | None = None
         self._requests: Subscription | None = None
         self._reconnects = 0
         self._connected = False
@@ -111,7 +128,13 @@ class InstanceProcess(ABC):
     async def run(self) -> int:
         """Run until the process has to exit, and return the exit status."""
         instance = self._start.instance_id
-        self._mesh.respond(subjects.engine_control(instance), ENGINE_CONTROL, self._control, concurrent=True)
+        self._commands = self._mesh.respond(
+            subjects.engine_control(instance),
+            ENGINE_CONTROL,
+            self._control,
+            concurrent=True,
+            is_temporary=not self._owns_mesh,
+        )
         ending = asyncio.create_task(self._wait_for_exit(), name="end")
         work = asyncio.create_task(self._run_engine(), name="work")
         try:
@@ -122,6 +145,17 @@ class InstanceProcess(ABC):
         finally:
             await end(ending, work, again_s=3.0)
             await self._stop_engine()
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """Remove the subscriptions from a connection that others use."""
+        if self._owns_mesh:
+            return
+        if self._commands is not None:
+            await self._commands.stop()
+        if self._requests is not None:
+            with contextlib.suppress(NatsError, OSError):
+                await self._requests.unsubscribe()
 
     async def _wait_for_exit(self) -> int | ThawError:
         """Wait for a reason to exit.
@@ -144,7 +178,10 @@ class InstanceProcess(ABC):
 
     async def _run_engine(self) -> int:
         """Start, then serve until cancelled. Returns only after a failure."""
-        await self._mesh.start()
+        if self._owns_mesh:
+            await self._mesh.start()
+        elif self._commands is not None:
+            await self._commands.start()
         self._connected = True
         async with asyncio.TaskGroup() as tasks:
             always = {"reports": self._reporter.publish_forever(), "answers": self._serving.publish_forever(), **self._background()}
@@ -247,5 +284,5 @@ class InstanceProcess(ABC):
         with contextlib.suppress(TimeoutError, OSError, NatsError):
             async with asyncio.timeout(_FLUSH_WITHIN_S):
                 await self._reporter.publish()
-                await self._mesh.stop()
+                await (self._mesh.stop() if self._owns_mesh else self._mesh.nc.flush())
         return 0

@@ -181,10 +181,12 @@ class Mesh:
         *,
         queue: str = "",
         concurrent: bool = False,
+        is_temporary: bool = False,
     ) -> Responder:
         """Answer requests on `subject`; every exception becomes a `Failure`.
 
-        Serial and in order unless `concurrent`.
+        Serial and in order unless `concurrent`. A temporary responder is started by its owner, and
+        is forgotten once it has been stopped and dropped.
         """
 
         async def answer(message: NatsMessage) -> bytes:
@@ -193,7 +195,7 @@ class Mesh:
                     data = (await _answer(subject, adapter, handler, message.body)).model_dump_json().encode()
                 return data if len(data) <= self.max_body else _too_long(subject, len(data), self.max_body)
 
-        return self._subscribe(subject, answer, queue, concurrent)
+        return self._subscribe(subject, answer, queue, concurrent, persistent=not is_temporary)
 
     def listen(self, subject: str, kind: type[E], handler: Callable[[E], Awaitable[None]]) -> Responder:
         """Handle events of one kind, serially and in order.
@@ -221,9 +223,17 @@ class Mesh:
 
         return self._subscribe(subject, hear, "", False)
 
-    def _subscribe(self, subject: str, handler: Callable[[NatsMessage], Awaitable[Any]], queue: str, concurrent: bool) -> Responder:
+    def _subscribe(
+        self,
+        subject: str,
+        handler: Callable[[NatsMessage], Awaitable[Any]],
+        queue: str,
+        concurrent: bool,
+        *,
+        persistent: bool = True,
+    ) -> Responder:
         workers: dict[str, Any] = {"max_workers": _CONCURRENT_WORKERS} if concurrent else {}
-        subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, **workers)
+        subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, persistent=persistent, **workers)
         subscriber(handler)
         return DrainingResponder(lambda: self.nc, self.flush, subscriber)
 

@@ -1,13 +1,14 @@
-"""The computing thread: owns every sequence and runs one step after another.
+"""The sequences of one model, and the steps that compute them.
 
-Requests and cancellations arrive in a queue and take effect between steps. The results of a step
-are delivered in one call. `services.engine.domain.step_planning` decides which sequences a step
-computes.
+Steps run on the computing thread of the device (`generation/device_loop`). Requests and
+cancellations arrive in a queue and take effect between steps. The results of a step are delivered
+in one call. `services.engine.domain.step_planning` decides which sequences a step computes.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
 from collections import Counter, deque
@@ -53,7 +54,8 @@ _PAGES_WITHIN_S = 0.05
 class Batcher:
     """Runs steps over all sequences.
 
-    `run` is the body of the thread; all other public methods may be called from any thread.
+    `next_step_at`, `deadline` and `step` run on the computing thread; all other public methods may
+    be called from any thread. `on_command` is called after each command.
     """
 
     def __init__(
@@ -63,13 +65,29 @@ class Batcher:
         tokenization: Tokenization,
         limits: Limits,
         deliver: Callable[[Many[Event]], None],
+        ttft_s: float | None = None,
     ) -> None:
+        """Create a batcher.
+
+        Args:
+            runner: Computes generations; None: the model only embeds.
+            embedder: Computes embeddings.
+            tokenization: The model's tokenizer.
+            limits: Slots, tokens and blocks.
+            deliver: Called on the computing thread with the events of a step.
+            ttft_s: Seconds from the request to its first token that the model's objective allows;
+                None: no objective.
+        """
+        self.on_command: Callable[[], None] = lambda: None
+        self._ttft_s = ttft_s
+        self._due: dict[str, float] = {}
         self._runner = runner
         self._tokens = tokenization
         self._limits = limits
         self._granted = limits.kv_blocks
         self._kv: KvPages | None = None
         self._is_stalled = False
+        self._pages_due: float | None = None
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._keys = 0
@@ -84,26 +102,26 @@ class Batcher:
         self.blocks_used = 0
 
     def submit(self, request: GenerationRequest | EmbedRequest) -> None:
-        self._inbox.put(request)
+        self._send(request)
 
     def cancel(self, request_id: str) -> None:
         """Drop `request_id` before the next step. No event is delivered for it afterwards."""
-        self._inbox.put(Cancel(request_id))
+        self._send(Cancel(request_id))
 
     def yield_(self, request_id: str) -> None:
         """Stop the request before the next step, and deliver `Yielded` after its tokens.
 
         Unknown ids are ignored.
         """
-        self._inbox.put(Yield(request_id))
+        self._send(Yield(request_id))
 
     def prepare(self, order: PrepareOrder) -> None:
         """Prefill sequences in the background, behind running requests."""
-        self._inbox.put(order)
+        self._send(order)
 
     def discard_prepared(self, name: str) -> None:
         """Discard the prepared sequences of this name."""
-        self._inbox.put(DiscardPrepared(name))
+        self._send(DiscardPrepared(name))
 
     def forget(self, adapter: LoraAdapter, forgotten: Callable[[], None]) -> None:
         """Drop all references to `adapter`, which no request will use again.
@@ -112,18 +130,18 @@ class Batcher:
             adapter: The adapter to drop.
             forgotten: Called on the computing thread afterwards.
         """
-        self._inbox.put(UnloadLora(adapter, forgotten))
+        self._send(UnloadLora(adapter, forgotten))
 
     def grant(self, kv_blocks: int) -> None:
         """Limit the KV cache to `kv_blocks` from the next step on.
 
         Sequences beyond it are preempted.
         """
-        self._inbox.put(SetKvBlocks(kv_blocks))
+        self._send(SetKvBlocks(kv_blocks))
 
     def warm_up(self, done: Callable[[], None]) -> None:
         """Read every weight once, unless a step has done so; then call `done` on the thread."""
-        self._inbox.put(WarmUp(done))
+        self._send(WarmUp(done))
 
     def borrow(self, kv: KvPages) -> None:
         """Take the memory of the KV cache from `kv`. Call it before `run`."""
@@ -132,34 +150,79 @@ class Batcher:
 
     def on_lent(self, more: int, *, is_answer: bool) -> None:
         """Add pages that the KV cache has got."""
-        self._inbox.put(PagesLent(more, is_answer))
+        self._send(PagesLent(more, is_answer))
 
     def shrink(self, keep: int) -> None:
         """Return all but `keep` pages before the next step."""
-        self._inbox.put(ShrinkKv(keep))
+        self._send(ShrinkKv(keep))
 
     def stop(self) -> None:
-        self._inbox.put(Stop())
+        self._send(Stop())
 
-    def run(self) -> None:
-        """Serve until `stop`."""
-        while self._take_commands():
-            self._prepared.expire(time.monotonic())
-            events, self._pending_events = self._pending_events, []
-            events += self._step()
-            events += self._embeddings.step()
-            self.blocks_used = self._used_blocks()
-            self._adjust_pages()
-            if events:
-                self._deliver(events)
+    def _send(self, command: Command) -> None:
+        self._inbox.put(command)
+        self.on_command()
+
+    # Steps
+
+    def next_step_at(self, now: float) -> float:
+        """Return when `step` has something to do, in seconds of the monotonic clock.
+
+        Infinity: not until the next command.
+        """
+        if not self._inbox.empty():
+            return now
+        idle = not (self._running or self._waiting or self._embeddings or self._prepared.busy or self._pending_events)
+        if not idle and not self._is_stalled:
+            if not self._awaits_pages():
+                return now
+            if self._pages_due is None:
+                self._pages_due = now + _PAGES_WITHIN_S
+            return self._pages_due
+        expiry = self._prepared.next_expiry()
+        due = [expiry] if expiry is not None else []
+        if self._kv is not None and (patience := self._kv.patience(now)) is not None:
+            due.append(now + patience)
+        return min(due, default=math.inf)
+
+    def deadline(self, now: float) -> float | None:
+        """Return when the next request should have its first token, among those not late yet."""
+        return min((at for at in self._due.values() if at >= now), default=None)
+
+    def step(self, *, is_contended: bool = False) -> bool:
+        """Apply the queued commands, compute once, and deliver the results.
+
+        Args:
+            is_contended: Other models wait for the device: a prompt is computed in chunks.
+
+        Returns:
+            False after `stop`.
+        """
+        self._pages_due = None
+        if not self._take_commands():
+            return False
+        self._prepared.expire(time.monotonic())
+        events, self._pending_events = self._pending_events, []
+        events += self._step(self._step_limits(is_contended=is_contended))
+        events += self._embeddings.step()
+        self.blocks_used = self._used_blocks()
+        self._adjust_pages()
+        if events:
+            for event in events:
+                if not isinstance(event, Admitted):
+                    self._due.pop(event.request_id, None)
+            self._deliver(events)
+        return True
+
+    def _step_limits(self, *, is_contended: bool) -> Limits:
+        return replace(self._limits, step_tokens=self._limits.chunk_tokens) if is_contended else self._limits
 
     # Commands
 
     def _take_commands(self) -> bool:
-        """Apply queued commands; block while there is nothing to compute. False: stop."""
-        block, patience = self._patience()
+        """Apply the queued commands. False: stop."""
         try:
-            command = self._inbox.get(block=block, timeout=patience)
+            command = self._inbox.get_nowait()
             self._is_stalled = False
             while True:
                 match command:
@@ -194,24 +257,19 @@ class Batcher:
                             self._runner.forward([Row(self._runner.new_state(), 0, WARM_UP)])
                         done()
                     case EmbedRequest():
+                        self._expect(command.request_id)
                         self._embeddings.add(command)
                     case GenerationRequest():
+                        self._expect(command.request_id)
                         self._enqueue(command)
                 command = self._inbox.get_nowait()
         except queue.Empty:
             return True
 
-    def _patience(self) -> tuple[bool, float | None]:
-        """Return whether to wait for a command, and for how many seconds; None: without limit."""
-        now = time.monotonic()
-        idle = not (self._running or self._waiting or self._embeddings or self._prepared.busy or self._pending_events)
-        if not idle and not self._is_stalled:
-            return (True, _PAGES_WITHIN_S) if self._awaits_pages() else (False, None)
-        expiry = self._prepared.next_expiry()
-        due = [max(0.0, expiry - now)] if expiry is not None else []
-        if self._kv is not None and (patience := self._kv.patience(now)) is not None:
-            due.append(patience)
-        return True, min(due, default=None)
+    def _expect(self, request_id: str) -> None:
+        """Note when the request should have its first token."""
+        if self._ttft_s is not None:
+            self._due[request_id] = time.monotonic() + self._ttft_s
 
     # Memory
 
@@ -281,13 +339,14 @@ class Batcher:
         self._embeddings.forget(request_id)
         self._unfinished.pop(request_id, None)
         self._admitted.discard(request_id)
+        self._due.pop(request_id, None)
 
     # A step
 
-    def _step(self) -> list[Event]:
+    def _step(self, limits: Limits) -> list[Event]:
         if self._runner is None or not (self._running or self._waiting or self._prepared.busy):
             return []
-        plan = plan_step([s.view for s in self._running.values()], (s.view for s in self._waiting), self._limits)
+        plan = plan_step([s.view for s in self._running.values()], (s.view for s in self._waiting), limits)
         events: list[Event] = list(self._move(plan, self._runner))
         self._make_room(plan)
         computed = [self._running[work.key] for work in plan.work]
@@ -295,7 +354,7 @@ class Batcher:
             Row(s.state, s.computed, s.tokens[s.computed : s.computed + w.count], s.request.adapter)
             for s, w in zip(computed, plan.work, strict=True)
         ]
-        extra = self._prepared.work(background_prefill.prefill_tokens(plan, self._limits))
+        extra = self._prepared.work(background_prefill.prefill_tokens(plan, limits))
         if extra is not None:
             rows.append(extra[1])
         self._is_stalled = not rows and not self._prepared.busy

@@ -11,6 +11,7 @@ import pytest
 
 from services.engine.domain.elastic_kv import Lease
 from services.engine.generation.batcher import Batcher
+from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.request import GenerationRequest
@@ -89,8 +90,8 @@ def tokens_of(loaded: LoadedModel, requests: Sequence[GenerationRequest], pool: 
     )
     batcher.borrow(KvPages(Lease(1, PAGES, 1, 1, asked=1), pool, PAGES))
     pool.demand(1)
-    thread = threading.Thread(target=batcher.run)
-    thread.start()
+    loop = DeviceLoop(1)
+    ended = loop.serve("test", batcher)
     try:
         for request in requests:
             batcher.submit(request)
@@ -102,7 +103,8 @@ def tokens_of(loaded: LoadedModel, requests: Sequence[GenerationRequest], pool: 
                 pool.disturb()
     finally:
         batcher.stop()
-        thread.join()
+        ended.result(60)
+        loop.stop()
     assert over == set(found), "not every request ended"
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from services.engine.domain.step_planning import BLOCK_TOKENS, Limits
 from services.engine.generation.batcher import Batcher
+from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.request import GenerationRequest
 from services.engine.model import loading
@@ -146,9 +146,9 @@ class LoadedModel:
         batcher = Batcher(self.computable.runner, self.computable.embedder, self.files.tokenization, self.limits, deliver)
         for request in requests:
             batcher.submit(request)
-        thread = threading.Thread(target=batcher.run)
-        thread.start()
-        thread.join(120)
+        loop = DeviceLoop(1)
+        loop.serve("test", batcher).result(120)
+        loop.stop()
         assert not left
         return tokens
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from services.engine.generation.batcher import Batcher
+from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Broken, Event, Progressed, Yielded
 from services.engine.generation.philox import Draw
 from services.engine.generation.prepared_prefixes import Computed, Outcome, PrepareOrder
@@ -45,8 +46,8 @@ class RecordedBatcher:
             loaded.limits,
             self._deliver,
         )
-        self.thread = threading.Thread(target=self.batcher.run)
-        self.thread.start()
+        self.loop = DeviceLoop(1)
+        self.ended = self.loop.serve("test", self.batcher)
 
     def _deliver(self, events: Sequence[Event]) -> None:
         with self.grew:
@@ -84,7 +85,8 @@ class RecordedBatcher:
 
     def close(self) -> None:
         self.batcher.stop()
-        self.thread.join(60)
+        self.ended.result(60)
+        self.loop.stop()
 
 
 @pytest.fixture(scope="module", autouse=True)

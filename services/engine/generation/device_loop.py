@@ -1,0 +1,155 @@
+"""The computing thread of a device: one step of one model at a time.
+
+A dedicated engine has one batcher here, an executor one for each of its models.
+`services.engine.domain.step_order` decides whose step is next. While several models have work, none
+computes a whole long prompt in one step (`Batcher.step`).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from services.engine.domain.step_order import Lane, charged, joined, next_lane
+from services.engine.generation.batcher import Batcher
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+OnStep = Callable[[str | None], None]
+
+
+class DeviceLoop:
+    """Owns the computing thread. All methods may be called from any thread."""
+
+    def __init__(self, threads: int = 0, on_step: OnStep | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            threads: Threads that torch computes with; 0: as many as it chooses.
+            on_step: Called on the thread with a lane's name before a step or job of it, and with
+                None before the thread waits.
+        """
+        self._threads = threads
+        self._on_step = on_step if on_step is not None else _ignore
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lanes: dict[str, Lane] = {}
+        self._batchers: dict[str, tuple[Batcher, Future[None]]] = {}
+        self._busy: set[str] = set()
+        self._last_tag_s = 0.0
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    def submit(self, name: str, work: Callable[[], R]) -> Future[R]:
+        """Run `work` between two steps, on behalf of the lane `name`."""
+        done: Future[R] = Future()
+
+        def job() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            self._on_step(name)
+            try:
+                done.set_result(work())
+            except BaseException as e:  # a thread boundary: the caller gets it
+                done.set_exception(e)
+
+        self._inbox.put(job)
+        return done
+
+    def serve(self, name: str, batcher: Batcher) -> Future[None]:
+        """Run the batcher's steps until it is stopped.
+
+        The future ends then, or with the exception of a step that failed outside of the model.
+        """
+        ended: Future[None] = Future()
+        batcher.on_command = self.wake
+        self._inbox.put(partial(self._add, name, batcher, ended))
+        return ended
+
+    def wake(self) -> None:
+        """Look for work again."""
+        self._inbox.put(None)
+
+    def stop(self) -> None:
+        """End the thread after the step in progress, without waiting for it."""
+        self._inbox.put(self._end)
+
+    # On the thread
+
+    def _run(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        wait_s: float | None = None
+        while not self._is_stopped:
+            self._take_jobs(wait_s)
+            wait_s = self._compute()
+
+    def _take_jobs(self, wait_s: float | None) -> None:
+        """Run the queued jobs. Wait for one for up to `wait_s` seconds; None: without limit."""
+        try:
+            job = self._inbox.get(block=wait_s != 0, timeout=wait_s)
+            while not self._is_stopped:
+                if job is not None:
+                    job()
+                job = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _compute(self) -> float | None:
+        """Run one step, and return for how many seconds there is nothing to do."""
+        now = time.monotonic()
+        due = {name: batcher.next_step_at(now) for name, (batcher, _) in self._batchers.items()}
+        ready = {name for name, at in due.items() if at <= now}
+        for name in ready - self._busy:
+            others = [self._lanes[other] for other in ready & self._busy]
+            self._lanes[name] = joined(self._lanes[name], others, self._last_tag_s)
+        self._busy = ready
+        if not ready:
+            self._on_step(None)
+            return min((at - now for at in due.values() if at < float("inf")), default=None)
+        lanes = (replace(self._lanes[name], deadline=self._batchers[name][0].deadline(now)) for name in ready)
+        self._step(next_lane(lanes, now).name, is_contended=len(ready) > 1)
+        return 0.0
+
+    def _step(self, name: str, *, is_contended: bool) -> None:
+        batcher, ended = self._batchers[name]
+        lane = self._lanes[name]
+        self._last_tag_s = max(self._last_tag_s, lane.tag_s)
+        self._on_step(name)
+        begun = time.monotonic()
+        try:
+            if batcher.step(is_contended=is_contended):
+                self._lanes[name] = charged(lane, time.monotonic() - begun)
+                return
+        except Exception as e:  # a process boundary: this model fails, the others compute on
+            log.exception("a batcher failed", extra={"instance": name})
+            self._remove(name)
+            ended.set_exception(e)
+            return
+        self._remove(name)
+        ended.set_result(None)
+
+    def _add(self, name: str, batcher: Batcher, ended: Future[None]) -> None:
+        if ended.set_running_or_notify_cancel():
+            self._lanes[name] = Lane(name)
+            self._batchers[name] = batcher, ended
+
+    def _remove(self, name: str) -> None:
+        del self._batchers[name], self._lanes[name]
+        self._busy.discard(name)
+
+    def _end(self) -> None:
+        self._is_stopped = True
+
+
+def _ignore(_: str | None) -> None:
+    """Record nothing."""

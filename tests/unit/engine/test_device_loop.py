@@ -1,0 +1,124 @@
+"""The computing thread of several models."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from services.engine.generation.batcher import Batcher
+from services.engine.generation.device_loop import DeviceLoop
+
+WITHIN_S = 20.0
+
+
+class ScriptedBatcher:
+    """A batcher with a number of steps to do, each of a given length."""
+
+    def __init__(self, journal: list[tuple[str, bool]], name: str, steps: int, step_s: float = 0.0) -> None:
+        self.journal, self.name, self.left, self.step_s = journal, name, steps, step_s
+        self.stopping = False
+        self.error: Exception | None = None
+        self.on_command: Callable[[], None] = lambda: None
+
+    def next_step_at(self, now: float) -> float:
+        return now if self.left or self.stopping or self.error else float("inf")
+
+    def deadline(self, now: float) -> float | None:
+        return None
+
+    def step(self, *, is_contended: bool) -> bool:
+        if self.error is not None:
+            raise self.error
+        if self.stopping:
+            return False
+        self.left -= 1
+        self.journal.append((self.name, is_contended))
+        time.sleep(self.step_s)
+        return True
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.on_command()
+
+
+@pytest.fixture
+def device() -> Iterator[DeviceLoop]:
+    loop = DeviceLoop(1)
+    yield loop
+    loop.stop()
+
+
+def serve(device: DeviceLoop, batcher: ScriptedBatcher) -> Any:
+    return device.serve(batcher.name, cast("Batcher", batcher))
+
+
+def test_single_token_of_one_model_runs_during_a_long_batch_of_another(device: DeviceLoop) -> None:
+    journal: list[tuple[str, bool]] = []
+    long, short = ScriptedBatcher(journal, "long", 50, 0.002), ScriptedBatcher(journal, "short", 1)
+    blocked = threading.Event()
+    device.submit("test", lambda: blocked.wait(WITHIN_S))
+    ends = serve(device, long), serve(device, short)
+    blocked.set()
+    while long.left:
+        device.submit("test", lambda: None).result(WITHIN_S)
+    for batcher in (long, short):
+        batcher.stop()
+    for ended in ends:
+        ended.result(WITHIN_S)
+    at = [name for name, _ in journal].index("short")
+    assert at <= 1, "the short one ran among the first steps"
+    assert journal[at][1], "it knew that the other was waiting"
+    assert not journal[-1][1], "the other did not wait for anybody at the end"
+
+
+def test_batcher_that_fails_ends_alone(device: DeviceLoop) -> None:
+    journal: list[tuple[str, bool]] = []
+    broken, healthy = ScriptedBatcher(journal, "broken", 0), ScriptedBatcher(journal, "healthy", 3)
+    broken.error = RuntimeError("broken beyond its requests")
+    failed, ended = serve(device, broken), serve(device, healthy)
+    with pytest.raises(RuntimeError, match="broken beyond"):
+        failed.result(WITHIN_S)
+    healthy.stop()
+    ended.result(WITHIN_S)
+
+
+def test_stopped_batcher_is_forgotten_and_its_name_can_be_used_again(device: DeviceLoop) -> None:
+    journal: list[tuple[str, bool]] = []
+    for _ in range(3):
+        batcher = ScriptedBatcher(journal, "again", 1)
+        ended = serve(device, batcher)
+        batcher.stop()
+        ended.result(WITHIN_S)
+
+
+def test_loop_names_the_model_that_computes_and_none_while_it_waits() -> None:
+    named: list[str | None] = []
+    idle = threading.Event()
+
+    def on_step(name: str | None) -> None:
+        named.append(name)
+        if name is None and "model" in named:
+            idle.set()
+
+    device = DeviceLoop(1, on_step)
+    try:
+        batcher = ScriptedBatcher([], "model", 2)
+        serve(device, batcher)
+        assert idle.wait(WITHIN_S)
+    finally:
+        device.stop()
+    assert named[-1] is None
+    assert named.count("model") == 2
+
+
+def test_error_of_a_job_reaches_its_caller(device: DeviceLoop) -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        device.submit("test", fail).result(WITHIN_S)
+    assert device.submit("test", lambda: 3).result(WITHIN_S) == 3

@@ -223,7 +223,10 @@ class LinkStatus(Frozen):
     `finish_ms`: when all that is queued now will be loaded.
     """
 
-    link: str = Field(description="As ssd:nvme0n1, remote:bucket.s3.amazonaws.com, peer:node-1, bus:cuda:0.")
+    link: str = Field(
+        description="As ssd:nvme0n1, remote:bucket.s3.amazonaws.com, peer:node-1, bus:cuda:0, or p2p:cpu:1>cpu:2 for copies from "
+        "one device of the node to another."
+    )
     bytes_per_second: float | None = Field(default=None, description="Learned from its latest chunks.")
     queued_bytes: int = 0
     loads: int = 0
@@ -257,6 +260,11 @@ class WeightsOnDevice(Frozen):
     read_bytes: int = Field(description="That a load would read from its source, unless host memory has the weights.")
     unmapped_bytes: int = Field(description="Whole pages of its units that no instance maps or loads, missing ones included.")
     exclusive_bytes: int = Field(default=0, description="Whole pages of mapped units that no other known weights have.")
+    peer_bytes: dict[str, int] = Field(
+        default_factory=dict,
+        description="Of `missing_bytes`, what other devices of the node have. A unit that several have counts for the one with "
+        "the fastest link.",
+    )
 
 
 class DeviceMemory(Frozen):

@@ -50,6 +50,8 @@ class Candidate(Frozen):
         default=None, description="Bytes to read from the source, for a separate device; null: all that are not resident."
     )
     weights_bytes: int = Field(default=0, description="Of all its weights; 0: unknown.")
+    peers: tuple[str, ...] = Field(default=(), description="Other devices of the node that bytes are copied from.")
+    peer_bytes: int = Field(default=0, description="Bytes that are copied from them.")
     stages: int = 1
     full_workers: int = 1
     spread_ms: float | None = Field(
@@ -64,11 +66,18 @@ class Candidate(Frozen):
     @property
     def already_there(self) -> str:
         """Text as "7.1 of 8.0 GiB already on cpu:1"; empty: nothing is there, or it is unknown."""
-        if not self.resident_bytes or not self.weights_bytes:
+        return self._part(self.resident_bytes, f"already on {', '.join(self.device_ids)}")
+
+    @property
+    def from_peers(self) -> str:
+        """Text as "2.1 of 8.0 GiB from cpu:1"; empty: nothing is copied from another device."""
+        return self._part(self.peer_bytes, f"from {', '.join(self.peers)}")
+
+    def _part(self, nbytes: int, where: str) -> str:
+        if not nbytes or not self.weights_bytes:
             return ""
         unit, name = (2**30, "GiB") if self.weights_bytes >= 2**30 else (2**20, "MiB")
-        there, whole = (f"{n / unit:.1f}" for n in (self.resident_bytes, self.weights_bytes))
-        return f"{there} of {whole} {name} already on {', '.join(self.device_ids)}"
+        return f"{nbytes / unit:.1f} of {self.weights_bytes / unit:.1f} {name} {where}"
 
     @property
     def error_ms(self) -> float | None:

@@ -174,9 +174,9 @@ def _phases(ms: dict[str, float]) -> str:
 
 
 def _way(candidate: Candidate) -> str:
-    """`load`, or `reuse` where only missing bytes are copied; after `evict_then_` if need be."""
+    """`load`, `reuse` (only missing bytes are copied) or `peer copy`; `evict then` precedes it."""
     way = candidate.way.replace("_", " ")
-    return way.replace("load", "reuse") if candidate.ready_by == "reuse" else way
+    return way.replace("load", candidate.ready_by.replace("_", " ")) if candidate.ready_by in ("reuse", "peer_copy") else way
 
 
 def _cells(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ def _cells(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
         candidate.node,
         ",".join(candidate.device_ids),
         _way(candidate),
-        "\n".join(filter(None, (candidate.source, candidate.already_there))),
+        "\n".join(filter(None, (candidate.source, candidate.already_there, candidate.from_peers))),
         "" if predicted is None else format_duration(predicted / 1e3),
         _phases(candidate.predicted),
         format_size(candidate.needed_bytes),

@@ -282,6 +282,17 @@ def show_devices(out: Console, cluster: ClusterView) -> None:
 _DRAWN = 40
 
 
+def _peer_links(node: NodeView, device_id: str) -> str:
+    """Return the bandwidths of copies from other devices of the node, a line each."""
+    lines = []
+    for link in node.loader.links if node.loader is not None else ():
+        source, _, target = link.link.removeprefix("p2p:").partition(">")
+        if target == device_id and link.bytes_per_second:
+            pace = " (paced)" if link.is_paced else ""
+            lines.append(f"\nfrom {source} {format_size(int(link.bytes_per_second))}/s{pace}")
+    return "".join(lines)
+
+
 def show_memory(out: Console, cluster: ClusterView) -> None:
     """Draw each device with memory of its own: units by model, shared, reusable and free bytes."""
     drawn = False
@@ -300,7 +311,7 @@ def show_memory(out: Console, cluster: ClusterView) -> None:
                 f"\n{escape(node.node)} {device.device_id} {format_size(device.total_bytes)} {bar}[dim]{'░' * rest}[/]\n"
                 f"{format_size(device.mapped_bytes)} mapped, {format_size(device.reusable_bytes)} reusable{lent}, "
                 f"{format_size(device.free_bytes)} free; copied {format_size(device.copied_bytes)}, "
-                f"reused {format_size(device.reused_bytes)} so far{paced}",
+                f"reused {format_size(device.reused_bytes)} so far{paced}{_peer_links(node, device.device_id)}",
                 soft_wrap=True,
             )
             table = Table(box=None, header_style="dim")

@@ -137,8 +137,7 @@ class CopyThread:
         if self._pacer is not None:
             self._wait(arena, self._pacer.book(missing.unit.nbytes, began))
         rate = missing.unit.nbytes / max(self._clock() - began, 1e-9)
-        known = self.bytes_per_second
-        self.bytes_per_second = rate if known is None else known + _RATE_WEIGHT * (rate - known)
+        self.bytes_per_second = moved(self.bytes_per_second, rate)
         with self._target.changed:
             self._target.settle(arena, index, key, digests, copied_bytes=missing.unit.nbytes)
 
@@ -147,6 +146,11 @@ class CopyThread:
         with self._target.changed:
             while arena.is_open and (left := until - self._clock()) > 0:
                 self._target.changed.wait(left)
+
+
+def moved(known: float | None, rate: float) -> float:
+    """Return a link's bandwidth after one more copy at `rate`."""
+    return rate if known is None else known + _RATE_WEIGHT * (rate - known)
 
 
 def _failure(device_id: str, error: OSError) -> ThawError:

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import DeviceMissing
 from weights.devices.pacing import Pacer
 from weights.store.arena import PagedArena
 from weights.store.checking import SAMPLE_BYTES, key_on_device
-from weights.store.copying import Target
+from weights.store.copying import Target, moved
 from weights.store.memory import PageMemory
 from weights.store.missing import Missing
 from weights.store.pages import StoredUnit
@@ -44,22 +45,44 @@ class Peer(Protocol):
     def unhold(self, holder: str) -> None: ...
     def has_any(self, units: Iterable[Unit]) -> bool: ...
 
+    def complete_units(self) -> Mapping[str, int]:
+        """Return the bytes of the units whose content is known and here, by key."""
+        ...
+
     def reading(self) -> AbstractContextManager[None]:
         """Keep the memory mapped meanwhile. Raises `DeviceMissing` if the device is closed."""
         ...
 
 
-def split(units: Iterable[tuple[int, int]], peer_rate: float, host_rate: float) -> set[int]:
+@dataclass(frozen=True)
+class PeerLink:
+    """Copies from another device into one.
+
+    Attributes:
+        bytes_per_second: Its pace, or as measured; None: neither.
+        queued_bytes: Of units that wait for it.
+        loads: Arenas that wait for them.
+    """
+
+    peer: str
+    bytes_per_second: float | None
+    is_paced: bool
+    queued_bytes: int
+    loads: int
+
+
+def split(units: Iterable[tuple[int, int, float]], host_rate: float, host_bytes: int = 0) -> set[int]:
     """Return the units that are to come from host memory: each link takes what it finishes sooner.
 
     Args:
-        units: Index and bytes of each, in execution order.
-        peer_rate: Bytes per second from the other device.
+        units: Index, bytes, and bytes per second from the other device of each, in execution order.
+            One thread copies from all other devices, one unit after the other.
         host_rate: Bytes per second by way of host memory, reading included.
+        host_bytes: Of further units, which no other device has.
     """
-    peer_s = host_s = 0.0
+    peer_s, host_s = 0.0, host_bytes / host_rate
     host = set()
-    for index, nbytes in units:
+    for index, nbytes, peer_rate in units:
         if host_s + nbytes / host_rate < peer_s + nbytes / peer_rate:
             host_s += nbytes / host_rate
             host.add(index)
@@ -69,11 +92,7 @@ def split(units: Iterable[tuple[int, int]], peer_rate: float, host_rate: float) 
 
 
 class PeerThread:
-    """Copies units from other devices into one device's pages.
-
-    Attributes:
-        rates: Bytes per second of the latest copies, by device.
-    """
+    """Copies units from other devices into one device's pages."""
 
     def __init__(
         self,
@@ -89,7 +108,7 @@ class PeerThread:
         self._target, self._memory, self._arenas, self._pacers = target, memory, arenas, pacers
         self._verify, self._clock = verify, clock
         self.peers: Mapping[str, Peer] = {}
-        self.rates: dict[str, float] = {}
+        self._rates: dict[str, float] = {}
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -107,22 +126,52 @@ class PeerThread:
         if self._thread is not None:
             self._thread.join()
 
+    def rate_of(self, peer: str) -> float | None:
+        """Return the bytes per second of copies from a device: its pace, or as measured."""
+        return self._pacers[peer].bytes_per_second if peer in self._pacers else self._rates.get(peer)
+
+    def _fastest_first(self) -> list[tuple[str, float]]:
+        rates = [(name, self.rate_of(name) or TYPICAL_BYTES_PER_SECOND) for name in self.peers]
+        return sorted(rates, key=lambda found: -found[1])
+
     def find(self, arena: PagedArena, host_rate: float) -> None:
         """Find the missing units of a new arena on other devices, and hold them there."""
         wanted = {i: m.unit for i, m in arena.missing.items() if m.unit.key.startswith("sha256:")}
-        for name, peer in self.peers.items() if wanted else ():
-            there = peer.hold(self._holder(arena), wanted.values())
-            mine = {i for i, unit in wanted.items() if unit.key in there}
-            ordered = sorted(mine, key=lambda i: (arena.missing[i].rank, i))
-            rate = self._pacers[name].bytes_per_second if name in self._pacers else self.rates.get(name, TYPICAL_BYTES_PER_SECOND)
-            from_host = split([(i, wanted[i].nbytes) for i in ordered], rate, host_rate)
-            with self._target.changed:
-                for index in mine:
-                    missing = arena.missing[index]
-                    missing.peer, missing.source = name, there[wanted[index].key]
-                    missing.reads_host = index in from_host
-                self._target.changed.notify_all()
-            wanted = {i: u for i, u in wanted.items() if i not in mine}
+        found: dict[int, tuple[str, float, StoredUnit]] = {}
+        for name, rate in self._fastest_first():
+            left = {i: unit for i, unit in wanted.items() if i not in found}
+            there = self.peers[name].hold(self._holder(arena), left.values()) if left else {}
+            found |= {i: (name, rate, there[unit.key]) for i, unit in left.items() if unit.key in there}
+        ordered = sorted(found, key=lambda i: (arena.missing[i].rank, i))
+        alone = sum(m.unit.nbytes for i, m in arena.missing.items() if i not in found)
+        from_host = split([(i, wanted[i].nbytes, found[i][1]) for i in ordered], host_rate, alone)
+        with self._target.changed:
+            for index, (name, _, source) in found.items():
+                missing = arena.missing[index]
+                missing.peer, missing.source = name, source
+                missing.reads_host = index in from_host
+            self._target.changed.notify_all()
+
+    def complete_units(self) -> list[tuple[str, Mapping[str, int]]]:
+        """Return the units of all other devices, those with the fastest link first.
+
+        The target's lock is not held.
+        """
+        return [(name, self.peers[name].complete_units()) for name, _ in self._fastest_first()]
+
+    def links(self) -> list[PeerLink]:
+        """Return the links that are in use, or whose bandwidth is known.
+
+        The target's lock is held.
+        """
+        waiting = [[m for m in a.missing.values() if m.peer is not None] for a in self._arenas.values()]
+        found = []
+        for name in self.peers:
+            queued = [sum(m.unit.nbytes for m in missing if m.peer == name) for missing in waiting]
+            link = PeerLink(name, self.rate_of(name), name in self._pacers, sum(queued), sum(n > 0 for n in queued))
+            if link.bytes_per_second is not None or link.queued_bytes:
+                found.append(link)
+        return found
 
     def have_any(self, units: Sequence[Unit]) -> bool:
         """True if another device has one of the units. The target's lock is not held."""
@@ -203,7 +252,8 @@ class PeerThread:
             with target.changed:
                 while arena.is_open and (left := until - self._clock()) > 0:
                     target.changed.wait(left)
-        self.rates[missing.peer or ""] = missing.unit.nbytes / max(self._clock() - began, 1e-9)
+        name, rate = missing.peer or "", missing.unit.nbytes / max(self._clock() - began, 1e-9)
+        self._rates[name] = moved(self._rates.get(name), rate)
         with target.changed:
             arena.peer_bytes += missing.unit.nbytes
             target.settle(arena, index, key, {}, copied_bytes=missing.unit.nbytes, is_from_peer=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from weights.store.pages import Store, StoredUnit
 from weights.store.units import PAGE_BYTES, Unit, pages_of
@@ -28,6 +29,7 @@ class ResidentWeights:
     read_bytes: int
     unmapped_bytes: int
     exclusive_bytes: int
+    peer_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,39 @@ class KnownUnits:
                 del self._users[key]
 
 
-def residency(store: Store, known: KnownUnits, loading: Sequence[LoadingWeights] = ()) -> tuple[ResidentWeights, ...]:
+def bytes_on_peers(peers: Iterable[tuple[str, Mapping[str, int]]], store: Store, known: KnownUnits) -> dict[str, dict[str, int]]:
+    """Return the bytes that a device lacks and its peers have, by weights and peer.
+
+    Args:
+        peers: Name of each, and the bytes of its complete units by key. A unit counts for the first
+            that has it.
+        store: The device's own pages.
+        known: The units of weights.
+    """
+    here = {key for key, unit in store.units.items() if unit.is_complete}
+    found: dict[str, dict[str, int]] = {}
+    for name, units in peers:
+        for key in units.keys() - here:
+            for weights_id in known.users(key):
+                of = found.setdefault(weights_id, {})
+                of[name] = of.get(name, 0) + units[key]
+        here |= units.keys()
+    return found
+
+
+def residency(
+    store: Store,
+    known: KnownUnits,
+    loading: Sequence[LoadingWeights] = (),
+    on_peers: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+) -> tuple[ResidentWeights, ...]:
     """Return the weights that have units in `store`, those with most bytes there first.
 
     Args:
         store: The device's pages.
         known: The units of weights.
         loading: Weights whose units instances map or load; known or not.
+        on_peers: Result of `bytes_on_peers`.
     """
     holding: dict[str, LoadingWeights] = {}
     users: dict[str, frozenset[str]] = {}
@@ -133,7 +161,9 @@ def residency(store: Store, known: KnownUnits, loading: Sequence[LoadingWeights]
         users[key] = found = users.get(key, frozenset()) | known.users(key)
         for weights_id in found:
             there.setdefault(weights_id, []).append(unit)
-    rows = [_row(w, units, known.of(w), holding.get(w), users) for w, units in there.items()]
+    rows = [
+        replace(_row(w, units, known.of(w), holding.get(w), users), peer_bytes=on_peers.get(w, {})) for w, units in there.items()
+    ]
     return tuple(sorted(rows, key=lambda r: (r.missing_bytes - r.total_bytes, r.weights_id))[:MOST_REPORTED])
 
 

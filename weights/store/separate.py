@@ -38,8 +38,8 @@ from weights.store.generations import EarlierPages
 from weights.store.lending import Lender
 from weights.store.memory import PageMemory, extents_of
 from weights.store.pages import Cost, Store, StoredUnit
-from weights.store.peers import TYPICAL_BYTES_PER_SECOND, PeerThread
-from weights.store.residency import KnownUnits, LoadingWeights, residency
+from weights.store.peers import TYPICAL_BYTES_PER_SECOND, PeerLink, PeerThread
+from weights.store.residency import KnownUnits, LoadingWeights, bytes_on_peers, residency
 from weights.store.units import PAGE_BYTES, Unit, cut_units, tensors_of
 from weights.store.usage import PagesInUse
 
@@ -126,7 +126,7 @@ class SeparateDevice:
 
     @property
     def bytes_per_second(self) -> float | None:
-        return self._copies.bytes_per_second
+        return self._copies.bytes_per_second or self.paced_bytes_per_second
 
     @property
     def paced_bytes_per_second(self) -> float | None:
@@ -301,6 +301,18 @@ class SeparateDevice:
                 self._opening.add(holder)
             return found
 
+    def complete_units(self) -> Mapping[str, int]:
+        """Return the bytes of the units whose content is known and here, by key."""
+        with self.changed:
+            units = self._pages.store.units
+        return {k: u.nbytes for k, u in units.items() if u.is_complete and k.startswith("sha256:")}
+
+    @property
+    def peer_links(self) -> list[PeerLink]:
+        """The links from other devices that are in use, or whose bandwidth is known."""
+        with self.changed:
+            return self._from_peers.links()
+
     def has_any(self, units: Iterable[Unit]) -> bool:
         """True if one of the units is complete here."""
         with self.changed:
@@ -331,7 +343,7 @@ class SeparateDevice:
 
     def _host_rate(self, weights_id: str) -> float:
         """Return the expected bandwidth by way of host memory, reading included."""
-        link = self.paced_bytes_per_second or self.bytes_per_second or TYPICAL_BYTES_PER_SECOND
+        link = self.bytes_per_second or TYPICAL_BYTES_PER_SECOND
         return min(link, 1e9 / SECONDS_PER_GB[self._pages.tier_of(weights_id)])
 
     # -- for the copying thread --------------------------------------------------------------------
@@ -369,7 +381,8 @@ class SeparateDevice:
                 LoadingWeights(a.place.weights_id, frozenset(a.keys), sum(m.unit.nbytes for m in a.missing.values()))
                 for a in self._arenas.values()
             ]
-        weights = residency(store, self._known, loading)
+        on_peers = bytes_on_peers(self._from_peers.complete_units(), store, self._known)
+        weights = residency(store, self._known, loading, on_peers)
         return replace(used, weights=weights, paced_bytes_per_second=self.paced_bytes_per_second, numa_node=self._numa_node)
 
     def snapshot(self) -> Snapshot:

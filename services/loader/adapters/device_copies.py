@@ -32,6 +32,7 @@ from weights.store.arena import PagedArena
 from weights.store.auditing import Audit
 from weights.store.cost import Tier
 from weights.store.node_devices import NodeDevices
+from weights.store.peers import PeerLink
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 from weights.store.usage import PagesInUse
@@ -320,6 +321,7 @@ class Copies:
                     group_bytes=device.group_bytes,
                 )
             )
+            found += [_peer_link(device.device_id, p) for p in separate.peer_links] if separate is not None else []
         return tuple(found)
 
     # -- threads -----------------------------------------------------------------------------------
@@ -425,6 +427,17 @@ class Copies:
             except Exception:  # the waiter for this release needs an answer, and no byte that is not free
                 log.exception("failed to release device memory", extra={"device": copy.order.device})
             return copy.freed
+
+
+def _peer_link(device_id: str, p: PeerLink) -> LinkStatus:
+    return LinkStatus(
+        link=f"p2p:{p.peer}>{device_id}",
+        bytes_per_second=p.bytes_per_second,
+        queued_bytes=p.queued_bytes,
+        loads=p.loads,
+        finish_ms=p.queued_bytes / p.bytes_per_second * 1e3 if p.queued_bytes and p.bytes_per_second else None,
+        is_paced=p.is_paced,
+    )
 
 
 def _digests(layout: Layout) -> dict[str, str]:

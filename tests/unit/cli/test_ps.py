@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView
-from shared.contracts.loader import DeviceMemory, ModelUnits
+from shared.contracts.loader import DeviceMemory, LinkStatus, ModelUnits
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, Suspension, Timing
 from tests.unit.cli.test_migrate import DONE
@@ -107,6 +107,13 @@ def test_suspended_instance_is_shown_with_its_snapshot_size() -> None:
     assert facts["last_resume"] is None
 
 
+LINKS = (
+    LinkStatus(link="p2p:cpu:2>cpu:1", bytes_per_second=2.0**33, is_paced=True),
+    LinkStatus(link="p2p:cpu:3>cpu:1", bytes_per_second=2.0**30),
+    LinkStatus(link="p2p:cpu:1>cpu:2", bytes_per_second=2.0**33, is_paced=True),
+)
+
+
 def test_the_memory_of_a_separate_device_is_drawn() -> None:
     units = ModelUnits(model="base", weights_id="w", mapped_bytes=2**28, reusable_bytes=0, shared_bytes=2**27)
     memory = DeviceMemory(
@@ -120,7 +127,7 @@ def test_the_memory_of_a_separate_device_is_drawn() -> None:
         models=(units,),
         paced_bytes_per_second=2.0**31,
     )
-    node = NodeView(node="n", alive=True, loader=LoaderView(memory=(memory,)))
+    node = NodeView(node="n", alive=True, loader=LoaderView(memory=(memory,), links=LINKS))
     file = io.StringIO()
     show_memory(Console(file=file, width=160), ClusterView(scheduler="s", epoch=1, models=(), nodes=(node,)))
     text = file.getvalue()
@@ -128,6 +135,8 @@ def test_the_memory_of_a_separate_device_is_drawn() -> None:
     assert "256 MiB mapped, 256 MiB reusable, 256 MiB of an earlier loader, 256 MiB free; copied 512 MiB" in text
     assert "128 MiB" in text
     assert "paced to 2.0 GiB/s from host memory" in text
+    assert "from cpu:2 8.0 GiB/s (paced)" in text
+    assert "from cpu:3 1.0 GiB/s\n" in text
     file = io.StringIO()
     show_memory(Console(file=file, width=160), ClusterView(scheduler="s", epoch=1, models=(), nodes=()))
     assert "No device has memory of its own" in file.getvalue()

@@ -31,6 +31,27 @@ def load_s(nbytes: int, slowest: float, queue_s: float = 0.0) -> float:
     return queue_s + nbytes / slowest
 
 
+def two_way_load_s(nbytes: int, host_rate: float, peer_bytes: int, peer_rate: float, queue_s: float = 0.0) -> tuple[float, float]:
+    """Return the seconds of a load over two links at once, and the bytes that the peer link brings.
+
+    Host memory may bring a part of the peer's bytes, so that both links end together.
+
+    Args:
+        nbytes: Bytes to load.
+        host_rate: Bytes per second by way of host memory, the source included.
+        peer_bytes: Of `nbytes`, what other devices of the node have.
+        peer_rate: Bytes per second from them.
+        queue_s: Seconds before host memory gets its first byte.
+    """
+    host_only = nbytes - peer_bytes
+    host_s = queue_s + host_only / host_rate if host_only else 0.0
+    if host_s >= peer_bytes / peer_rate:  # the peers are done first
+        return host_s, float(peer_bytes)
+    together_s = (nbytes + queue_s * host_rate) / (host_rate + peer_rate)
+    seconds = together_s if together_s > queue_s else nbytes / peer_rate
+    return seconds, min(float(peer_bytes), seconds * peer_rate)
+
+
 def resume_s(tokens_in: float, tokens_out: float, per_token: float, fixed: float) -> float:
     """Return a·(t_in + t_out) + b (ServerlessLLM §6.2): seconds to recompute the KV cache
     elsewhere.

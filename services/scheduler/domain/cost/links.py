@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from shared.contracts.loader import LinkStatus, LoaderStatus
 
 DEFAULT_BYTES_PER_SECOND = 1e9
+PEER_LINK = "p2p"
+"""Kind of the links between two devices of a node."""
 NEGLIGIBLE_S = 0.05
 """A shorter queue does not distinguish nodes."""
 
@@ -32,6 +34,13 @@ def slowest(tier: str, device_id: str, status: LoaderStatus | None) -> float | N
     return min([b for b in (*known, bus) if b], default=None)
 
 
+def peer_rate(status: LoaderStatus | None, peer: str, device_id: str) -> float:
+    """Return the bandwidth of copies from one device of a node to another."""
+    name = f"{PEER_LINK}:{peer}>{device_id}"
+    known = (link.bytes_per_second for link in status.links if link.link == name) if status is not None else ()
+    return next((rate for rate in known if rate), DEFAULT_BYTES_PER_SECOND)
+
+
 def afar(status: LoaderStatus) -> float | None:
     """Return the measured bandwidth of the link to remote sources; None: unknown."""
     link = link_of("remote", status.links) if status.links else None
@@ -50,7 +59,8 @@ def busy_until(reported_at: float, status: LoaderStatus | None, decided: Sequenc
     until = 0.0
     speed = DEFAULT_BYTES_PER_SECOND
     if status is not None:
-        queue_s = max([link.finish_ms or 0.0 for link in status.links], default=0.0) / 1e3
+        shared = [link for link in status.links if not link.link.startswith(PEER_LINK)]
+        queue_s = max([link.finish_ms or 0.0 for link in shared], default=0.0) / 1e3
         if queue_s > NEGLIGIBLE_S:
             until = reported_at + queue_s
         speed = status.bytes_per_second or speed

@@ -8,19 +8,29 @@ updates the parameters (`updated_estimates`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from services.scheduler.domain.cost.cost import Cost
-from services.scheduler.domain.cost.formulas import AFTER, BEFORE, BRINGING, ENGINE, critical_path, critical_phases, load_s
+from services.scheduler.domain.cost.formulas import (
+    AFTER,
+    BEFORE,
+    BRINGING,
+    ENGINE,
+    critical_path,
+    critical_phases,
+    load_s,
+    two_way_load_s,
+)
 from services.scheduler.domain.cost.learned import Parameter, observe
-from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, slowest
+from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, peer_rate, slowest
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
-from services.scheduler.domain.state.shared_weights import separate_memory, weights_there
+from services.scheduler.domain.state.shared_weights import bytes_on_peers, separate_memory, weights_there
 from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, estimate_key
 from services.scheduler.domain.values import value
 from shared.contracts.loader import LoaderStatus, WeightsOnDevice
@@ -74,6 +84,8 @@ class Prediction:
         read_bytes: Bytes that are read from the source; None: those that are not on the device.
         is_reuse: Only what the device lacks is copied to it.
         weights_bytes: Bytes of all the weights, where some are on the device; else 0.
+        peers: Other devices of the node that bytes are copied from.
+        peer_bytes: Bytes that are copied from them.
     """
 
     phases: dict[str, float]
@@ -85,6 +97,8 @@ class Prediction:
     read_bytes: int | None = None
     is_reuse: bool = False
     weights_bytes: int = 0
+    peers: tuple[str, ...] = ()
+    peer_bytes: int = 0
 
 
 class _Loading(NamedTuple):
@@ -96,6 +110,8 @@ class _Loading(NamedTuple):
     read_bytes: int | None = None
     is_reuse: bool = False
     weights_bytes: int = 0
+    peers: tuple[str, ...] = ()
+    peer_bytes: int = 0
 
 
 class Forecast:
@@ -216,7 +232,8 @@ class Forecast:
         memory = separate_memory(status, b.device_id)
         if memory is not None and self.card.spec.engine == "builtin":
             units = weights_there(memory, info.revision)
-            return self._bring_units(phases, b, own, status, tier, units, queued)
+            peers = bytes_on_peers(status, memory, info.revision) if status is not None else {}
+            return self._bring_units(phases, b, own, status, tier, units, queued, peers)
         known = own.get(bandwidth(tier, b.device_id)) or own.get(bandwidth(tier))
         speed = known.value if known is not None else slowest(tier, b.device_id, status)
         there = on_device(status, info.revision, b.device_id)
@@ -240,11 +257,13 @@ class Forecast:
         tier: str,
         there: WeightsOnDevice | None,
         queued: float,
+        peers: Mapping[str, int],
     ) -> _Loading:
         """Add the phases of a load to a separate device: (S - S')/B (Tangram 4.4).
 
         What the device lacks is copied to it while the loader reads from the source, so that the
-        slower of both counts.
+        slower of both counts. What other devices have (`peers`) is copied from there at the same
+        time (Torpor 4.3).
         """
         whole = self.card.info.weights_bytes
         missing = min(whole, there.missing_bytes) if there is not None else whole
@@ -257,9 +276,18 @@ class Forecast:
         seconds = load_s(missing, bus or DEFAULT_BYTES_PER_SECOND)
         if read:
             seconds = max(seconds, load_s(read, source or DEFAULT_BYTES_PER_SECOND, queued))
+        from_peers = 0
+        if peers:
+            host = min(bus or DEFAULT_BYTES_PER_SECOND, (source or DEFAULT_BYTES_PER_SECOND) if read else math.inf)
+            there_bytes = min(missing, sum(peers.values()))
+            rate = there_bytes / sum(n / peer_rate(status, peer, b.device_id) for peer, n in peers.items())
+            seconds, copied_bytes = two_way_load_s(missing, host, there_bytes, rate, queued if read else 0.0)
+            from_peers = round(copied_bytes)
+            read = max(0, read - from_peers)
         phases["load"] = (fixed.value if fixed is not None else DEFAULT_REUSE_MS) + seconds * 1e3
         phases["fetch"] = phases["load"] if tier == "remote" and read else 0.0
-        return _Loading(tier, whole - missing, queued * 1e3 if read else 0.0, read, missing < whole, whole)
+        queued_ms = queued * 1e3 if read else 0.0
+        return _Loading(tier, whole - missing, queued_ms, read, missing < whole, whole, tuple(peers), from_peers)
 
     @property
     def _afar(self) -> str:
@@ -389,6 +417,8 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
 def _reused(state: ClusterState, model: str, chosen: Candidate, ms: float, missing: int) -> dict[str, float]:
     """Return what a load to a separate device has measured: of the slower of its two parts."""
     device_id, read = chosen.device_ids[0], chosen.read_bytes or 0
+    if chosen.peer_bytes:  # the loader measures the links between devices itself
+        return {}
     if not missing and not read:
         return {REUSING: ms} if ms > 0 else {}
     known = _values(state, model, chosen.node)

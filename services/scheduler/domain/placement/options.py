@@ -113,8 +113,11 @@ def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | D
 
 
 def _load(tx: Transaction, devices: tuple[DeviceView, ...], prediction: Prediction, clearance: Clearance) -> Option:
-    reuses = prediction.is_reuse and "reuse" in tx.policy.capabilities
-    way: Way = "reuse" if reuses else "load"
+    way: Way = "load"
+    if prediction.peer_bytes > prediction.resident_bytes and "peer_copy" in tx.policy.capabilities:
+        way = "peer_copy"
+    elif prediction.is_reuse and "reuse" in tx.policy.capabilities:
+        way = "reuse"
     return Option(devices, way, _cost(prediction, clearance), clearance, prediction.resident_bytes, prediction.source)
 
 

@@ -252,6 +252,8 @@ def _recorded(p: FeasiblePlacement) -> Candidate:
             "resident_bytes": option.resident_bytes,
             "read_bytes": prediction.read_bytes,
             "weights_bytes": prediction.weights_bytes,
+            "peers": prediction.peers,
+            "peer_bytes": prediction.peer_bytes,
             "stages": 1,
             "full_workers": 1,
             "spread_ms": option.cost.spread_s * 1e3,
@@ -275,7 +277,8 @@ def _why(best: FeasiblePlacement) -> str:
         return f"{best.resume} is suspended on {at} and resumes soonest{gone}"
     match best.option.clearance.how:
         case "none":
-            there = _recorded(best).already_there
+            chosen = _recorded(best)
+            there = ", ".join(filter(None, (chosen.already_there, chosen.from_peers)))
             return f"{at} has room and is predicted to be ready soonest" + (f": {there}" if there else "")
         case "leaving":
             return f"{at} has room once the stopping instances are gone"

@@ -27,6 +27,21 @@ def weights_there(memory: DeviceMemory, revision: str) -> WeightsOnDevice | None
     return next((w for w in memory.weights if w.weights_id == revision), None)
 
 
+def bytes_on_peers(status: LoaderStatus, memory: DeviceMemory, revision: str) -> dict[str, int]:
+    """Return the bytes of a revision that a device lacks, by the other device that has them.
+
+    The loader reports nothing of a device without any unit of the revision. The device that has
+    most of them counts then.
+    """
+    if (there := weights_there(memory, revision)) is not None:
+        return {peer: n for peer, n in there.peer_bytes.items() if n}
+    peers = {m.device_id: w for m in status.memory if m is not memory and (w := weights_there(m, revision)) is not None}
+    # Where a load would read more than is missing, the content of the units is not known.
+    known = {peer: w.total_bytes - w.missing_bytes for peer, w in peers.items() if w.read_bytes == w.missing_bytes}
+    most = max(known, key=lambda peer: known[peer], default=None)
+    return {most: known[most]} if most is not None and known[most] else {}
+
+
 def units_on(state: ClusterState, node: str, device_id: str) -> SharedUnits | None:
     """Return the units of a separate device; None for any other."""
     loader = state.loaders.get(node)

@@ -46,10 +46,13 @@ def node() -> Iterator[Node]:
 
 
 def test_each_link_takes_what_it_finishes_sooner() -> None:
-    units = [(i, 100) for i in range(6)]
-    assert split(units, 100.0, 1e-3) == set()
-    assert len(split(units, 100.0, 100.0)) == 3
-    assert len(split(units, 1e-3, 100.0)) == 6
+    def from_host(peer_rate: float, host_rate: float, host_bytes: int = 0) -> int:
+        return len(split([(i, 100, peer_rate) for i in range(6)], host_rate, host_bytes))
+
+    assert from_host(100.0, 1e-3) == 0
+    assert from_host(100.0, 100.0) == 3
+    assert from_host(1e-3, 100.0) == 6
+    assert from_host(100.0, 100.0, host_bytes=400) == 1, "host memory has other units to bring"
 
 
 def test_units_of_another_device_need_no_bytes_in_host_memory(node: Node) -> None:

@@ -16,6 +16,7 @@ from services.scheduler.domain.cost.formulas import (
     load_s,
     resume_s,
     reuse_odds,
+    two_way_load_s,
 )
 from services.scheduler.domain.cost.links import busy_until, slowest
 from shared.contracts.loader import LinkStatus, LoaderStatus
@@ -82,4 +83,20 @@ def test_link_queue_includes_reported_and_newly_decided_loads() -> None:
     assert busy_until(100.0, busy, [(101.0, 10**9), (99.0, 10**9)]) == 103.0
     assert busy_until(100.0, loader(speed=2e9), [(110.0, 10**9)]) == 110.5
     assert busy_until(100.0, loader(), ()) == 0.0
+    assert busy_until(100.0, loader(LinkStatus(link="p2p:cpu:1>cpu:2", finish_ms=2000.0)), ()) == 0.0, "no source waits for it"
     assert busy_until(0.0, None, [(5.0, 10**9)]) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("peer_bytes", "peer_rate", "queue_s", "seconds", "from_peer"),
+    [
+        (600, 200.0, 0.0, 4.0, 600),  # the peer is done first
+        (1000, 300.0, 0.0, 2.5, 750),  # both links end together
+        (1000, 300.0, 1.0, 2.75, 825),
+        (1000, 300.0, 9.0, 1000 / 300, 1000),  # the source is queued for longer than the peer needs
+        (0, 300.0, 1.0, 11.0, 0),
+    ],
+)
+def test_two_links_share_a_load(peer_bytes: int, peer_rate: float, queue_s: float, seconds: float, from_peer: float) -> None:
+    found = two_way_load_s(1000, 100.0, peer_bytes, peer_rate, queue_s)
+    assert found == (pytest.approx(seconds), pytest.approx(from_peer))

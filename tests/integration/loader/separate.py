@@ -1,0 +1,115 @@
+"""A loader in this process with separate cpu devices, over real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+from pydantic import SecretStr
+
+from services.loader import app
+from services.loader.settings import LoaderSettings
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.loader import AttachWeights, ExpectedModel, ExpectModels, LoaderStatus, WeightsAttached
+from shared.contracts.models import ModelCard
+from shared.contracts.segment import PagesHandle
+from shared.mapping import map_extents
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.integration.loader.conftest import Client
+from tests.support.servers import NatsServer
+from tests.unit.loader.checkpoints import write_checkpoint
+from weights.convert.job import convert
+from weights.pool.shm import SHM
+from weights.store.units import PAGE_BYTES
+
+
+def write_model(directory: Path, seeds: Iterable[int], *, hashed: bool = True) -> Path:
+    """Write a checkpoint of one page-sized tensor for each seed; `hashed`: convert it."""
+    weights = {f"t{i}": np.random.default_rng(seed).random(PAGE_BYTES // 4, dtype=np.float32) for i, seed in enumerate(seeds)}
+    write_checkpoint(directory / "original", weights)
+    if not hashed:
+        return directory / "original"
+    convert(directory / "original", directory / "converted")
+    return directory / "converted"
+
+
+def read(found: WeightsAttached) -> bytes:
+    """Return what an engine reads from the device."""
+    assert isinstance(found.handle, PagesHandle), found.device_error
+    mapped = map_extents(SHM / found.handle.file, found.handle.extents)
+    try:
+        return bytes(mapped)
+    finally:
+        mapped.close()
+
+
+class SeparateLoader:
+    """The loader, its client, and its latest status."""
+
+    def __init__(self, mesh: Mesh, node: str) -> None:
+        self.mesh, self.node, self.client = mesh, node, Client(mesh, node)
+        self.changed = asyncio.Condition()
+        self.status: LoaderStatus | None = None
+
+    async def hear(self, status: LoaderStatus) -> None:
+        async with self.changed:
+            self.status = status
+            self.changed.notify_all()
+
+    async def until(self, found: Callable[[LoaderStatus], bool]) -> LoaderStatus:
+        """Wait for such a status."""
+        async with asyncio.timeout(60), self.changed:
+            await self.changed.wait_for(lambda: self.status is not None and found(self.status))
+        assert self.status is not None
+        return self.status
+
+    async def until_copied(self, *units: int) -> LoaderStatus:
+        """Wait until the devices have had so many units copied to them."""
+        return await self.until(lambda status: [d.copied_bytes // PAGE_BYTES for d in status.memory] == list(units))
+
+    async def until_unmapped(self) -> LoaderStatus:
+        """Wait until no device has a mapped page."""
+        found = await self.until(lambda status: not any(d.mapped_bytes for d in status.memory))
+        assert all(not d.violations for d in found.memory)
+        return found
+
+    async def expect(self, *cards: ModelCard) -> None:
+        """Send the loader expectations, as the scheduler does."""
+        models = tuple(ExpectedModel(weights_id=c.info.revision, source=c.info.source, likelihood=0.5) for c in cards)
+        await self.mesh.request(subjects.loader_command(self.node), ExpectModels(token=1, horizon_s=120, models=models), Done)
+
+    async def attach(self, instance: str, card: ModelCard, device: str) -> WeightsAttached:
+        ask = AttachWeights(instance_id=instance, card=card, until="complete", device=device, deadline_ms=60_000)
+        return await self.mesh.request(subjects.loader_command(self.node), ask, WeightsAttached)
+
+
+@asynccontextmanager
+async def separate_loader(server: NatsServer, home: Path, devices: str, node: str) -> AsyncIterator[SeparateLoader]:
+    """Run a loader that checks every reused and copied unit. `devices`: as THAW_DEVICES."""
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
+    await mesh.start()
+    loader = SeparateLoader(mesh, node)
+    await mesh.listen(subjects.loader_status(node), LoaderStatus, loader.hear).start()
+    home.mkdir()
+    settings = LoaderSettings(
+        nats_url=SecretStr(server.url),
+        home=home,
+        node=node,
+        dram_bytes=0,
+        cache_bytes=0,
+        peer_host="",
+        verify=True,
+        devices=f"cpu:0=1GiB,{devices}",
+    )
+    stop = asyncio.Event()
+    running = asyncio.create_task(app.run(settings, stop))
+    await loader.client.until_served()
+    yield loader
+    stop.set()
+    assert await asyncio.wait_for(running, 60) == 0
+    await mesh.stop()

@@ -99,4 +99,4 @@ def test_link_queue_includes_reported_and_newly_decided_loads() -> None:
 )
 def test_two_links_share_a_load(peer_bytes: int, peer_rate: float, queue_s: float, seconds: float, from_peer: float) -> None:
     found = two_way_load_s(1000, 100.0, peer_bytes, peer_rate, queue_s)
-    assert found == (pytest.approx(seconds), pytest.approx(from_peer))
+    assert found == pytest.approx((seconds, from_peer))

@@ -41,6 +41,9 @@ def register() -> None:
 
     if LOAD_FORMAT in _LOAD_FORMAT_TO_MODEL_LOADER:
         return
+    from weights.vllm_switch import register as register_switch
+
+    register_switch()
     logger = init_logger("vllm.thaw")
 
     class ThawModelLoader(DefaultModelLoader):  # type: ignore[misc]  # Any, here

@@ -26,6 +26,7 @@ from services.enginehost.drivers.registry import DRIVERS
 from services.enginehost.runtimes.container import remove_containers
 from services.enginehost.runtimes.docker import Docker
 from services.enginehost.runtimes.endpoint import LOOPBACK_ENVIRONMENT, can_isolate
+from services.enginehost.runtimes.output import redirect_output
 from services.enginehost.runtimes.process import clean_environment
 from services.enginehost.runtimes.spare import Spare
 from services.enginehost.settings import HostSettings
@@ -83,7 +84,7 @@ def wait(engine: str) -> int:
         spare.close()
         return 0
     start = EngineStart.model_validate_json(line)
-    _redirect(start.log_path)
+    redirect_output(start.log_path)
     return _run(start, time.monotonic(), spare)
 
 
@@ -103,13 +104,6 @@ def _first_line(spare: Spare) -> bytes:
         return found
     finally:
         os.close(watched)
-
-
-def _redirect(log_path: str) -> None:
-    """Redirect standard output and error to the instance's log."""
-    with Path(log_path).open("ab") as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
 
 
 def _run(start: EngineStart, started_at_s: float, spare: Spare | None) -> int:

@@ -11,9 +11,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from services.enginehost.engine import Engine
+from services.enginehost.runtimes.output import redirect_output
 from services.enginehost.runtimes.spare import Spare
 from services.enginehost.server.migration import HostMigration
 from services.enginehost.server.serving import Serving
@@ -21,6 +23,7 @@ from services.enginehost.settings import HostSettings
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
+    ChangeModel,
     EngineAsleep,
     EngineControl,
     EngineProbed,
@@ -33,37 +36,69 @@ from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
 from shared.engines.instance_process import InstanceProcess
-from shared.errors import EngineFailed, InstanceDraining, ThawError
+from shared.errors import Conflict, EngineFailed, InstanceDraining, ThawError, UnsupportedParameter
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
+from shared.template_key import template_key
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Successor:
+    """The instance that this process and its engine become.
+
+    `asleep`: the level at which the engine sleeps.
+    """
+
+    start: EngineStart
+    asleep: int
+
+
 class Host(InstanceProcess):
-    """One host process."""
+    """One instance of a host process."""
 
     _serving: Serving
     _migration: HostMigration
 
     def __init__(
-        self, settings: HostSettings, start: EngineStart, stop: asyncio.Event, timeline: Timeline, spare: Spare | None
+        self,
+        settings: HostSettings,
+        start: EngineStart,
+        stop: asyncio.Event,
+        timeline: Timeline,
+        spare: Spare | None,
+        predecessor: Host | None = None,
     ) -> None:
+        """`predecessor`: the instance whose engine this one takes over."""
         mesh = Mesh(settings, f"enginehost-{start.instance_id}")
         self._serving = Serving(mesh)
         self._migration = HostMigration(self._serving)
         super().__init__(start, stop, timeline, mesh, self._serving, self._migration)
         self._settings = settings
-        self._engine = Engine(settings, start, timeline, self._reporter, spare)
+        if predecessor is not None and predecessor.successor is not None:
+            self._engine = predecessor.engine
+            self._engine.take_over(start, timeline, self._reporter, predecessor.successor.asleep)
+        else:
+            self._engine = Engine(settings, start, timeline, self._reporter, spare)
         self._serving.was_killed = self._engine.was_killed
         self._sleep_level: int | None = None
         self._control_lock = asyncio.Lock()
+        self._predecessor = predecessor
+        self.successor: Successor | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
 
     def _background(self) -> Mapping[str, Coroutine[Any, Any, None]]:
         return {"processes": self._engine.refresh_pids_forever()}
 
     async def _start_engine(self) -> None:
         await self._engine.start()
+        if self._predecessor is not None:
+            await self._predecessor.disconnect()
+            self._predecessor = None
         self._serving.open(self._engine.driver, self._engine.client)
 
     async def _wait_for_failure(self) -> ThawError:
@@ -77,7 +112,12 @@ class Host(InstanceProcess):
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _stop_engine(self) -> None:
-        await self._engine.stop()
+        if self.successor is None:
+            await self._engine.stop()
+
+    async def disconnect(self) -> None:
+        """Close the connection of an instance that has handed over its engine."""
+        await self._mesh.stop()
 
     async def _release_weights(self) -> None:
         """Release the loader's weights: the engine has its own copy now.
@@ -139,9 +179,35 @@ class Host(InstanceProcess):
                 async with self._control_lock:
                     same, took_ms = await self._engine.probe()
                     return EngineProbed(same=same, took_ms=took_ms)
+            case ChangeModel(start=start):
+                async with self._control_lock:
+                    return self._hand_over(start)
             case PrepareResume():
                 return await self._prepare(command)
         return Done()  # LoadAdapter, DropAdapter: the engine loads no LoRA adapters
+
+    def _hand_over(self, start: EngineStart) -> Message:
+        """End this instance; its engine becomes that of `start`.
+
+        Raises:
+            Conflict: The models have different template keys.
+            EngineFailed: The engine is not ready.
+            InstanceBusy: Requests are running.
+            UnsupportedParameter: The engine cannot change its model.
+        """
+        card = self._start.card
+        if self._reporter.state not in ("ready", "asleep") or self._serving.draining:
+            raise EngineFailed(f"The engine is {self._reporter.state} and cannot change its model now")
+        if not self._engine.driver.changes_model:
+            raise UnsupportedParameter(f"The engine of {card.name} cannot change its model", param="model")
+        if not (key := template_key(card)) or template_key(start.card) != key:
+            raise Conflict(f"{start.card.name} and {card.name} differ in more than their weights and tokenizers")
+        if self._sleep_level is None:
+            self._serving.close()
+        log.info("the engine becomes another instance", extra={"instance": start.instance_id, "model": start.card.name})
+        self.successor = Successor(start, self._sleep_level or 0)
+        self._handed_over.set()
+        return Done()
 
     async def _prepare(self, order: PrepareResume) -> Message:
         if self._serving.draining or self._sleep_level is not None or self._reporter.state != "ready":
@@ -199,4 +265,10 @@ async def run_host(
     """
     timeline = Timeline("enginehost")
     timeline.add(Phase.LIBRARIES, started_at_s, time.monotonic())
-    return await Host(settings, start, stop, timeline, spare).run()
+    host = Host(settings, start, stop, timeline, spare)
+    status = await host.run()
+    while host.successor is not None:
+        redirect_output(host.successor.start.log_path)
+        host = Host(settings, host.successor.start, stop, Timeline("enginehost"), None, host)
+        status = await host.run()
+    return status

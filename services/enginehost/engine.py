@@ -53,6 +53,8 @@ Progress below it is an estimate from the number of observed signs of activity.
 """
 _HALFWAY_SIGNS = 30.0
 _PROBE_WITHIN_S = 60.0
+_CHANGE_WITHIN_S = 120.0
+"""A change of the model that takes longer counts as failed."""
 
 
 class PortTaken(Exception):
@@ -77,9 +79,24 @@ class Engine:
         self._expected: str | None = None
         self._signs = 0
         self._pids: tuple[int, ...] = ()
+        self._asleep_before: int | None = None
         reporter.hosted = self.hosted
         self.driver: Driver
         self.client: Client
+
+    def take_over(self, start: EngineStart, timeline: Timeline, reporter: StatusReporter, asleep: int) -> None:
+        """Become the engine of another instance; `start` then changes the model.
+
+        Args:
+            start: The instance.
+            timeline: Its phases.
+            reporter: Its reports.
+            asleep: The level at which the engine sleeps.
+        """
+        self._start, self._timeline, self._reporter = start, timeline, reporter
+        self._declared_failed = asyncio.get_running_loop().create_future()
+        self._expected, self._asleep_before = None, asleep
+        reporter.hosted = self.hosted
 
     @property
     def _spec_grace(self) -> float:
@@ -101,6 +118,8 @@ class Engine:
         limit = self._start.card.spec.ready_timeout
         try:
             async with asyncio.timeout(limit):
+                if self._asleep_before is not None and await self._has_changed_model(self._asleep_before):
+                    return
                 await self._start_somewhere()
                 await self.driver.prepare(self.client, self._on_prepare_progress)
                 self._reporter.advance(0.97, Phase.PROFILE)
@@ -111,6 +130,47 @@ class Engine:
                     await asyncio.to_thread(self._running.record_shared_memory)
         except TimeoutError as e:
             raise EngineFailed(f"The engine was not ready within ready_timeout ({limit:g} s){self._log_excerpt()}") from e
+
+    async def _has_changed_model(self, asleep: int) -> bool:
+        """Change the model of the running engine.
+
+        False: it failed, the engine is stopped, and the reason is reported.
+        """
+        self._asleep_before = None
+        try:
+            async with asyncio.timeout(_CHANGE_WITHIN_S):
+                with self._timeline.phase(Phase.LOAD, way="template"):
+                    self._reporter.advance(0.1, Phase.LOAD)
+                    await self._change_model(asleep)
+                self._reporter.advance(0.97, Phase.PROFILE)
+                with self._timeline.phase(Phase.PROFILE):
+                    await self._first_token()
+            return True
+        except TimeoutError:
+            error = EngineFailed(f"The engine did not change its model within {_CHANGE_WITHIN_S:g} s")
+        except EngineFailed as e:
+            error = e
+        log.error("failed to change the model; restarting the engine", extra={"error": error.message})
+        self._reporter.fell_back = error.body()
+        await self.stop()
+        return False
+
+    async def _change_model(self, asleep: int) -> None:
+        """Raises `EngineFailed`, also if the engine exits meanwhile."""
+        assert self._running is not None
+        driver = driver_of(replace(self.driver.launch, card=self._start.card, log=self._start.log_path))
+        self._running.take_over(Path(self._start.log_path), self._start.cgroup_procs)
+        changing = asyncio.ensure_future(driver.change_model(self.client, asleep))
+        ended = asyncio.ensure_future(self._running.wait())
+        try:
+            await asyncio.wait({changing, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not changing.done():
+                raise self._exit_error(ended.result())
+            changing.result()
+        finally:
+            changing.cancel()
+            ended.cancel()
+        self.driver = driver
 
     async def _start_somewhere(self) -> None:
         for attempt in range(1, _PORT_ATTEMPTS + 1):
@@ -137,6 +197,7 @@ class Engine:
             settings=self._settings,
             threads=int(os.environ.get("THAW_ENGINE_THREADS", "0") or 0),
             devices=start.devices,
+            log=start.log_path,
         )
         endpoint = await asyncio.to_thread(self._choose_endpoint, launch)
         if endpoint.engine_listens:

@@ -149,6 +149,7 @@ CHANNELS: tuple[Channel, ...] = (
             engine.SleepEngine,
             engine.WakeEngine,
             engine.ProbeEngine,
+            engine.ChangeModel,
             migration.ListRequests,
             migration.ReadTokens,
             migration.PrepareResume,

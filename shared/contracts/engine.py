@@ -126,6 +126,9 @@ class EngineReport(Message):
         default=False, description="While loading: it takes requests, and computes them as weights arrive."
     )
     hosted: HostedEngine | None = None
+    fell_back: ErrorBody | None = Field(
+        default=None, description="Why the engine of a template could not change its model; it was restarted then."
+    )
 
 
 class PingEngine(Request):
@@ -187,6 +190,20 @@ class ProbeEngine(Request):
     kind: Literal["probe"] = "probe"
 
 
+class ChangeModel(Request):
+    """Have the engine serve another model of its template key (`shared.template_key`).
+
+    The host process and its engine become the instance of `start`: it reports, and answers, under
+    that id from then on. `Done` means that the change has begun. The request fails with
+    `instance_busy` while requests are served, and with `unsupported_parameter` for an engine that
+    cannot change its model. If the change itself fails, the host restarts the engine, once, and
+    reports the reason as `EngineReport.fell_back`.
+    """
+
+    kind: Literal["change_model"] = "change_model"
+    start: EngineStart
+
+
 class EngineProbed(Message):
     """Result of a probe of an engine.
 
@@ -231,6 +248,7 @@ EngineControl = Annotated[
     | SleepEngine
     | WakeEngine
     | ProbeEngine
+    | ChangeModel
     | ListRequests
     | ReadTokens
     | PrepareResume

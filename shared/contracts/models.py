@@ -346,6 +346,11 @@ class ModelInfo(Frozen):
     special_token_ids: tuple[int, ...] = Field(
         default=(), description="Token ids that `skip_special_tokens` leaves out of a text, as the tokenizer's files say."
     )
+    shape: str = Field(
+        default="",
+        description="Digest of config.json and of the tensors' names, types and shapes. Models of one shape differ in weights, tokenizer and "
+        "chat template only. Empty: unknown.",
+    )
     modules: tuple[LinearShape, ...] = Field(default=(), description="The weight matrices that an adapter may add to.")
     adapter: AdapterInfo | None = Field(default=None, description="Of a LoRA adapter; its other values are then its base's.")
 

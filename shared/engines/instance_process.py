@@ -93,6 +93,8 @@ class InstanceProcess(ABC):
         self._reconnects = 0
         self._connected = False
         self._shutting_down = False
+        self._handed_over = asyncio.Event()
+        """Set when this process has become another instance: this one ends without a report."""
 
     # Supplied by subclasses.
 
@@ -139,6 +141,9 @@ class InstanceProcess(ABC):
         work = asyncio.create_task(self._run_engine(), name="work")
         try:
             await asyncio.wait({ending, work}, return_when=asyncio.FIRST_COMPLETED)
+            if self._handed_over.is_set():
+                await self._leave()
+                return 0
             if not work.done():
                 return await self._shut_down(ending.result())
             return work.result()
@@ -167,6 +172,7 @@ class InstanceProcess(ABC):
             **self._exit_conditions(),
             self._stop: 0,
             self._serving.drained: 0,
+            self._handed_over: 0,
         }
         waiting = [asyncio.create_task(event.wait()) for event in ends]
         try:
@@ -261,6 +267,16 @@ class InstanceProcess(ABC):
             case _:
                 return await self._handle_command(command)
         return Done()
+
+    async def _leave(self) -> None:
+        """Reject what still arrives; the connection stays open until the engine has changed."""
+        self._shutting_down = True
+        self._serving.drain(only_if_idle=False)
+        with contextlib.suppress(TimeoutError, OSError, NatsError):
+            async with asyncio.timeout(_FLUSH_WITHIN_S):
+                if self._requests is not None:
+                    await self._requests.drain()  # type: ignore[no-untyped-call]  # nats-py gives it no types
+                await self._serving.flush()
 
     async def _shut_down(self, how: int | ThawError) -> int:
         self._shutting_down = True

@@ -37,6 +37,7 @@ class StatusReporter:
         self.weights_id: str | None = None
         self.accepts_requests = False
         self.hosted: Callable[[], HostedEngine | None] = lambda: None
+        self.fell_back: ErrorBody | None = None
 
     def changed(self) -> None:
         self._changed.set()
@@ -71,6 +72,7 @@ class StatusReporter:
             weights_id=self.weights_id,
             accepts_requests=self.accepts_requests and self.state == "loading",
             hosted=self.hosted(),
+            fell_back=self.fell_back,
         )
 
     async def publish(self) -> None:

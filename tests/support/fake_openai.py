@@ -17,6 +17,8 @@ accepts only the options, and serves only the endpoints, that the engine's docum
     --hoard           sleeps with a 200 and keeps its memory
     --no-reload       after a sleep of level 2 its weights are never read again, and its output is
                       wrong
+    --change HOW      how a change of its model ends: refuse (an error), nan (its log-probabilities
+                      are not finite), exit (the server exits)
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status};
 {"mute": true} holds from then on, {"eat": true} takes memory without end; {"says": text} makes one
@@ -64,6 +66,9 @@ _OPTIONS: dict[str, list[str]] = {
         "--scheduling-policy",
         "--load-format",
         "--tool-call-parser",
+        "--middleware",
+        "--worker-extension-cls",
+        "--model-loader-extra-config",
     ],
     "sglang": [
         "--model-path",
@@ -101,6 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("--ready-after", "--die-after"):
         parser.add_argument(name, type=float, default=0.0)
     parser.add_argument("--ballast", type=int, default=0)
+    parser.add_argument("--change", choices=("refuse", "nan", "exit"))
     for name in ("--mute", "--fork", "--share", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
         parser.add_argument(name, action="store_true")
     like = parser.parse_known_args(argv)[0].like
@@ -144,6 +150,7 @@ class Fake:
                 ("/sleep", self.sleep),
                 ("/wake_up", self.wake),
                 ("/collective_rpc", self.rpc),
+                ("/thaw/model", self.change_model),
                 ("/tokenize", self.tokenize),
                 ("/detokenize", self.detokenize),
             ],
@@ -225,9 +232,12 @@ class Fake:
         if body.get("stream"):
             events = self._events(request, body, chat, tokens, float(fake.get("pace", 0.0)))
             return StreamingResponse(events, media_type="text/event-stream")
-        text = "".join(_token(i, "x" if self.dropped else "t") for i in range(tokens))
+        text = f"{self.name}: " if fake.get("named") else ""
+        text += "".join(_token(i, "x" if self.dropped else "t") for i in range(tokens))
         message = {"role": "assistant", "content": text, "tool_calls": _calls(body)}
         choice = {"index": 0, "finish_reason": "stop", **({"message": message} if chat else {"text": text})}
+        if body.get("logprobs"):
+            choice["logprobs"] = {"token_logprobs": [None if self.options.change == "nan" else -0.5] * tokens}
         return JSONResponse({"id": "x", "model": body.get("model"), "choices": [choice], "usage": _usage(tokens)})
 
     async def _events(self, request: Request, body: Any, chat: bool, tokens: int, pace: float) -> AsyncIterator[str]:
@@ -287,6 +297,18 @@ class Fake:
         await self._note(request)
         self.dropped = self.dropped and self.options.no_reload
         return JSONResponse({})
+
+    async def change_model(self, request: Request) -> Response:
+        """Do what weights/vllm_switch.py adds to vLLM."""
+        if (refused := self._refused(request)) is not None:
+            return refused
+        asked = await self._note(request)
+        if self.options.change == "exit":
+            os._exit(5)
+        if self.options.change == "refuse" or self.options.middleware is None:
+            return JSONResponse({"error": "no such change"}, 500)
+        self.name = asked["name"]
+        return JSONResponse({"checked_tensors": 8})
 
     async def tokenize(self, request: Request) -> Response:
         return JSONResponse({"tokens": prompt_of(await self._note(request))})

@@ -170,6 +170,7 @@ def hosted_card(source: Path | str, engine: str = "openai", *, context: int = 25
         context_length=max(context, 1024),
         kv_bytes_per_token=64,
         has_chat_template=True,
+        shape="s1",
         special_token_ids=special_token_ids(Path(source), [f.name for f in Path(source).glob("tokenizer*.json")]),
     )
     return ModelCard(spec=spec, info=info, created=0)

@@ -19,6 +19,7 @@ from weights.formats.lora_adapter import CONFIG as ADAPTER_CONFIG
 from weights.formats.lora_adapter import check_adapter_config, describe_adapter, is_adapter, linear_shapes
 from weights.formats.root import check_inside
 from weights.formats.segment import lay_out
+from weights.formats.shape import shape_of
 from weights.formats.tokenizer import special_token_ids
 
 CONFIG = "config.json"
@@ -88,6 +89,10 @@ def describe(
         kv_bytes_per_token=architecture.kv_elements_per_token * DTYPE_BITS[dtype] // 8,
         has_chat_template=_has_template(directory, present),
         files=len(checkpoint.files),
+        shape=shape_of(
+            parse_json(read_small(directory / CONFIG), str(directory / CONFIG)),
+            (t for f in checkpoint.files for t in f.header.tensors),
+        ),
         modules=linear_shapes(checkpoint),
         vocab_size=architecture.vocab_size,
         special_token_ids=special_token_ids(directory, present),

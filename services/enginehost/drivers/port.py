@@ -42,6 +42,8 @@ class Launch:
     """Unix socket that the engine is reached by; empty if it is reached by a port."""
     is_private: bool = False
     """True if no other user of the machine can reach the engine."""
+    log: str = ""
+    """The instance's log."""
 
     @property
     def gpus(self) -> list[str]:
@@ -219,6 +221,23 @@ class Driver:
         completion = json_request("/v1/completions", {**asked, "prompt": PROBE_PROMPT})
         chat = json_request("/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": PROBE_PROMPT}]})
         return [completion, chat]
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether the running engine can serve another model of its template key."""
+        return False
+
+    async def change_model(self, client: Client, asleep: int) -> None:
+        """Have the engine serve this driver's model in place of its present one.
+
+        Args:
+            client: Client of the running engine.
+            asleep: The level at which the engine sleeps; 0: it is awake. Afterwards it is awake.
+
+        Raises:
+            EngineFailed: The engine does not serve the model, and may no longer serve any.
+        """
+        raise UnsupportedParameter(f"Engine {self.card.spec.engine} cannot change its model", param="model")
 
     async def sleep(self, client: Client, level: int) -> None:
         raise UnsupportedParameter(f"Engine {self.card.spec.engine} has no sleep level {level}", param="level")

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 from services.enginehost.drivers.overlay import plugin_path
-from services.enginehost.drivers.port import Command, Driver, flags
+from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, flags
 from services.enginehost.drivers.token_api import VllmTokens
 from services.enginehost.http1 import Client, HttpRequest, call, json_request
 from services.enginehost.settings import HostSettings
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter
+from shared.template_key import can_change_model
 
 _SLEEP_PATH = "/sleep"
+SWITCH_PATH = "/thaw/model"
+MIDDLEWARE = "weights.vllm_switch.ModelSwitch"
+WORKER_EXTENSION = "weights.vllm_switch.SwitchWorker"
+"""The parts of the plug-in that replace the model (weights/vllm_switch.py, in vLLM's processes)."""
 _OURS = frozenset({"kv_cache_bytes"})
 _ANY_SHARE = "0.01"
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -90,6 +98,8 @@ class Vllm(Driver):
             found.append("--enable-sleep-mode")
         if "scheduling_policy" not in given:
             found += ["--scheduling-policy", "priority"]  # prefill for migrations has the lowest priority
+        if self.changes_model:
+            found += ["--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION]
         if self._from_loader:
             extra = {"socket": str(loader_socket(launch.settings.node_state)), "source": self.card.info.source}
             given["model_loader_extra_config"] = {**extra, **dict(given.get("model_loader_extra_config") or {})}
@@ -124,6 +134,37 @@ class Vllm(Driver):
         except OSError as e:
             raise EngineFailed(f"The directory of vLLM's plug-in cannot be written: {e}") from e
         return os.pathsep.join(filter(None, (overlay, os.environ.get("PYTHONPATH"))))
+
+    @property
+    def changes_model(self) -> bool:
+        """Only if the engine is private: any process that reaches it could replace its model."""
+        return self.launch.is_private and can_change_model(self.card.spec) and not self.launch.remote
+
+    async def change_model(self, client: Client, asleep: int) -> None:
+        """Replace the model, and check that its logits are finite.
+
+        An engine at level 2 has no weights: it gets room for them first, and its KV cache last.
+        """
+        if asleep:
+            await call(client, HttpRequest("POST", "/wake_up?tags=weights" if asleep == 2 else "/wake_up"), "waking vLLM")
+        socket = str(loader_socket(self.launch.settings.node_state))
+        source = self.card.info.source
+        asked = {"model": self.launch.model, "name": self.served_name, "source": source, "socket": socket, "log": self.launch.log}
+        await call(client, json_request(SWITCH_PATH, asked), "having vLLM change its model")
+        if asleep == 2:
+            await call(client, HttpRequest("POST", "/wake_up?tags=kv_cache"), "waking vLLM")
+        await self._check_logits(client)
+
+    async def _check_logits(self, client: Client) -> None:
+        """Raise `EngineFailed` unless log-probabilities are finite numbers.
+
+        vLLM answers with an error if one is not.
+        """
+        asked = {"model": self.served_name, "prompt": PROBE_PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 1}
+        answer = from_json(await call(client, json_request("/v1/completions", asked), "probing the changed model"))
+        found = ((answer.get("choices") or [{}])[0].get("logprobs") or {}).get("token_logprobs")
+        if not found or not all(isinstance(p, float | int) and math.isfinite(p) for p in found):
+            raise EngineFailed(f"Probing the changed model: its log-probabilities are {found}")
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:

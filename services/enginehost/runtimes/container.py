@@ -82,6 +82,9 @@ class EngineContainer:
         """True: the container engine published the port."""
         return True
 
+    def take_over(self, log_path: Path, cgroup_procs: str | None) -> None:
+        """A container is never a template."""
+
     def record_shared_memory(self) -> None:
         """No-op: a container's shared memory is removed with it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from services.enginehost.http1 import Address
@@ -73,6 +74,10 @@ class Running(Protocol):
 
     def owns_port(self) -> bool | None:
         """Whether this engine listens at `address`; None if unknown."""
+        ...
+
+    def take_over(self, log_path: Path, cgroup_procs: str | None) -> None:
+        """Belong to another instance from now on: its log, and its control groups."""
         ...
 
     def record_shared_memory(self) -> None:

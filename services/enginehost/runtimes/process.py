@@ -121,9 +121,8 @@ class EngineProcess:
             os.write(reaper_pipe, message.encode())
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise EngineFailed(f"{command.argv[0]} cannot be started: {e}") from e
-        groups = tuple(map(Path, filter(None, (cgroup_procs or "").split(":"))))
         where = Address(path=str(endpoint.socket)) if endpoint.socket is not None else address
-        return cls(child, mark, where, log_path, groups, reaper_pipe)
+        return cls(child, mark, where, log_path, _groups(cgroup_procs), reaper_pipe)
 
     def pids(self) -> tuple[int, ...]:
         if self._ended.done():
@@ -160,6 +159,9 @@ class EngineProcess:
         except psutil.AccessDenied:
             return None
         return False
+
+    def take_over(self, log_path: Path, cgroup_procs: str | None) -> None:
+        self._log_path, self._groups = log_path, _groups(cgroup_procs)
 
     def record_shared_memory(self) -> None:
         pids = self.pids() or marked(self._mark) | _same_session(self._child.pid)
@@ -198,6 +200,10 @@ class EngineProcess:
         after = oom_kills()
         struck = returncode == -signal.SIGKILL and None not in (after, self._oom_before) and after != self._oom_before
         self._ended.set_result(EngineExit(returncode, struck if returncode == -signal.SIGKILL else False))
+
+
+def _groups(cgroup_procs: str | None) -> tuple[Path, ...]:
+    return tuple(map(Path, filter(None, (cgroup_procs or "").split(":"))))
 
 
 def _network(endpoint: Endpoint, port: int) -> str:

@@ -1,0 +1,124 @@
+"""A host whose running engine changes its model, against a server with the plug-in's endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.engine import ChangeModel, EngineAsleep, EngineStart, SleepEngine
+from shared.contracts.models import ModelCard
+from shared.errors import Conflict, InstanceBusy, UnsupportedParameter
+from tests.support.hosted import Hosts, fake_program, hosted_card
+
+FROM_LOADER = {"load_format": "thaw"}
+
+
+def card_of(directory: Path, name: str, **options: Any) -> ModelCard:
+    return hosted_card(directory, "vllm", **{"name": name, "engine_args": FROM_LOADER, **options})
+
+
+async def ready(hosts: Hosts, directory: Path, *options: str, **more: Any) -> EngineStart:
+    """Start a template's engine with the first model."""
+    start = hosts.host(card_of(directory, "first", **more), THAW_VLLM_PYTHON=fake_program(directory, "vllm", *options))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    return start
+
+
+async def change(hosts: Hosts, start: EngineStart, card: ModelCard) -> EngineStart:
+    successor = hosts.spec(card).model_copy(update={"environment": start.environment})
+    await hosts.mesh.request(subjects.engine_control(start.instance_id), ChangeModel(start=successor), Done)
+    return successor
+
+
+async def stats(hosts: Hosts, start: EngineStart) -> Any:
+    return (await hosts.other(start.instance_id, "/stats", "GET")).json
+
+
+async def text(hosts: Hosts, start: EngineStart) -> str:
+    found = (await hosts.whole(start.instance_id, "completion", prompt="x", max_tokens=1, fake={"named": True})).json
+    answer: str = found["choices"][0]["text"]
+    return answer
+
+
+async def test_engine_serves_one_model_after_another_in_the_same_processes(hosts: Hosts, tmp_path: Path) -> None:
+    start = await ready(hosts, tmp_path)
+    pids = (await hosts.settled(start.instance_id)).hosted
+    assert await text(hosts, start) == "first: t0 "
+    for name in ("second", "third", "first"):
+        start = await change(hosts, start, card_of(tmp_path, name))
+        report = await hosts.settled(start.instance_id)
+        assert (report.state, report.fell_back) == ("ready", None), report.error
+        assert report.hosted is not None
+        assert pids is not None
+        assert report.hosted.pids == pids.pids
+        assert await text(hosts, start) == f"{name}: t0 "
+        assert "the engine becomes" not in Path(start.log_path).read_text(), "its log begins with it"
+    asked = [body for _, path, body in (await stats(hosts, start))["calls"] if path == "/thaw/model"]
+    assert [a["name"] for a in asked] == ["second", "third", "first"]
+    assert asked[-1]["log"] == start.log_path
+    assert asked[-1]["source"] == str(tmp_path)
+    assert asked[-1]["socket"].endswith(".sock")
+
+
+async def test_paused_engine_changes_its_model(hosts: Hosts, tmp_path: Path) -> None:
+    start = await ready(hosts, tmp_path)
+    await hosts.mesh.request(subjects.engine_control(start.instance_id), SleepEngine(level=0), EngineAsleep)
+    start = await change(hosts, start, card_of(tmp_path, "second"))
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    assert await text(hosts, start) == "second: t0 "
+
+
+@pytest.mark.parametrize("how", ["refuse", "nan", "exit"])
+async def test_failed_change_ends_in_one_cold_start_and_says_so(hosts: Hosts, tmp_path: Path, how: str) -> None:
+    start = await ready(hosts, tmp_path, "--change", how)
+    before = (await hosts.settled(start.instance_id)).hosted
+    start = await change(hosts, start, card_of(tmp_path, "second"))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "ready", report.error
+    assert report.fell_back is not None
+    reasons = {"refuse": "no such change", "nan": r"log-probabilities are \[None\]", "exit": "exit status 5|closed early"}
+    assert re.search(reasons[how], report.fell_back.message)
+    assert before is not None
+    assert report.hosted is not None
+    assert not set(before.pids) & set(report.hosted.pids), "other processes"
+    assert await text(hosts, start) == "second: t0 "
+
+
+async def test_engine_that_serves_or_is_of_another_shape_refuses(hosts: Hosts, tmp_path: Path) -> None:
+    start = await ready(hosts, tmp_path)
+    for other in (
+        card_of(tmp_path, "second", max_concurrency=2),
+        card_of(tmp_path, "second").model_copy(update={"info": card_of(tmp_path, "x").info.model_copy(update={"shape": "s2"})}),
+    ):
+        with pytest.raises(Conflict, match="second and first differ"):
+            await change(hosts, start, other)
+    slow = await hosts.ask(start.instance_id, "completion", prompt="x", stream=True, fake={"tokens": 200, "pace": 0.05})
+    await slow.until(bool)
+    with pytest.raises(InstanceBusy):
+        await change(hosts, start, card_of(tmp_path, "second"))
+    assert await text(hosts, start) == "first: t0 ", "it serves as before"
+
+
+async def test_engine_with_its_own_loader_cannot_change_its_model(hosts: Hosts, tmp_path: Path) -> None:
+    start = await ready(hosts, tmp_path, engine_args={})
+    with pytest.raises(UnsupportedParameter):
+        await change(hosts, start, card_of(tmp_path, "second", engine_args={}))
+
+
+async def test_stop_signal_during_a_change_leaves_no_process(hosts: Hosts, tmp_path: Path) -> None:
+    start = await ready(hosts, tmp_path)
+    engine = (await hosts.settled(start.instance_id)).hosted
+    successor = await change(hosts, start, card_of(tmp_path, "second"))
+    hosts.processes[-1].terminate()
+    await asyncio.to_thread(hosts.processes[-1].wait, 30)
+    assert engine is not None
+    assert not [pid for pid in engine.pids if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110  # async
+    await hosts.left_nothing(successor.instance_id)

@@ -142,7 +142,7 @@ class InstanceProcess(ABC):
         try:
             await asyncio.wait({ending, work}, return_when=asyncio.FIRST_COMPLETED)
             if self._handed_over.is_set():
-                await self._leave()
+                await self._end_handed_over()
                 return 0
             if not work.done():
                 return await self._shut_down(ending.result())
@@ -268,7 +268,7 @@ class InstanceProcess(ABC):
                 return await self._handle_command(command)
         return Done()
 
-    async def _leave(self) -> None:
+    async def _end_handed_over(self) -> None:
         """Reject what still arrives; the connection stays open until the engine has changed."""
         self._shutting_down = True
         self._serving.drain(only_if_idle=False)

@@ -43,7 +43,7 @@ from shared.errors import DeviceFailed, DeviceMissing
 from thaw.units import parse_size
 from weights.devices.cuda import CudaDevice
 from weights.devices.cuda_runtime import load_cuda
-from weights.devices.curve import elbow
+from weights.devices.curve import find_elbow
 from weights.devices.driver import CudaDriver, DeviceFacts
 from weights.devices.pinning import Pins
 from weights.devices.port import Place
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     points = measure(driver, facts[0])
     for point in points:
         console.print(f"copies of {point.nbytes // 1024:6d} KiB: {point.bytes_per_second / 1e9:6.2f} GB/s")
-    group = elbow(points)
+    group = find_elbow(points)
     bench = Bench(driver, facts, max(options.bytes, 4 * CHUNK) // CHUNK * CHUNK, group)
     try:
         with contextlib.ExitStack() as stack:

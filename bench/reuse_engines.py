@@ -45,7 +45,7 @@ from shared.contracts.loader import Inspected, InspectModel
 from shared.contracts.loader_socket import loader_socket
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StartInstance, StopInstance
-from shared.contracts.phases import Phase, covered
+from shared.contracts.phases import Phase, measure_covered
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from shared.sizing import MIB
@@ -188,7 +188,7 @@ class BenchNode:
             await self._stop(instance)
         await self._freed()
         firsts = [first for first, _ in answers]
-        load_ms = covered((s.start_ms, s.end_ms) for s in ready.phases if s.phase in (Phase.LOAD, Phase.FETCH))
+        load_ms = measure_covered((s.start_ms, s.end_ms) for s in ready.phases if s.phase in (Phase.LOAD, Phase.FETCH))
         keepable = (audit.free_pages + audit.reusable_pages) / audit.total_pages
         return Measured(load_ms / 1e3, fmean(firsts), min(firsts), keepable), [tokens for _, tokens in answers]
 

@@ -83,7 +83,7 @@ def sizes(add: Add, rounds: int) -> None:
     """`add` is called with each figure."""
     groups = open_cgroups(f"b{uuid.uuid4().hex[:6]}")
     way = PageOut(groups)
-    if why := way.unavailable():
+    if why := way.explain_unavailable():
         print(f"sizes are left out: {why}", file=sys.stderr)
         return
     for _ in range(min(rounds, MOST_ROUNDS)):
@@ -112,7 +112,7 @@ async def _there_and_back(way: PageOut, groups: Cgroups, size: float, add: Add) 
             await way.resume(target)
             await asyncio.to_thread(ballast.touch, touched)
             add(f"{size:g}_gib_resume_all_touched_ms", (time.perf_counter() - begun) * 1e3)
-            await way.prefetched()
+            await way.wait_for_prefetches()
     finally:
         groups.kill("i")
         ballast.process.communicate()

@@ -99,7 +99,7 @@ def parse_devices(text: str) -> tuple[WantedDevice, ...] | None:
             )
         if name in (d.device_id for d in found):
             raise ValueError(f"{name!r} is named twice")
-        found.append(_wanted(name, amount if equals else None))
+        found.append(_parse_device(name, amount if equals else None))
     separate = {d.device_id for d in found if d.is_separate}
     for device in found:
         for peer, _ in device.peer_bytes_per_second:
@@ -110,7 +110,7 @@ def parse_devices(text: str) -> tuple[WantedDevice, ...] | None:
     return tuple(found)
 
 
-def _wanted(name: str, amount: str | None) -> WantedDevice:
+def _parse_device(name: str, amount: str | None) -> WantedDevice:
     if amount is None:
         return WantedDevice(name)
     size, *rates = (p.strip() for p in amount.split("@"))
@@ -118,7 +118,7 @@ def _wanted(name: str, amount: str | None) -> WantedDevice:
         nbytes = parse_bytes(size.removesuffix(SEPARATE))
         if not name.startswith("cpu:") or nbytes < PAGE_BYTES:
             raise ValueError(f"{name}={amount}: only a cpu device can be separate, with a size of at least 2MiB")
-        return _paced(WantedDevice(name, bytes=nbytes, is_separate=True), rates)
+        return _add_rates(WantedDevice(name, bytes=nbytes, is_separate=True), rates)
     if rates:
         raise ValueError(f"{name}={amount}: only a separate cpu device can be paced, such as {RATE_EXAMPLE}")
     if amount.endswith("%"):
@@ -132,7 +132,7 @@ def _wanted(name: str, amount: str | None) -> WantedDevice:
     return WantedDevice(name, bytes=parse_bytes(amount))
 
 
-def _paced(device: WantedDevice, rates: Sequence[str]) -> WantedDevice:
+def _add_rates(device: WantedDevice, rates: Sequence[str]) -> WantedDevice:
     """Add the parts after the size: RATE, or DEVICE=RATE."""
     peers: dict[str, int] = {}
     for rate in rates:

@@ -41,7 +41,7 @@ def without_credentials(environment: Mapping[str, str], keep: Iterable[str] = ()
     return {k: v for k, v in environment.items() if k in kept or not is_credential(k, v)}
 
 
-def referenced(env: Mapping[str, str]) -> frozenset[str]:
+def find_referenced(env: Mapping[str, str]) -> frozenset[str]:
     """Return the node's variables that a model's `env` references as `${NAME}`.
 
     Thaw's own variables are not given away.

@@ -55,7 +55,7 @@ length, and NATS refuses large messages.
 """
 
 
-def _shortened(message: str) -> str:
+def _shorten(message: str) -> str:
     if len(message) <= _MAX_CHARS:
         return message
     cut = " … "
@@ -78,7 +78,7 @@ class ThawError(Exception):
         retry_after_ms: int | None = None,
         should_retry: bool | None = None,
     ) -> None:
-        self.message = _shortened(message or (self.__doc__ or self.code).split("\n", 1)[0])
+        self.message = _shorten(message or (self.__doc__ or self.code).split("\n", 1)[0])
         self.param = param
         self.retry_after_ms = retry_after_ms
         self.should_retry = self.retry if should_retry is None else should_retry

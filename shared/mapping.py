@@ -46,7 +46,7 @@ def map_extents(path: Path | str, extents: Sequence[Extent] = (), nbytes: int | 
 def map_descriptor(fd: int, extents: Sequence[Extent] = (), nbytes: int | None = None) -> mmap.mmap:
     """`map_extents` of an open file."""
     size = os.fstat(fd).st_size
-    runs = coalesced(extents) if extents else [Extent(offset=0, nbytes=size)]
+    runs = coalesce(extents) if extents else [Extent(offset=0, nbytes=size)]
     if any(run.offset + run.nbytes > size for run in runs):
         # An access beyond the end would be SIGBUS.
         raise ValueError(f"extents end at {max(r.offset + r.nbytes for r in runs)}, beyond the file's {size} bytes")
@@ -96,7 +96,7 @@ def map_over(area: mmap.mmap, start: int, fd: int, extents: Sequence[Extent]) ->
     nbytes, size = sum(e.nbytes for e in extents), os.fstat(fd).st_size
     if start < 0 or start + nbytes > len(area) or any(e.offset + e.nbytes > size for e in extents):
         raise ValueError(f"extents of {nbytes} bytes do not fit at {start} of {len(area)} bytes, or into a file of {size}")
-    _map_runs(_address(area) + start, fd, coalesced(extents), nbytes)
+    _map_runs(_address(area) + start, fd, coalesce(extents), nbytes)
 
 
 def _address(area: mmap.mmap) -> int:
@@ -118,7 +118,7 @@ def _map_runs(address: int, fd: int, runs: Sequence[Extent], wanted: int) -> Non
         at += length
 
 
-def coalesced(extents: Sequence[Extent]) -> list[Extent]:
+def coalesce(extents: Sequence[Extent]) -> list[Extent]:
     """Join adjacent extents, in order, so that the kernel keeps fewer mappings."""
     runs: list[Extent] = []
     for extent in extents:

@@ -36,7 +36,7 @@ def free_port(host: str = "127.0.0.1", avoid: Collection[int] = ()) -> int:
         port = ports[(os.getpid() * _PER_PROCESS + next(_calls)) % len(ports)]
         if port not in avoid and _is_free(host, port):
             return port
-    return _bound(host, 0)
+    return _bind_port(host, 0)
 
 
 def _first_ephemeral() -> int:
@@ -49,14 +49,14 @@ def _first_ephemeral() -> int:
 
 def _is_free(host: str, port: int) -> bool:
     try:
-        _bound(host, port)
+        _bind_port(host, port)
     except OSError:
         # Raised again by the last attempt if it is not the port but the host.
         return False
     return True
 
 
-def _bound(host: str, port: int) -> int:
+def _bind_port(host: str, port: int) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind((host, port))

@@ -26,7 +26,7 @@ def mark_of(scope: str, instance_id: str) -> str:
     return f"{scope}.{instance_id}"
 
 
-def marked(mark: str) -> set[int]:
+def find_marked(mark: str) -> set[int]:
     """Processes that carry an instance's mark, zombies left out.
 
     Reads every process's environment: some milliseconds.
@@ -78,7 +78,7 @@ def end_all(pids: Callable[[], Iterable[int]], within_s: float = 5.0) -> bool:
         False if a process is left after `within_s` seconds.
     """
     deadline = time.monotonic() + within_s
-    while found := [p for p in pids() if _alive(p)]:
+    while found := [p for p in pids() if _is_alive(p)]:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -90,10 +90,10 @@ def end_all(pids: Callable[[], Iterable[int]], within_s: float = 5.0) -> bool:
 
 def end_marked(mark: str) -> bool:
     """End all remaining processes of an instance's engine; False if one survives."""
-    return end_all(lambda: marked(mark))
+    return end_all(lambda: find_marked(mark))
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -50,12 +50,12 @@ def need_of(card: ModelCard) -> Need:
         return known[1]
     if len(_KNOWN) >= _KNOWN_LIMIT:
         _KNOWN.clear()
-    need = _reckoned(card)
+    need = _compute_need(card)
     _KNOWN[id(card)] = (card, need)
     return need
 
 
-def _reckoned(card: ModelCard) -> Need:
+def _compute_need(card: ModelCard) -> Need:
     info, spec = card.info, card.spec
     weights, converted = info.weights_bytes, 0
     if spec.dtype != "auto" and spec.dtype != info.dtype:
@@ -73,10 +73,10 @@ def _reckoned(card: ModelCard) -> Need:
         kv = max(MIN_KV_BYTES, card.context_length * per_token * contexts)
         kv = int(spec.engine_args.get("kv_cache_bytes", kv)) + int(spec.engine_args.get("adapter_cache_bytes", 0))
     need = Need(weights, converted, kv, card.capabilities.runtime_bytes)
-    return need if spec.memory is None else _within(need, spec.memory)
+    return need if spec.memory is None else _fit_to_memory(need, spec.memory)
 
 
-def _within(need: Need, memory: int) -> Need:
+def _fit_to_memory(need: Need, memory: int) -> Need:
     """Fit `need` to the operator's total.
 
     After the weights, the runtime precedes the KV cache, up to half of the remainder.

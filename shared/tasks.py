@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-async def first(*events: asyncio.Event) -> None:
+async def wait_for_first(*events: asyncio.Event) -> None:
     """Wait until one of them is set."""
     waits = [asyncio.create_task(event.wait(), name="wait") for event in events]
     try:

@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from shared.contracts.admin import ClusterView, ModelView, NodeView
-from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, covered
+from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, measure_covered
 from shared.contracts.traces import LoadTrace, RequestTrace
 from shared.errors import InvalidRequest
 from shared.sizing import need_of
@@ -201,7 +201,7 @@ def _of(spans: Iterable[PhaseSpan], *phases: Phase, process: str = "") -> list[P
 
 def _took(spans: Iterable[PhaseSpan], *phases: Phase, process: str = "") -> float:
     """Return the milliseconds that any of the phases covers."""
-    return covered((s.start_ms, s.end_ms) for s in _of(spans, *phases, process=process))
+    return measure_covered((s.start_ms, s.end_ms) for s in _of(spans, *phases, process=process))
 
 
 def _reply(t: RequestTrace) -> float:

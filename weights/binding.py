@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def bindable(dtype: str, shape: tuple[int, ...]) -> bool:
+def is_bindable(dtype: str, shape: tuple[int, ...]) -> bool:
     """True if torch has a type for it."""
     return dtype in TORCH_NAMES and packed_shape(dtype, shape) is not None
 

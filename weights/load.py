@@ -27,7 +27,7 @@ from typing import Any
 
 from shared.errors import InvalidModel, ThawError
 from weights.formats.checkpoint import Checkpoint, open_checkpoint, open_path
-from weights.formats.root import expanded
+from weights.formats.root import expand_user
 from weights.formats.segment import Layout, lay_out
 from weights.formats.verify import check_hashed
 from weights.pool.chunks import CHUNK_BYTES
@@ -99,7 +99,7 @@ def load_segment(
     pool = _own_pool(name, layout.total_bytes)
     complete = False
     try:
-        region = _whole(pool, layout.total_bytes)
+        region = _cover_pool(pool, layout.total_bytes)
         pieces = cut(layout, options.chunk_bytes)
         filling = Filling(layout, region, pieces, cancelled=cancelled, on_loaded=on_loaded)
         filling.write_head()
@@ -121,7 +121,7 @@ def _own_pool(name: str | None, total_bytes: int) -> PoolMemory:
     return PoolMemory(name, total_bytes)
 
 
-def _whole(pool: PoolMemory, total_bytes: int) -> Region:
+def _cover_pool(pool: PoolMemory, total_bytes: int) -> Region:
     return Region(pool, range(-(-total_bytes // CHUNK_BYTES)), total_bytes)
 
 
@@ -155,7 +155,7 @@ def opened(path: Path | str, rank: int, ranks: int) -> Iterator[tuple[Checkpoint
             raise InvalidModel(
                 f"{path}: no place of that kind is known; https://, s3://, gs://, az:// and hf:// are, and directories"
             )
-        yield open_path(expanded(path), rank, ranks), None
+        yield open_path(expand_user(path), rank, ranks), None
         return
     with ExitStack() as leaving:
         tier = open_source(str(path))
@@ -204,7 +204,7 @@ def load_private(
             layout = lay_out(checkpoint, "")
             pool = pool or _own_pool(None, layout.total_bytes)
             reading = time.monotonic()
-            region = _whole(pool, layout.total_bytes)
+            region = _cover_pool(pool, layout.total_bytes)
             pieces = cut(layout, options.chunk_bytes, remote=tier is not None)
             reader: PieceReader = FilesReader(layout.places, pieces, region, options)
             if tier is not None:

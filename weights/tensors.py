@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shared.errors import CheckpointInvalid
-from weights.binding import bind, bindable
+from weights.binding import bind, is_bindable
 from weights.formats.checkpoint import Checkpoint
 from weights.load import load_private
 from weights.pool.memory import PoolMemory
@@ -52,7 +52,7 @@ def check_dtypes(checkpoint: Checkpoint) -> None:
     """Raises `CheckpointInvalid` for a tensor that torch has no type for."""
     for file in checkpoint.files:
         for entry in file.header.tensors:
-            if not bindable(entry.dtype, entry.shape):
+            if not is_bindable(entry.dtype, entry.shape):
                 raise CheckpointInvalid(
                     f"{file.path}: torch has no type for tensor {entry.name!r} of dtype {entry.dtype} and shape {list(entry.shape)}"
                 )

@@ -12,7 +12,7 @@ from bench.papers.constants import torpor as c
 from bench.papers.core import Case, Figures, label, varied
 from bench.papers.traffic import bursts
 from services.scheduler.domain.policies.common import arrivals, evict_lru
-from services.scheduler.domain.policies.port import Ask, Option, Profile, drawn
+from services.scheduler.domain.policies.port import Ask, Option, Profile, draw_number
 from simulator.config import ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.policies import baselines, torpor
 from simulator.report import Outcome, percentile
@@ -32,9 +32,9 @@ def random_swap(ask: Ask, options: Sequence[Option], seed: str) -> Option | None
     """
     free = [o for o in options if not any(d.running for d in o.devices)]
     if here := [o for o in free if o.way == "ready"]:
-        return sorted(here, key=lambda o: o.key)[int(drawn(seed, ask.model, "here") * len(here))]
+        return sorted(here, key=lambda o: o.key)[int(draw_number(seed, ask.model, "here") * len(here))]
     swaps = sorted((o for o in free if o.way == "load"), key=lambda o: o.key)
-    return swaps[int(drawn(seed, ask.model) * len(swaps))] if swaps else None
+    return swaps[int(draw_number(seed, ask.model) * len(swaps))] if swaps else None
 
 
 NO_LINKS = torpor.PROFILE.uses - {"peer_copy"}

@@ -211,7 +211,7 @@ class Engine(InstanceProcess):
         if computable.runner is not None:
             bind = partial(loading.bind_lora, computable)
             source = LoaderLoraSource(self._start.instance_id, self._weights, self._batcher, bind, self._files)
-            self._adapters = LoraCache(source, computable.room, self._start.card.spec.keep_alive, self._reporter.changed)
+            self._adapters = LoraCache(source, computable.room, self._start.card.spec.keep_alive, self._reporter.notify_changed)
             self._prefetcher.on_model_bound(self._adapters)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
         self._computing = asyncio.wrap_future(self._parts.compute.serve(self._start.instance_id, self._batcher))

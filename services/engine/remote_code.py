@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 LOCK = threading.RLock()
 
 
-def exclusive(trust_remote_code: bool) -> AbstractContextManager[object]:
+def guard_remote_code(trust_remote_code: bool) -> AbstractContextManager[object]:
     """Return a context manager to hold while transformers reads a model.
 
     With `trust_remote_code`, transformers calls `importlib.invalidate_caches`. On Python 3.11 two

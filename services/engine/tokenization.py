@@ -51,7 +51,7 @@ class Tokenization:
         Raises `CheckpointInvalid` if there is none or it is damaged.
         """
         try:
-            with remote_code.exclusive(trust_remote_code):
+            with remote_code.guard_remote_code(trust_remote_code):
                 found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True)
             return cls(found)
         except Exception as e:  # the Rust side raises bare Exceptions for a damaged tokenizer.json

@@ -34,7 +34,7 @@ from shared.contracts.engine import EngineStart, HostedEngine
 from shared.contracts.phases import Phase
 from shared.enginelog import log_tail
 from shared.engines.status_reporter import StatusReporter
-from shared.environment import REFERENCE, referenced
+from shared.environment import REFERENCE, find_referenced
 from shared.errors import EngineFailed, EngineKilled
 from shared.ports import free_port
 from shared.processes import mark_of
@@ -449,7 +449,7 @@ def _expanded(env: dict[str, str]) -> dict[str, str]:
     Thaw's own variables are not passed on.
     """
 
-    known = referenced(env)
+    known = find_referenced(env)
 
     def value(match: re.Match[str]) -> str:
         return os.environ.get(match[1], "") if match[1] in known else ""

@@ -48,7 +48,7 @@ from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import catalog_bucket, keys_bucket
 from shared.runtime import report_ready
-from shared.tasks import end, first
+from shared.tasks import end, wait_for_first
 
 log = logging.getLogger(__name__)
 _OTHER_OPEN_FILES = 256
@@ -66,7 +66,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/models/{name:path}", info.model, methods=["GET"]),
         Route("/health", info.health, methods=["GET"]),
-        Route("/ready", info.ready, methods=["GET"]),
+        Route("/ready", info.report_ready, methods=["GET"]),
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/openapi.json", info.openapi, methods=["GET"]),
         *Admin(gateway).routes(),
@@ -207,7 +207,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
             group.create_task(collect_when_idle(server.activity), name="garbage"),
         ]
         start_collecting_rarely()
-        await first(stop, gateway.mesh.lost)
+        await wait_for_first(stop, gateway.mesh.lost)
         lost = gateway.mesh.lost.is_set()
         await _finish(gateway, server, serving)
         await parsers.close()

@@ -85,12 +85,12 @@ class Authorizer:
         """Whether inference needs a key though none is valid now."""
         if self._require is not None:
             return self._require or self._file is not None or self.store.has_unparsable
-        return self.is_exposed or self._file is not None or self.store.existed("inference")
+        return self.is_exposed or self._file is not None or self.store.has_existed("inference")
 
     @property
     def guards_admin(self) -> bool:
         """Whether the admin API needs a key: always, once an admin key has existed."""
-        return bool(self._admin) or self.store.existed("admin")
+        return bool(self._admin) or self.store.has_existed("admin")
 
     def note_configured(self) -> None:
         """Record durably that inference keys have existed, if the settings have any."""

@@ -199,9 +199,9 @@ class Gateway:
         self._probe.start(ticket)
         self._catch_up(self._requests[ticket.id])
 
-    def requeued(self, ticket: Ticket) -> None:
+    def on_requeued(self, ticket: Ticket) -> None:
         request = self._requests[ticket.id]
-        request.requeued()
+        request.handle_requeue()
         self._prefetch_lora(request)
 
     def publish_demand(self, demand: Demand) -> None:
@@ -221,7 +221,7 @@ class Gateway:
 
     async def on_status(self, status: NodeStatus) -> None:
         self.dispatcher.on_status(status, time.monotonic())
-        self._load_adapters(self._lora_prefetch.on_status(status, self.dispatcher.waiting))
+        self._load_adapters(self._lora_prefetch.on_status(status, self.dispatcher.count_waiting))
 
     async def on_load_failed(self, event: LoadFailed) -> None:
         self.dispatcher.on_load_failed(event, time.monotonic())
@@ -230,8 +230,8 @@ class Gateway:
         error = ModelNotFound(f"The model `{name}` was removed", param="model")
         self.dispatcher.on_model_removed(name, error, time.monotonic())
         # Every instance gets the command: one may have loaded the adapter since its last status.
-        if not any(True for _ in self.dispatcher.routes.of(name)):
-            for route in self.dispatcher.routes.all():
+        if not any(True for _ in self.dispatcher.routes.iter_routes(name)):
+            for route in self.dispatcher.routes.iter_all():
                 if route.status.state is InstanceState.READY:
                     self.engines.drop_adapter(route.status.instance_id, name)
 

@@ -38,7 +38,7 @@ from shared.errors import Conflict
 from shared.messaging import Mesh
 from shared.private import make_private
 from shared.runtime import report_ready
-from shared.tasks import end, first
+from shared.tasks import end, wait_for_first
 from weights.devices.opening import Devices, has_driver, load_driver
 from weights.devices.pacing import Pacer
 from weights.devices.probe import group_bytes
@@ -206,7 +206,7 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
     async with asyncio.TaskGroup() as tasks:
         broadcast = tasks.create_task(_broadcast(mesh, loader, sharing, subject), name="broadcast")
         report_ready()
-        await first(stop, mesh.lost)
+        await wait_for_first(stop, mesh.lost)
         await end(broadcast)
     await _warn_engines(mesh, subject, loader.status(await asyncio.to_thread(sharing.status)))
     await loader.stop()

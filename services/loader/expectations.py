@@ -80,7 +80,7 @@ class Expectations:
     def _units(self, model: ExpectedModel) -> tuple[Unit, ...]:
         """Return the units of a model by the hashes in its index; none if it is not here."""
         if not is_remote(model.source):
-            return indexed_units(DirectoryTier.of(model.source).directory, model.weights_id)
+            return indexed_units(DirectoryTier.open_source(model.source).directory, model.weights_id)
         with self._sources.whole(model.weights_id) as found:
             return indexed_units(found[0], model.weights_id) if found is not None else ()
 

@@ -15,14 +15,14 @@ from typing import Any
 from services.loader import status_publisher
 from services.loader.adapters.arrivals import Arrival, Arrivals
 from services.loader.adapters.cards import card_for, minimal_card
-from services.loader.adapters.inspection import described
+from services.loader.adapters.inspection import describe_model
 from services.loader.adapters.peer_sharing import Shared
 from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.records import Records, WeightsRecord
 from services.loader.adapters.runs import Runs
 from services.loader.adapters.small_files import read_part
 from services.loader.auditing import Auditor
-from services.loader.domain.entries import device_of, reached
+from services.loader.domain.entries import device_of, has_reached
 from services.loader.domain.events import (
     Adopt,
     Adopted,
@@ -215,7 +215,7 @@ class Loader:
     async def _prefetch(self, holder: str, command: PrefetchWeights) -> Message:
         there = await self._loop.ask(lambda n: Attach(n, holder, command.card, "complete", None, local=True, background=True))
         if command.tier == "ssd":  # the copy to the disk reads from this memory
-            await asyncio.to_thread(self._loop.runs.settled, command.card.info.revision)
+            await asyncio.to_thread(self._loop.runs.wait_until_settled, command.card.info.revision)
         return there
 
     def _end_hold(self, holder: str, keep: bool) -> None:
@@ -223,7 +223,7 @@ class Loader:
 
     async def _inspect(self, command: InspectModel) -> Inspected:
         return Inspected(
-            info=await asyncio.get_running_loop().run_in_executor(self._inspections, described, command.spec, self._sources)
+            info=await asyncio.get_running_loop().run_in_executor(self._inspections, describe_model, command.spec, self._sources)
         )
 
     async def read_file(self, request: ReadModelFile) -> ModelFilePart:
@@ -270,10 +270,10 @@ class Loader:
 
         Raises `NotFound` if the instance has not attached them, and the error of the load.
         """
-        entry, count, arrivals = self._held(instance_id, weights_id), 0, None
+        entry, count, arrivals = self._get_held_entry(instance_id, weights_id), 0, None
         run, device = entry.run, device_of(entry, instance_id)
         while True:
-            next_change, entry = self._loop.next_change, self._held(instance_id, weights_id)
+            next_change, entry = self._loop.next_change, self._get_held_entry(instance_id, weights_id)
             if entry.run != run or entry.stage is Stage.LEAVING:
                 raise ShuttingDown("The load was cancelled. Attach again")
             if entry.error is not None:
@@ -281,16 +281,16 @@ class Loader:
             copies = self._loop.runs.copies
             if copies is not None and (failure := copies.error(run, device)) is not None:
                 raise from_body(failure)
-            is_complete = reached(entry, instance_id, "complete")
+            is_complete = has_reached(entry, instance_id, "complete")
             if arrivals is None:
                 arrivals = self._arrivals(run, device, entry)
-            if arrivals is not None and (found := arrivals.after(count)):
+            if arrivals is not None and (found := arrivals.list_after(count)):
                 count += len(found)
                 yield found
                 continue
             if is_complete:
                 return
-            await _first(next_change.wait(), *((arrivals.more(count),) if arrivals is not None else ()))
+            await _wait_for_first(next_change.wait(), *((arrivals.wait_for_more(count),) if arrivals is not None else ()))
 
     def _arrivals(self, run: int, device: str | None, entry: Entry) -> Arrivals | None:
         runs = self._loop.runs
@@ -302,7 +302,7 @@ class Loader:
             found.add(ByteRange(offset=0, nbytes=entry.total_bytes))
         return found
 
-    def _held(self, instance_id: str, weights_id: str) -> Entry:
+    def _get_held_entry(self, instance_id: str, weights_id: str) -> Entry:
         entry = self._loop.state.held_by(instance_id)
         if entry is None or entry.weights_id != weights_id:
             raise NotFound(f"Instance {instance_id} has not attached weights {weights_id} here. Attach first")
@@ -360,7 +360,7 @@ class Loader:
         return status.model_copy(update={**found, "read_bytes": self._loop.runs.read_bytes})
 
 
-async def _first(*waits: Coroutine[Any, Any, object]) -> None:
+async def _wait_for_first(*waits: Coroutine[Any, Any, object]) -> None:
     """Return when one of `waits` has."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:

@@ -142,13 +142,13 @@ async def listening(path: Path, readers: LocalReaders) -> AsyncIterator[None]:
     """Serve on `path`, for this user only. Replaces the socket of an earlier loader."""
     connections: set[asyncio.Task[None]] = set()
 
-    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def on_connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(readers.serve(reader, writer), name="local-reader")
         connections.add(task)
         task.add_done_callback(connections.discard)
 
     path.unlink(missing_ok=True)
-    server = await asyncio.start_unix_server(connected, sock=_bound(path), limit=MAX_LINE_BYTES)
+    server = await asyncio.start_unix_server(on_connected, sock=_bind_socket(path), limit=MAX_LINE_BYTES)
     try:
         yield
     finally:
@@ -159,7 +159,7 @@ async def listening(path: Path, readers: LocalReaders) -> AsyncIterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _bound(path: Path) -> socket.socket:
+def _bind_socket(path: Path) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with short_address(path) as address:

@@ -137,7 +137,7 @@ class Loop:
             case Accepted():
                 self._answer(effect.reply, Done())
             case Attached():
-                self._answer(effect.reply, self._attached(effect))
+                self._answer(effect.reply, self._build_attached(effect))
             case Freed():
                 self._answer(
                     effect.reply,
@@ -151,13 +151,13 @@ class Loop:
         if (waiting := self._replies.get(number)) is not None and not waiting.done():
             waiting.set_result(message)
 
-    def _attached(self, effect: Attached) -> WeightsAttached:
+    def _build_attached(self, effect: Attached) -> WeightsAttached:
         e, device = self.state.entries[effect.key], effect.device
         timeline, copies = self.runs.timeline(e.run), self.runs.copies
         handle = copies.handle(e.run, device) if copies is not None and device is not None else None
         phases = timeline.spans() if timeline else ()
         if copies is not None and device is not None:
             phases += copies.phases(e.run, device, effect.instance_id)
-        attached = status_publisher.attached(self.state, e, self.records.pool_name, phases)
+        attached = status_publisher.build_attached(self.state, e, self.records.pool_name, phases)
         error = copies.error(e.run, device) if copies is not None and handle is None else None
         return attached.model_copy(update={"handle": handle, "device_error": error, "boot_id": self._boot_id})

@@ -28,7 +28,7 @@ from weights.pool.region import extents
 from weights.store.usage import PagesInUse
 
 
-def attached(state: State, e: Entry, pool: str, phases: tuple[PhaseSpan, ...]) -> WeightsAttached:
+def build_attached(state: State, e: Entry, pool: str, phases: tuple[PhaseSpan, ...]) -> WeightsAttached:
     return WeightsAttached(
         weights_id=e.weights_id,
         segment=pool,

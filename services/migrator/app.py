@@ -21,7 +21,7 @@ from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import migrations_bucket
 from shared.runtime import report_ready
-from shared.tasks import end, first
+from shared.tasks import end, wait_for_first
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ async def run(settings: MigratorSettings, stop: asyncio.Event) -> int:
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(_serve(mesh, migrator, tasks), name="serve")
-            await first(stop, mesh.lost)
+            await wait_for_first(stop, mesh.lost)
             await end(serving, again_s=3.0)
     finally:
         if not mesh.lost.is_set():

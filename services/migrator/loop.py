@@ -18,7 +18,7 @@ from services.migrator.adapters.records import Copy, Held, Records
 from services.migrator.adapters.telemetry import Metrics, MigrationSpan
 from services.migrator.domain.decide import begin, deadline, decide, handed_over
 from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
-from services.migrator.domain.leases import Leases, claimable, next_look
+from services.migrator.domain.leases import Leases, find_claimable, next_look
 from services.migrator.domain.rounds import Speed
 from services.migrator.domain.work import Options, Work
 from shared.contracts.base import Message
@@ -49,7 +49,7 @@ class Migrator:
         self._metrics = metrics
         self._options = options
         self._leases = Leases()
-        self.copy = Copy(self._leases, self._changed)
+        self.copy = Copy(self._leases, self._on_changed)
         self._speeds: dict[tuple[str, str], Speed] = {}
         self._looked = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -57,7 +57,7 @@ class Migrator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._forgetting: set[asyncio.Task[None]] = set()
 
-    def _changed(self, record: MigrationRecord | None, migration_id: str) -> None:
+    def _on_changed(self, record: MigrationRecord | None, migration_id: str) -> None:
         """Handle a change of the bucket."""
         self._looked.set()
         if self._held is not None and self._held.migration_id == migration_id:
@@ -81,7 +81,7 @@ class Migrator:
         """Return the next unclaimed migration; waits for one."""
         now = time.monotonic()
         self._looked.clear()
-        wanted = claimable(self._leases, now)
+        wanted = find_claimable(self._leases, now)
         if wanted is None:
             look = next_look(self._leases, now)
             wait = min(look - now, _LONGEST_S) if look is not None else _LONGEST_S
@@ -114,9 +114,9 @@ class Migrator:
                 for effect in effects:
                     ended = self._carry_out(effect, held, span) or ended
                 if ended is None:
-                    work, effects = decide(work, await self._next(work), time.monotonic())
+                    work, effects = decide(work, await self._wait_for_event(work), time.monotonic())
             if not ended.lost:
-                await held.written()
+                await held.wait_until_written()
         except asyncio.CancelledError:
             await self._hand_over(work, held)
             raise
@@ -124,9 +124,9 @@ class Migrator:
             self._held = None
             await end(writing, *self._tasks)
             span.end(work.record, lost=ended is None or ended.lost)
-        self._ended(ended, work, model)
+        self._on_ended(ended, work, model)
 
-    def _ended(self, ended: Ended, work: Work, model: tuple[str, str]) -> None:
+    def _on_ended(self, ended: Ended, work: Work, model: tuple[str, str]) -> None:
         self._speeds.pop(model, None)
         self._speeds[model] = work.speed
         while len(self._speeds) > SPEEDS_KEPT:
@@ -144,11 +144,11 @@ class Migrator:
             return
         held.save(handed_over(work))
         try:
-            await asyncio.wait_for(held.written(), _LAST_WRITE_S)
+            await asyncio.wait_for(held.wait_until_written(), _LAST_WRITE_S)
         except TimeoutError:
             log.info("failed to hand over a migration; its lease will expire", extra={"migration_id": held.migration_id})
 
-    async def _next(self, work: Work) -> Event:
+    async def _wait_for_event(self, work: Work) -> Event:
         if not self._events.empty():
             return self._events.get_nowait()
         try:

@@ -49,7 +49,7 @@ from shared.errors import Conflict, DeviceMissing
 from shared.messaging import Mesh
 from shared.private import make_private
 from shared.runtime import report_ready
-from shared.tasks import end, first
+from shared.tasks import end, wait_for_first
 from shared.unit_charges import units_by_device
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Nodeagent:
         self.meter = Meter(
             devices,
             lambda: self.loop.state,
-            lambda: self.publisher.changed(urgent=False),
+            lambda: self.publisher.notify_changed(urgent=False),
             lambda instance_id, used: self.loop.post(e.Measured(instance_id, used)),
         )
         self.publisher = Publisher(
@@ -145,14 +145,14 @@ class Nodeagent:
             return 0
         for record in known:
             _adopt(record, self.loop, self.effects, self.timelines)
-        await self.loop.until(lambda state: len(state.instances) >= len(known), _ADOPTED_WITHIN_S)
-        await self.suspender.reap_strays(frozenset(i.instance_id for i in self.loop.state.live()))
+        await self.loop.wait_until(lambda state: len(state.instances) >= len(known), _ADOPTED_WITHIN_S)
+        await self.suspender.reap_strays(frozenset(i.instance_id for i in self.loop.state.list_live()))
         commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
         await commands.start()
         publishing = self._run("publisher", self.publisher.run())
         self._run("ready", self._report_ready())
         self._run("meter", self.meter.run())
-        await first(self.mesh.lost, stop)
+        await wait_for_first(self.mesh.lost, stop)
         if self.mesh.lost.is_set():
             log.error("lost NATS; exiting without stopping engines")
             return 1
@@ -185,20 +185,20 @@ class Nodeagent:
         self.loop.post(e.LoaderReported(self.meter.on_loader_status(status), units_by_device(status)))
 
     async def _on_wanted(self, _: StatusWanted) -> None:
-        self.publisher.changed(urgent=True)
+        self.publisher.notify_changed(urgent=True)
 
     async def _on_command(self, command: NodeCommand) -> Done:
         reply, answer = self.effects.expect_reply()
         if isinstance(command, StartInstance):
             if command.instance_id not in self.loop.state.instances:
-                self.timelines.of(command.instance_id).received(command.phases, time.monotonic())
+                self.timelines.get_timeline(command.instance_id).record_command(command.phases, time.monotonic())
             self.loop.post(e.StartCommand(command, reply))
         elif isinstance(command, SuspendInstance):
             self.loop.post(e.SuspendCommand(command, reply))
         elif isinstance(command, ResumeInstance):
             known = self.loop.state.instances.get(command.instance_id)
             if known is not None and known.state.parked:
-                self.timelines.renew(command.instance_id).received(command.phases, time.monotonic())
+                self.timelines.renew(command.instance_id).record_command(command.phases, time.monotonic())
             self.loop.post(e.ResumeCommand(command, reply))
         else:
             self.loop.post(e.StopCommand(command, reply))
@@ -212,14 +212,14 @@ class Nodeagent:
         """Drain every engine within its deadline, and publish the final status."""
         loop, settings = self.loop, self.settings
         loop.post(e.Shutdown(settings.stop_timeout))
-        await loop.until(lambda s: s.stopping, _ADOPTED_WITHIN_S)
+        await loop.wait_until(lambda s: s.stopping, _ADOPTED_WITHIN_S)
         await self.publisher.publish()
         ended_within = settings.stop_timeout + 2 * settings.kill_grace
-        if not await loop.until(lambda s: all(i.process is Process.GONE for i in s.live()), ended_within):
-            log.error("failed to end all engines", extra={"instances": [i.instance_id for i in loop.state.live()]})
-        if not await loop.until(lambda s: not s.live(), _RELEASES_WITHIN_S):
+        if not await loop.wait_until(lambda s: all(i.process is Process.GONE for i in s.list_live()), ended_within):
+            log.error("failed to end all engines", extra={"instances": [i.instance_id for i in loop.state.list_live()]})
+        if not await loop.wait_until(lambda s: not s.list_live(), _RELEASES_WITHIN_S):
             # Their records stay, so that the next agent of this node releases the weights.
-            log.warning("failed to release all weights", extra={"instances": [i.instance_id for i in loop.state.live()]})
+            log.warning("failed to release all weights", extra={"instances": [i.instance_id for i in loop.state.list_live()]})
         for instance in loop.state.instances.values():
             if instance.ended_at is not None:
                 self.effects.perform(e.Forget(instance.instance_id))
@@ -247,7 +247,7 @@ def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelin
     It is alive only if the process of its pid has the recorded start time.
     """
     instance = record.instance
-    timelines.of(instance.instance_id).restore(record.phases)
+    timelines.get_timeline(instance.instance_id).restore(record.phases)
     log_path = effects.log_path(instance.instance_id)
     if instance.process is Process.FORKING:
         # The earlier agent exited after the fork and before it recorded the pid.
@@ -257,7 +257,7 @@ def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelin
         started = effects.processes.watch(instance.instance_id, instance.pid, instance.process_start)
         alive = started is not None
         instance = instance.model_copy(update={"process_start": started if alive else instance.process_start})
-    frozen = effects.frozen(instance.instance_id)
+    frozen = effects.is_frozen(instance.instance_id)
     error = explain_exit(instance.pid or 0, None, (None, None), log_path)
     log.info("adopted an instance", extra={"instance": instance.instance_id, "pid": instance.pid, "alive": alive})
     loop.post(e.Adopted(instance, alive, error, frozen))

@@ -71,7 +71,7 @@ class EffectRunner:
         self._tasks = tasks
         self._running: set[asyncio.Task[None]] = set()
         self._replies: dict[int, asyncio.Future[Done]] = {}
-        self.processes = Processes(self._exited)
+        self.processes = Processes(self._on_exited)
 
     def expect_reply(self) -> tuple[int, asyncio.Future[Done]]:
         """Register a command.
@@ -94,7 +94,7 @@ class EffectRunner:
             case e.Reply():
                 self._reply(effect.reply, effect.error)
             case e.Publish():
-                self._publisher.changed(urgent=effect.urgent)
+                self._publisher.notify_changed(urgent=effect.urgent)
             case e.Signal():
                 self._signal(effect)
             case e.Fork():
@@ -130,9 +130,9 @@ class EffectRunner:
     def log_path(self, instance_id: str) -> Path:
         return self._logs / f"{instance_id}.engine.log"
 
-    def frozen(self, instance_id: str) -> bool:
+    def is_frozen(self, instance_id: str) -> bool:
         """True if the instance's processes are frozen."""
-        return self._suspender.cgroups.frozen(instance_id)
+        return self._suspender.cgroups.is_frozen(instance_id)
 
     def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.create_task(work, name=f"{what} {instance_id}")
@@ -163,7 +163,7 @@ class EffectRunner:
             environment=self._environment,
             cgroup_procs=self._suspender.group_for(self._loop.state.instances[instance_id]),
         )
-        self._timelines.of(instance_id).forking(self._launcher.name_for(start))
+        self._timelines.get_timeline(instance_id).forking(self._launcher.name_for(start))
         try:
             pid = await self._launcher.launch(start)
         except ThawError as error:
@@ -171,18 +171,18 @@ class EffectRunner:
             self._post(e.ForkFailed(instance_id, error.body()))
             return
         started = self.processes.watch(instance_id, pid)
-        self._suspender.started(self._loop.state.instances[instance_id], pid)
+        self._suspender.on_started(self._loop.state.instances[instance_id], pid)
         log.info("engine started", extra={"instance": instance_id, "pid": pid, "model": command.card.name})
         self._post(e.EngineForked(instance_id, pid, started or 0))
         if started is None:
-            self._exited(instance_id, pid)
+            self._on_exited(instance_id, pid)
 
-    def _exited(self, instance_id: str, pid: int) -> None:
+    def _on_exited(self, instance_id: str, pid: int) -> None:
         self._spawn("exit", instance_id, self._explain(instance_id, pid))
 
     async def _explain(self, instance_id: str, pid: int) -> None:
         status = await self._launcher.exit_status(pid, _EXIT_STATUS_WITHIN_S)
-        await self._suspender.ended(instance_id)
+        await self._suspender.on_ended(instance_id)
         error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
         log.info("engine exited", extra={"instance": instance_id, "pid": pid, "status": status})
         self._post(e.EngineExited(instance_id, pid, status, error))
@@ -206,7 +206,7 @@ class EffectRunner:
         """Handle a status report of an engine."""
         instance = self._loop.state.instances.get(report.instance_id)
         if instance is not None and instance.state.starting and instance.state is not InstanceState.RESUMING:
-            self._timelines.of(report.instance_id).reported(report, instance.command.traceparent)
+            self._timelines.get_timeline(report.instance_id).record_report(report, instance.command.traceparent)
         self._post(e.EngineReported(report))
 
     async def _drain(self, effect: e.RequestDrain) -> None:
@@ -256,7 +256,7 @@ class EffectRunner:
 
     async def _resume(self, effect: e.Resume) -> None:
         instance = self._loop.state.instances[effect.instance_id]
-        timeline = self._timelines.of(effect.instance_id)
+        timeline = self._timelines.get_timeline(effect.instance_id)
         timeline.restoring(effect.way or "held")
         try:
             used = await self._suspender.resume(instance, effect.way)
@@ -268,7 +268,7 @@ class EffectRunner:
             self._post(e.ResumeFailed(effect.instance_id, error.body()))
             return
         finally:
-            timeline.restored(instance.command.traceparent)
+            timeline.record_restored(instance.command.traceparent)
         self._post(e.Resumed(effect.instance_id, used))
 
     async def _assess(self, effect: e.Assess) -> None:
@@ -288,7 +288,7 @@ class EffectRunner:
         while True:
             try:
                 # An earlier agent may have died before it cleaned up after this engine.
-                await self._suspender.ended(instance_id)
+                await self._suspender.on_ended(instance_id)
                 await self._launcher.clean_up(instance_id, instance.command.card)
                 freed = await self._meter.wait_memory_freed(instance)
             except ThawError as fault:

@@ -33,13 +33,13 @@ class Loop:
 
     async def run(self) -> None:
         while True:
-            event = await self._next()
+            event = await self._wait_for_event()
             self.state, effects = decide(self.state, event, time.monotonic())
             for effect in effects:
                 self._perform(effect)
             self._changed.set()
 
-    async def until(self, predicate: Callable[[NodeState], bool], within_s: float) -> bool:
+    async def wait_until(self, predicate: Callable[[NodeState], bool], within_s: float) -> bool:
         """Wait until the state satisfies `predicate`.
 
         False: it did not within `within_s` seconds.
@@ -53,7 +53,7 @@ class Loop:
             return False
         return True
 
-    async def _next(self) -> Event:
+    async def _wait_for_event(self) -> Event:
         """The next event, or a `Tick` when a deadline has passed.
 
         Both alternate if both are due, so that neither starves.

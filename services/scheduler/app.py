@@ -39,7 +39,7 @@ from shared.contracts import subjects
 from shared.contracts.node import StatusWanted
 from shared.messaging import Mesh
 from shared.runtime import report_ready
-from shared.tasks import end, first
+from shared.tasks import end, wait_for_first
 from shared.telemetry.logs import LogRateLimit
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
                 beside.enter_context(metrics.served(settings.scheduler_metrics_host, settings.scheduler_metrics_port))
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(_serve(settings, mesh, engine, name, metrics), name="serve")
-                await first(stop, mesh.lost)
+                await wait_for_first(stop, mesh.lost)
                 await end(serving, again_s=3.0)
     finally:
         metrics.close()
@@ -159,7 +159,7 @@ async def _background_tasks(loop: SchedulerLoop, repository: Repository, epoch: 
 
     async def settle() -> None:
         while True:
-            await loop.idle()
+            await loop.wait_until_idle()
             freeze_heap()
             await asyncio.sleep(HEAP_PERIOD_S)
 

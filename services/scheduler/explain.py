@@ -43,7 +43,7 @@ class Explainer:
             NotFound: What it names is unknown.
         """
         if asked.about is not None:
-            return await self._about(asked, asked.about)
+            return await self._explain_subject(asked, asked.about)
         if asked.plan_id is not None:
             return await self._of_plan(asked, asked.plan_id)
         if asked.request_id is not None:
@@ -52,7 +52,7 @@ class Explainer:
             raise InvalidRequest("The request names nothing to explain. Give a model, a plan_id or a request_id")
         return await self._of_model(asked, asked.model)
 
-    async def _about(self, asked: ExplainPlan, name: str) -> PlanExplained:
+    async def _explain_subject(self, asked: ExplainPlan, name: str) -> PlanExplained:
         """Explain a name: 1. a model, 2. a plan, 3. a request."""
         if self._state.serving_model(name) is not None:
             return await self._of_model(asked, name)
@@ -66,7 +66,7 @@ class Explainer:
         plan = await self._find(plan_id)
         if plan is None:
             raise NotFound(f"No plan {plan_id!r}; plans are kept for seven days", param="plan_id")
-        return self._explained(asked, plan)
+        return self._explain_plan(asked, plan)
 
     async def _of_request(self, asked: ExplainPlan, request_id: str) -> PlanExplained:
         if (found := await self._of_known_request(asked, request_id)) is None:
@@ -77,7 +77,7 @@ class Explainer:
         """Explain a request: 1. a finished one, 2. a running one. None: it is unknown."""
         if (trace := await self._trace(request_id)) is not None:
             return await self._of_trace(asked, trace)
-        if (running := await self._migrations.found(request_id)) is not None:
+        if (running := await self._migrations.find_request(request_id)) is not None:
             return await self._of_running(asked, request_id, running)
         return None
 
@@ -88,7 +88,7 @@ class Explainer:
             instance = self._state.instances.get(running.instance_id)
             plan = await self._find(instance.plan_id) if instance is not None else None
             plan = plan or await self._repository.plan_of_instance(running.instance_id)
-        explained = self._explained(asked, plan) if plan is not None else await self._of_model(asked, running.model)
+        explained = self._explain_plan(asked, plan) if plan is not None else await self._of_model(asked, running.model)
         return explained.model_copy(update={"running": running.model_copy(update={"request_id": request_id})})
 
     async def _of_trace(self, asked: ExplainPlan, trace: RequestTrace) -> PlanExplained:
@@ -98,7 +98,7 @@ class Explainer:
             plan = await self._repository.plan_of_instance(trace.instance_id)
         if plan is None:
             raise NotFound(f"Request {trace.request_id} waited for no plan that is still kept", param="request_id")
-        return self._explained(asked, plan).model_copy(update={"request": trace})
+        return self._explain_plan(asked, plan).model_copy(update={"request": trace})
 
     async def _of_model(self, asked: ExplainPlan, name: str) -> PlanExplained:
         model = self._state.serving_model(name)
@@ -106,9 +106,9 @@ class Explainer:
         plan = self._state.last_plan_of(key) or await self._repository.last_plan(key)
         if plan is None and (model is None or not asked.what_if):
             raise NotFound(f"Nothing has been decided for {name!r} yet; `thaw wake {name}` asks for a decision")
-        return self._explained(asked, plan or PlanRecord(plan_id="", model=key, created=0.0, trigger="", way="wait"))
+        return self._explain_plan(asked, plan or PlanRecord(plan_id="", model=key, created=0.0, trigger="", way="wait"))
 
-    def _explained(self, asked: ExplainPlan, plan: PlanRecord) -> PlanExplained:
+    def _explain_plan(self, asked: ExplainPlan, plan: PlanRecord) -> PlanExplained:
         model, now = self._state.models.get(plan.model), clock.now()
         if model is None:
             if asked.what_if:

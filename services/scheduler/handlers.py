@@ -158,7 +158,7 @@ class Handlers:
             case Migrate():
                 return await self._migrate(request)
             case ViewMigrations(migration_id=migration_id, limit=limit):
-                return MigrationsViewed(migrations=self._migrations.latest(migration_id, limit))
+                return MigrationsViewed(migrations=self._migrations.list_latest(migration_id, limit))
             case ViewCluster():
                 return view(self._loop.state, self._name, at, self._policy)
 
@@ -167,7 +167,7 @@ class Handlers:
             raise InvalidRequest("The request names no source. Give a request_id or an instance_id")
         source, name = request.instance_id, request.request_id
         if name is not None:
-            found = await self._migrations.found(name)
+            found = await self._migrations.find_request(name)
             name = found.request_id if found is not None else name
             serving = [
                 i.instance_id

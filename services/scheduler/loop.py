@@ -12,7 +12,7 @@ from itertools import groupby
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.outbox import Outbox
-from services.scheduler.adapters.repository import Repository, durable
+from services.scheduler.adapters.repository import Repository, is_durable
 from services.scheduler.domain.busy import is_busy, is_node_lost_soon
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import Effect, LoadStarted, ReplyTo, StepDown
@@ -87,7 +87,7 @@ class SchedulerLoop:
     def post(self, event: Event) -> None:
         self._events.put_nowait(event)
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Return when no event waits to be decided or committed."""
         await self._events.join()
 
@@ -144,7 +144,7 @@ class SchedulerLoop:
             decided, self._decided = self._decided, _Decided()
             self._some.clear()
             self._few.set()
-            if durable(decided.changes):
+            if is_durable(decided.changes):
                 await self._repository.commit(self.state.epoch, decided.changes)
             outbox.carry_out(decided.effects, clock.now())
             self._notify(decided.events, outbox.node_reported)
@@ -177,7 +177,7 @@ class SchedulerLoop:
         return [
             Traced(e.plan_id, e.instance_id, parent)
             for e in effects
-            if isinstance(e, LoadStarted) and (parent := self._loads.started(e)) is not None
+            if isinstance(e, LoadStarted) and (parent := self._loads.record_started(e)) is not None
         ]
 
     def _notify(self, batch: list[Event], node_reported: Callable[[str], None]) -> None:

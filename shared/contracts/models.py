@@ -49,7 +49,7 @@ class Replicas(Strict):
     max: int = Field(default=1, ge=1, le=1024, description="Instances at most.")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"min ({self.min}) is over max ({self.max})")
         return self
@@ -136,7 +136,7 @@ class PlacementRules(Strict):
 
     @field_validator("labels")
     @classmethod
-    def _named(cls, value: dict[str, str]) -> dict[str, str]:
+    def _check_names(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
             if not name or "=" in name or name != name.strip():
                 raise ValueError(f"{name!r} is not the name of a label: it is empty, has spaces around it, or an equals sign")

@@ -54,7 +54,7 @@ class PhaseSpan(Frozen):
         return self.start_ms + self.duration_ms
 
 
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
+def measure_covered(intervals: Iterable[tuple[float, float]]) -> float:
     """Length of the union of (start, end): spans that overlap count once."""
     length, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):

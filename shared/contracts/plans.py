@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from shared.contracts.base import ErrorBody, Frozen
-from shared.contracts.phases import PhaseSpan, covered
+from shared.contracts.phases import PhaseSpan, measure_covered
 
 Way = Literal["warm", "load", "evict_then_load", "restore", "evict_then_restore", "wait", "impossible"]
 ReadyBy = Literal["ready", "wake", "restore", "reuse", "load", "peer_copy", "pipeline"]
@@ -107,4 +107,4 @@ class PlanRecord(Frozen):
         spans: dict[str, list[tuple[float, float]]] = {}
         for s in self.measured:
             spans.setdefault(s.phase.value, []).append((s.start_ms, s.end_ms))
-        return {phase: covered(found) for phase, found in spans.items()}
+        return {phase: measure_covered(found) for phase, found in spans.items()}

@@ -40,7 +40,7 @@ def token(name: str) -> str:
     return base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
 
 
-def untoken(value: str) -> str:
+def decode_token(value: str) -> str:
     """The name that `token` made `value` from."""
     return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).decode()
 

@@ -86,7 +86,7 @@ class InstanceProcess(ABC):
         self._serving = serving
         self._migration = migration
         self._reporter = StatusReporter(mesh, start, timeline, serving.load)
-        serving.changed = self._reporter.changed
+        serving.changed = self._reporter.notify_changed
         self._owns_mesh = owns_mesh
         self._commands: Responder | None = None
         self._requests: Subscription | None = None

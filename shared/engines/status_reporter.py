@@ -39,25 +39,25 @@ class StatusReporter:
         self.hosted: Callable[[], HostedEngine | None] = lambda: None
         self.fell_back: ErrorBody | None = None
 
-    def changed(self) -> None:
+    def notify_changed(self) -> None:
         self._changed.set()
 
     def enter(self, state: EngineState, *, phase: Phase | None = None, error: ErrorBody | None = None) -> None:
         self.state, self.phase, self.error = state, phase, error
         if state == "ready":
             self.progress = 1.0
-        self.changed()
+        self.notify_changed()
 
     def advance(self, progress: float, phase: Phase) -> None:
         """Raise the progress of the start. Progress never falls."""
         if self.state == "loading" and (progress > self.progress or phase is not self.phase):
             self.progress, self.phase = max(self.progress, min(progress, 1.0)), phase
-            self.changed()
+            self.notify_changed()
 
     def accept_requests(self) -> None:
         """Report that the engine takes requests while it loads."""
         self.accepts_requests = True
-        self.changed()
+        self.notify_changed()
 
     def report(self) -> EngineReport:
         return EngineReport(

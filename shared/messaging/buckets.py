@@ -62,7 +62,7 @@ class BucketWatcher:
         async with watching(bucket) as watcher:
             await self._snapshot(bucket, watcher)
             with self._mesh.on_reconnect(partial(_wake, watcher)):
-                while self._mesh.reconnections == reconnections and not await self._behind(bucket, watcher):
+                while self._mesh.reconnections == reconnections and not await self._apply_change(bucket, watcher):
                     pass
 
     async def _snapshot(self, bucket: KeyValue, watcher: Any) -> None:
@@ -79,12 +79,12 @@ class BucketWatcher:
         while (entry := await watcher.updates(timeout=_NEXT_S)) is not None:
             take(entry)
         # An entry that is written at that moment follows the end of the snapshot.
-        newest = await _newest(bucket)
+        newest = await _find_newest_revision(bucket)
         while self._revision < newest:
             take(await watcher.updates(timeout=_NEXT_S))
         self._copy.replace(entries)
 
-    async def _behind(self, bucket: KeyValue, watcher: Any) -> bool:
+    async def _apply_change(self, bucket: KeyValue, watcher: Any) -> bool:
         """Apply one change; return True if a change was missed.
 
         The bucket's last revision shows a missed change after a while.
@@ -92,7 +92,7 @@ class BucketWatcher:
         try:
             entry = await watcher.updates(timeout=self._check_s)
         except TimeoutError:
-            newest = await _newest(bucket)
+            newest = await _find_newest_revision(bucket)
             return newest not in (0, self._revision) and watcher._updates.empty()
         if entry is None:
             return False
@@ -110,7 +110,7 @@ def _wake(watcher: Any) -> None:
         watcher._updates.put_nowait(None)
 
 
-async def _newest(bucket: KeyValue) -> int:
+async def _find_newest_revision(bucket: KeyValue) -> int:
     """Return the revision of a bucket's newest entry; 0 for a bucket without entries.
 
     The revision of an expired entry still counts.

@@ -167,7 +167,7 @@ async def _ensure(js: JetStreamContext, config: StreamConfig, kept: tuple[str, .
     try:
         return (await js.update_stream(wanted)).config
     except APIError as e:
-        log.warning("a stream keeps its configuration", extra={"stream": config.name, "error": _explained(e, config)})
+        log.warning("a stream keeps its configuration", extra={"stream": config.name, "error": _explain_error(e, config)})
         return found
 
 
@@ -178,11 +178,11 @@ async def _create(js: JetStreamContext, config: StreamConfig) -> StreamConfig:
         if e.err_code == _NAME_IN_USE:  # another process has just made it, with settings of its own
             return (await js.stream_info(str(config.name))).config
         if e.err_code in (*_NO_PEERS, *NO_STORAGE):
-            raise StreamRefused(_explained(e, config)) from e
+            raise StreamRefused(_explain_error(e, config)) from e
         raise
 
 
-def _explained(error: APIError, config: StreamConfig) -> str:
+def _explain_error(error: APIError, config: StreamConfig) -> str:
     if error.err_code in _NO_PEERS:
         return (
             f"NATS has no {config.num_replicas} servers for {config.name}: {error.description}. "

@@ -43,14 +43,14 @@ def critical_path(
             start = start_ms
         segments.append(_segment(phase, start, at))
         at = start
-    return tuple(_merged(reversed(segments)))
+    return tuple(_merge(reversed(segments)))
 
 
 def _segment(phase: Phase, start: float, end: float) -> CriticalSegment:
     return CriticalSegment(phase=phase, start_ms=start, duration_ms=end - start)
 
 
-def _merged(segments: Iterable[CriticalSegment]) -> Iterable[CriticalSegment]:
+def _merge(segments: Iterable[CriticalSegment]) -> Iterable[CriticalSegment]:
     last: CriticalSegment | None = None
     for segment in segments:
         if last is not None and last.phase == segment.phase:

@@ -73,7 +73,7 @@ class Timeline:
             MeasuredPhase(s.phase, base + s.start_ms / 1e3, base + s.end_ms / 1e3, s.process, dict(s.detail)) for s in spans
         )
 
-    def measured(self) -> tuple[MeasuredPhase, ...]:
+    def list_measured(self) -> tuple[MeasuredPhase, ...]:
         return tuple(self._closed)
 
     def spans(self, origin: float | None = None) -> tuple[PhaseSpan, ...]:

@@ -13,14 +13,14 @@ from services.scheduler.domain.policies.common import (
     evict_lru,
     evict_none,
     in_order,
-    inactive,
     keep_load_time,
     keep_setting,
     keep_until_needed,
+    list_inactive,
     one_each,
     per_request,
 )
-from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, drawn
+from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, draw_number
 
 
 def any_device(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
@@ -32,7 +32,7 @@ def any_device(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     devices = sorted({o.key for o in options})
     if not devices:
         return None
-    device = devices[int(drawn(seed, ask.model, ask.request_id) * len(devices))]
+    device = devices[int(draw_number(seed, ask.model, ask.request_id) * len(devices))]
     return min((o for o in options if o.key == device), key=lambda o: (o.cost.total_s, o.way))
 
 
@@ -67,7 +67,7 @@ def least_recently_used(ask: Ask, options: Sequence[Option], seed: str) -> Optio
 
 def evict_first_in(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
     """Evict idle instances, first loaded first."""
-    return in_order(sorted(inactive(device, ask.model), key=lambda r: (r.ready_at, r.key)), short)
+    return in_order(sorted(list_inactive(device, ask.model), key=lambda r: (r.ready_at, r.key)), short)
 
 
 def infless_keep(short_term: Sequence[float], long_term: Sequence[float], default: float, share: float = 0.5) -> float:

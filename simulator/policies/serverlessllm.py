@@ -1,15 +1,22 @@
 """ServerlessLLM §6: the server with the least estimated start-up time.
 
-`soonest` over the options is §6.3's "the one offering the lowest estimated startup time". An option
-costs q + n/b (§6.1), including the time of a migration. The victims come from the knapsack of §6.2
-(`policies/knapsack.py`).
+`choose_soonest` over the options is §6.3's "the one offering the lowest estimated startup time". An
+option costs q + n/b (§6.1), including the time of a migration. The victims come from the knapsack
+of §6.2 (`policies/knapsack.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.scheduler.domain.policies.common import arrivals, inactive, keep_load_time, movable, per_request, soonest
+from services.scheduler.domain.policies.common import (
+    arrivals,
+    choose_soonest,
+    keep_load_time,
+    list_inactive,
+    list_movable,
+    per_request,
+)
 from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time, ways_out
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile
 
@@ -20,8 +27,8 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     Loads on one node run one after another, those of several nodes in parallel: the memory is free
     after the longest queue. The penalty is the total time.
     """
-    idle = [EvictionCandidate(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in inactive(device, ask.model)]
-    serving = [EvictionCandidate(r.key, r.nbytes, r.last_used, ways_out(r)) for r in movable(device, ask.model)]
+    idle = [EvictionCandidate(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in list_inactive(device, ask.model)]
+    serving = [EvictionCandidate(r.key, r.nbytes, r.last_used, ways_out(r)) for r in list_movable(device, ask.model)]
     found = least_time([*idle, *serving], short)
     if found is None:
         return None
@@ -42,7 +49,7 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
 
     None: the load is pending.
     """
-    return soonest(ask, options, seed)
+    return choose_soonest(ask, options, seed)
 
 
 PROFILE = Profile(

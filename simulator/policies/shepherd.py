@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.scheduler.domain.policies.common import arrivals, keep_load_time, per_request, soonest
+from services.scheduler.domain.policies.common import arrivals, choose_soonest, keep_load_time, per_request
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile
 from simulator.policies import serverlessllm
 
@@ -29,7 +29,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
 
 def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """Choose the least estimated start-up time; of equals the one that preempts least."""
-    return soonest(ask, options, seed)
+    return choose_soonest(ask, options, seed)
 
 
 PROFILE = Profile(

@@ -7,14 +7,22 @@ backend finishes its requests first (the paper freezes it).
 
 from __future__ import annotations
 
-from services.scheduler.domain.policies.common import arrivals, in_order, inactive, keep_until_needed, movable, one_each, soonest
+from services.scheduler.domain.policies.common import (
+    arrivals,
+    choose_soonest,
+    in_order,
+    keep_until_needed,
+    list_inactive,
+    list_movable,
+    one_each,
+)
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Profile
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
     """Suspend to host memory. `delay_s`: the victims' requests, one after another."""
     running = sorted(
-        [*inactive(device, ask.model), *movable(device, ask.model)],
+        [*list_inactive(device, ask.model), *list_movable(device, ask.model)],
         key=lambda r: (r.queued + r.active, r.last_used, r.key),
     )
     found = in_order(running, short, "suspend")
@@ -28,7 +36,7 @@ PROFILE = Profile(
     "swapservellm",
     order=arrivals,
     clear=clear,
-    choose=soonest,
+    choose=choose_soonest,
     keep=keep_until_needed,
     scale=one_each,
     uses=frozenset({"sleep", "suspend"}),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.scheduler.domain.policies.common import arrivals, in_order, inactive, keep_load_time, per_request
+from services.scheduler.domain.policies.common import arrivals, in_order, keep_load_time, list_inactive, per_request
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, Resident
 
 
@@ -48,7 +48,7 @@ def eviction_cost(r: Resident) -> float:
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
     """Evict inactive models in ascending cost until enough is free (§3.2.2, stage 1)."""
-    victims = sorted(inactive(device, ask.model), key=lambda r: (eviction_cost(r), r.last_used, r.key))
+    victims = sorted(list_inactive(device, ask.model), key=lambda r: (eviction_cost(r), r.last_used, r.key))
     return in_order(victims, short, penalties={r.key: eviction_cost(r) for r in victims})
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.scheduler.domain.policies.common import in_order, inactive, keep_until_needed, one_each
-from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, Resident, drawn
+from services.scheduler.domain.policies.common import in_order, keep_until_needed, list_inactive, one_each
+from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, Resident, draw_number
 from services.scheduler.domain.policies.torpor_queue import order
 
 
@@ -27,7 +27,7 @@ def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
     """
     available = [o for o in options if not any(d.running for d in o.devices)]
     if here := [o for o in available if o.way == "ready"]:
-        return sorted(here, key=lambda o: o.key)[int(drawn(seed, ask.model) * len(here))]
+        return sorted(here, key=lambda o: o.key)[int(draw_number(seed, ask.model) * len(here))]
     if copies := [o for o in available if o.way == "peer_copy"]:
         return min(copies, key=lambda o: (o.cost.total_s, o.clearance.penalty_s, o.key))
     for quiet in (("none",), ("none", "light"), ("none", "light", "heavy")):
@@ -42,7 +42,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     The penalty is the slowdown by swapping them in again: a heavy model's `reload_s`, 0 for others.
     Nothing is written back, since host memory has a copy (§4.3).
     """
-    victims = sorted(inactive(device, ask.model), key=lambda r: (_class(r), r.last_used, r.key))
+    victims = sorted(list_inactive(device, ask.model), key=lambda r: (_class(r), r.last_used, r.key))
     return in_order(victims, short, penalties={r.key: r.reload_s if _class(r) == 2 else 0.0 for r in victims})
 
 

@@ -164,12 +164,12 @@ async def test_engine_of_several_processes_is_locked_and_restored_as_a_whole(way
         assert driver is not None
         target = Target("i", "vllm", ("cuda:0",), tuple(sorted(pids)))
         await way.suspend(target)
-        assert groups.frozen("i") == groups.available
+        assert groups.is_frozen("i") == groups.available
         # The driver asks the process itself for its state: a frozen process may not answer.
         groups.thaw("i")
         assert [driver.state(p.child.pid) for p in processes] == [State.CHECKPOINTED] * 2
         await way.resume(target)
-        assert not groups.frozen("i")
+        assert not groups.is_frozen("i")
         assert [p.ask() for p in processes] == before
     finally:
         groups.thaw("i")

@@ -17,7 +17,7 @@ from services.enginehost.runtimes import reaper
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferData, InferEnd, InferFailed, InferReply, InferResponse, Resume, ResumedChoice
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
-from shared.processes import mark_of, marked
+from shared.processes import find_marked, mark_of
 from shared.settings import NodeSettings
 from tests.support.engines import Engines, Stream
 from weights.formats.tokenizer import special_token_ids
@@ -116,7 +116,7 @@ class Hosts(Engines):
 
     def marked(self, instance_id: str) -> set[int]:
         """Return the processes of the instance's engine."""
-        return marked(mark_of(NodeSettings(node=self.node).scope, instance_id))
+        return find_marked(mark_of(NodeSettings(node=self.node).scope, instance_id))
 
     async def left_nothing(self, instance_id: str) -> None:
         """Wait until no process of the engine is left."""

@@ -16,7 +16,7 @@ LEAST_MIB = 512
 
 def skip_unless_able(mib: int = LEAST_MIB) -> None:
     """Skip the test if engines of `mib` together cannot be paged out."""
-    if why := PageOut(open_cgroups("trial")).unavailable():
+    if why := PageOut(open_cgroups("trial")).explain_unavailable():
         pytest.skip(f"cannot suspend by page-out here: {why}")
     skip_unless_swap(mib)
 

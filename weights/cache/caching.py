@@ -56,7 +56,7 @@ class CachingTier:
         self._on_wrong = on_wrong
         self.source, self.link, self.revision = inner.source, inner.link, inner.revision
         self._files = list(inner.files())
-        self._verifier = Verifier(self._files, inner.source, self._wrong)
+        self._verifier = Verifier(self._files, inner.source, self._record_wrong)
         self._state = threading.Lock()
         self._partial: PartialModel | None = None
         self._fill: FileLock | None = None
@@ -98,7 +98,7 @@ class CachingTier:
                 self._rest = threading.Thread(target=self._complete, name="cache-rest", daemon=True)
                 self._rest.start()
 
-    def settled(self) -> threading.Event:
+    def get_settled_event(self) -> threading.Event:
         return self._settled
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class CachingTier:
                 return
             self._partial = self._open_partial(writes=True)
         except OSError as e:
-            self._uncached(e)
+            self._log_uncached(e)
 
     def _from_disk(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> bool:
         waited_since = time.monotonic()
@@ -153,7 +153,7 @@ class CachingTier:
                 return True
             if self._fill is not None or not self._following:
                 return False
-            if self._moved():
+            if self._has_progressed():
                 waited_since = time.monotonic()
                 continue
             if time.monotonic() - waited_since > self._patience_s:
@@ -165,7 +165,7 @@ class CachingTier:
             if self._stop.wait(_POLL_S) or (cancelled is not None and cancelled.is_set()):
                 raise Cancelled
 
-    def _moved(self) -> bool:
+    def _has_progressed(self) -> bool:
         """Return True if the other process made progress, or this load took over from it."""
         with self._state:
             if self._fill is not None or self._whole is not None or self._closed:
@@ -174,7 +174,7 @@ class CachingTier:
                 if self._partial is not None and not self._partial.stale:
                     if self._partial.refresh():
                         return True
-                elif self._cache.partial(self.revision).exists():
+                elif self._cache.get_partial_path(self.revision).exists():
                     self._replace_partial(self._open_partial(writes=False))
                     return True
                 self._fill = self._cache.fill_lock(self.revision)
@@ -184,7 +184,7 @@ class CachingTier:
                     self._replace_partial(self._open_partial(writes=True))
                     log.info("took over a model that another process was fetching", extra={"source": self.source})
             except OSError as e:
-                self._uncached(e)
+                self._log_uncached(e)
             return True
 
     def _ended_well(self) -> bool:
@@ -197,14 +197,14 @@ class CachingTier:
         return True
 
     def _open_partial(self, *, writes: bool) -> PartialModel:
-        return PartialModel(self._cache.partial(self.revision), self.revision, self.source, self._files, writes=writes)
+        return PartialModel(self._cache.get_partial_path(self.revision), self.revision, self.source, self._files, writes=writes)
 
     def _replace_partial(self, new: PartialModel) -> None:
         # Other threads may be reading from the old one: it is closed at the end.
         self._old.extend([self._partial] if self._partial is not None else [])
         self._partial = new
 
-    def _uncached(self, error: OSError) -> None:
+    def _log_uncached(self, error: OSError) -> None:
         log.warning(
             "the SSD cache cannot be written: the model is loaded without it",
             extra={"source": self.source, "directory": str(self._cache.root), "error": str(error)},
@@ -236,9 +236,9 @@ class CachingTier:
         except OSError as e:
             with self._state:
                 if self._fill is not None:
-                    self._uncached(e)
+                    self._log_uncached(e)
 
-    def _wrong(self, file: TierFile) -> None:
+    def _record_wrong(self, file: TierFile) -> None:
         self._bad.append(file)
         self._on_wrong(file)
 
@@ -266,7 +266,7 @@ class CachingTier:
                 if self._fill is None:
                     break
                 self._read_rest(file)
-            self._behind.drained(self._stop)
+            self._behind.wait_until_drained(self._stop)
             if self._fill is not None:
                 self._promote()
         except Cancelled:
@@ -288,7 +288,7 @@ class CachingTier:
     def _promote(self) -> None:
         partial = self._partial
         assert partial is not None
-        if any(partial.missing(f) for f in self._files):
+        if any(partial.list_missing(f) for f in self._files):
             return
         partial.make_whole()
         self._verifier.drain(self._stop)

@@ -12,7 +12,7 @@ WHOLE_BYTES = "whole-bytes"
 _REVISION = re.compile(r"[0-9a-f]{8,64}")
 
 
-def checked(revision: str) -> str:
+def check_revision(revision: str) -> str:
     if not _REVISION.fullmatch(revision):
         raise ValueError(f"{revision!r} is no revision")
     return revision
@@ -25,12 +25,12 @@ def model_directories(parent: Path) -> Sequence[Path]:
         return ()
 
 
-def allocated(directory: Path) -> int:
+def sum_allocated(directory: Path) -> int:
     """Return the bytes of disk that its files take; they may be sparse."""
     return sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file())
 
 
-def promised(directory: Path) -> int:
+def read_promised(directory: Path) -> int:
     """Return the final size of a partial model; 0 if it is not recorded."""
     try:
         return int((directory / WHOLE_BYTES).read_text())

@@ -31,7 +31,7 @@ class FileLock:
         deadline = time.monotonic() + within_s
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            while not _locked(fd, shared=shared):
+            while not _try_lock(fd, shared=shared):
                 if time.monotonic() >= deadline:
                     os.close(fd)
                     return None
@@ -53,7 +53,7 @@ class FileLock:
             self._fd = -1
 
 
-def _locked(fd: int, *, shared: bool) -> bool:
+def _try_lock(fd: int, *, shared: bool) -> bool:
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -48,10 +48,10 @@ class PartialModel:
             self._writes = True
             self._close_files()
             self._journal.refresh()
-            if not self._same(self._journal.head):
+            if not self._is_same(self._journal.head):
                 self._journal.begin(self._head)
 
-    def _same(self, head: JournalHead | None) -> bool:
+    def _is_same(self, head: JournalHead | None) -> bool:
         """True if the journal is of the same model.
 
         Peers and sources may report different versions of it.
@@ -72,16 +72,16 @@ class PartialModel:
     def has(self, file: TierFile, offset: int, length: int) -> bool:
         with self._lock:
             if self._journal.head is not self._known:
-                if not self._same(self._journal.head):
+                if not self._is_same(self._journal.head):
                     return False
                 self._known = self._journal.head
             there = self._journal.there.get(self._index[file.name])
             return there is not None and there.covers(offset, offset + length)
 
-    def missing(self, file: TierFile) -> list[tuple[int, int]]:
+    def list_missing(self, file: TierFile) -> list[tuple[int, int]]:
         with self._lock:
             there = self._journal.there.get(self._index[file.name])
-            return [(0, file.size)] if there is None and file.size else [] if there is None else there.missing(file.size)
+            return [(0, file.size)] if there is None and file.size else [] if there is None else there.list_missing(file.size)
 
     def read(self, file: TierFile, offset: int, into: memoryview) -> bool:
         """Fill `into` from the disk; False if the disk does not have the bytes."""

@@ -29,7 +29,7 @@ class RangeSet:
         at = bisect.bisect_right(self._starts, start) - 1
         return at >= 0 and end <= self._ends[at]
 
-    def missing(self, size: int) -> list[tuple[int, int]]:
+    def list_missing(self, size: int) -> list[tuple[int, int]]:
         """The gaps (start, end) of a file of `size` bytes."""
         gaps, at = [], 0
         for start, end in zip(self._starts, self._ends, strict=True):

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from shared.contracts.base import Frozen
 from weights.cache.eviction import CacheEntry, plan_eviction
-from weights.cache.files import WHOLE_BYTES, allocated, checked, flush, model_directories, promised, size_of
+from weights.cache.files import WHOLE_BYTES, check_revision, flush, model_directories, read_promised, size_of, sum_allocated
 from weights.cache.journal import FileHead
 from weights.cache.locks import FileLock
 
@@ -93,7 +93,7 @@ class SsdCache:
 
         It may be evicted at any time: `hold` it to read it.
         """
-        directory = self._entries / checked(revision)
+        directory = self._entries / check_revision(revision)
         return directory if (directory / ENTRY).is_file() else None
 
     def hold(self, revision: str, *, pinned: bool | None = None) -> Hold | None:
@@ -102,7 +102,7 @@ class SsdCache:
         `pinned` (not None) also sets whether it may be evicted.
         """
         try:
-            lock = FileLock.take(self._locks / f"{checked(revision)}.use", shared=True)
+            lock = FileLock.take(self._locks / f"{check_revision(revision)}.use", shared=True)
         except OSError as e:
             log.warning("the SSD cache cannot be used", extra={"directory": str(self.root), "error": str(e)})
             return None
@@ -147,10 +147,10 @@ class SsdCache:
             for directory in model_directories(parent):
                 mark = directory / (ENTRY if complete else "journal")
                 with contextlib.suppress(FileNotFoundError):
-                    nbytes = allocated(directory)
+                    nbytes = sum_allocated(directory)
                     used = mark.stat().st_mtime if mark.exists() else 0.0
                     pinned = (directory / _PIN).exists()
-                    due = 0 if complete else max(0, promised(directory) - nbytes)
+                    due = 0 if complete else max(0, read_promised(directory) - nbytes)
                     found.append(CacheEntry(directory.name, nbytes, used, pinned, complete=complete, due=due))
         return found
 
@@ -158,10 +158,10 @@ class SsdCache:
 
     def fill_lock(self, revision: str) -> FileLock | None:
         """Take the right to fetch a model; None if another load has it. Raises `OSError`."""
-        return FileLock.take(self._locks / f"{checked(revision)}.fill")
+        return FileLock.take(self._locks / f"{check_revision(revision)}.fill")
 
-    def partial(self, revision: str) -> Path:
-        return self._partial / checked(revision)
+    def get_partial_path(self, revision: str) -> Path:
+        return self._partial / check_revision(revision)
 
     def make_room(self, revision: str, nbytes: int) -> bool:
         """Evict until `nbytes` more fit, and reserve them for this revision.
@@ -174,7 +174,7 @@ class SsdCache:
         Raises:
             OSError: The disk failed.
         """
-        own, in_use = allocated(self.partial(revision)), {revision}
+        own, in_use = sum_allocated(self.get_partial_path(revision)), {revision}
         lock = FileLock.take(
             self._locks / "room", within_s=_ROOM_WITHIN_S
         )  # others that begin meanwhile must see what this one will have
@@ -182,13 +182,13 @@ class SsdCache:
             raise TimeoutError(f"another loader has been making room in {self.root} for {_ROOM_WITHIN_S:g} s")
         with lock:
             while True:
-                disk = shutil.disk_usage(self._existing())
+                disk = shutil.disk_usage(self._find_existing())
                 free = disk.free + own - int(disk.total * _KEPT_FREE)
                 others = [replace(e, in_use=e.revision in in_use) for e in self.entries() if e.revision != revision]
                 plan = plan_eviction(others, nbytes, self.budget, free)
                 if plan == ():
-                    self.partial(revision).mkdir(parents=True, exist_ok=True)
-                    (self.partial(revision) / WHOLE_BYTES).write_text(str(nbytes))
+                    self.get_partial_path(revision).mkdir(parents=True, exist_ok=True)
+                    (self.get_partial_path(revision) / WHOLE_BYTES).write_text(str(nbytes))
                 if not plan:
                     return plan is not None
                 in_use |= {gone for gone in plan if not self.remove(gone)}
@@ -198,7 +198,7 @@ class SsdCache:
 
         The caller has its fill lock. Raises `OSError`.
         """
-        partial, entry = self.partial(record.revision), self._entries / record.revision
+        partial, entry = self.get_partial_path(record.revision), self._entries / record.revision
         for file in record.files:
             flush(partial / file.name)
         draft = partial / f".{ENTRY}"
@@ -223,11 +223,11 @@ class SsdCache:
         locks: list[FileLock] = []
         try:
             for kind in ("use", "fill"):
-                lock = FileLock.take(self._locks / f"{checked(revision)}.{kind}")
+                lock = FileLock.take(self._locks / f"{check_revision(revision)}.{kind}")
                 if lock is None:
                     return False
                 locks.append(lock)
-            for directory in (self._entries / revision, self.partial(revision)):
+            for directory in (self._entries / revision, self.get_partial_path(revision)):
                 # Without its mark it is no entry any more, whatever of it a crash leaves.
                 (directory / ENTRY).unlink(missing_ok=True)
                 shutil.rmtree(directory, ignore_errors=True)
@@ -243,7 +243,7 @@ class SsdCache:
 
     def pin(self, revision: str, pinned: bool) -> None:
         """Set whether an entry may be evicted. A disk error is logged."""
-        mark = self._entries / checked(revision) / _PIN
+        mark = self._entries / check_revision(revision) / _PIN
         try:
             mark.touch() if pinned else mark.unlink(missing_ok=True)
         except OSError as e:
@@ -253,11 +253,11 @@ class SsdCache:
 
     def _default_budget(self) -> int:
         try:
-            return (shutil.disk_usage(self._existing()).free + sum(e.nbytes for e in self.entries())) // 2
+            return (shutil.disk_usage(self._find_existing()).free + sum(e.nbytes for e in self.entries())) // 2
         except OSError:
             return 0
 
-    def _existing(self) -> Path:
+    def _find_existing(self) -> Path:
         return next(p for p in (self.root, *self.root.parents) if p.exists())
 
     def _records(self) -> list[tuple[float, EntryRecord]]:

@@ -122,7 +122,7 @@ class Verifier:
     def _advance(self, digest: _Digest) -> None:
         while True:
             with self._changed:
-                data = None if self._closed else _next(digest)
+                data = None if self._closed else _pop_next(digest)
                 if data is None:
                     digest.busy = False
                     self._changed.notify_all()
@@ -154,7 +154,7 @@ def _digest(file: TierFile) -> _Digest:
     return _Digest(file, "sha256", file.sha256.lower() if file.sha256 is not None else None)
 
 
-def _next(digest: _Digest) -> memoryview | None:
+def _pop_next(digest: _Digest) -> memoryview | None:
     """Take out the pending bytes that follow those already hashed; None if there are none."""
     for offset in sorted(digest.pending):
         if offset > digest.hashed_bytes:

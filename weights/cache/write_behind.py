@@ -26,9 +26,9 @@ class WriteBehind:
         with self._lock:
             task = self._threads.submit(write)
             self._under.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._forget_task)
 
-    def drained(self, stop: threading.Event | None = None) -> None:
+    def wait_until_drained(self, stop: threading.Event | None = None) -> None:
         """Wait until the queue is empty. Raises `Cancelled` soon after `stop`."""
         while True:
             with self._lock:
@@ -45,6 +45,6 @@ class WriteBehind:
         """Finish running tasks and drop the rest."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _done(self, task: Future[None]) -> None:
+    def _forget_task(self, task: Future[None]) -> None:
         with self._lock:
             self._under.discard(task)

@@ -76,7 +76,7 @@ def open_source(path: Path) -> Source:
         if path.name.endswith(TORCH_SUFFIXES):
             return Source((_torch_shard(path),), None)
         return Source(_safetensors_shards(open_path(path)), None)
-    present = _listed(path)
+    present = _list_names(path)
     if INDEX_NAME in present:
         raise CheckpointInvalid(f"{path} is converted already ({INDEX_NAME}); name the original")
     if any(n.endswith(".safetensors") for n in present) or INDEX in present:
@@ -98,7 +98,7 @@ def open_source(path: Path) -> Source:
     return Source(tuple(_torch_shard(path / name) for name in names), path, weight_map)
 
 
-def _listed(directory: Path) -> set[str]:
+def _list_names(directory: Path) -> set[str]:
     try:
         return {p.name for p in directory.iterdir()}
     except OSError as e:

@@ -61,12 +61,12 @@ class CudaArena:
         self._device.enqueue(self, offset, address, nbytes)
 
     def wait(self, until: int, cancelled: threading.Event | None = None) -> bool:
-        def done() -> bool:
+        def is_done() -> bool:
             if self._error is not None:
                 raise self._error
             return self._watermark.value >= until
 
-        return wait_for(self.changed, done, lambda: not self._open, cancelled)
+        return wait_for(self.changed, is_done, lambda: not self._open, cancelled)
 
     def handle(self) -> CudaIpcHandle:
         return CudaIpcHandle(
@@ -221,7 +221,7 @@ class CudaDevice:
         ended = self._clock()
         while True:
             with self._work:
-                while (group := self._queue.next()) is None and not under_way:
+                while (group := self._queue.take_group()) is None and not under_way:
                     if self._closing:
                         return
                     self._work.wait()
@@ -259,7 +259,7 @@ class CudaDevice:
             return self._clock()
         now = self._clock()
         with self._work:
-            self._queue.done(group)
+            self._queue.finish(group)
         rate = group.nbytes / max(now - max(issued, previous), 1e-9)
         self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
         arena.on_copied(group)
@@ -269,6 +269,6 @@ class CudaDevice:
         failure = error if isinstance(error, DeviceFailed) else DeviceFailed(str(error) or type(error).__name__)
         log.error("a copy to a device failed", extra={"device": self.device_id, "bytes": group.nbytes, "error": failure.message})
         with self._work:
-            self._queue.done(group)
+            self._queue.finish(group)
             self._queue.drop(group.arena)
         arena.on_copy_failed(failure)

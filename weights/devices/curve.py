@@ -27,7 +27,7 @@ class Point:
     bytes_per_second: float
 
 
-def elbow(points: Sequence[Point], near_peak: float = NEAR_PEAK) -> int:
+def find_elbow(points: Sequence[Point], near_peak: float = NEAR_PEAK) -> int:
     """Return the least size from which on every copy reaches `near_peak` of the best.
 
     Sizes are the measured ones; the result is `FALLBACK_BYTES` without points. A small size that is

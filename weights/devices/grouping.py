@@ -49,10 +49,10 @@ class Run:
     def meets(self, following: Run) -> bool:
         return (self.end, self.address + self.nbytes, self.pin) == (following.offset, following.address, following.pin)
 
-    def first(self, nbytes: int) -> Run:
+    def take_first(self, nbytes: int) -> Run:
         return Run(self.offset, self.address, nbytes, self.pin)
 
-    def after(self, nbytes: int) -> Run:
+    def drop_first(self, nbytes: int) -> Run:
         return Run(self.offset + nbytes, self.address + nbytes, self.nbytes - nbytes, self.pin)
 
 
@@ -159,7 +159,7 @@ class CopyQueue:
         for run in runs:
             insort(waiting.runs, run, key=lambda run: run.offset)
 
-    def next(self) -> Group | None:
+    def take_group(self) -> Group | None:
         """Return the group to issue now.
 
         None while enough is in progress, or if no waiting range is worth its own copy.
@@ -176,7 +176,7 @@ class CopyQueue:
             pending = number if pending is None else pending
         return None
 
-    def done(self, group: Group) -> None:
+    def finish(self, group: Group) -> None:
         self._under_way.remove(group)
 
     def drop(self, arena: int) -> None:
@@ -212,14 +212,14 @@ def _take(runs: list[Run], limit: int) -> list[Run]:
     used = 0
     while left and used < len(runs):
         run = runs[used]
-        part = run.first(min(run.nbytes, left))
+        part = run.take_first(min(run.nbytes, left))
         left -= part.nbytes
         if part.nbytes < run.nbytes:
-            runs[used] = run.after(part.nbytes)
+            runs[used] = run.drop_first(part.nbytes)
         else:
             used += 1
         if taken and taken[-1].meets(part):
-            taken[-1] = taken[-1].first(taken[-1].nbytes + part.nbytes)
+            taken[-1] = taken[-1].take_first(taken[-1].nbytes + part.nbytes)
         else:
             taken.append(part)
     del runs[:used]

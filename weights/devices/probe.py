@@ -11,7 +11,7 @@ from ctypes import addressof, c_char
 from pathlib import Path
 
 from shared.errors import ThawError
-from weights.devices.curve import PROBE_SIZES, Point, elbow
+from weights.devices.curve import PROBE_SIZES, Point, find_elbow
 from weights.devices.driver import CudaDriver, DeviceFacts
 
 log = logging.getLogger(__name__)
@@ -119,9 +119,9 @@ def group_bytes(driver: CudaDriver, facts: DeviceFacts, cache: Path) -> int:
             curves[key] = measure(driver, facts)
         except ThawError as e:
             log.warning("failed to measure a device's bus", extra={"device": facts.bus_id, "error": e.message})
-            return elbow(())
+            return find_elbow(())
         _write(cache, curves)
-    chosen = elbow(curves[key])
+    chosen = find_elbow(curves[key])
     log.info("copies are grouped", extra={"device": facts.bus_id, "group_bytes": chosen})
     return chosen
 

@@ -192,7 +192,7 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int
     return None
 
 
-def _needed(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
+def _require_number(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
     value = _number(config, keys, where)
     if value is None:
         raise CheckpointInvalid(f"{where} does not say {keys[0]} (nor {', '.join(keys[1:])}); add it")
@@ -200,12 +200,12 @@ def _needed(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int
 
 
 def _context(text: Mapping[str, Any], model_type: str, where: str) -> int:
-    length = _needed(text, _CONTEXT, where)
+    length = _require_number(text, _CONTEXT, where)
     return max(1, length - 2) if model_type in _POSITIONS_FROM_TWO else length
 
 
 def _kv_elements(text: Mapping[str, Any], where: str) -> int:
-    heads = _needed(text, _HEADS, where)
-    head_dim = _number(text, ("head_dim",), where) or max(1, _needed(text, _WIDTH, where) // heads)
+    heads = _require_number(text, _HEADS, where)
+    head_dim = _number(text, ("head_dim",), where) or max(1, _require_number(text, _WIDTH, where) // heads)
     kv_heads = _number(text, _KV_HEADS, where) or (1 if text.get("multi_query") is True else heads)
-    return 2 * _needed(text, _LAYERS, where) * kv_heads * head_dim
+    return 2 * _require_number(text, _LAYERS, where) * kv_heads * head_dim

@@ -96,14 +96,14 @@ def parse_index(data: bytes, where: str, suffixes: tuple[str, ...] = (".safetens
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointInvalid(f"{where} has no weight_map; download it again")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _plain(name, suffixes):
+        if not isinstance(name, str) or not _is_plain(name, suffixes):
             raise CheckpointInvalid(
                 f"{where} sends tensor {tensor!r:.80} to {name!r:.80}: only names of {' or '.join(suffixes)} files beside it are allowed"
             )
     return weight_map
 
 
-def _plain(name: str, suffixes: tuple[str, ...]) -> bool:
+def _is_plain(name: str, suffixes: tuple[str, ...]) -> bool:
     return (
         is_text(name)
         and name.endswith(suffixes)

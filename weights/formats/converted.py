@@ -163,11 +163,11 @@ def parse_index(data: bytes, where: str) -> Index:
     line = data[: max(0, end)]
     if not line.endswith(_OPEN):
         _refuse_version(data[:_LINE_BYTES], where)
-        _invalid(where, "is no valid index: its first line is not one's; convert the model again")
+        _raise_invalid(where, "is no valid index: its first line is not one's; convert the model again")
     head = _parse_line(Head, line.removesuffix(_OPEN) + b"}", "first line", where)
     body, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     if tail != _TAIL + hashlib.sha256(body).hexdigest().encode() + b'"}\n' or not body.endswith(_CLOSE):
-        _invalid(where, "was changed or damaged after it was written (its checksum is wrong); convert the model again")
+        _raise_invalid(where, "was changed or damaged after it was written (its checksum is wrong); convert the model again")
     index = Index(head.ranks, head.partitions, tuple(_entries(data, end + 1, len(body) - len(_CLOSE), where)))
     _check(index, where)
     return index
@@ -181,13 +181,13 @@ def _entries(data: bytes, start: int, stop: int, where: str) -> Iterator[Entry]:
         if end < 0:
             end = stop
         if end - start > _LINE_BYTES:
-            _invalid(
+            _raise_invalid(
                 where, f"is no valid index: tensor {number} is described in more than {_LINE_BYTES} bytes; convert the model again"
             )
         yield _parse_line(Entry, data[start:end], f"tensor {number}", where)
         start, number = end + 2, number + 1
     if number and start == stop:
-        _invalid(where, f"is no valid index: a comma follows its last tensor, {number - 1}; convert the model again")
+        _raise_invalid(where, f"is no valid index: a comma follows its last tensor, {number - 1}; convert the model again")
 
 
 def _parse_line(kind: type[_Line], line: bytes, what: str, where: str) -> _Line:
@@ -206,61 +206,63 @@ def _refuse_version(line: bytes, where: str) -> None:
     except ValidationError:
         return
     if found.format == FORMAT and found.version != VERSION:
-        _invalid(where, f"has version {found.version}, and this Thaw reads version {VERSION}; convert the model again with it")
+        _raise_invalid(
+            where, f"has version {found.version}, and this Thaw reads version {VERSION}; convert the model again with it"
+        )
 
 
-def _invalid(where: str, what: str) -> NoReturn:
+def _raise_invalid(where: str, what: str) -> NoReturn:
     raise CheckpointInvalid(f"{where} {what}")
 
 
 def _check(index: Index, where: str) -> None:
     found = {p.rank: p for p in index.partitions}
     if sorted(found) != list(range(index.ranks)) or len(index.partitions) != index.ranks:
-        _invalid(where, f"is for {index.ranks} ranks and lists {len(index.partitions)} partitions that do not match")
+        _raise_invalid(where, f"is for {index.ranks} ranks and lists {len(index.partitions)} partitions that do not match")
     for p in index.partitions:
         if p.file != partition_name(p.rank, index.ranks):
-            _invalid(
+            _raise_invalid(
                 where, f"names the file {p.file!r:.80} for rank {p.rank}; only {partition_name(p.rank, index.ranks)} is allowed"
             )
     by_rank: list[list[Entry]] = [[] for _ in range(index.ranks)]
     for entry in index.tensors:
         if entry.rank >= index.ranks:
-            _invalid(where, f"gives tensor {entry.name!r:.80} to rank {entry.rank} of {index.ranks}")
+            _raise_invalid(where, f"gives tensor {entry.name!r:.80} to rank {entry.rank} of {index.ranks}")
         _check_entry(entry, found[entry.rank], where)
         by_rank[entry.rank].append(entry)
     for rank, entries in enumerate(by_rank):
         if len(entries) != found[rank].tensors or not entries:
-            _invalid(where, f"says that rank {rank} has {found[rank].tensors} tensors and lists {len(entries)}")
+            _raise_invalid(where, f"says that rank {rank} has {found[rank].tensors} tensors and lists {len(entries)}")
         _check_together(entries, where)
 
 
 def _check_entry(entry: Entry, partition: Partition, where: str) -> None:
     bits = DTYPE_BITS.get(entry.dtype)
     if bits is None:
-        _invalid(where, f"gives tensor {entry.name!r:.80} the unknown dtype {entry.dtype!r:.40}")
+        _raise_invalid(where, f"gives tensor {entry.name!r:.80} the unknown dtype {entry.dtype!r:.40}")
     if is_absurd(entry.shape, bits):
-        _invalid(where, f"gives tensor {entry.name!r:.80} a shape that nothing can hold")
+        _raise_invalid(where, f"gives tensor {entry.name!r:.80} a shape that nothing can hold")
     if math.prod(entry.shape) * bits != entry.size * 8:
-        _invalid(where, f"gives tensor {entry.name!r:.80} {entry.size} bytes, which {entry.dtype} of its shape does not take")
+        _raise_invalid(where, f"gives tensor {entry.name!r:.80} {entry.size} bytes, which {entry.dtype} of its shape does not take")
     if entry.stride != row_major(entry.shape):
-        _invalid(where, f"gives tensor {entry.name!r:.80} a stride that is not row-major")
+        _raise_invalid(where, f"gives tensor {entry.name!r:.80} a stride that is not row-major")
     if entry.offset % ALIGNMENT:
-        _invalid(where, f"places tensor {entry.name!r:.80} at byte {entry.offset}, not on a multiple of {ALIGNMENT}")
+        _raise_invalid(where, f"places tensor {entry.name!r:.80} at byte {entry.offset}, not on a multiple of {ALIGNMENT}")
     if entry.offset + entry.size > partition.size:
-        _invalid(where, f"places tensor {entry.name!r:.80} beyond the end of {partition.file}")
+        _raise_invalid(where, f"places tensor {entry.name!r:.80} beyond the end of {partition.file}")
     if entry.dim is not None and entry.dim >= len(entry.shape):
-        _invalid(where, f"says that tensor {entry.name!r:.80} is divided along a dimension that it does not have")
+        _raise_invalid(where, f"says that tensor {entry.name!r:.80} is divided along a dimension that it does not have")
 
 
 def _check_together(entries: list[Entry], where: str) -> None:
     if len({e.name for e in entries}) != len(entries):
-        _invalid(where, f"lists a tensor of rank {entries[0].rank} twice")
+        _raise_invalid(where, f"lists a tensor of rank {entries[0].rank} twice")
     stored = sorted((e for e in entries if e.size), key=lambda e: (e.offset, e.size))
     for one, other in itertools.pairwise(stored):
         if other.offset >= one.offset + one.size:
             continue
         if (one.offset, one.size, one.dtype, one.sha256) != (other.offset, other.size, other.dtype, other.sha256):
-            _invalid(where, f"has tensor {other.name!r:.80} overlapping {one.name!r:.80}")
+            _raise_invalid(where, f"has tensor {other.name!r:.80} overlapping {one.name!r:.80}")
 
 
 def partition_of(index: Index, raw: bytes, where: str, rank: int = 0, ranks: int = 1) -> RankPartition:
@@ -269,7 +271,7 @@ def partition_of(index: Index, raw: bytes, where: str, rank: int = 0, ranks: int
     Raises `CheckpointInvalid` if the model was divided otherwise.
     """
     if index.ranks != ranks or not 0 <= rank < ranks:
-        _invalid(
+        _raise_invalid(
             where,
             f"belongs to a model divided for {index.ranks} rank(s), and rank {rank} of {ranks} was asked for; convert the original "
             f"with --tensor-parallel {ranks}",

@@ -14,7 +14,7 @@ from shared.contracts.models import ENGINE_SOURCE, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
 from weights.formats.checkpoint import parse_json, read_small
 from weights.formats.gguf import Gguf, read_gguf
-from weights.formats.root import expanded, mode_of
+from weights.formats.root import expand_user, mode_of
 from weights.formats.tokenizer import special_token_ids
 
 CONFIG = "config.json"
@@ -33,10 +33,10 @@ def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
         CheckpointInvalid: A file is invalid.
     """
     if spec.source.startswith(ENGINE_SOURCE):
-        return _unread(spec)
+        return _describe_unread(spec)
     if "://" in spec.source:
         return None
-    path = expanded(spec.source)
+    path = expand_user(spec.source)
     if mode_of(path) is None:
         raise CheckpointInvalid(f"{path} does not exist on this node; copy the model there or correct its source")
     path = path.resolve()
@@ -48,7 +48,7 @@ def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
     raise CheckpointInvalid(f"{path} holds neither a .gguf file nor a config.json; source is a .gguf file or the model's directory")
 
 
-def _unread(spec: ModelSpec) -> ModelInfo:
+def _describe_unread(spec: ModelSpec) -> ModelInfo:
     """Describe a model by its spec only; its name stands for its content."""
     return ModelInfo(
         source=spec.source,

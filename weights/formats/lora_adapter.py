@@ -105,10 +105,10 @@ def linear_shapes(checkpoint: Checkpoint) -> tuple[LinearShape, ...]:
         for t in file.header.tensors
         if len(t.shape) == 2 and t.name.endswith(".weight")
     )
-    return _grouped(matrices)
+    return _group_shapes(matrices)
 
 
-def _grouped(matrices: Iterable[tuple[str, int, int]]) -> tuple[LinearShape, ...]:
+def _group_shapes(matrices: Iterable[tuple[str, int, int]]) -> tuple[LinearShape, ...]:
     counted = Counter((re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{name}.")[1:-1], rows, columns) for name, rows, columns in matrices)
     return tuple(LinearShape(name=n, rows=r, columns=c, count=k) for (n, r, c), k in sorted(counted.items()))
 
@@ -200,4 +200,4 @@ def _shapes(pairs: Mapping[str, Mapping[str, TensorEntry]], *, transposed: bool)
     That is outputs by inputs, or inputs by outputs with `fan_in_fan_out`.
     """
     outer = ((m, p["B"].shape[0], p["A"].shape[1]) for m, p in pairs.items())
-    return _grouped((m, i, o) if transposed else (m, o, i) for m, o, i in outer)
+    return _group_shapes((m, i, o) if transposed else (m, o, i) for m, o, i in outer)

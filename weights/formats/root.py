@@ -23,7 +23,7 @@ def mode_of(path: Path) -> int | None:
         ) from e
 
 
-def expanded(path: Path | str) -> Path:
+def expand_user(path: Path | str) -> Path:
     """Return `path` with `~` replaced. Raises `CheckpointInvalid` for an unknown user."""
     try:
         return Path(path).expanduser()

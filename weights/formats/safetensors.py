@@ -55,28 +55,30 @@ class FileHeader:
 def read_header(file: str, size: int, read: Read) -> FileHeader:
     """The header of `file`, which is `size` bytes long. Raises `CheckpointInvalid`."""
     if size < PREFIX_BYTES:
-        _invalid(file, f"is {size} bytes long, too short for a safetensors file; download it again")
-    length = int.from_bytes(_exactly(file, read, 0, PREFIX_BYTES), "little")
+        _raise_invalid(file, f"is {size} bytes long, too short for a safetensors file; download it again")
+    length = int.from_bytes(_read_exactly(file, read, 0, PREFIX_BYTES), "little")
     if length > MAX_HEADER_BYTES:
-        _invalid(file, f"claims a header of {length} bytes (at most {MAX_HEADER_BYTES}); it is damaged or not a safetensors file")
+        _raise_invalid(
+            file, f"claims a header of {length} bytes (at most {MAX_HEADER_BYTES}); it is damaged or not a safetensors file"
+        )
     if PREFIX_BYTES + length > size:
-        _invalid(file, f"ends inside its header ({size} of at least {PREFIX_BYTES + length} bytes); download it again")
-    raw = _exactly(file, read, PREFIX_BYTES, length)
+        _raise_invalid(file, f"ends inside its header ({size} of at least {PREFIX_BYTES + length} bytes); download it again")
+    raw = _read_exactly(file, read, PREFIX_BYTES, length)
     return FileHeader(_tensors(file, _parse(file, raw), PREFIX_BYTES + length, size), raw)
 
 
-def _invalid(file: str, what: str) -> NoReturn:
+def _raise_invalid(file: str, what: str) -> NoReturn:
     raise CheckpointInvalid(f"{file} {what}")
 
 
-def _exactly(file: str, read: Read, offset: int, length: int) -> bytes:
+def _read_exactly(file: str, read: Read, offset: int, length: int) -> bytes:
     data = read(offset, length)
     if len(data) != length:
-        _invalid(file, "shrank while its header was read; download it again")
+        _raise_invalid(file, "shrank while its header was read; download it again")
     return data
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(
@@ -88,11 +90,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse(file: str, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_require_unique)
     except (ValueError, RecursionError) as e:  # JSON, UTF-8 and over-long integers are all ValueErrors
         raise CheckpointInvalid(f"{file} has no readable safetensors header ({e}); download it again") from e
     if not isinstance(header, dict):
-        _invalid(file, "has a safetensors header that is not an object; download it again")
+        _raise_invalid(file, "has a safetensors header that is not an object; download it again")
     header.pop("__metadata__", None)
     return header
 
@@ -106,42 +108,46 @@ def _tensors(file: str, header: dict[str, Any], data_start: int, size: int) -> t
     at = 0
     for entry in entries:
         if entry.offset < at:
-            _invalid(file, f"has tensor {entry.name!r} overlapping another one; its header is damaged, download it again")
+            _raise_invalid(file, f"has tensor {entry.name!r} overlapping another one; its header is damaged, download it again")
         if entry.offset > at:
-            _invalid(
+            _raise_invalid(
                 file, f"leaves bytes {at} to {entry.offset} of its data to no tensor; its header is damaged, download it again"
             )
         at += entry.nbytes
     if data_start + at > size:
-        _invalid(file, f"is truncated: {size} bytes, and its header promises {data_start + at}; download it again")
+        _raise_invalid(file, f"is truncated: {size} bytes, and its header promises {data_start + at}; download it again")
     if data_start + at < size:
-        _invalid(file, f"is longer than its header says ({size} bytes instead of {data_start + at}); download it again")
+        _raise_invalid(file, f"is longer than its header says ({size} bytes instead of {data_start + at}); download it again")
     return tuple(TensorEntry(e.name, e.dtype, e.shape, data_start + e.offset, e.nbytes) for e in entries)
 
 
 def _tensor(file: str, name: str, value: Any) -> TensorEntry:
     if len(name) > MAX_NAME or not is_text(name):
-        _invalid(file, f"has a tensor of the name {name!r:.80}, which is over {MAX_NAME} characters long or no text; rename it")
+        _raise_invalid(
+            file, f"has a tensor of the name {name!r:.80}, which is over {MAX_NAME} characters long or no text; rename it"
+        )
     if not isinstance(value, dict):
-        _invalid(file, f"describes tensor {name!r} by something that is not an object")
+        _raise_invalid(file, f"describes tensor {name!r} by something that is not an object")
     dtype, shape, offsets = value.get("dtype"), _naturals(value.get("shape")), _naturals(value.get("data_offsets"))
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_BITS:
-        _invalid(file, f"gives tensor {name!r} the unknown dtype {dtype!r:.80}; known are {', '.join(sorted(SAFETENSORS_BITS))}")
+        _raise_invalid(
+            file, f"gives tensor {name!r} the unknown dtype {dtype!r:.80}; known are {', '.join(sorted(SAFETENSORS_BITS))}"
+        )
     if shape is None:
-        _invalid(file, f"gives tensor {name!r} a shape that is not a list of natural numbers: {value.get('shape')!r:.80}")
+        _raise_invalid(file, f"gives tensor {name!r} a shape that is not a list of natural numbers: {value.get('shape')!r:.80}")
     if offsets is None or len(offsets) != 2 or offsets[1] < offsets[0]:
-        _invalid(file, f"places tensor {name!r} at {value.get('data_offsets')!r:.80}, which is not a range of bytes")
+        _raise_invalid(file, f"places tensor {name!r} at {value.get('data_offsets')!r:.80}, which is not a range of bytes")
     if len(shape) > MAX_DIMENSIONS:
-        _invalid(file, f"gives tensor {name!r} {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
+        _raise_invalid(file, f"gives tensor {name!r} {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
     if is_absurd(shape, SAFETENSORS_BITS[dtype]):
-        _invalid(
+        _raise_invalid(
             file,
             f"gives tensor {name!r} the shape {list(shape)!s:.80}, which nothing can hold; its header is damaged, download it again",
         )
     bits = math.prod(shape) * SAFETENSORS_BITS[dtype]
     begin, end = offsets
     if bits % 8 or bits // 8 != end - begin:
-        _invalid(file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} of shape {list(shape)} needs {-(-bits // 8)}")
+        _raise_invalid(file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} of shape {list(shape)} needs {-(-bits // 8)}")
     return TensorEntry(name, dtype, shape, begin, end - begin)
 
 

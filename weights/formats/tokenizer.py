@@ -25,10 +25,12 @@ def special_token_ids(directory: Path, present: Collection[str]) -> tuple[int, .
     Raises:
         CheckpointInvalid: A file cannot be read.
     """
-    return tuple(sorted({i for i, token in _added(directory, present) if isinstance(token, dict) and token.get("special") is True}))
+    return tuple(
+        sorted({i for i, token in _iter_added(directory, present) if isinstance(token, dict) and token.get("special") is True})
+    )
 
 
-def _added(directory: Path, present: Collection[str]) -> Iterator[tuple[int, Any]]:
+def _iter_added(directory: Path, present: Collection[str]) -> Iterator[tuple[int, Any]]:
     if CONFIG in present and isinstance(named := _read(directory / CONFIG).get("added_tokens_decoder"), dict):
         yield from ((int(i), token) for i, token in named.items() if i.isdecimal())
     elif TOKENIZER in present and isinstance(listed := _read(directory / TOKENIZER).get("added_tokens"), list):

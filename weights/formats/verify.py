@@ -64,7 +64,7 @@ def _not_hashed(where: str) -> CheckpointInvalid:
 
 def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] | None = None) -> Verified:
     """The same for one rank's files, opened already."""
-    work = [(file, t) for file in checkpoint.files for t in once(file.header.tensors)]
+    work = [(file, t) for file in checkpoint.files for t in drop_tied(file.header.tensors)]
     lock = threading.Lock()
 
     def report(count: int) -> None:
@@ -82,7 +82,7 @@ def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Cal
     return Verified(1, sum(len(f.header.tensors) for f in checkpoint.files), sum(t.nbytes for _, t in work))
 
 
-def once(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
+def drop_tied(tensors: tuple[TensorEntry, ...]) -> list[TensorEntry]:
     """The first of those that are tied."""
     found: dict[tuple[int, int], TensorEntry] = {}
     for tensor in tensors:
@@ -108,10 +108,10 @@ def _check(file: WeightFile, tensor: TensorEntry, on_bytes: Callable[[int], None
     except OSError as e:
         raise CheckpointInvalid(f"{file.path} cannot be read: {e.strerror}; check its permissions and the disk") from e
     if tensor.sha256 and digest.hexdigest() != tensor.sha256:
-        raise damaged(tensor, str(file.path))
+        raise make_damaged_error(tensor, str(file.path))
 
 
-def damaged(tensor: TensorEntry, where: str) -> CheckpointInvalid:
+def make_damaged_error(tensor: TensorEntry, where: str) -> CheckpointInvalid:
     return CheckpointInvalid(
         f"{where}: the bytes of tensor {tensor.name!r} are not those that were converted; convert the model again"
     )

@@ -88,7 +88,7 @@ class Chunks:
         """Bytes of chunks being populated, which will be spare."""
         return sum(d.keep * CHUNK_BYTES for d in self.doomed.values() if not d.nbytes)
 
-    def taken(self) -> frozenset[int]:
+    def list_taken(self) -> frozenset[int]:
         """Every chunk that has, or may have, memory."""
         owned = (o.chunks for o in self.owned.values())
         doomed = (d.chunks for d in self.doomed.values())
@@ -110,7 +110,7 @@ def take(table: Chunks, owner: int, nbytes: int) -> Chunks | None:
     than is in use.
     """
     assert owner not in table.owned
-    spare, taken = sorted(table.spare), table.taken()
+    spare, taken = sorted(table.spare), table.list_taken()
     free = (c for c in range(table.count) if c not in taken)
     chosen: list[int] = []
     for need in parts(nbytes):
@@ -132,7 +132,7 @@ def take_sparse(table: Chunks, owner: int, nbytes: int, needed: int) -> Chunks |
     None if the pool has too few.
     """
     assert owner not in table.owned
-    taken = table.taken()
+    taken = table.list_taken()
     chosen = tuple(c for c in range(table.count) if c not in taken)[: len(parts(nbytes))]
     if len(chosen) < len(parts(nbytes)):
         return None
@@ -146,7 +146,7 @@ def shrink(table: Chunks, owner: int, nbytes: int) -> Chunks:
 
 def adopt(table: Chunks, owner: int, chunks: tuple[int, ...], nbytes: int, *, cached: bool) -> Chunks:
     """Add chunks of an earlier loader, whose content is known and which have no owner."""
-    assert table.taken().isdisjoint(chunks)
+    assert table.list_taken().isdisjoint(chunks)
     return replace(table, owned={**table.owned, owner: Owned(chunks, nbytes, cached=cached)})
 
 
@@ -179,7 +179,7 @@ def doom_loose(table: Chunks, number: int, chunks: Iterable[int]) -> Chunks:
 
 def fill_spare(table: Chunks, number: int, count: int) -> Chunks:
     """Choose up to `count` free chunks to become spare."""
-    taken = table.taken()
+    taken = table.list_taken()
     chosen = tuple(c for c in range(table.count) if c not in taken)[:count]
     return replace(table, doomed={**table.doomed, number: Doomed(chosen, 0, len(chosen))})
 

@@ -73,7 +73,7 @@ class PoolMemory:
             if os.fstat(self._fd).st_size < nbytes:
                 os.ftruncate(self._fd, nbytes)
             self.nbytes = max(nbytes, os.fstat(self._fd).st_size)
-            self._map = _mapped(self._fd, self.nbytes)
+            self._map = _map_file(self._fd, self.nbytes)
         except OSError:
             os.close(self._fd)
             raise
@@ -208,11 +208,11 @@ class PoolMemory:
                 if self._on_punch is not None:
                     self._on_punch(self._address + at, self.chunk_bytes)
             with self._blocks.counting():
-                before = self.allocated()
+                before = self.count_allocated()
                 if _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length):
                     error = ctypes.get_errno()
                     raise OSError(error, os.strerror(error))
-                freed += max(0, before - self.allocated())
+                freed += max(0, before - self.count_allocated())
             self._prove_empty(offset, length)
         return freed
 
@@ -225,11 +225,11 @@ class PoolMemory:
         for chunk in range(offset // self.chunk_bytes, -(-(offset + length) // self.chunk_bytes)):
             self._ready.pop(chunk, None)
         with self._blocks.counting():
-            before = self.allocated()
+            before = self.count_allocated()
             if _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length):
                 error = ctypes.get_errno()
                 raise OSError(error, os.strerror(error))
-            return max(0, before - self.allocated())
+            return max(0, before - self.count_allocated())
 
     def _prove_empty(self, offset: int, length: int) -> None:
         try:
@@ -241,7 +241,7 @@ class PoolMemory:
         if data < offset + length:
             raise OSError(errno.EBUSY, f"memory of the pool at {data} was touched while it was given back")
 
-    def allocated(self) -> int:
+    def count_allocated(self) -> int:
         """Bytes of memory that the file has."""
         return os.fstat(self._fd).st_blocks * 512
 
@@ -306,7 +306,7 @@ def _open(name: str | None, *, keep: bool) -> int:
         os.close(fd)  # it was swept meanwhile
 
 
-def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+def _map_file(fd: int, nbytes: int) -> mmap.mmap:
     """Map the file shared, at an address where a huge page may begin.
 
     Kernels from 6.7 on place private areas of whole huge pages there.

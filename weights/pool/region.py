@@ -8,7 +8,7 @@ from typing import Protocol
 
 from shared.contracts.segment import PAGE, Extent
 from shared.errors import InsufficientMemory
-from shared.mapping import coalesced
+from shared.mapping import coalesce
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import Pages, PoolMemory
 from weights.pool.shm import no_room
@@ -105,4 +105,4 @@ class Region:
 def extents(chunks: Sequence[int], nbytes: int) -> tuple[Extent, ...]:
     """Where `nbytes` in `chunks` lie in the pool's file, neighbours joined."""
     ends = [min(CHUNK_BYTES, nbytes - i * CHUNK_BYTES) for i in range(len(chunks))]
-    return tuple(coalesced([Extent(offset=c * CHUNK_BYTES, nbytes=n) for c, n in zip(chunks, ends, strict=True)]))
+    return tuple(coalesce([Extent(offset=c * CHUNK_BYTES, nbytes=n) for c, n in zip(chunks, ends, strict=True)]))

@@ -28,14 +28,14 @@ def sweep(after_s: float = SWEPT_AFTER_S) -> list[str]:
     removed = []
     for path in (p for pattern in POOLS for p in shm.SHM.glob(pattern)):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime >= after_s and _removed(path):
+            if time.time() - path.stat().st_mtime >= after_s and _remove_unlocked(path):
                 removed.append(path.name)
     if removed:
         log.info("removed pools of loaders that are gone", extra={"pools": removed})
     return removed
 
 
-def _removed(path: Path) -> bool:
+def _remove_unlocked(path: Path) -> bool:
     """Raises `OSError` where a loader holds its lock."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

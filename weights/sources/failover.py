@@ -52,9 +52,9 @@ class FailoverTier:
             except (Unavailable, CheckpointInvalid, InvalidModel) as e:
                 if at + 1 >= len(self._places):
                     raise
-                self._next(at, e)
+                self._switch_source(at, e)
 
-    def _next(self, failed: int, error: Exception) -> None:
+    def _switch_source(self, failed: int, error: Exception) -> None:
         with self._lock:
             if self._at == failed:
                 self._at += 1
@@ -66,8 +66,8 @@ class FailoverTier:
     def finish(self, cancelled: threading.Event | None = None) -> None:
         self._listed.finish(cancelled)
 
-    def settled(self) -> threading.Event:
-        return self._listed.settled()
+    def get_settled_event(self) -> threading.Event:
+        return self._listed.get_settled_event()
 
     def close(self) -> None:
         for tier in {id(t): t for t in (self._listed, *self._places)}.values():

@@ -38,7 +38,7 @@ class OwnDirectories:
                 f"The weights in {directory} have changed since they were first loaded; register it again (thaw models add)"
             )
 
-    def loaded(self, revision: str, directory: Path) -> None:
+    def record_loaded(self, revision: str, directory: Path) -> None:
         self._known.setdefault(revision, (directory, None))
 
     def find(self, revision: str) -> tuple[Path, EntryRecord] | None:

@@ -25,4 +25,4 @@ def open_source(source: str) -> Tier:
         return HttpTier(source)
     if is_object_store(source):
         return ObjectStoreTier(source)
-    return DirectoryTier.of(source)
+    return DirectoryTier.open_source(source)

@@ -31,7 +31,7 @@ from weights.sources.peer import PeerTier, same_files
 from weights.sources.peers import Peers, peers_first
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.headers import bring_small_files, checkpoint_of
-from weights.tiers.http_client import shown
+from weights.tiers.http_client import redact_url
 from weights.tiers.port import Tier
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Sources:
         Raises `InvalidModel` and its kin, or `Unavailable` if the source cannot be reached and the
         cache does not have it.
         """
-        tier = self._reachable(source)
+        tier = self._open_reachable(source)
         try:
             directory = self.small_files(tier, trust_remote_code=trust_remote_code)
             present = _names(tier)
@@ -75,20 +75,20 @@ class Sources:
         finally:
             tier.close()
 
-    def _reachable(self, source: str) -> Tier:
+    def _open_reachable(self, source: str) -> Tier:
         try:
-            return self._listed(open_source(source))
+            return self._check_listed(open_source(source))
         except Unavailable:
             revision = self.cache.find(source)
             hold = self.cache.hold(revision) if revision is not None else None
             if hold is None:
                 raise
             log.warning(
-                "the source cannot be reached; the SSD cache has it", extra={"source": shown(source), "as": hold.record.source}
+                "the source cannot be reached; the SSD cache has it", extra={"source": redact_url(source), "as": hold.record.source}
             )
             return HeldTier(hold)
 
-    def _listed(self, tier: Tier, revision: str | None = None) -> Tier:
+    def _check_listed(self, tier: Tier, revision: str | None = None) -> Tier:
         """`tier` if what it is of can be listed, and is of `revision`; closed otherwise."""
         try:
             if tier.directory is None:
@@ -138,7 +138,7 @@ class Sources:
             source: The source as resolved.
         """
         if not is_remote(source):
-            directory = DirectoryTier.of(source).directory
+            directory = DirectoryTier.open_source(source).directory
         else:
             directory = next(
                 (p for p in (r / "by-source" / _digest(source) for r in self._small) if p.is_dir()), Path("/nonexistent")
@@ -162,13 +162,13 @@ class Sources:
             CheckpointInvalid: The place has another revision.
         """
         if not is_remote(source):
-            tier = DirectoryTier.of(source)
-            self.own.loaded(revision, tier.directory)
+            tier = DirectoryTier.open_source(source)
+            self.own.record_loaded(revision, tier.directory)
             return tier
         hold = self.cache.hold(revision, pinned=pinned)
         if hold is not None:
             return HeldTier(hold)
-        far = self._far(source, revision)
+        far = self._open_far(source, revision)
         if far.directory is not None:
             return far
         try:
@@ -194,10 +194,10 @@ class Sources:
             self.own.check(registered, directory_revision(checkpoint, b""), directory)
         return directory, checkpoint
 
-    def _far(self, source: str, revision: str) -> Tier:
+    def _open_far(self, source: str, revision: str) -> Tier:
         peers = offered = self._peer_tiers(source, revision)
         try:
-            tier: Tier | None = self.listed.take(revision) or self._listed(open_source(source), revision)
+            tier: Tier | None = self.listed.take(revision) or self._check_listed(open_source(source), revision)
         except Unavailable:
             if not peers:
                 raise

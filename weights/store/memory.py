@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from shared.contracts.segment import Extent
-from shared.mapping import coalesced
+from shared.mapping import coalesce
 from weights.pool.memory import Hook, PoolMemory
 from weights.store.pages import StoredUnit
 from weights.store.units import PAGE_BYTES
@@ -85,7 +85,7 @@ class PageMemory:
 
     def allocated_bytes(self) -> int:
         """Return the bytes of memory that the file uses."""
-        return self._pool.allocated()
+        return self._pool.count_allocated()
 
     def mapped_by_others(self) -> dict[int, list[int]]:
         """Return the pages that other processes map, and these processes."""
@@ -102,4 +102,4 @@ def extents_of(units: Sequence[StoredUnit]) -> tuple[Extent, ...]:
     Each unit begins on a page of its own (`units.AddressRange`).
     """
     pages = (Extent(offset=page * PAGE_BYTES, nbytes=PAGE_BYTES) for unit in units for page in unit.pages)
-    return tuple(coalesced(list(pages)))
+    return tuple(coalesce(list(pages)))

@@ -64,12 +64,12 @@ class Connection:
     ) -> None:
         self.origin, self._patience = origin, patience
         deadline = time.monotonic() + patience.connect_s
-        self._sock = _connected(*(origin.proxy or (origin.host, origin.port)), deadline, cancelled)
+        self._sock = _connect(*(origin.proxy or (origin.host, origin.port)), deadline, cancelled)
         try:
             if tls is not None:
                 if origin.proxy is not None:
                     self._tunnel(cancelled)
-                self._sock = _handshaken(tls, self._sock, origin.host, deadline, cancelled)
+                self._sock = _shake_hands(tls, self._sock, origin.host, deadline, cancelled)
         except BaseException:
             self._sock.close()
             raise
@@ -135,7 +135,7 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, into: WriteableBuffer, /) -> int:
-        read = self._decrypted if self._tls else self._filled
+        read = self._decrypt if self._tls else self._fill
         deadline = time.monotonic() + self._stall_s
         while True:
             if self._cancelled is not None and self._cancelled.is_set():
@@ -145,7 +145,7 @@ class _Stream(io.RawIOBase):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no bytes for {self._stall_s:g} s")
 
-    def _filled(self, into: WriteableBuffer) -> int | None:
+    def _fill(self, into: WriteableBuffer) -> int | None:
         """Read available bytes; None if a slice brought none.
 
         A large read returns at least 256 KiB, or what arrived within a slice.
@@ -157,7 +157,7 @@ class _Stream(io.RawIOBase):
         except BlockingIOError:
             return None
 
-    def _decrypted(self, into: WriteableBuffer) -> int | None:
+    def _decrypt(self, into: WriteableBuffer) -> int | None:
         # What TLS has decrypted already is in no poll: a read is tried first.
         try:
             return self._sock.recv_into(into)
@@ -179,7 +179,7 @@ class _Readable:
         return io.BufferedReader(self._stream)
 
 
-def _connected(host: str, port: int, deadline: float, cancelled: threading.Event | None) -> socket.socket:
+def _connect(host: str, port: int, deadline: float, cancelled: threading.Event | None) -> socket.socket:
     """A TCP connection to the first address of `host` that answers, not blocking."""
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -190,7 +190,7 @@ def _connected(host: str, port: int, deadline: float, cancelled: threading.Event
             try:
                 sock.connect(address)
             except BlockingIOError:
-                _until(sock, select.POLLOUT, deadline, cancelled)
+                _wait_until_ready(sock, select.POLLOUT, deadline, cancelled)
             if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, f"{host} port {port} cannot be reached")
         except OSError as e:
@@ -204,7 +204,7 @@ def _connected(host: str, port: int, deadline: float, cancelled: threading.Event
     raise failure
 
 
-def _handshaken(
+def _shake_hands(
     tls: ssl.SSLContext, sock: socket.socket, host: str, deadline: float, cancelled: threading.Event | None
 ) -> ssl.SSLSocket:
     wrapped = tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
@@ -214,9 +214,9 @@ def _handshaken(
             try:
                 wrapped.do_handshake()
             except ssl.SSLWantReadError:
-                _until(wrapped, select.POLLIN, deadline, cancelled)
+                _wait_until_ready(wrapped, select.POLLIN, deadline, cancelled)
             except ssl.SSLWantWriteError:
-                _until(wrapped, select.POLLOUT, deadline, cancelled)
+                _wait_until_ready(wrapped, select.POLLOUT, deadline, cancelled)
             else:
                 return wrapped
     except BaseException:
@@ -224,7 +224,7 @@ def _handshaken(
         raise
 
 
-def _until(sock: socket.socket, events: int, deadline: float, cancelled: threading.Event | None) -> None:
+def _wait_until_ready(sock: socket.socket, events: int, deadline: float, cancelled: threading.Event | None) -> None:
     while not _wait(sock, events, _SLICE_MS):
         if cancelled is not None and cancelled.is_set():
             raise Cancelled

@@ -15,7 +15,7 @@ from shared.errors import CheckpointInvalid, InvalidModel
 from weights.formats.checkpoint import directory_revision, open_checkpoint, read_small
 from weights.formats.inspect import CONFIG
 from weights.formats.lora_adapter import CONFIG as ADAPTER_CONFIG
-from weights.formats.root import check_inside, expanded, mode_of
+from weights.formats.root import check_inside, expand_user, mode_of
 from weights.tiers.names import limit_of, select
 from weights.tiers.port import Cancelled, TierFile
 
@@ -37,14 +37,14 @@ class DirectoryTier:
         self._settled.set()
 
     @classmethod
-    def of(cls, source: str) -> DirectoryTier:
+    def open_source(cls, source: str) -> DirectoryTier:
         """Open the tier of the directory `source`.
 
         Raises:
             InvalidModel: `source` is not an absolute path.
             CheckpointInvalid: There is no directory.
         """
-        directory = expanded(source)
+        directory = expand_user(source)
         if not directory.is_absolute():
             raise InvalidModel(
                 f"{source} is neither an absolute directory nor hf://org/name[@revision], https://…, s3://…, gs://… or az://…",
@@ -102,7 +102,7 @@ class DirectoryTier:
     def finish(self, cancelled: threading.Event | None = None) -> None:
         """No-op: local files were verified on arrival, or are the operator's own."""
 
-    def settled(self) -> threading.Event:
+    def get_settled_event(self) -> threading.Event:
         return self._settled
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from shared.errors import CheckpointInvalid, InvalidModel
 from weights.formats.checkpoint import MAX_JSON_BYTES
-from weights.tiers.http_client import HttpClient, basic, shown
+from weights.tiers.http_client import HttpClient, basic, redact_url
 from weights.tiers.names import PROBED, check_limit, is_safe, is_small, weights_of
 from weights.tiers.port import TierFile
 from weights.tiers.ranges import RangeReader, RemoteFile
@@ -48,12 +48,12 @@ class HttpTier(RemoteTier):
         except ValueError:
             host = None
         if not is_http(source) or not host:
-            raise InvalidModel(f"{shown(source)} is not of the form https://host/path", param="source")
+            raise InvalidModel(f"{redact_url(source)} is not of the form https://host/path", param="source")
         self._refusals: list[InvalidModel] = []
         self._base = parts._replace(path=parts.path.rstrip("/"), fragment="")
         client = HttpClient(_credentials(host) if parts.username is None else None)
         name = f"remote:{host}" + (f":{parts.port}" if parts.port else "")
-        super().__init__(shown(urlunsplit(self._base)), name, client, RangeReader(client, backoff))
+        super().__init__(redact_url(urlunsplit(self._base)), name, client, RangeReader(client, backoff))
 
     def _list(self) -> list[tuple[TierFile, RemoteFile]]:
         sums = self._sums()
@@ -66,13 +66,13 @@ class HttpTier(RemoteTier):
                 found = ask(sums)
                 if missing := sorted(set(sums) - set(found)):
                     raise CheckpointInvalid(f"{self.source}/{missing[0]} is named by {SUMS} but missing; the source is incomplete")
-                weights = weights_of(found, self.source, self._small(found))
+                weights = weights_of(found, self.source, self._make_small_reader(found))
                 wanted = [n for n, f in found.items() if n in weights or is_small(n, f.size or 0)]
             else:
                 found = ask(PROBED)
                 if not found and self._refusals:
                     raise self._refusals[0]
-                weights = weights_of(found, self.source, self._small(found))
+                weights = weights_of(found, self.source, self._make_small_reader(found))
                 found |= ask(name for name in weights if name not in found)
                 wanted = [n for n in found if n in weights or not n.endswith(".safetensors")]
         for name in weights:
@@ -116,7 +116,7 @@ class HttpTier(RemoteTier):
         self._first[name] = data
         return name, file
 
-    def _small(self, found: dict[str, RemoteFile]) -> Callable[[str], bytes]:
+    def _make_small_reader(self, found: dict[str, RemoteFile]) -> Callable[[str], bytes]:
         def read(name: str) -> bytes:
             size = found[name].size or 0
             check_limit(name, size, self.source)

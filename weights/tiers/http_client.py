@@ -26,7 +26,7 @@ _REUSABLE_LEFT = 256 * 1024
 _PORTS = {"http": 80, "https": 443}
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """`url` for messages: without user, password and query, which may be secrets."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], unquote(parts.path), "", ""))
@@ -103,17 +103,17 @@ class HttpClient:
         home = _place(url)
         for _ in range(_MOST_REDIRECTS):
             own = self._headers if _place(url) == home else {}
-            answer = self._once(url, {**own, **(headers or {})}, cancelled)
+            answer = self._get_once(url, {**own, **(headers or {})}, cancelled)
             target = answer.header("Location")
             if answer.status not in _REDIRECTS or target is None:
                 return answer
             with answer:
                 url = urljoin(url, target)
             if urlsplit(url).scheme not in _PORTS:
-                raise http.client.HTTPException(f"redirected to {shown(url)}, which is neither http nor https")
+                raise http.client.HTTPException(f"redirected to {redact_url(url)}, which is neither http nor https")
         raise http.client.HTTPException(f"more than {_MOST_REDIRECTS} redirects")
 
-    def _once(self, url: str, headers: Mapping[str, str], cancelled: threading.Event | None) -> Answer:
+    def _get_once(self, url: str, headers: Mapping[str, str], cancelled: threading.Event | None) -> Answer:
         parts = urlsplit(url)
         origin = _origin(url, direct=self._direct)
         target = urlunsplit(("", "", quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"), parts.query, ""))
@@ -187,7 +187,7 @@ def _origin(url: str, *, direct: bool = False) -> Origin:
     """
     scheme, host, port = _place(url)
     if scheme not in _PORTS or not host:
-        raise http.client.InvalidURL(f"{shown(url)} is not an http(s) URL")
+        raise http.client.InvalidURL(f"{redact_url(url)} is not an http(s) URL")
     proxies = getproxies_environment()
     proxy = proxies.get(scheme) or proxies.get("all")
     if direct or proxy is None or proxy_bypass(f"{host}:{port}"):

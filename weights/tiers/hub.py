@@ -53,10 +53,10 @@ def open_hub(source: str, backoff: Backoff | None = None) -> Tier:
         Unavailable: The hub is unreachable and the cache does not have the model.
     """
     repo, revision = parse_hub(source)
-    if offline() or (revision is not None and _COMMIT.fullmatch(revision)):
+    if is_offline() or (revision is not None and _COMMIT.fullmatch(revision)):
         if (cached := _snapshot(repo, revision)) is not None:
             return cached
-        if offline():
+        if is_offline():
             raise Unavailable(
                 f"{source} is not complete in the local cache, and HF_HUB_OFFLINE is set: unset it or download the model first"
             )
@@ -84,7 +84,7 @@ class HubTier(RemoteTier):
         client = HttpClient(headers)
         host = urlsplit(endpoint).netloc.rpartition("@")[2]
         super().__init__(
-            f"hf://{repo}@{commit}", f"remote:{host}", client, RangeReader(client, backoff, partial(_refused, f"hf://{repo}"))
+            f"hf://{repo}@{commit}", f"remote:{host}", client, RangeReader(client, backoff, partial(_make_refusal, f"hf://{repo}"))
         )
 
     @property
@@ -119,7 +119,7 @@ def hub_revision(repo: str, commit: str) -> str:
     return hashlib.sha256(f"hub\0{repo}\0{commit}".encode()).hexdigest()[:32]
 
 
-def offline() -> bool:
+def is_offline() -> bool:
     return any(os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
@@ -152,7 +152,7 @@ def _snapshot(repo: str, revision: str | None) -> Tier | None:
     return tier
 
 
-def _refused(where: str, _file: str, status: int) -> ThawError:
+def _make_refusal(where: str, _file: str, status: int) -> ThawError:
     if status in (404, 410):
         return InvalidModel(f"{where}: the hub does not have it ({status}): correct the name or the revision")
     return InvalidModel(f"{where}: the hub refuses access ({status}): accept its terms on its page, and set a valid HF_TOKEN")

@@ -218,7 +218,7 @@ def _open(scheme: str, bucket: str, backoff: Backoff) -> Store:
         az: AzureConfig = {"skip_signature": True} if anonymous else {}
         return AzureStore(bucket, config=az, client_options=client, retry_config=retry)
     except Exception as e:  # obstore's builders raise errors of several kinds for variables that cannot be meant
-        raise InvalidModel(f"{scheme}://{bucket} cannot be opened: {_short(e)}; check the credentials' variables") from e
+        raise InvalidModel(f"{scheme}://{bucket} cannot be opened: {_shorten(e)}; check the credentials' variables") from e
 
 
 def _has_credentials(scheme: str) -> bool:
@@ -280,7 +280,7 @@ class _Typed:
             ) from error
         if isinstance(error, e.BaseError):
             raise Unavailable(
-                f"{where} cannot be reached ({_short(error)}); check network, endpoint and credentials", should_retry=True
+                f"{where} cannot be reached ({_shorten(error)}); check network, endpoint and credentials", should_retry=True
             ) from error
 
 
@@ -293,7 +293,7 @@ def _refusal(where: str, status: int) -> ThawError:
     )
 
 
-def _short(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     """The first line of an error, without what obstore prints of its own state."""
     text = str(error).strip()
     return (text.splitlines() or [type(error).__name__])[0][:200]

@@ -100,7 +100,7 @@ class Tier(Protocol):
         """
         ...
 
-    def settled(self) -> threading.Event:
+    def get_settled_event(self) -> threading.Event:
         """Event that is set when no work remains behind the reads.
 
         The cache is then written, or given up, and `close` drops nothing.

@@ -96,10 +96,10 @@ class RangeReader:
         while done < len(into):
             try:
                 with into[done:] as rest:
-                    done += self._some(file, offset + done, rest, cancelled)
+                    done += self._read_some(file, offset + done, rest, cancelled)
                 failures = 0
             except (Retry, *FAULTS) as e:
-                failures = self._again(file, failures, e, cancelled)
+                failures = self._back_off(file, failures, e, cancelled)
 
     def head(self, file: RemoteFile, limit: int, cancelled: threading.Event | None = None) -> bytes | None:
         """The first bytes, `limit` at most; learns size and validator.
@@ -111,9 +111,9 @@ class RangeReader:
             try:
                 return self._head(file, limit, cancelled)
             except (Retry, *FAULTS) as e:
-                failures = self._again(file, failures, e, cancelled)
+                failures = self._back_off(file, failures, e, cancelled)
 
-    def _again(self, file: RemoteFile, failures: int, error: Exception, cancelled: threading.Event | None) -> int:
+    def _back_off(self, file: RemoteFile, failures: int, error: Exception, cancelled: threading.Event | None) -> int:
         failures += 1
         if failures >= self._backoff.attempts:
             why = str(error) or type(error).__name__
@@ -141,7 +141,7 @@ class RangeReader:
             raise Retry("the server does not say how large the file is")
         return data
 
-    def _some(self, file: RemoteFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> int:
+    def _read_some(self, file: RemoteFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> int:
         """Make one attempt; returns the number of bytes read, at least one."""
         if not file.whole_only:
             with self._get(file, offset, len(into), cancelled) as answer:
@@ -150,9 +150,9 @@ class RangeReader:
                     return _fill(into, answer)
                 file.whole_only = True
         # The server has no ranges: the file is read over one connection, in order.
-        return file.in_order(lambda called_off: self._whole(file, called_off)).read(offset, into, cancelled)
+        return file.in_order(lambda called_off: self._get_whole(file, called_off)).read(offset, into, cancelled)
 
-    def _whole(self, file: RemoteFile, cancelled: threading.Event | None) -> Answer:
+    def _get_whole(self, file: RemoteFile, cancelled: threading.Event | None) -> Answer:
         answer = self._client.get(file.address(), cancelled=cancelled)
         try:
             self._accept(file, answer, 0)
@@ -186,7 +186,7 @@ class RangeReader:
         if status in RETRIED_STATUSES:
             raise Retry(f"the server answered {status}", answer.header("Retry-After"))
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            raise _changed(file)
+            raise _make_changed_error(file)
         if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
             raise InvalidModel(f"{file.where}: the server answered {status}; correct the source")
         if (answer.header("Content-Encoding") or "identity") != "identity":
@@ -196,7 +196,7 @@ class RangeReader:
         if (file.size is not None and size not in (None, file.size)) or (
             file.validator is not None and file.validator not in (answer.header("ETag"), answer.header("Last-Modified"))
         ):
-            raise _changed(file)
+            raise _make_changed_error(file)
         file.headers = file.headers if file.headers is not None else answer.response.headers
         file.size = size if file.size is None else file.size
         file.validator = validator if file.validator is None else file.validator
@@ -236,5 +236,5 @@ def _fill(into: memoryview, answer: Answer) -> int:
     return done
 
 
-def _changed(file: RemoteFile) -> CheckpointInvalid:
+def _make_changed_error(file: RemoteFile) -> CheckpointInvalid:
     return CheckpointInvalid(f"{file.where} has changed since it was listed; register the model again (thaw models add)")

@@ -47,7 +47,7 @@ class RemoteTier(ABC):
         return digest.hexdigest()[:32]
 
     def files(self) -> Sequence[TierFile]:
-        return [file for file, _ in self._listed().values()]
+        return [file for file, _ in self._load_listing().values()]
 
     def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
         _, remote = self._known(file)
@@ -67,7 +67,7 @@ class RemoteTier(ABC):
         """Checksums are checked by what keeps the bytes (weights/cache)."""
         return
 
-    def settled(self) -> threading.Event:
+    def get_settled_event(self) -> threading.Event:
         return self._settled
 
     def close(self) -> None:
@@ -79,14 +79,14 @@ class RemoteTier(ABC):
     def _list(self) -> list[tuple[TierFile, RemoteFile]]:
         """Ask the place for the model's files."""
 
-    def _listed(self) -> dict[str, tuple[TierFile, RemoteFile]]:
+    def _load_listing(self) -> dict[str, tuple[TierFile, RemoteFile]]:
         with self._lock:
             if self._listing is None:
                 self._listing = {file.name: (file, remote) for file, remote in sorted(self._list(), key=lambda p: p[0].name)}
             return self._listing
 
     def _known(self, file: TierFile) -> tuple[TierFile, RemoteFile]:
-        found = self._listed().get(file.name)
+        found = self._load_listing().get(file.name)
         if found is None or found[0].size != file.size:
             raise CheckpointInvalid(f"{self.source}/{file.name} has changed since it was listed; register the model again")
         return found

@@ -103,6 +103,6 @@ class Filling:
         self._reader.read(piece)
         if self._on_arrived is not None:
             self._on_arrived(piece.target, self._ends[piece.index] - piece.target)
-        self._watermark.arrived(piece)
+        self._watermark.record_piece(piece)
         if self._on_loaded is not None:
             self._on_loaded(self._watermark.loaded)

@@ -114,36 +114,36 @@ class Link:
                 transfer.read(piece)
             except BaseException as e:  # the thread's boundary: the load's waiter needs the error
                 error = e
-            self._finished(transfer, piece, error)
+            self._on_finished(transfer, piece, error)
 
     def _take(self) -> tuple[Transfer, Piece] | None:
         with self._changed:
             while not self._closing:
-                number = links.following(self._line)
+                number = links.find_next(self._line)
                 if number is not None:
                     transfer = self._transfers[number]
                     piece = transfer.pieces[transfer._begun]
                     transfer._begun += 1
                     transfer._running += 1
                     self._active += 1
-                    self._line = links.begun(self._line, number, piece.length)
-                    self._speed = links.busy(self._speed, self._clock())
+                    self._line = links.record_begin(self._line, number, piece.length)
+                    self._speed = links.record_busy(self._speed, self._clock())
                     return transfer, piece
                 self._changed.wait()
             return None
 
-    def _finished(self, transfer: Transfer, piece: Piece, error: BaseException | None) -> None:
+    def _on_finished(self, transfer: Transfer, piece: Piece, error: BaseException | None) -> None:
         with self._changed:
             transfer._running -= 1
             self._active -= 1
             if error is not None:
                 self._fail(transfer, error)
             else:
-                self._line = links.done(self._line, transfer.number, piece.length)
-                self._speed = links.arrived(self._speed, piece.length, self._clock())
+                self._line = links.record_end(self._line, transfer.number, piece.length)
+                self._speed = links.record_bytes(self._speed, piece.length, self._clock())
                 self._end_if_over(transfer)
-            if not self._active and links.following(self._line) is None:
-                self._speed = links.idle(self._speed, self._clock())
+            if not self._active and links.find_next(self._line) is None:
+                self._speed = links.record_idle(self._speed, self._clock())
 
     def _fail(self, transfer: Transfer, error: BaseException) -> None:
         transfer._error = transfer._error or error

@@ -59,13 +59,13 @@ def raise_priority(line: Line, load: int) -> Line:
     return replace(line, loads=tuple(replace(x, background=False) if x.load == load else x for x in line.loads))
 
 
-def following(line: Line) -> int | None:
+def find_next(line: Line) -> int | None:
     """The load whose chunk is read next; None if nothing is left to begin."""
     ready = [x for x in line.loads if x.chunks]
     return next((x.load for x in sorted(ready, key=lambda x: x.background)), None)
 
 
-def begun(line: Line, load: int, nbytes: int) -> Line:
+def record_begin(line: Line, load: int, nbytes: int) -> Line:
     """Record that a chunk of `load` is being read.
 
     With turns, the load is now behind the others of its class.
@@ -77,7 +77,7 @@ def begun(line: Line, load: int, nbytes: int) -> Line:
     return replace(line, loads=(*(x for x in line.loads if x is not found), moved))
 
 
-def done(line: Line, load: int, nbytes: int) -> Line:
+def record_end(line: Line, load: int, nbytes: int) -> Line:
     """A chunk has been read."""
     return replace(line, loads=tuple(replace(x, under_way=x.under_way - nbytes) if x.load == load else x for x in line.loads))
 
@@ -101,29 +101,29 @@ class Speed:
         return median(self.windows) if self.windows else None
 
 
-def busy(speed: Speed, now: float) -> Speed:
+def record_busy(speed: Speed, now: float) -> Speed:
     """The link has begun a chunk."""
     return replace(speed, since=now, nbytes=0) if speed.since is None else speed
 
 
-def arrived(speed: Speed, nbytes: int, now: float) -> Speed:
+def record_bytes(speed: Speed, nbytes: int, now: float) -> Speed:
     """Record `nbytes` read."""
     if speed.since is None:
         return speed
     speed = replace(speed, nbytes=speed.nbytes + nbytes)
-    return _closed(speed, now, now) if now - (speed.since or now) >= WINDOW_S else speed
+    return _close_window(speed, now, now) if now - (speed.since or now) >= WINDOW_S else speed
 
 
-def idle(speed: Speed, now: float) -> Speed:
+def record_idle(speed: Speed, now: float) -> Speed:
     """Record that the link is idle."""
     if speed.since is None:
         return speed
     if now - speed.since < _LEAST_S and speed.windows:
         return replace(speed, since=None, nbytes=0)
-    return _closed(speed, now, None)
+    return _close_window(speed, now, None)
 
 
-def _closed(speed: Speed, now: float, since: float | None) -> Speed:
+def _close_window(speed: Speed, now: float, since: float | None) -> Speed:
     assert speed.since is not None
     rate = speed.nbytes / max(now - speed.since, 1e-6)
     windows = (*speed.windows, rate)[-_WINDOWS:] if speed.nbytes else speed.windows

@@ -50,7 +50,7 @@ def choose(costs: Costs) -> Pages:
     return "small" if costs.huge > HUGE_LIMIT * costs.small else "huge"
 
 
-def measured(costs: Costs, asked: Pages, got: Pages, nbytes: int, seconds: float) -> Costs:
+def record_cost(costs: Costs, asked: Pages, got: Pages, nbytes: int, seconds: float) -> Costs:
     """Record that populating `nbytes` took `seconds`."""
     cost = seconds / nbytes
     if asked == "huge" and got == "small":

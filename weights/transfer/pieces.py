@@ -126,7 +126,7 @@ class Watermark:
             return self._total
         return max(self._head, self._pieces[self._next].target) if self._next else self._head
 
-    def arrived(self, piece: Piece) -> None:
+    def record_piece(self, piece: Piece) -> None:
         """Record a loaded piece."""
         with self._lock:
             self._arrived[piece.index] = 1

@@ -16,7 +16,7 @@ from weights.formats.segment import pages
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.region import Space
 from weights.tiers.port import Cancelled
-from weights.transfer.page_sizes import AHEAD, Costs, choose, measured, wants_thread
+from weights.transfer.page_sizes import AHEAD, Costs, choose, record_cost, wants_thread
 from weights.transfer.pieces import Piece
 
 _PROBE_BYTES = 4 * 1024 * 1024
@@ -125,5 +125,5 @@ class Populating:
             got = self._region.populate(at, length, huge=asked == "huge")
             if got is not None and length >= _PROBE_BYTES:  # it has a whole huge page
                 with self._changed:
-                    self.costs = measured(self.costs, asked, got, length, time.perf_counter() - began)
+                    self.costs = record_cost(self.costs, asked, got, length, time.perf_counter() - began)
             at += length

@@ -185,7 +185,7 @@ def _read_piece(file: _File, piece: Piece, region: Space, buffer: memoryview, po
     if populating is not None and has_memory:
         populating.wait(piece)
     began = time.perf_counter()
-    resident = _resident(fd, piece, region, None if has_memory else buffer) if cached else 0
+    resident = _copy_resident(fd, piece, region, None if has_memory else buffer) if cached else 0
     copied = time.perf_counter()
     # Back to the page: a direct read may start nowhere else.
     done = resident if resident == piece.length else resident // PAGE * PAGE
@@ -201,7 +201,7 @@ def _read_piece(file: _File, piece: Piece, region: Space, buffer: memoryview, po
         if direct >= 0:
             got.direct = _direct(file, direct, into, piece.offset, done)
             done += got.direct
-        got.buffered = _buffered(file, fd, into, piece.offset, done)
+        got.buffered = _read_buffered(file, fd, into, piece.offset, done)
     got.disk_seconds = time.perf_counter() - waited
     return got
 
@@ -222,7 +222,7 @@ def _worth_copying(fd: int, piece: Piece) -> bool:
     return cached is None or 2 * cached >= piece.length
 
 
-def _resident(fd: int, piece: Piece, region: Space, buffer: memoryview | None) -> int:
+def _copy_resident(fd: int, piece: Piece, region: Space, buffer: memoryview | None) -> int:
     """Copy cached bytes from the piece's start on, without waiting for the disk.
 
     Bytes go straight into memory that is populated already, and into new memory by way of `buffer`.
@@ -278,24 +278,24 @@ def _direct(file: _File, fd: int, into: memoryview, offset: int, start: int) -> 
             file.no_direct()
             break
         if got == 0:
-            raise _shrank(file)
+            raise _make_shrank_error(file)
         done += got
         if done % PAGE:  # a short, unaligned read: the rest goes buffered
             break
     return done - start
 
 
-def _buffered(file: _File, fd: int, into: memoryview, offset: int, start: int) -> int:
+def _read_buffered(file: _File, fd: int, into: memoryview, offset: int, start: int) -> int:
     done = start
     while done < len(into):
         got = _pread(fd, into, done, len(into), offset)
         if got == 0:
-            raise _shrank(file)
+            raise _make_shrank_error(file)
         done += got
     return done - start
 
 
-def _shrank(file: _File) -> CheckpointInvalid:
+def _make_shrank_error(file: _File) -> CheckpointInvalid:
     return CheckpointInvalid(
         f"{file.path} shrank while it was read; wait until it is written, then register the model again", should_retry=True
     )

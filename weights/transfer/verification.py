@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from weights.formats.safetensors import TensorEntry
 from weights.formats.segment import Layout, Place
-from weights.formats.verify import damaged, once
+from weights.formats.verify import drop_tied, make_damaged_error
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.region import Region
 from weights.tiers.port import Cancelled
@@ -29,7 +29,7 @@ def verify_region(
         CheckpointInvalid: A tensor differs.
         Cancelled: The load was cancelled.
     """
-    work = [(place, t) for place in layout.places for t in once(place.file.header.tensors) if t.sha256]
+    work = [(place, t) for place in layout.places for t in drop_tied(place.file.header.tensors) if t.sha256]
 
     def check(place: Place, tensor: TensorEntry) -> None:
         digest, at = hashlib.sha256(), place.offset + tensor.offset
@@ -42,7 +42,7 @@ def verify_region(
                 digest.update(data)
             at += length
         if digest.hexdigest() != tensor.sha256:
-            raise damaged(tensor, f"{source}/{place.file.name}" if source is not None else str(place.file.path))
+            raise make_damaged_error(tensor, f"{source}/{place.file.name}" if source is not None else str(place.file.path))
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:

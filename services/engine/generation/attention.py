@@ -61,8 +61,8 @@ def packed_attention(
     heads, width = key.shape[1], key.shape[3]
     if all(p.count == 1 and (p.start + 1) * heads * width < _SMALL for p in batch.slices):
         with _single_thread():
-            return _each(batch, module, query, key, value, dropout, scaling, sliding_window, kwargs), None
-    return _each(batch, module, query, key, value, dropout, scaling, sliding_window, kwargs), None
+            return _attend_each(batch, module, query, key, value, dropout, scaling, sliding_window, kwargs), None
+    return _attend_each(batch, module, query, key, value, dropout, scaling, sliding_window, kwargs), None
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def _single_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _each(
+def _attend_each(
     batch: PackedBatch,
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -94,7 +94,7 @@ def _each(
     for part in batch.slices:
         end = at + part.count
         keys, values = part.kv.append(batch.layer, part.start, key[:, :, at:end], value[:, :, at:end])
-        keys, values, mask = _visible(keys, values, part.start, part.count, sliding_window)
+        keys, values, mask = _select_visible(keys, values, part.start, part.count, sliding_window)
         output, _ = sdpa_attention_forward(
             module, query[:, :, at:end], keys, values, mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -103,7 +103,7 @@ def _each(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _visible(
+def _select_visible(
     keys: torch.Tensor, values: torch.Tensor, start: int, count: int, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Keys, values and mask that `count` new tokens after `start` old ones attend to.

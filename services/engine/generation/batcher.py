@@ -367,13 +367,13 @@ class Batcher:
                 sequence.computed += work.count
             events += self._advance(computed, logits[: len(computed)])
             if extra is not None:
-                self._prepared.computed(*extra)
+                self._prepared.record_computed(*extra)
         except Exception as e:  # a process boundary: the requests of this step fail, the engine continues
             log.exception("a step failed")
             failed = EngineFailed(f"The engine failed while computing: {type(e).__name__}: {str(e)[:300]}")
             error: ThawError = e if isinstance(e, ThawError) else failed  # the load of the weights may have failed
             if extra is not None:
-                self._prepared.failed(extra[0], error)
+                self._prepared.discard_failed(extra[0], error)
             events += self._break(computed, error)
         return events
 

@@ -36,7 +36,7 @@ def _mean_sqrt(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (hidden * weights).sum(1) / weights.sum(1).sqrt()
 
 
-def _max(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _pool_max(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden.masked_fill(mask[..., None] == 0, float("-inf")).amax(1)
 
 
@@ -44,11 +44,17 @@ def _cls(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden[:, 0]
 
 
-def _last(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _pool_last(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), mask.sum(1) - 1]
 
 
-_POOLS: dict[str, Pool] = {"mean": _mean, "mean_sqrt_len_tokens": _mean_sqrt, "max": _max, "cls": _cls, "lasttoken": _last}
+_POOLS: dict[str, Pool] = {
+    "mean": _mean,
+    "mean_sqrt_len_tokens": _mean_sqrt,
+    "max": _pool_max,
+    "cls": _cls,
+    "lasttoken": _pool_last,
+}
 _FLAGS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
@@ -132,14 +138,14 @@ class Embedder:
         ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in inputs], device=self._device)
         mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in inputs], device=self._device)
         with torch.inference_mode():
-            pooled = self._pool(self._hidden(ids, mask).float(), mask)
+            pooled = self._pool(self._compute_hidden(ids, mask).float(), mask)
             if dimensions is not None:
                 pooled = pooled[:, :dimensions]
             if self._normalize or dimensions is not None:
                 pooled = torch.nn.functional.normalize(pooled, dim=-1)
             return pooled.cpu()
 
-    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _compute_hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if not self._is_packed:
             hidden: torch.Tensor = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
             return hidden

@@ -51,16 +51,16 @@ class EmbeddingJobs:
         try:
             vectors = self._embedder.embed(job.request.inputs[done : done + self._embedder.batch], job.request.dimensions)
         except ThawError as e:
-            return [*events, self._broken(e)]
+            return [*events, self._pop_broken(e)]
         except Exception as e:  # a process boundary: this request fails, the engine continues
             log.exception("an embedding failed")
             error = EngineFailed(f"The engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")
-            return [*events, self._broken(error)]
+            return [*events, self._pop_broken(error)]
         job.vectors += [row.numpy().astype("<f4").tobytes() for row in vectors]
         if len(job.vectors) == len(job.request.inputs):
             self._jobs.popleft()
             events.append(Embedded(request_id, tuple(job.vectors), vectors.shape[-1]))
         return events
 
-    def _broken(self, error: ThawError) -> Broken:
+    def _pop_broken(self, error: ThawError) -> Broken:
         return Broken(self._jobs.popleft().request.request_id, error)

@@ -27,7 +27,7 @@ class Draw:
     choice: int
     position: int
 
-    def uniform(self, size: int) -> npt.NDArray[np.float64]:
+    def draw_uniform(self, size: int) -> npt.NDArray[np.float64]:
         """Independent numbers in [0, 1), one per token id below `size`.
 
         The number for an id does not depend on `size`. The generator is Philox (Salmon et al.,

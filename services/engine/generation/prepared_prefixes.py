@@ -175,7 +175,7 @@ class PreparedPrefixes:
                     return part, Row(part.state, part.computed, row, kept.order.adapter)
         return None
 
-    def computed(self, part: PreparedSequence, row: Row) -> None:
+    def record_computed(self, part: PreparedSequence, row: Row) -> None:
         """Record that `row` of `part` was computed."""
         part.computed += len(row.tokens)
         for kept in list(self._kept.values()):
@@ -190,7 +190,7 @@ class PreparedPrefixes:
             kept.expires = now + order.keep_s
             order.on_done(Computed(kept.done, kept.left))
 
-    def failed(self, part: PreparedSequence, error: ThawError) -> None:
+    def discard_failed(self, part: PreparedSequence, error: ThawError) -> None:
         """Discard the entries of `part`, whose step failed."""
         for name in [n for n, k in self._kept.items() if any(p is part for p in k.parts)]:
             self._drop(name, error)

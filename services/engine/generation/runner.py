@@ -143,9 +143,9 @@ class SequentialRunner:
         return DynamicCache(config=self._model.config)
 
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
-        return torch.stack([self._one(row) for row in rows])
+        return torch.stack([self._run_row(row) for row in rows])
 
-    def _one(self, row: Row) -> torch.Tensor:
+    def _run_row(self, row: Row) -> torch.Tensor:
         if row.adapter is not None:
             self._patched.patch({row.adapter})
         with torch.inference_mode(), apply_lora(_lora_spans([row]) if row.adapter is not None else None):

@@ -89,14 +89,14 @@ def _draw_token(logits: torch.Tensor, params: SamplingParams, draw: Draw) -> int
     probabilities = torch.softmax(logits / params.temperature, dim=-1)
     if params.min_p > 0:
         probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
-    uniform = torch.from_numpy(draw.uniform(logits.shape[-1])).to(logits.device)
+    uniform = torch.from_numpy(draw.draw_uniform(logits.shape[-1])).to(logits.device)
     if params.top_k <= 0 and params.top_p >= 1.0:
-        return _first(probabilities, uniform)
+        return _draw_index(probabilities, uniform)
     kept, ids = _candidates(probabilities, params)
-    return int(ids[_first(kept, uniform[ids])])
+    return int(ids[_draw_index(kept, uniform[ids])])
 
 
-def _first(probabilities: torch.Tensor, uniform: torch.Tensor) -> int:
+def _draw_index(probabilities: torch.Tensor, uniform: torch.Tensor) -> int:
     """Return the index of the smallest ratio of exponential number to probability."""
     exponential = torch.log1p(-uniform).neg().clamp(min=torch.finfo(torch.float64).tiny)
     return int((probabilities / exponential).argmax())

@@ -92,7 +92,7 @@ class LoraCache:
         self._freed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def loaded(self) -> tuple[LoadedAdapter, ...]:
+    def list_loaded(self) -> tuple[LoadedAdapter, ...]:
         there = (e for e in self._entries.values() if e.adapter is not None)
         return tuple(LoadedAdapter(name=e.card.name, nbytes=e.card.info.weights_bytes, active=e.users) for e in there)
 
@@ -221,10 +221,10 @@ class LoraCache:
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._finish_task)
         return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _finish_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("failed to load an adapter", extra={"error": str(error)})

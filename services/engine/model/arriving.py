@@ -36,13 +36,13 @@ class ArrivingWeights:
         self._is_complete = False
         self._error: ThawError | None = None
 
-    def arrived(self, spans: Iterable[ByteSpan]) -> None:
+    def mark_arrived(self, spans: Iterable[ByteSpan]) -> None:
         with self._changed:
             for start, end in spans:
                 self._there.add(start, end)
             self._changed.notify_all()
 
-    def complete(self) -> None:
+    def mark_complete(self) -> None:
         """All bytes are there."""
         with self._changed:
             self._is_complete = True
@@ -188,12 +188,12 @@ class Follower:
         while True:
             match self._connection.receive():
                 case SocketArrived(ranges=ranges):
-                    self.arriving.arrived((r.offset, r.offset + r.nbytes) for r in ranges)
+                    self.arriving.mark_arrived((r.offset, r.offset + r.nbytes) for r in ranges)
                 case SocketPages(layout=layout):
                     self.pages = ArrivingPages(layout)
                     self._report_pages(layout)
                 case SocketUnits(units=units) if self.pages is not None:
-                    self.arriving.arrived(self.pages.map(units))
+                    self.arriving.mark_arrived(self.pages.map(units))
                 case SocketComplete():
                     return
                 case other:

@@ -62,7 +62,7 @@ def read_config(directory: Path, card: ModelCard) -> PreTrainedConfig:
     """Read config.json. Raises `CheckpointInvalid` or `UnsupportedArchitecture`."""
     try:
         trusted = card.spec.trust_remote_code
-        with remote_code.exclusive(trusted):
+        with remote_code.guard_remote_code(trusted):
             return AutoConfig.from_pretrained(str(directory), trust_remote_code=trusted, local_files_only=True)
     except (ValueError, KeyError) as e:
         raise UnsupportedArchitecture(f"transformers cannot read this model's config.json: {first_paragraph(e)}") from e
@@ -99,7 +99,7 @@ def model_class(config: PreTrainedConfig, card: ModelCard, directory: Path) -> t
     auto, name = (AutoModelForCausalLM, "AutoModelForCausalLM") if card.info.task == "generate" else (AutoModel, "AutoModel")
     remote = (getattr(config, "auto_map", None) or {}).get(name)
     if remote is not None and card.spec.trust_remote_code:
-        with remote_code.exclusive(True):
+        with remote_code.guard_remote_code(True):
             found: type[PreTrainedModel] = get_class_from_dynamic_module(remote, str(directory))
         return found
     try:
@@ -110,7 +110,7 @@ def model_class(config: PreTrainedConfig, card: ModelCard, directory: Path) -> t
     return kind
 
 
-def packable(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> bool:
+def is_packable(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> bool:
     """True if sequences of this model may share a forward pass."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {r.get("rope_type") for r in rope.values() if isinstance(r, dict)}
@@ -144,7 +144,7 @@ def bind(
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    arguments: dict[str, Any] = {"attn_implementation": PACKED} if packable(config, kind) else {}
+    arguments: dict[str, Any] = {"attn_implementation": PACKED} if is_packable(config, kind) else {}
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedArchitecture("Quantised checkpoints are not supported by the builtin engine")
     try:

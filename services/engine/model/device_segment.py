@@ -81,7 +81,7 @@ def rebind(model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | Non
     """
     copied = 0
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def move_tensor(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal copied
         offset = offset_of(tensor)
         if offset is None or offset % tensor.itemsize:  # converted, computed, or misaligned for kernels
@@ -92,7 +92,7 @@ def rebind(model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | Non
         return span.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     # As `Module.to` with another function: tied parameters stay tied.
-    model._apply(moved)  # type: ignore[no-untyped-call]  # torch gives it no types
+    model._apply(move_tensor)  # type: ignore[no-untyped-call]  # torch gives it no types
     return copied
 
 

@@ -26,8 +26,8 @@ class LayerGates:
             weights: What has arrived.
         """
         self._hooks: list[RemovableHandle] = []
-        for module, spans in _gated(model, offset_of):
-            self._hooks.append(module.register_forward_pre_hook(_waiting(weights, spans)))
+        for module, spans in _iter_gated(model, offset_of):
+            self._hooks.append(module.register_forward_pre_hook(_make_wait(weights, spans)))
 
     def remove(self) -> None:
         """Remove the hooks, on the computing thread or while it computes nothing."""
@@ -36,14 +36,14 @@ class LayerGates:
         self._hooks.clear()
 
 
-def _waiting(weights: ArrivingWeights, spans: Sequence[ByteSpan]) -> Callable[[torch.nn.Module, object], None]:
+def _make_wait(weights: ArrivingWeights, spans: Sequence[ByteSpan]) -> Callable[[torch.nn.Module, object], None]:
     def wait(_module: torch.nn.Module, _inputs: object) -> None:
         weights.wait(spans)
 
     return wait
 
 
-def _gated(
+def _iter_gated(
     model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | None]
 ) -> Iterator[tuple[torch.nn.Module, list[ByteSpan]]]:
     layers = dict(_layers(model))

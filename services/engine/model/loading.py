@@ -96,7 +96,7 @@ def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart) -
     kind = checkpoint.model_class(config, start.card, directory)
     segment = Segment(attached.segment, attached.extents, attached.weights_id)
     model = checkpoint.bind(kind, config, segment.tensors(), checkpoint.torch_dtype(start.card))
-    is_packed = start.card.info.task == "generate" and checkpoint.packable(config, kind)
+    is_packed = start.card.info.task == "generate" and checkpoint.is_packable(config, kind)
     bound = BoundModel(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
     if not isinstance(attached.handle, PagesHandle):  # pages are mapped when they are complete
         open_device_memory(bound, attached.handle)
@@ -176,7 +176,7 @@ def begin(
         bound.memory = pages.memory
     token_bytes = kv_token_bytes(bound)
     assert token_bytes is not None
-    return _ready(bound, torch.device("cpu"), files, start, settings, token_bytes), gates
+    return _build_ready_model(bound, torch.device("cpu"), files, start, settings, token_bytes), gates
 
 
 def complete(
@@ -199,10 +199,10 @@ def complete(
             source = device_segment.tensors_in_pages(bound.handle, bound.segment, bound.memory)
         bound.model = checkpoint.bind(type(bound.model), bound.config, source, checkpoint.torch_dtype(start.card))
     open_device_memory(bound, handle)
-    return _ready(bound, _to_device(bound, start), files, start, settings)
+    return _build_ready_model(bound, _to_device(bound, start), files, start, settings)
 
 
-def _ready(
+def _build_ready_model(
     bound: BoundModel,
     device: torch.device,
     files: ModelFiles,

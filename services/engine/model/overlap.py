@@ -131,7 +131,7 @@ class Overlap:
         except ThawError as e:
             self._follower.arriving.fail(e)
             raise
-        self._follower.arriving.complete()
+        self._follower.arriving.mark_complete()
         await asyncio.to_thread(self._follower.end)
         assert self._serving is not None
         self._serving.weights_arrived(attached.phases)

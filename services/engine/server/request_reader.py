@@ -74,16 +74,16 @@ class RequestReader:
         if request.endpoint == "other":
             raise NotFound(f"The built-in engine does not serve {request.route}")
         if request.endpoint == "embedding":
-            return self._embedding(request.request_id, _validated(EmbeddingRequest, request.body))
+            return self._embedding(request.request_id, _validate(EmbeddingRequest, request.body))
         if not self._generates:
             raise InvalidRequest("This model embeds and does not generate; use /v1/embeddings", param="model")
         if request.endpoint == "chat":
-            read = self._chat(request.request_id, _validated(ChatCompletionRequest, request.body))
+            read = self._chat(request.request_id, _validate(ChatCompletionRequest, request.body))
         else:
-            read = self._completion(request.request_id, _validated(CompletionRequest, request.body))
-        return read if request.resume is None else self._resumed(read, request.resume)
+            read = self._completion(request.request_id, _validate(CompletionRequest, request.body))
+        return read if request.resume is None else self._add_resume_state(read, request.resume)
 
-    def _resumed(self, request: GenerationRequest, resume: Resume) -> GenerationRequest:
+    def _add_resume_state(self, request: GenerationRequest, resume: Resume) -> GenerationRequest:
         """Add the resume state of another engine.
 
         Raises `Conflict` if this engine's result would differ.
@@ -175,7 +175,7 @@ class RequestReader:
             self._params(body, top_logprobs),
             sum(len(ids) for ids, _ in prompts),
             single if body.return_token_ids else None,
-            _ignored(body),
+            _list_ignored(body),
         )
 
     def _token_limit(self, body: Generating, prompt: int) -> int:
@@ -199,20 +199,20 @@ class RequestReader:
         return requested
 
     def _params(self, body: Generating, top_logprobs: int | None) -> SamplingParams:
-        def chosen(name: str, neutral: float) -> float:
+        def choose_value(name: str, neutral: float) -> float:
             value = getattr(body, name)
             default = self._defaults.get(name)
             return value if value is not None else (default if isinstance(default, int | float) else neutral)
 
         return SamplingParams(
-            temperature=chosen("temperature", 1.0),
-            top_p=chosen("top_p", 1.0),
-            top_k=max(0, int(chosen("top_k", 0))),
-            min_p=chosen("min_p", 0.0),
+            temperature=choose_value("temperature", 1.0),
+            top_p=choose_value("top_p", 1.0),
+            top_k=max(0, int(choose_value("top_k", 0))),
+            min_p=choose_value("min_p", 0.0),
             seed=secrets.randbits(63) if body.seed is None else body.seed,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            repetition_penalty=chosen("repetition_penalty", 1.0),
+            repetition_penalty=choose_value("repetition_penalty", 1.0),
             logit_bias=self._bias(body.logit_bias),
             top_logprobs=top_logprobs,
         )
@@ -234,7 +234,7 @@ class RequestReader:
             raise ContextLengthExceeded(
                 f"An input has {longest} tokens and this model's context holds {self._capacity.context}", param="input"
             )
-        return EmbedRequest(request_id, tuple(map(tuple, inputs)), body.dimensions, sum(map(len, inputs)), _ignored(body))
+        return EmbedRequest(request_id, tuple(map(tuple, inputs)), body.dimensions, sum(map(len, inputs)), _list_ignored(body))
 
     def _ids(self, prompt: str | list[int], param: str) -> list[int]:
         if isinstance(prompt, str):
@@ -247,7 +247,7 @@ class RequestReader:
             raise InvalidRequest(f"{param} has a token id outside the vocabulary of {self._capacity.vocab_size}", param=param)
 
 
-def _validated(kind: type[Body], body: dict[str, Any]) -> Body:
+def _validate(kind: type[Body], body: dict[str, Any]) -> Body:
     try:
         return kind.model_validate(body)
     except ValidationError as e:
@@ -260,7 +260,7 @@ def _prompt_field(body: Generating) -> str:
     return "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
 
 
-def _ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
+def _list_ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
     """Names of fields that have no effect here.
 
     Raises `UnsupportedParameter` for fields that would change the output.

@@ -96,7 +96,7 @@ class Serving(RequestServer[Stream]):
             generated_tokens=self._generated,
             kv_bytes_used=self.batcher.blocks_used * self._block_bytes if self.batcher is not None else 0,
             idle_ms=int(self.idle_s * 1000),
-            adapters=self.adapters.loaded() if self.adapters is not None else (),
+            adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )
 
     def pause(self) -> None:
@@ -249,7 +249,7 @@ class Serving(RequestServer[Stream]):
         )
 
     def _send_progress(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Progressed) -> None:
-        stream.progressed(event)
+        stream.record_progress(event)
         self._generated += event.tokens
         phases: tuple[PhaseSpan, ...] = ()
         if not stream.first_token_sent:

@@ -58,7 +58,7 @@ class Stream:
             self._generated_ids |= {c.index: list(c.token_ids) for c in request.finished}
             self._finish = {c.index: c.finish_reason for c in request.finished}
 
-    def progressed(self, event: Progressed) -> None:
+    def record_progress(self, event: Progressed) -> None:
         if event.tokens:
             self._steps.append(event.at)
         for delta in event.deltas:

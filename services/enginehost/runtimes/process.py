@@ -25,7 +25,7 @@ from services.enginehost.runtimes.port import Activity, EngineExit
 from services.enginehost.runtimes.spare import Spare
 from shared.environment import without_credentials
 from shared.errors import EngineFailed
-from shared.processes import MARK_VARIABLE, descendants, end_all, marked
+from shared.processes import MARK_VARIABLE, descendants, end_all, find_marked
 
 _SPAWN = Path(spawn.__file__)
 _REAPER = Path(reaper.__file__)
@@ -127,7 +127,7 @@ class EngineProcess:
     def pids(self) -> tuple[int, ...]:
         if self._ended.done():
             return ()
-        return tuple(sorted({*descendants(self._child.pid), *(self._members() or marked(self._mark))}))
+        return tuple(sorted({*descendants(self._child.pid), *(self._members() or find_marked(self._mark))}))
 
     def _members(self) -> set[int]:
         """Processes in its control groups; empty without control groups."""
@@ -164,7 +164,7 @@ class EngineProcess:
         self._log_path, self._groups = log_path, _groups(cgroup_procs)
 
     def record_shared_memory(self) -> None:
-        pids = self.pids() or marked(self._mark) | _same_session(self._child.pid)
+        pids = self.pids() or find_marked(self._mark) | _same_session(self._child.pid)
         found = {path: inode for pid in pids for path, inode in reaper.shared(pid).items()}
         with contextlib.suppress(OSError):  # the reaper is gone: the segments stay
             os.write(self._reaper_pipe, "".join(f"{inode} {path}\n" for path, inode in found.items()).encode())
@@ -186,7 +186,9 @@ class EngineProcess:
                 await self.wait()
         # Workers that ignored the signal, or left the session, outlive it.
         known = set(pids)
-        await asyncio.to_thread(end_all, lambda: marked(self._mark) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S)
+        await asyncio.to_thread(
+            end_all, lambda: find_marked(self._mark) | (known & _same_session(self._child.pid)), _LEFTOVERS_WITHIN_S
+        )
         if self._reaper_pipe >= 0:
             os.close(self._reaper_pipe)
             self._reaper_pipe = -1

@@ -35,7 +35,7 @@ class CatalogWatcher:
             self._catalog.put(card)
 
     def remove(self, key: str) -> None:
-        name = subjects.untoken(key)
+        name = subjects.decode_token(key)
         if self._catalog.remove(name):
             self._on_removed(name)
 

@@ -380,10 +380,10 @@ class IdempotencyStore:
     async def on_waiter_left(self, key: str, callback: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         """Call `callback` whenever a waiter leaves, inside the block."""
 
-        async def left(_: Msg) -> None:
+        async def on_left(_: Msg) -> None:
             await callback()
 
-        subscription = await self._mesh.nc.subscribe(subjects.keyed_left(key), cb=left)
+        subscription = await self._mesh.nc.subscribe(subjects.keyed_left(key), cb=on_left)
         try:
             yield
         finally:

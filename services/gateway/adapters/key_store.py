@@ -67,7 +67,7 @@ class KeyStore:
         """Return the hashes of the valid keys of a scope."""
         return self._scopes.get(scope, frozenset())
 
-    def existed(self, scope: Scope) -> bool:
+    def has_existed(self, scope: Scope) -> bool:
         """Whether a key of the scope exists or has existed."""
         return scope in self._existed
 
@@ -76,7 +76,7 @@ class KeyStore:
         """Whether the bucket has entries that cannot be parsed and may be keys."""
         return bool(self._unparsable)
 
-    def all(self) -> list[ApiKey]:
+    def list_keys(self) -> list[ApiKey]:
         return sorted(self._keys.values(), key=lambda k: (k.name, k.created))
 
     # The copy.

@@ -46,7 +46,7 @@ class Catalog:
         Raises:
             ModelNotFound: Neither is registered.
         """
-        card = self.named(name)
+        card = self.find_model(name)
         return card if card.spec.base is None else self._cards[card.spec.base]
 
     def lora_adapter(self, name: str) -> ModelCard | None:
@@ -54,10 +54,10 @@ class Catalog:
 
         Raises `ModelNotFound`.
         """
-        card = self.named(name)
+        card = self.find_model(name)
         return card if card.spec.base is not None else None
 
-    def named(self, name: str) -> ModelCard:
+    def find_model(self, name: str) -> ModelCard:
         """Return the model or LoRA adapter called `name`.
 
         Raises:

@@ -72,11 +72,11 @@ class Dispatcher:
 
     # State, for metrics, comments and headers.
 
-    def waiting(self, model: str) -> int:
+    def count_waiting(self, model: str) -> int:
         queue = self._queues.get(model)
         return len(queue.waiting) if queue else 0
 
-    def in_flight(self, model: str) -> int:
+    def count_in_flight(self, model: str) -> int:
         return sum(t.model == model for t in self._sent.values())
 
     def models(self) -> set[str]:
@@ -163,7 +163,9 @@ class Dispatcher:
 
     def _all_excluded(self, ticket: Ticket) -> bool:
         """Whether every live instance has refused to resume the response."""
-        alive = [r for r in self.routes.of(ticket.model) if r.status.state is InstanceState.READY or r.status.state.starting]
+        alive = [
+            r for r in self.routes.iter_routes(ticket.model) if r.status.state is InstanceState.READY or r.status.state.starting
+        ]
         return all(r.status.instance_id in ticket.excluded_instances for r in alive)
 
     def on_engine_lost(self, ticket: Ticket, error: ThawError, now: float) -> None:
@@ -289,7 +291,7 @@ class Dispatcher:
         queue.reinsert(ticket)
         self._pump(ticket.model, now)
         if ticket.stage is Stage.QUEUED:
-            self._effects.requeued(ticket)
+            self._effects.on_requeued(ticket)
             if len(queue.waiting) == 1:
                 self._publish_demand(ticket.model, queue, now)
 
@@ -349,4 +351,4 @@ class Dispatcher:
     def _publish_demand(self, model: str, queue: ModelQueue, now: float) -> None:
         queue.published_at = now
         arrivals = self._arrivals.get(model)
-        self._effects.publish_demand(queue.demand(self._gateway_id, model, self.in_flight(model), arrivals, now))
+        self._effects.publish_demand(queue.demand(self._gateway_id, model, self.count_in_flight(model), arrivals, now))

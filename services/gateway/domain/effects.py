@@ -28,5 +28,5 @@ class Effects(Protocol):
     def probe(self, ticket: Ticket) -> None:
         """Ask the instance whether it has the request; if not, call `on_missing`."""
 
-    def requeued(self, ticket: Ticket) -> None:
+    def on_requeued(self, ticket: Ticket) -> None:
         """Note that the request lost its instance and waits for another one."""

@@ -34,7 +34,7 @@ class LoraPrefetch:
     def on_request(self, model: str, adapter: ModelCard) -> list[PrefetchTarget]:
         """A request for `adapter` waits for an instance of its base model."""
         self._wanted.setdefault(model, {})[adapter.info.revision] = adapter
-        return [target for instances in self._loading.values() for target in self._due(instances)]
+        return [target for instances in self._loading.values() for target in self._list_due(instances)]
 
     def on_status(self, status: NodeStatus, waiting: Callable[[str], int]) -> list[PrefetchTarget]:
         """A node reported its instances.
@@ -54,9 +54,9 @@ class LoraPrefetch:
             self._loading[status.node] = after
         else:
             self._loading.pop(status.node, None)
-        return self._due(after)
+        return self._list_due(after)
 
-    def _due(self, instances: dict[str, _Loading]) -> list[PrefetchTarget]:
+    def _list_due(self, instances: dict[str, _Loading]) -> list[PrefetchTarget]:
         targets: list[PrefetchTarget] = []
         for instance_id, instance in instances.items():
             wanted = self._wanted.get(instance.model, {})

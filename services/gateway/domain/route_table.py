@@ -159,10 +159,10 @@ class RouteTable:
         if route is not None:
             route.own = self._own[instance_id]
 
-    def of(self, model: str) -> Iterator[Route]:
+    def iter_routes(self, model: str) -> Iterator[Route]:
         return (r for r in self._by_id.values() if r.status.model == model)
 
-    def all(self) -> Iterator[Route]:
+    def iter_all(self) -> Iterator[Route]:
         return iter(self._by_id.values())
 
     def choose(self, model: str, now: float) -> Route | None:
@@ -182,7 +182,7 @@ class RouteTable:
 
     def _accepting(self, model: str, now: float) -> list[Route]:
         """Return the instances that accept requests; loading ones only if none is ready."""
-        routes = list(self.of(model))
+        routes = list(self.iter_routes(model))
         has_ready = any(r.is_ready for r in routes)
         return [r for r in routes if r.accepts(now) and (r.is_ready or not has_ready)]
 
@@ -203,5 +203,5 @@ class RouteTable:
 
     def most_advanced_start(self, model: str) -> InstanceStatus | None:
         """Return the start of an instance that has progressed furthest."""
-        starting = [r.status for r in self.of(model) if r.status.state.starting]
+        starting = [r.status for r in self.iter_routes(model) if r.status.state.starting]
         return max(starting, key=lambda s: s.progress, default=None)

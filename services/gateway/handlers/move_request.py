@@ -53,7 +53,7 @@ class MoveRequestHandler:
         handoffs = request.handoffs
         if order.token < handoffs.fencing_token:
             raise StaleToken(f"The request accepted an order with token {handoffs.fencing_token}, and this one has {order.token}")
-        if (completed := self._completed(request, order)) is not None:
+        if (completed := self._find_completed(request, order)) is not None:
             return completed
         ordered = handoffs.ordered
         if ordered is None or ordered.migration_id != order.migration_id:
@@ -65,7 +65,7 @@ class MoveRequestHandler:
             await self._stop_source(request, ordered)
         return await asyncio.shield(ordered.result)
 
-    def _completed(self, request: ActiveRequest, order: MoveRequest) -> RequestMoved | None:
+    def _find_completed(self, request: ActiveRequest, order: MoveRequest) -> RequestMoved | None:
         """Step 2: the reply to a repetition of a completed order."""
         if request.handoffs.ordered is not None or request.ticket.instance_id != order.instance_id:
             return None

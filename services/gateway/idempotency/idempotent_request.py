@@ -130,7 +130,7 @@ class IdempotentRequest:
         place: Claim | ExistingKey | None = self._place
         while place is not None and not self._request.completion.is_done:
             if isinstance(place, Claim):
-                await self._own(place)
+                await self._hold_claim(place)
                 return
             place = await self._retry(partial(self._follow, place))
 
@@ -157,7 +157,7 @@ class IdempotentRequest:
 
     # The owner.
 
-    async def _own(self, claim: Claim) -> None:
+    async def _hold_claim(self, claim: Claim) -> None:
         self._claim = claim
         renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
         ends = [asyncio.create_task(e.wait()) for e in (self._request.completion.done, claim.lost)]
@@ -437,7 +437,7 @@ class IdempotentRequest:
 
     # Clients.
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Wait until the key records the end, so that an immediate retry finds it."""
         await self._settled.wait()
 

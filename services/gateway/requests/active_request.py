@@ -40,7 +40,7 @@ class IdempotencyGuard(Protocol):
     async def client_left(self) -> None:
         """End the request, unless other clients wait for its response."""
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Wait until the key records how the request ended."""
 
 
@@ -160,12 +160,12 @@ class ActiveRequest:
 
     def on_no_responders(self) -> None:
         error = Unreachable(f"No engine listens for instance {self.ticket.instance_id}")
-        self.reader.refused(error, time.monotonic())
+        self.reader.on_refused(error, time.monotonic())
 
     def on_unsendable(self, error: ThawError) -> None:
         self.reader.abort(error)
 
-    def requeued(self) -> None:
+    def handle_requeue(self) -> None:
         """The request lost its instance and waits for another one."""
         self.handoffs.abandon(Unavailable("The destination of the hand-off did not answer"))
         if self.on_requeued is not None:
@@ -180,10 +180,10 @@ class ActiveRequest:
         else:
             self.cancel()
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Wait until the client may repeat the failed request."""
         if self.idempotency is not None:
-            await self.idempotency.settled()
+            await self.idempotency.wait_until_settled()
 
     def cancel(self) -> None:
         """End the request without a response: leave the queue, or stop the engine."""

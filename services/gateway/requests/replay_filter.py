@@ -54,7 +54,7 @@ class ReplayFilter:
             first.is_finished = first.is_finished or choice.is_finished
         return combined
 
-    def pending(self, index: int) -> tuple[int, int, bool]:
+    def get_pending(self, index: int) -> tuple[int, int, bool]:
         """Return a choice's pending tokens, pending characters, and whether its end is."""
         choice = self._choices.get(index, _Choice())
         return len(choice.token_ids), choice.chars, choice.is_finished

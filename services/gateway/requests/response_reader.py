@@ -117,7 +117,7 @@ class ResponseReader:
         if not self._completion.is_done:
             self._dispatcher.on_abort(self._ticket, error, time.monotonic())
 
-    def refused(self, error: ThawError, now: float, *, cancel: bool = False) -> None:
+    def on_refused(self, error: ThawError, now: float, *, cancel: bool = False) -> None:
         """The instance does not serve the attempt; `cancel` has it stop the work."""
         if self._handoffs.ordered_to(self._ticket.instance_id) is not None:
             self._handoffs.abandon(error)
@@ -163,13 +163,13 @@ class ResponseReader:
     # Responses in tokens.
 
     def _on_started(self, message: InferStarted, now: float) -> None:
-        self._admitted(message)
+        self._on_admitted(message)
         if self.attempt.resume is not None:
             return
         self._stats.add_phases(now, message.phases)
         self._stats.usage = Usage(prompt_tokens=message.prompt_tokens)
         self._stats.ignored_parameters = message.ignored
-        self._response.sink.started(message)
+        self._response.sink.on_started(message)
 
     def _on_chunk(self, message: dict[str, Any], now: float) -> None:
         response, choices, resume_state = self._response, message["choices"], self._resume_state
@@ -204,15 +204,15 @@ class ResponseReader:
         if self.attempt.resume is not None and passthrough is not None:
             if not passthrough.matches(head):
                 error = EngineFailed(f"The engine answered with status {head.status} instead of resuming the response")
-                self.refused(error, now, cancel=True)
+                self.on_refused(error, now, cancel=True)
                 return
-            self._admitted(head)
+            self._on_admitted(head)
             return
         if passthrough is not None or self._response.has_started:
             raise ValueError("a response has one head, before its first bytes")
         self._stats.add_phases(now, head.phases)
         self._response.passthrough = PassthroughResponse(head)
-        self._admitted(head)
+        self._on_admitted(head)
 
     def _on_data(self, message: dict[str, Any], now: float) -> None:
         passthrough, resume_state = self._response.passthrough, self._resume_state
@@ -239,7 +239,7 @@ class ResponseReader:
 
     # Both forms.
 
-    def _admitted(self, head: InferStarted | InferResponse) -> None:
+    def _on_admitted(self, head: InferStarted | InferResponse) -> None:
         """An engine starts or resumes the response."""
         self._resume_state.response_started(head, self.attempt.revision)
         self._ticket.revision, self._ticket.is_admitted = self.attempt.revision, True
@@ -287,7 +287,7 @@ class ResponseReader:
             self._on_response(InferResponse(status=200), now)
         passthrough = self._response.passthrough
         if passthrough is None:
-            self._response.sink.finished(final)
+            self._response.sink.on_finished(final)
         elif isinstance(final, InferRaw):
             passthrough.add(json.dumps(final.body, ensure_ascii=False, separators=(",", ":")).encode())
         elif not isinstance(final, InferEnd):
@@ -299,7 +299,7 @@ class ResponseReader:
         is_refusal_to_resume = self.attempt.resume is not None and self.attempt.next_seq == 1 and not is_engine_lost
         if isinstance(error, InstanceDraining) or is_refusal_to_resume:
             self.attempt.refusal = error
-            self.refused(error, now)
+            self.on_refused(error, now)
         elif is_engine_lost:
             self.attempt.engine_loss = error
             self._dispatcher.on_engine_lost(self._ticket, error, now)

@@ -29,7 +29,7 @@ class Position:
     chars: int = 0
     is_finished: bool = False
 
-    def after(self, delta: dict[str, Any]) -> Position:
+    def advance_by(self, delta: dict[str, Any]) -> Position:
         """Return the position after a `ChoiceDelta`, as decoded from the wire."""
         return Position(
             self.tokens + len(delta.get("token_ids", ())),
@@ -77,7 +77,7 @@ class ResumeState:
         """The next engine continues the response, after the output that is not pending."""
         self._attempt_start = {}
         for index, choice in self.choices.items():
-            tokens, chars, is_end_pending = self.replay_filter.pending(index)
+            tokens, chars, is_end_pending = self.replay_filter.get_pending(index)
             is_finished = choice.finish_reason is not None and not is_end_pending
             self._attempt_start[index] = Position(len(choice.token_ids) - tokens, choice.chars - chars, is_finished)
 
@@ -117,7 +117,7 @@ class ResumeState:
         for message in messages:
             for delta in message.get("choices") or message.get("progress") or ():
                 index = delta.get("index", 0)
-                positions[index] = positions.get(index, Position()).after(delta)
+                positions[index] = positions.get(index, Position()).advance_by(delta)
         self.replay_filter = ReplayFilter()
         for index, choice in self.choices.items():
             kept = positions.get(index, Position())
@@ -146,7 +146,7 @@ class ResumeState:
         }
 
     def _choice_fields(self, index: int, choice: ResumeChoice, keeps_partial_output: bool) -> dict[str, Any]:
-        tokens, chars, is_end_pending = self.replay_filter.pending(index)
+        tokens, chars, is_end_pending = self.replay_filter.get_pending(index)
         return {
             "index": index,
             "token_ids": choice.token_ids[: len(choice.token_ids) - tokens],

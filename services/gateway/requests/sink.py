@@ -29,7 +29,7 @@ class TokenSink(Protocol):
     def reset(self) -> None:
         """Expect the response from its beginning."""
 
-    def started(self, message: InferStarted) -> None: ...
+    def on_started(self, message: InferStarted) -> None: ...
     def chunk(self, choices: list[dict[str, Any]]) -> None:
         """Add `ChoiceDelta`s, as decoded from the wire.
 
@@ -37,4 +37,4 @@ class TokenSink(Protocol):
             Diverged: The output differs from what the client has already received.
         """
 
-    def finished(self, message: Answered) -> None: ...
+    def on_finished(self, message: Answered) -> None: ...

@@ -64,16 +64,18 @@ class Metrics:
     def observe(self, dispatcher: Dispatcher) -> None:
         """Export the dispatcher's queue lengths and requests in flight."""
 
-        def waiting(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(dispatcher.waiting(m), {"gen_ai.request.model": m}) for m in dispatcher.models()]
+        def observe_waiting(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(dispatcher.count_waiting(m), {"gen_ai.request.model": m}) for m in dispatcher.models()]
 
-        def in_flight(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(dispatcher.in_flight(m), {"gen_ai.request.model": m}) for m in dispatcher.models()]
+        def observe_in_flight(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(dispatcher.count_in_flight(m), {"gen_ai.request.model": m}) for m in dispatcher.models()]
 
         self._meter.create_observable_gauge(
-            "thaw.queue.length", [waiting], "{request}", "Requests that wait in this gateway's queue."
+            "thaw.queue.length", [observe_waiting], "{request}", "Requests that wait in this gateway's queue."
         )
-        self._meter.create_observable_gauge("thaw.requests.in_flight", [in_flight], "{request}", "Requests sent to engines.")
+        self._meter.create_observable_gauge(
+            "thaw.requests.in_flight", [observe_in_flight], "{request}", "Requests sent to engines."
+        )
 
     def record(self, request: ActiveRequest, status: int, now: float) -> None:
         ticket, stats, error = request.ticket, request.stats, request.completion.error

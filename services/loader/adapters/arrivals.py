@@ -30,12 +30,12 @@ class Arrivals:
             with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
                 wake()
 
-    def after(self, count: int) -> Sequence[Arrival]:
+    def list_after(self, count: int) -> Sequence[Arrival]:
         """Return the arrivals but the first `count`."""
         with self._lock:
             return self._found[count:]
 
-    async def more(self, count: int) -> None:
+    async def wait_for_more(self, count: int) -> None:
         """Return when there are more than `count` arrivals."""
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         wake = partial(loop.call_soon_threadsafe, woken.set)

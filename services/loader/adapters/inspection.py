@@ -8,7 +8,7 @@ from weights.formats.known_architectures import check_known
 from weights.sources.sources import Sources
 
 
-def described(spec: ModelSpec, sources: Sources) -> ModelInfo:
+def describe_model(spec: ModelSpec, sources: Sources) -> ModelInfo:
     """Describe the model of `spec` from its headers. Blocks.
 
     An engine that loads files by itself may use formats that have no segment.

@@ -115,18 +115,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
-            return self._empty(HTTPStatus.UNAUTHORIZED)
+            return self._send_empty(HTTPStatus.UNAUTHORIZED)
         found = _PATH.fullmatch(unquote(urlsplit(self.path).path))
         if found is None:
-            return self._empty(HTTPStatus.NOT_FOUND)
+            return self._send_empty(HTTPStatus.NOT_FOUND)
         with type(self).find(found["revision"]) as model:
             if model is None:
-                return self._empty(HTTPStatus.NOT_FOUND)
+                return self._send_empty(HTTPStatus.NOT_FOUND)
             directory, record = model
             if found["name"] is None:
                 return self._listing(record)
             if all(f.name != found["name"] for f in record.files):
-                return self._empty(HTTPStatus.NOT_FOUND)
+                return self._send_empty(HTTPStatus.NOT_FOUND)
             return self._file(directory, found["name"])
 
     def _listing(self, record: EntryRecord) -> None:
@@ -142,12 +142,12 @@ class _Handler(BaseHTTPRequestHandler):
             check_inside(directory, directory / name)
             file = (directory / name).open("rb")
         except (OSError, CheckpointInvalid):
-            return self._empty(HTTPStatus.NOT_FOUND)
+            return self._send_empty(HTTPStatus.NOT_FOUND)
         with file:
             size = os.fstat(file.fileno()).st_size
             start, end = self._range(size)
             if start >= size and size:
-                return self._empty(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+                return self._send_empty(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
             self._head(start, end, size, "application/octet-stream")
             if end > start:
                 self.wfile.flush()
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.end_headers()
 
-    def _empty(self, status: HTTPStatus) -> None:
+    def _send_empty(self, status: HTTPStatus) -> None:
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()

@@ -65,7 +65,7 @@ class Pretouching:
                     self.progress = pretouch.begin(reason)
                 else:
                     await self._touch(changed)
-                    self.progress = pretouch.ended(self.progress, self._clock())
+                    self.progress = pretouch.record_end(self.progress, self._clock())
                     changed()
         finally:
             self._kill()
@@ -114,6 +114,6 @@ class Pretouching:
 
     def _step(self, line: dict[str, Any], changed: Callable[[], None]) -> None:
         before = self.progress
-        self.progress = pretouch.progressed(before, line["touched_bytes"], line["verdict"], self._clock())
+        self.progress = pretouch.record_progress(before, line["touched_bytes"], line["verdict"], self._clock())
         if self.progress.state != before.state:
             changed()

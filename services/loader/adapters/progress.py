@@ -46,7 +46,7 @@ class Progress:
                 self._thread = threading.Thread(target=self._publish_deferred, name="progress", daemon=True)
                 self._thread.start()
 
-    def loaded(self, run: int, watermark: int) -> None:
+    def record_loaded(self, run: int, watermark: int) -> None:
         """Record that every byte of the run's segment below `watermark` is loaded."""
         now = self._clock()
         with self._lock:

@@ -106,7 +106,7 @@ class Records:
         owned: set[int] = set()
         for path in sorted(self._weights.glob("*.json")):
             record = self._read(path)
-            if record is not None and owned.isdisjoint(record.chunks) and _whole(record, pool):
+            if record is not None and owned.isdisjoint(record.chunks) and _is_whole(record, pool):
                 found.append(record)
                 owned.update(record.chunks)
         mapped = tuple(sorted(set(pool.mapped_by_others()) - owned))
@@ -135,7 +135,7 @@ class Records:
         return record if record.weights_id == path.stem else None
 
 
-def _whole(record: WeightsRecord, pool: PoolMemory) -> bool:
+def _is_whole(record: WeightsRecord, pool: PoolMemory) -> bool:
     fits = record.chunk_bytes == CHUNK_BYTES and len(record.chunks) == len(parts(record.total_bytes)) > 0
     if not fits or len(set(record.chunks)) != len(record.chunks) or not all(0 <= c < pool.count for c in record.chunks):
         return False

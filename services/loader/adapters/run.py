@@ -99,7 +99,7 @@ class Run:
             Bytes loaded, and the seconds that reading took.
         """
         order, began = self.order, time.monotonic()
-        tier, directory, checkpoint = self._opened()
+        tier, directory, checkpoint = self._open_fastest()
         self.tier = tier
         phase = Phase.FETCH if tier.directory is None else Phase.LOAD
         stats, seconds = ReadStats(), 0.0
@@ -149,7 +149,7 @@ class Run:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _opened(self) -> tuple[Tier, Path, Checkpoint]:
+    def _open_fastest(self) -> tuple[Tier, Path, Checkpoint]:
         """Open the fastest source of the model, and check its headers.
 
         A cancelled run does not wait for a host that hangs.
@@ -207,7 +207,7 @@ class Run:
             context.copies.begin(order.run, order.weights_id, region, layout)
         filling = self._filling(layout, region, pieces)
         filling.write_head()
-        self._indexed(tier, layout, directory, filling.loaded)
+        self._report_indexed(tier, layout, directory, filling.loaded)
         self._read(tier, layout, region, filling, pieces, stats)
         tier.finish(self.cancelled)
         if context.verify:
@@ -221,7 +221,7 @@ class Run:
         copies.begin(order.run, order.weights_id, region, layout, is_sparse=True)
         region.write(0, layout.head)
         copies.arrived(order.run, 0, len(layout.head))
-        self._indexed(tier, layout, directory, len(layout.head))
+        self._report_indexed(tier, layout, directory, len(layout.head))
         seen: set[tuple[int, int]] = set()
         while ranges := copies.wait_lacking(order.run, device, self.cancelled, seen):
             self.wanted = ranges
@@ -252,7 +252,7 @@ class Run:
             self.filling.raise_priority()
         return self.filling
 
-    def _indexed(self, tier: Tier, layout: Layout, directory: Path, loaded: int) -> None:
+    def _report_indexed(self, tier: Tier, layout: Layout, directory: Path, loaded: int) -> None:
         """Report that readers may map the segment."""
         order, context = self.order, self.context
         context.emit(Indexed(order.weights_id, order.run, str(directory), layout.total_bytes))
@@ -285,7 +285,7 @@ class Run:
 
     def _on_loaded(self, watermark: int) -> None:
         self.loaded = max(self.loaded, watermark)
-        self.context.progress.loaded(self.order.run, watermark)
+        self.context.progress.record_loaded(self.order.run, watermark)
 
     def _detail(self, stats: ReadStats, seconds: float) -> dict[str, str | int | float]:
         if not seconds:

@@ -93,7 +93,7 @@ class Runs:
 
     def start(self, order: StartRun) -> None:
         run = self._runs[order.run] = Run(order, self._context, background=order.background)
-        self._loads.submit(self._guarded, run)
+        self._loads.submit(self._run_guarded, run)
 
     def cancel(self, run: int) -> None:
         if (found := self._runs.get(run)) is not None:
@@ -115,12 +115,12 @@ class Runs:
         if (found := self._runs.get(run)) is not None:
             found.grant(chunks, device)
 
-    def settled(self, weights_id: str) -> None:
+    def wait_until_settled(self, weights_id: str) -> None:
         """Wait until these weights are written to the SSD cache, or will not be. Blocks."""
         tiers = [r.tier for r in list(self._runs.values()) if r.order.weights_id == weights_id]
         for tier in tiers:
             if tier is not None:
-                tier.settled().wait()
+                tier.get_settled_event().wait()
 
     def remove(self, run: int) -> Callable[[], int]:
         """Remove the run.
@@ -152,19 +152,19 @@ class Runs:
         if self.copies is not None:
             self.copies.shut_down()
 
-    def _guarded(self, run: Run) -> None:
+    def _run_guarded(self, run: Run) -> None:
         order = run.order
         try:
             total, seconds = run.load()
         except Cancelled:
-            self._over(run, Ended(order.weights_id, order.run))
+            self._end_run(run, Ended(order.weights_id, order.run))
             return
         except ThawError as e:
-            self._failed(run, e)
+            self._fail_run(run, e)
             return
         except Exception as e:  # the thread's boundary: waiters need an answer
             log.exception("load failed unexpectedly", extra={"model": order.card.name})
-            self._failed(run, ThawError(f"{type(e).__name__} while loading {order.card.name}: {e}"))
+            self._fail_run(run, ThawError(f"{type(e).__name__} while loading {order.card.name}: {e}"))
             return
         finally:
             with self._lock:
@@ -193,21 +193,21 @@ class Runs:
         assert tier is not None
 
         def wait() -> None:
-            tier.settled().wait()
+            tier.get_settled_event().wait()
             run.close()
             if run.region is not None and run.order.run in self._runs:
                 run.region.zap_all()
 
-        if tier.settled().is_set():
+        if tier.get_settled_event().is_set():
             wait()
         else:
             threading.Thread(target=wait, name="settle", daemon=True).start()
 
-    def _over(self, run: Run, event: Ended | Failed) -> None:
+    def _end_run(self, run: Run, event: Ended | Failed) -> None:
         self._runs.pop(run.order.run, None)
         run.close()
         self._context.emit(event)
 
-    def _failed(self, run: Run, error: ThawError) -> None:
+    def _fail_run(self, run: Run, error: ThawError) -> None:
         log.warning("load failed", extra={"model": run.order.card.name, "code": error.code, "error": error.message})
-        self._over(run, Failed(run.order.weights_id, run.order.run, error.body()))
+        self._end_run(run, Failed(run.order.weights_id, run.order.run, error.body()))

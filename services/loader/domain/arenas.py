@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.loader.domain.effects import CloseArena, Effect, Freed, OpenArena
-from services.loader.domain.entries import answered, put
+from services.loader.domain.entries import answer_waiters, put
 from services.loader.domain.events import ArenaClosed, CopiedToDevice
 from services.loader.domain.state import Arena, Closing, Entry, OnDevice, Stage, State
 
@@ -88,7 +88,7 @@ def on_copied(state: State, event: CopiedToDevice) -> Decision:
     if entry is None or device is None:
         return state, ()
     arena = Arena(event.number, OnDevice.FAILED if event.failed else OnDevice.THERE)
-    entry, effects = answered(replace(entry, arenas={**entry.arenas, device: arena}))
+    entry, effects = answer_waiters(replace(entry, arenas={**entry.arenas, device: arena}))
     return put(state, entry), effects
 
 

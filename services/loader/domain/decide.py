@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from services.loader.domain import arenas, room
 from services.loader.domain.effects import Accepted, Attached, Effect, RaisePriority, Refused, WriteRecord
-from services.loader.domain.entries import device_of, joined_by, put, reached, start
+from services.loader.domain.entries import device_of, has_reached, joined_by, put, start
 from services.loader.domain.events import (
     Abandoned,
     Adopt,
@@ -44,7 +44,7 @@ from services.loader.domain.events import (
     Release,
     Stop,
 )
-from services.loader.domain.lifecycle import adopt, adopted, node_reported, stop
+from services.loader.domain.lifecycle import adopt, handle_adopted, node_reported, stop
 from services.loader.domain.release import abandon, release
 from services.loader.domain.reports import apply_report
 from services.loader.domain.state import Entry, Holder, Stage, State, Waiter, Wanted
@@ -59,7 +59,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
     """Return the state after `event`, and the effects. `now`: monotonic seconds."""
     match event:
         case Prepare() | Attach():
-            return _wanted(state, event, now)
+            return _request_weights(state, event, now)
         case Release():
             return release(state, event, now)
         case Abandoned():
@@ -69,7 +69,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case Adopt():
             return adopt(state, event, now), ()
         case Adopted():
-            return adopted(state, event)
+            return handle_adopted(state, event)
         case CopiedToDevice():
             return arenas.on_copied(state, event)
         case ArenaClosed():
@@ -87,7 +87,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
 # -- prepare and attach ----------------------------------------------------------------------------
 
 
-def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
+def _request_weights(state: State, event: Prepare | Attach, now: float) -> Decision:
     if (objection := _objection(state, event)) is not None:
         return state, (Refused(event.reply, objection.body()),)
     if isinstance(event, Prepare):
@@ -102,7 +102,7 @@ def _wanted(state: State, event: Prepare | Attach, now: float) -> Decision:
     entry = state.entries[entry.key]
     if entry.stage is Stage.FAILED and entry.error is not None:
         return state, (*effects, Refused(event.reply, entry.error))
-    if reached(entry, event.instance_id, event.until):
+    if has_reached(entry, event.instance_id, event.until):
         return state, (*effects, Attached(event.reply, entry.key, device_of(entry, event.instance_id), event.instance_id))
     waiter = Waiter(event.reply, event.instance_id, event.until)
     return put(state, replace(entry, waiters=(*entry.waiters, waiter))), effects

@@ -43,7 +43,7 @@ def start(state: State, entry: Entry, wanted: Wanted) -> tuple[State, tuple[Effe
     return put(replace(state, runs=run), entry), (order,)
 
 
-def reached(entry: Entry, instance_id: str, until: Until) -> bool:
+def has_reached(entry: Entry, instance_id: str, until: Until) -> bool:
     """True if an attach of this holder may be answered.
 
     On a device that is when the copy there is complete or has failed.
@@ -59,9 +59,9 @@ def device_of(entry: Entry, instance_id: str) -> str | None:
     return holder.device if holder is not None else None
 
 
-def answered(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
+def answer_waiters(entry: Entry) -> tuple[Entry, tuple[Effect, ...]]:
     """Answer the waiters that have what they wait for."""
-    over = tuple(w for w in entry.waiters if reached(entry, w.instance_id, w.until))
+    over = tuple(w for w in entry.waiters if has_reached(entry, w.instance_id, w.until))
     left = tuple(w for w in entry.waiters if w not in over)
     return replace(entry, waiters=left), tuple(
         Attached(w.reply, entry.key, device_of(entry, w.instance_id), w.instance_id) for w in over

@@ -31,23 +31,23 @@ def node_reported(state: State, event: NodeReported, now: float) -> Decision:
         entry = state.entries.get(key)
         if entry is None:  # evicted for others that became cached just now
             continue
-        holders = {i: h if h.local else _seen(i, h, event, now) for i, h in entry.holders.items()}
+        holders = {i: h if h.local else _mark_seen(i, h, event, now) for i, h in entry.holders.items()}
         if holders != entry.holders:
             state = put(state, replace(entry, holders=holders))
-        for instance_id in _lost(holders, now):
+        for instance_id in _list_lost(holders, now):
             state, more = release_hold(state, state.entries[key], instance_id, now)
             effects.extend(more)
     # When the last holders are lost together, the record of those before the last is obsolete.
     return state, tuple(e for e in effects if not isinstance(e, WriteRecord) or is_whole(state, e.key))
 
 
-def _seen(instance_id: str, holder: Holder, event: NodeReported, now: float) -> Holder:
+def _mark_seen(instance_id: str, holder: Holder, event: NodeReported, now: float) -> Holder:
     if instance_of(instance_id) in event.instances:
         return holder if holder.missing is None else replace(holder, missing=None)
     return holder if holder.missing is not None else replace(holder, missing=now)
 
 
-def _lost(holders: Mapping[str, Holder], now: float) -> list[str]:
+def _list_lost(holders: Mapping[str, Holder], now: float) -> list[str]:
     return [
         i for i, h in holders.items() if h.missing is not None and now - h.missing >= MISSING_FOR_S and now - h.since > LOST_AFTER_S
     ]
@@ -72,7 +72,7 @@ def adopt(state: State, event: Adopt, now: float) -> State:
     return put(replace(state, runs=run, chunks=table), entry)
 
 
-def adopted(state: State, event: Adopted) -> Decision:
+def handle_adopted(state: State, event: Adopted) -> Decision:
     effects: list[Effect] = []
     if event.mapped:
         state, more = room.give_back(state, event.mapped)

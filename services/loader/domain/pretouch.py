@@ -69,7 +69,7 @@ def wait_s(pretouch: Pretouch, now: float, busy_at: float) -> float | None:
     return max(0.0, busy_at + IDLE_BEFORE_S - now, pretouch.not_before - now)
 
 
-def progressed(pretouch: Pretouch, touched_bytes: int, verdict: Verdict, now: float) -> Pretouch:
+def record_progress(pretouch: Pretouch, touched_bytes: int, verdict: Verdict, now: float) -> Pretouch:
     """Record a step of the process that touches."""
     if verdict == "pressure":
         return replace(pretouch, state="waiting", touched_bytes=touched_bytes, not_before=now + AFTER_PRESSURE_S)
@@ -77,7 +77,7 @@ def progressed(pretouch: Pretouch, touched_bytes: int, verdict: Verdict, now: fl
     return replace(pretouch, state=state, touched_bytes=touched_bytes)
 
 
-def ended(pretouch: Pretouch, now: float) -> Pretouch:
+def record_end(pretouch: Pretouch, now: float) -> Pretouch:
     """Record that the process has ended, for a load or since another loader's process works."""
     if pretouch.state == "complete":
         return pretouch

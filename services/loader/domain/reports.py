@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.loader.domain import arenas, room
 from services.loader.domain.effects import Effect, Freed, Refused, RemoveRecord, WriteRecord
-from services.loader.domain.entries import answered, drop, put, start
+from services.loader.domain.entries import answer_waiters, drop, put, start
 from services.loader.domain.events import (
     Completed,
     Ended,
@@ -50,7 +50,9 @@ def _apply_while_loading(state: State, entry: Entry, event: Report, now: float) 
         case LaidOut():
             return _laid_out(state, entry, event)
         case Indexed():
-            entry, effects = answered(replace(entry, stage=Stage.INDEXED, directory=event.directory, total_bytes=event.total_bytes))
+            entry, effects = answer_waiters(
+                replace(entry, stage=Stage.INDEXED, directory=event.directory, total_bytes=event.total_bytes)
+            )
             state, opening = arenas.open_wanted(put(state, entry), entry.key)
             return state, (*effects, *opening)
         case Progressed():
@@ -59,7 +61,7 @@ def _apply_while_loading(state: State, entry: Entry, event: Report, now: float) 
             entry = replace(entry, loaded_bytes=max(entry.loaded_bytes, min(event.loaded, entry.total_bytes - 1)))
         case Completed():
             loaded = entry.total_bytes if event.kept_bytes is None else event.kept_bytes
-            entry, effects = answered(replace(entry, stage=Stage.COMPLETE, loaded_bytes=loaded, used_at=now))
+            entry, effects = answer_waiters(replace(entry, stage=Stage.COMPLETE, loaded_bytes=loaded, used_at=now))
             if event.kept_bytes is None:
                 effects = (WriteRecord(entry.key), *effects)
             else:

@@ -55,11 +55,11 @@ def _serve(state: State, entry: Entry, room: int) -> Decision:
         granted = chunks.take(table, entry.run, entry.wants)
     else:
         granted = chunks.take_sparse(table, entry.run, entry.total_bytes, entry.wants)
-    free = room - promised(state)
+    free = room - sum_promised(state)
     if granted is not None and granted.owned[entry.run].fresh <= free:  # 1
         state = put(replace(state, chunks=granted), replace(entry, wants=0))
         return state, (Grant(entry.run, granted.owned[entry.run].chunks, entry.device),)
-    evictable = cached(state)
+    evictable = list_cached(state)
     gain = sum(e.total_bytes for e in evictable)
     coming = table.leaving_bytes + table.making_bytes + _called_off(state)
     if granted is None or entry.wants > free + gain + table.spare_bytes + coming:  # 2
@@ -86,7 +86,7 @@ def _deny(state: State, entry: Entry) -> Decision:
     return put(state, replace(entry, wants=0)), (Deny(entry.run),)
 
 
-def promised(state: State) -> int:
+def sum_promised(state: State) -> int:
     """Bytes that granted loads and chunks being populated will still take.
 
     A cancelled load counts until it has ended.
@@ -105,7 +105,7 @@ def _called_off(state: State) -> int:
     return sum(o.nbytes for o in leaving if o is not None)
 
 
-def cached(state: State) -> list[Entry]:
+def list_cached(state: State) -> list[Entry]:
     """Cached weights that may be evicted, least recently used first."""
     found = [e for e in state.entries.values() if e.stage is Stage.CACHED and not e.pinned]
     return sorted(found, key=lambda e: (e.used_at, e.run))
@@ -157,7 +157,7 @@ def trim(state: State, short: int = 0) -> Decision:
     if drop:
         state, more = give_back(state, drop)
         effects.extend(more)
-    for victim in cached(state):
+    for victim in list_cached(state):
         if over <= 0:
             break
         state, more = evict(state, victim)
@@ -171,7 +171,7 @@ def make_ready(state: State, room: int) -> Decision:
     table = state.chunks
     if state.closing or state.is_loading:
         return state, ()
-    plenty = room - promised(state) - int(table.count * CHUNK_BYTES * RESERVED_SHARE)
+    plenty = room - sum_promised(state) - int(table.count * CHUNK_BYTES * RESERVED_SHARE)
     count = min(state.ready - len(table.spare) - table.coming, spare_room(state), plenty // CHUNK_BYTES, PREPARE_AT_ONCE)
     if count <= 0:
         return state, ()

@@ -53,7 +53,7 @@ class Copy:
 
     def put(self, key: str, value: bytes) -> None:
         if (record := parse(value)) is not None:
-            self._leases.saw(record, time.monotonic())
+            self._leases.record_seen(record, time.monotonic())
             self._changed(record, key)
 
     def remove(self, key: str) -> None:
@@ -86,7 +86,7 @@ class Held:
         self._written.clear()
         self._given.set()
 
-    async def written(self) -> None:
+    async def wait_until_written(self) -> None:
         """Return when everything given so far is in the bucket."""
         await self._written.wait()
 

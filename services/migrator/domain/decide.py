@@ -22,10 +22,10 @@ from __future__ import annotations
 from services.migrator.domain.events import Answered, Effect, Event, Lost, Refused, Tick
 from services.migrator.domain.requests import (
     destination_known,
-    not_moved,
-    not_prepared,
-    not_read,
-    prepared,
+    handle_not_moved,
+    handle_not_prepared,
+    handle_not_read,
+    handle_prepared,
     read,
     was_moved,
 )
@@ -68,7 +68,7 @@ def begin(record: MigrationRecord, owner: str, speed: Speed, options: Options, n
     turn.ask("list:source", "engine", mine.source_instance, ListRequests(deadline_ms=LIST_MS))
     turn.ask("list:destination", "engine", mine.instance_id, ListRequests(deadline_ms=LIST_MS))
     turn.changed = True
-    return turn.done()
+    return turn.finish()
 
 
 def decide(work: Work, event: Event, now: float) -> tuple[Work, tuple[Effect, ...]]:
@@ -78,19 +78,19 @@ def decide(work: Work, event: Event, now: float) -> tuple[Work, tuple[Effect, ..
     turn = Turn(work.copy(), now)
     match event:
         case Answered(key, reply):
-            if turn.answered(key):
-                _answered(turn, key, reply)
+            if turn.close_question(key):
+                _handle_reply(turn, key, reply)
         case Refused(key, error):
-            _refused(turn, key, error)
+            _handle_refusal(turn, key, error)
         case Lost(over=over):
             turn.end(lost=True, forget=over)
-            return turn.done()
+            return turn.finish()
         case Tick():
             pass
-    _again(turn)
+    _repeat_due(turn)
     _advance(turn)
     _beat(turn)
-    return turn.done()
+    return turn.finish()
 
 
 def deadline(work: Work) -> float:
@@ -98,15 +98,15 @@ def deadline(work: Work) -> float:
     return min([work.beat_at, *(a.again_at for a in work.asked.values() if a.again_at is not None)])
 
 
-def _answered(t: Turn, key: str, reply: object) -> None:
+def _handle_reply(t: Turn, key: str, reply: object) -> None:
     kind, _, name = key.partition(":")
     match kind, reply:
         case "list", RequestsListed(requests=requests):
-            _listed(t, name, requests)
+            _record_listed(t, name, requests)
         case "read", TokensRead():
             read(t, name, reply)
         case "prepare", ResumePrepared():
-            prepared(t, name, reply)
+            handle_prepared(t, name, reply)
         case "move", RequestMoved():
             was_moved(t, name, reply.tokens, reply.pause_ms)
         case "check", RequestsListed(requests=requests):
@@ -115,7 +115,7 @@ def _answered(t: Turn, key: str, reply: object) -> None:
             _refused_for_good(t, key, EngineFailed(f"An unexpected answer: {type(reply).__name__}").body())
 
 
-def _refused(t: Turn, key: str, error: ErrorBody) -> None:
+def _handle_refusal(t: Turn, key: str, error: ErrorBody) -> None:
     """Repeat the question if that may help; else the error is final."""
     asked = t.work.asked.get(key)
     if asked is None:
@@ -124,9 +124,9 @@ def _refused(t: Turn, key: str, error: ErrorBody) -> None:
     late = error.code == DeadlineExceeded.code and asked.tries < MAX_TRIES
     not_now = error.code == Conflict.code and key.startswith("move:") and asked.tries <= NOT_NOW
     if gone or late or not_now:
-        t.later(key, t.now + AGAIN_S)
+        t.postpone(key, t.now + AGAIN_S)
         return
-    t.answered(key)
+    t.close_question(key)
     _refused_for_good(t, key, error)
 
 
@@ -141,18 +141,18 @@ def _refused_for_good(t: Turn, key: str, error: ErrorBody) -> None:
         case "list":
             _not_listed(t, name, error)
         case "read":
-            not_read(t, name, error)
+            handle_not_read(t, name, error)
         case "prepare":
-            not_prepared(t, name, error)
+            handle_not_prepared(t, name, error)
             if error.code == Unreachable.code:
                 _destination_gone(t, error)
         case "move":
-            not_moved(t, name, error)
+            handle_not_moved(t, name, error)
         case "check":
             destination_known(t, name, ())
 
 
-def _listed(t: Turn, where: str, requests: tuple[RunningRequest, ...]) -> None:
+def _record_listed(t: Turn, where: str, requests: tuple[RunningRequest, ...]) -> None:
     t.set(**({"source": requests} if where == "source" else {"destination": requests}))
     if t.work.source is not None and t.work.destination is not None:
         _take_stock(t, t.work.source, t.work.destination)
@@ -161,15 +161,15 @@ def _listed(t: Turn, where: str, requests: tuple[RunningRequest, ...]) -> None:
 def _not_listed(t: Turn, where: str, error: ErrorBody) -> None:
     if where == "destination":
         if error.code in (UnsupportedParameter.code, NotFound.code):
-            _listed(t, where, ())  # it cannot list requests, but can serve them
+            _record_listed(t, where, ())  # it cannot list requests, but can serve them
         else:
             _destination_gone(t, error)
-            _listed(t, where, ())
+            _record_listed(t, where, ())
     elif t.work.passes:
-        _listed(t, where, ())
+        _record_listed(t, where, ())
     else:
         t.set(source_error=error)
-        _listed(t, where, ())
+        _record_listed(t, where, ())
 
 
 def _destination_gone(t: Turn, error: ErrorBody) -> None:
@@ -211,7 +211,7 @@ def _take_stock(t: Turn, source: tuple[RunningRequest, ...], destination: tuple[
     t.set(queue=tuple(fresh))
 
 
-def _again(t: Turn) -> None:
+def _repeat_due(t: Turn) -> None:
     for key, asked in list(t.work.asked.items()):
         if asked.again_at is not None and asked.again_at <= t.now:
             t.repeat(key)

@@ -48,7 +48,7 @@ class Leases:
     watched: dict[str, Watched] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
 
-    def saw(self, record: MigrationRecord, now: float) -> None:
+    def record_seen(self, record: MigrationRecord, now: float) -> None:
         old = self.watched.get(record.migration_id)
         if record.over:
             self.forget(record.migration_id)
@@ -76,7 +76,7 @@ class Leases:
         for gone in self.watched.keys() - found.keys():
             self.forget(gone)
         for record in found.values():
-            self.saw(record, now)
+            self.record_seen(record, now)
 
 
 def refusal(before: Refusal | None, now: float) -> Refusal:
@@ -85,7 +85,7 @@ def refusal(before: Refusal | None, now: float) -> Refusal:
     return Refusal(now + wait, wait)
 
 
-def claimable(leases: Leases, now: float) -> MigrationRecord | None:
+def find_claimable(leases: Leases, now: float) -> MigrationRecord | None:
     """Return the oldest record without a live lease, of those not skipped."""
     left_alone = {name for name, refused in leases.refused.items() if refused.until > now}
     free = [

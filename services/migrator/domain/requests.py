@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.migrator.domain.rounds import learned, next_step
+from services.migrator.domain.rounds import learn_speed, next_step
 from services.migrator.domain.turn import GIVEN_UP, SOURCE_GONE, Turn
 from services.migrator.domain.work import Job, is_same_request, sequences_of
 from shared.contracts.base import ErrorBody
@@ -52,7 +52,7 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
     total = sum(map(len, sequences))
     job = t.job(name, running=tokens.running, total=total, read_at=t.now, rate=_rate(job, tokens, total, t.now))
     if not job.asked_prepare:  # 2
-        t.note(name, "moving", predicted_ms=t.work.speed.of(total), tokens=tokens.running.generated_tokens)
+        t.note(name, "moving", predicted_ms=t.work.speed.predict_ms(total), tokens=tokens.running.generated_tokens)
         t.job(name, last_gap=total)
         _prepare(t, name, tokens, sequences, total)
         return
@@ -95,7 +95,7 @@ def _prepare(t: Turn, name: str, tokens: TokensRead, sequences: tuple[tuple[int,
     t.job(name, stage="preparing", round_began=t.now, round_tokens=new, asked_prepare=True)
     known = t.work.speed.weight > 0
     message = PrepareResume(
-        deadline_ms=max(LEAST_MS if known else UNKNOWN_MS, int(PATIENT * t.work.speed.of(new))),
+        deadline_ms=max(LEAST_MS if known else UNKNOWN_MS, int(PATIENT * t.work.speed.predict_ms(new))),
         within_ms=SLICE_MS,
         prepared=t.prepared_name(name),
         revision=t.work.record.revision,
@@ -105,17 +105,17 @@ def _prepare(t: Turn, name: str, tokens: TokensRead, sequences: tuple[tuple[int,
     t.ask(f"prepare:{name}", "engine", t.work.record.instance_id, message)
 
 
-def prepared(t: Turn, name: str, result: ResumePrepared) -> None:
+def handle_prepared(t: Turn, name: str, result: ResumePrepared) -> None:
     job = t.work.jobs.get(name)
     if job is None:
         return
-    t.set(speed=learned(t.work.speed, result.tokens, result.took_ms))
+    t.set(speed=learn_speed(t.work.speed, result.tokens, result.took_ms))
     rounds = job.rounds if result.left else job.rounds + 1
     t.job(name, prepared=job.total - result.left, left=result.left, rounds=rounds, round_tokens=result.tokens)
     t.read(name)
 
 
-def not_read(t: Turn, name: str, error: ErrorBody) -> None:
+def handle_not_read(t: Turn, name: str, error: ErrorBody) -> None:
     """The source does not have it: it finished or moved, or its engine is gone.
 
     The destination knows which.
@@ -131,7 +131,7 @@ def not_read(t: Turn, name: str, error: ErrorBody) -> None:
     _check(t, name, f"{SOURCE_GONE}: {error.message}" if gone else "")
 
 
-def not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
+def handle_not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
     """1. The destination resumes from its own cache: hand over. 2.
 
     It has other weights, or the request arrived there meanwhile. 3. It has no memory, or is gone:
@@ -156,7 +156,7 @@ def _move(t: Turn, name: str, gap: int, *, prepared: bool = True) -> None:
     if record.state != "handing_over":
         t.record(state="handing_over")
     message = MoveRequest(
-        deadline_ms=max(LEAST_MS, int(PATIENT * t.work.speed.of(gap if prepared else job.total))),
+        deadline_ms=max(LEAST_MS, int(PATIENT * t.work.speed.predict_ms(gap if prepared else job.total))),
         request_id=name,
         migration_id=record.migration_id,
         token=record.token,
@@ -172,7 +172,7 @@ def was_moved(t: Turn, name: str, tokens: int, pause_ms: float | None) -> None:
         t.resolve(name, "moved", resumed=True, tokens=tokens, pause_ms=pause_ms)
 
 
-def not_moved(t: Turn, name: str, error: ErrorBody) -> None:
+def handle_not_moved(t: Turn, name: str, error: ErrorBody) -> None:
     """1. A newer migration has it. 2.
 
     Its memory was lost. 3. Any other refusal may follow a successful switch.

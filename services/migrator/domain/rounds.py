@@ -39,11 +39,11 @@ class Speed:
     xx: float = 0.0
     xy: float = 0.0
 
-    def of(self, tokens: int) -> float:
+    def predict_ms(self, tokens: int) -> float:
         return self.a * tokens + self.b
 
 
-def learned(speed: Speed, tokens: int, took_ms: float) -> Speed:
+def learn_speed(speed: Speed, tokens: int, took_ms: float) -> Speed:
     """Return `speed` after `tokens` were recomputed in `took_ms`.
 
     One outlier moves it by a bounded step. A late one among the first, such as an engine's very
@@ -51,10 +51,10 @@ def learned(speed: Speed, tokens: int, took_ms: float) -> Speed:
     """
     if tokens <= 0:
         return speed
-    if 0 < speed.weight < _SURE and took_ms * FREAK < speed.of(tokens):
-        part = took_ms / speed.of(tokens)
+    if 0 < speed.weight < _SURE and took_ms * FREAK < speed.predict_ms(tokens):
+        part = took_ms / speed.predict_ms(tokens)
         speed = Speed(speed.a * part, speed.b * part)
-    took = min(took_ms, FREAK * speed.of(tokens)) if speed.weight >= _SURE else took_ms
+    took = min(took_ms, FREAK * speed.predict_ms(tokens)) if speed.weight >= _SURE else took_ms
     s = replace(
         speed,
         weight=speed.weight * _KEEP + 1,
@@ -91,11 +91,11 @@ def next_step(gap: int, last_gap: int, rounds: int, speed: Speed, tokens_per_sec
     """
     if speed.a * gap <= min(speed.b, pause_ms / 2):  # 1
         return "hand_over"
-    leaves = tokens_per_second / 1e3 * speed.of(gap)
+    leaves = tokens_per_second / 1e3 * speed.predict_ms(gap)
     shrinks = gap < last_gap and (leaves < SHRINKS * gap or gap < SHRINKS * last_gap)
     if rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and shrinks):  # 2
         return "round"
-    return "hand_over" if speed.of(gap) <= pause_ms or _only_fixed(gap, leaves, speed) else "give_up"  # 3, 4
+    return "hand_over" if speed.predict_ms(gap) <= pause_ms or _only_fixed(gap, leaves, speed) else "give_up"  # 3, 4
 
 
 def _only_fixed(gap: int, leaves: float, speed: Speed) -> bool:

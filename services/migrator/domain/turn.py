@@ -24,7 +24,7 @@ class Turn:
         self.changed = False
         self._effects: list[Effect] = []
 
-    def done(self) -> tuple[Work, tuple[Effect, ...]]:
+    def finish(self) -> tuple[Work, tuple[Effect, ...]]:
         if self.changed:
             self._effects.insert(0, Save(self.work.record))
         return self.work, tuple(self._effects)
@@ -43,11 +43,11 @@ class Turn:
         self.work.asked[key] = Asked(ask, self.now)
         self._effects.append(ask)
 
-    def answered(self, key: str) -> bool:
+    def close_question(self, key: str) -> bool:
         """Close this question; True if it was open."""
         return self.work.asked.pop(key, None) is not None
 
-    def later(self, key: str, at: float) -> None:
+    def postpone(self, key: str, at: float) -> None:
         self.work.asked[key] = replace(self.work.asked[key], again_at=at)
 
     def repeat(self, key: str) -> None:
@@ -61,7 +61,7 @@ class Turn:
         """Begin to move a request."""
         self.work.jobs[running.request_id] = Job(running, self.now)
         if moved_of(self.work.record, running.request_id) is None:
-            self.note(running.request_id, "moving", start_ms=self.since(self.work.began))
+            self.note(running.request_id, "moving", start_ms=self.measure_since(self.work.began))
         if running.traceparent:
             self._effects.append(Link(running.traceparent))
         self.read(running.request_id)
@@ -76,7 +76,7 @@ class Turn:
         self.work.jobs[name] = job
         return job
 
-    def since(self, at: float) -> float:
+    def measure_since(self, at: float) -> float:
         return max(0.0, (self.now - at) * 1e3)
 
     def note(self, name: str, outcome: Outcome, **more: Any) -> None:
@@ -96,7 +96,7 @@ class Turn:
         job = self.work.jobs.pop(name)
         for key in [k for k in self.work.asked if k.partition(":")[2] == name]:
             del self.work.asked[key]
-        self.note(name, outcome, took_ms=self.since(job.began), **more)
+        self.note(name, outcome, took_ms=self.measure_since(job.began), **more)
         if job.asked_prepare and not resumed:
             self._effects.append(Forget(self.work.record.instance_id, ForgetResume(prepared=self.prepared_name(name))))
 

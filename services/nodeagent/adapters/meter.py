@@ -60,7 +60,7 @@ class Meter:
         self._loader_pid = 0
         self._oom_kills = [oom_kills()] * 2
 
-    def private(self, instance_id: str) -> int:
+    def get_private(self, instance_id: str) -> int:
         """Last measured private memory of the instance's processes in bytes."""
         return self._private.get(instance_id, 0)
 
@@ -80,7 +80,7 @@ class Meter:
         device = self._devices.get(device_id)
         return device is not None and device.info.memory == "separate"
 
-    def used(self, device_id: str) -> int:
+    def get_used(self, device_id: str) -> int:
         return self._used.get(device_id, 0)
 
     def on_loader_status(self, status: LoaderStatus) -> dict[str, int]:
@@ -115,7 +115,7 @@ class Meter:
             here = [i for i in self._state().instances.values() if device_id in i.command.device_ids and i.ended_at is None]
             ids = {i.instance_id for i in here}
             shared = sum(s.loaded_bytes for s in self._segments if ids & set(s.holders))
-            private = sum(self.private(i) for i in ids)
+            private = sum(self.get_private(i) for i in ids)
             used = await self._read(device_id, device.used_bytes, private, shared)
             if used is not None:
                 self._used[device_id] = used
@@ -153,7 +153,7 @@ class Meter:
                 return
             total += sum(by_process.values())
         if instance.stop_asked:  # its exit frees what it had before, not what is left halfway
-            total = max(total, self.private(instance.instance_id))
+            total = max(total, self.get_private(instance.instance_id))
         # A suspended engine may use none; for others 0 means that the driver shows nothing.
         if total or instance.state.parked:
             self._private[instance.instance_id] = total
@@ -170,12 +170,12 @@ class Meter:
             TimeoutError: Memory is still in use.
             DeviceFailed: A device cannot be read.
         """
-        before = self.private(instance.instance_id)
+        before = self.get_private(instance.instance_id)
         deadline = time.monotonic() + _GONE_WITHIN_S
         while instance.pid is not None:
             # The pidfd has signalled the exit: a zombie has no memory, and a process with the same
             # pid is another one.
-            left = await asyncio.to_thread(self._left, instance)
+            left = await asyncio.to_thread(self._sum_left, instance)
             if not left:
                 break
             if time.monotonic() > deadline:
@@ -230,7 +230,7 @@ class Meter:
         """The kernel's count of OOM kills some seconds ago, and now."""
         return self._oom_kills[0], oom_kills()
 
-    def _left(self, instance: Instance) -> int:
+    def _sum_left(self, instance: Instance) -> int:
         """Bytes that devices still account to the instance's processes.
 
         Reused pids are ignored.

@@ -60,7 +60,7 @@ class Publisher:
         self._urgent = asyncio.Event()
         self._changed = asyncio.Event()
 
-    def changed(self, *, urgent: bool) -> None:
+    def notify_changed(self, *, urgent: bool) -> None:
         self._changed.set()
         if urgent:
             self._urgent.set()
@@ -68,9 +68,9 @@ class Publisher:
     async def run(self) -> None:
         while True:
             await self.publish()
-            await _within(self._changed, STATUS_INTERVAL_S)
+            await _wait_within(self._changed, STATUS_INTERVAL_S)
             if self._changed.is_set() and not self._urgent.is_set():
-                await _within(self._urgent, _COALESCE_LOADS_S)
+                await _wait_within(self._urgent, _COALESCE_LOADS_S)
             if self._urgent.is_set():
                 await asyncio.sleep(_COALESCE_S)
 
@@ -94,12 +94,14 @@ class Publisher:
             boot_id=self._boot_id,
             seq=self._seq,
             labels=self._labels,
-            devices=tuple(device_status(d, state.ledger.reserved(i), self._meter.used(i)) for i, d in self._devices.items()),
+            devices=tuple(
+                device_status(d, state.ledger.sum_reserved(i), self._meter.get_used(i)) for i, d in self._devices.items()
+            ),
             instances=tuple(
                 instance_status(
                     state,
                     instance,
-                    self._meter.private(instance.instance_id),
+                    self._meter.get_private(instance.instance_id),
                     self._meter.weights(instance.instance_id),
                     self._timelines.spans(instance),
                     wall,
@@ -113,7 +115,7 @@ class Publisher:
         )
 
 
-async def _within(event: asyncio.Event, seconds: float) -> None:
+async def _wait_within(event: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -26,7 +26,7 @@ class StartTimeline:
         self._has_reported = False
         self._complete = False
 
-    def received(self, phases: tuple[PhaseSpan, ...], at: float) -> None:
+    def record_command(self, phases: tuple[PhaseSpan, ...], at: float) -> None:
         """The command arrived at time `at` (monotonic seconds), with the phases before it."""
         self._agent.absorb(phases, at)
         self._agent.begin(Phase.RESERVE)
@@ -35,7 +35,7 @@ class StartTimeline:
         self._agent.end(Phase.RESERVE)
         self._agent.begin(Phase.CONTAINER, launcher=launcher)
 
-    def reported(self, report: EngineReport, traceparent: str | None) -> None:
+    def record_report(self, report: EngineReport, traceparent: str | None) -> None:
         """Store the phases of a report. Those of the first `ready` report are final."""
         if not self._has_reported:
             self._has_reported = True
@@ -51,7 +51,7 @@ class StartTimeline:
         self._agent.end(Phase.RESERVE)
         self._agent.begin(Phase.RESTORE, way=way)
 
-    def restored(self, traceparent: str | None) -> None:
+    def record_restored(self, traceparent: str | None) -> None:
         self._agent.end(Phase.RESTORE)
         record_phases((s for s in self._agent.spans() if s.phase in (Phase.RESERVE, Phase.RESTORE)), context_of(traceparent))
 
@@ -73,13 +73,13 @@ class Timelines:
         self._process = process
         self._starts: dict[str, StartTimeline] = {}
 
-    def of(self, instance_id: str) -> StartTimeline:
+    def get_timeline(self, instance_id: str) -> StartTimeline:
         return self._starts.setdefault(instance_id, StartTimeline(self._process))
 
     def renew(self, instance_id: str) -> StartTimeline:
         """Start a new timeline for a resume; the phases of the start are dropped."""
         self._starts.pop(instance_id, None)
-        return self.of(instance_id)
+        return self.get_timeline(instance_id)
 
     def spans(self, instance: Instance, origin: float | None = None) -> tuple[PhaseSpan, ...]:
         found = self._starts.get(instance.instance_id)

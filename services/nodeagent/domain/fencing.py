@@ -10,7 +10,7 @@ from services.nodeagent.domain.transition import Transition
 from shared.errors import StaleToken
 
 
-def stale(transition: Transition, token: int, instance: Instance | None) -> StaleToken | None:
+def check_stale(transition: Transition, token: int, instance: Instance | None) -> StaleToken | None:
     """Why a command with `token` is stale for this node or instance.
 
     None if it is not. Records a newer epoch.

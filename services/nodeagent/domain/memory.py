@@ -40,14 +40,14 @@ class Ledger:
     bookings: Mapping[str, Booking] = field(default_factory=dict)
     units: Mapping[str, SharedUnits] = field(default_factory=dict)
 
-    def reserved(self, device_id: str) -> int:
+    def sum_reserved(self, device_id: str) -> int:
         there = [b for b in self.bookings.values() if device_id in b.device_ids]
         booked = sum(b.bytes_each for b in there)
         units = self.units.get(device_id)
         return booked if units is None else booked - units.saving([b.weights for b in there if b.weights is not None])
 
     def free(self, device_id: str) -> int:
-        return self.budgets[device_id] - self.reserved(device_id)
+        return self.budgets[device_id] - self.sum_reserved(device_id)
 
     def refusal(
         self, device_ids: tuple[str, ...], total: int, but: str = "", weights: BookedWeights | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.nodeagent.domain import termination
 from services.nodeagent.domain.events import Assess, Fork, Measure, Reply, Resume, ResumeCommand, Resumed, ResumeFailed
-from services.nodeagent.domain.fencing import stale
+from services.nodeagent.domain.fencing import check_stale
 from services.nodeagent.domain.reservations import Reservation
 from services.nodeagent.domain.state import Instance, Process, SuspendState, TimedStep
 from services.nodeagent.domain.transition import Transition
@@ -34,7 +34,7 @@ def on_resume(transition: Transition, event: ResumeCommand) -> None:
     6. Suspended: reserved and resumed, or queued, or refused.
     """
     command, instance = event.command, transition.find(event.command.instance_id)
-    refused = stale(transition, command.token, instance)
+    refused = check_stale(transition, command.token, instance)
     if refused is not None:  # 1
         transition.reply(event.reply, refused)
         return

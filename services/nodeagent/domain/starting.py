@@ -18,7 +18,7 @@ from services.nodeagent.domain.events import (
     RequestDrain,
     StartCommand,
 )
-from services.nodeagent.domain.fencing import stale
+from services.nodeagent.domain.fencing import check_stale
 from services.nodeagent.domain.reservations import Reservation
 from services.nodeagent.domain.state import STRAY_HOLDER_S, Instance, Process, SuspendState, TimedStep
 from services.nodeagent.domain.transition import Transition
@@ -42,7 +42,7 @@ def on_start(transition: Transition, event: StartCommand) -> None:
     5. Booked, recorded, forked.
     """
     command, known = event.command, transition.find(event.command.instance_id)
-    refused = stale(transition, command.token, known)
+    refused = check_stale(transition, command.token, known)
     if refused is not None:  # 1
         transition.reply(event.reply, refused)
         return

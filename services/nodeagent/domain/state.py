@@ -223,7 +223,7 @@ class NodeState:
         kept = (i for i in self.instances.values() if i.process is Process.ALIVE and not i.stop_asked and i.instance_id != but)
         return sum(i.suspend_state.snapshot_bytes for i in kept if i.suspend_state.spilled != "writing")
 
-    def live(self) -> tuple[Instance, ...]:
+    def list_live(self) -> tuple[Instance, ...]:
         """Instances that still hold resources."""
         return tuple(i for i in self.instances.values() if i.ended_at is None)
 

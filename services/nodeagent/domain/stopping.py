@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.nodeagent.domain import teardown, termination
 from services.nodeagent.domain.events import DrainAnswered, Measure, Reply, RequestDrain, Shutdown, StopCommand
-from services.nodeagent.domain.fencing import stale
+from services.nodeagent.domain.fencing import check_stale
 from services.nodeagent.domain.state import IdleWaiter, Instance, Process
 from services.nodeagent.domain.transition import Transition
 from shared.contracts.node import InstanceState
@@ -21,7 +21,7 @@ def on_stop(transition: Transition, event: StopCommand) -> None:
     4. Otherwise it drains; an instance that serves no request yet is killed.
     """
     command, instance = event.command, transition.find(event.command.instance_id)
-    refused = stale(transition, command.token, instance)
+    refused = check_stale(transition, command.token, instance)
     if refused is not None:  # 1
         transition.reply(event.reply, refused)
         return
@@ -101,6 +101,6 @@ def on_drain_timeout(transition: Transition, instance: Instance) -> None:
 def on_shutdown(transition: Transition, event: Shutdown) -> None:
     """Drain all instances: the agent is shutting down."""
     transition.state = replace(transition.state, stopping=True)
-    for instance in transition.state.live():
+    for instance in transition.state.list_live():
         if instance.process is not Process.GONE and instance.state is not InstanceState.FAILED:
             begin(transition, instance, event.timeout_s, "the node is shutting down")

@@ -31,7 +31,7 @@ from services.nodeagent.domain.events import (
     Suspended,
     SuspendFailed,
 )
-from services.nodeagent.domain.fencing import stale
+from services.nodeagent.domain.fencing import check_stale
 from services.nodeagent.domain.state import DeferredSuspend, IdleWaiter, Instance, NodeState, Process, SuspendState, TimedStep
 from services.nodeagent.domain.transition import Transition
 from shared.contracts.base import ErrorBody
@@ -90,7 +90,7 @@ def on_suspend(transition: Transition, event: SuspendCommand) -> None:
     7. Otherwise it drains.
     """
     command, instance = event.command, transition.find(event.command.instance_id)
-    refused = stale(transition, command.token, instance)
+    refused = check_stale(transition, command.token, instance)
     if refused is not None:  # 1
         transition.reply(event.reply, refused)
         return

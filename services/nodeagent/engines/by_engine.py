@@ -17,7 +17,7 @@ class LauncherByEngine:
         self._hosts = hosts
 
     def name_for(self, start: EngineStart) -> str:
-        return self._of(start).name_for(start)
+        return self._choose_launcher(start).name_for(start)
 
     async def run(self) -> None:
         await asyncio.gather(self._builtin.run(), self._hosts.run())
@@ -26,7 +26,7 @@ class LauncherByEngine:
         await self._builtin.until_warm()
 
     async def launch(self, start: EngineStart) -> int:
-        return await self._of(start).launch(start)
+        return await self._choose_launcher(start).launch(start)
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:
         found = await self._hosts.exit_status(pid, within_s)
@@ -39,5 +39,5 @@ class LauncherByEngine:
         await self._builtin.close()
         await self._hosts.close()
 
-    def _of(self, start: EngineStart) -> Launcher:
+    def _choose_launcher(self, start: EngineStart) -> Launcher:
         return self._builtin if start.card.spec.engine == "builtin" else self._hosts

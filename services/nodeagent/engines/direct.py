@@ -14,7 +14,7 @@ from pathlib import Path
 from services.nodeagent.engines.spares import Spares
 from shared.contracts.engine import EngineStart
 from shared.contracts.models import ModelCard
-from shared.environment import referenced, without_credentials
+from shared.environment import find_referenced, without_credentials
 from shared.errors import EngineFailed
 
 _CLEAN_WITHIN_S = 30.0
@@ -68,7 +68,7 @@ class DirectLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**without_credentials(os.environ, referenced(start.card.spec.env)), **start.environment},
+                env={**without_credentials(os.environ, find_referenced(start.card.spec.env)), **start.environment},
                 start_new_session=True,
             )
 

@@ -24,7 +24,7 @@ def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, 
             an observation about the machine.
         log_path: The instance's log.
     """
-    how = _how(returncode)
+    how = _describe_exit(returncode)
     before, after = oom_kills
     unseen = returncode in (None, -signal.SIGKILL)
     out_of_memory = unseen and before is not None and after is not None and after > before
@@ -39,7 +39,7 @@ def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, 
     return kind(f"The engine (pid {pid}) {how}{reason}").body()
 
 
-def _how(returncode: int | None) -> str:
+def _describe_exit(returncode: int | None) -> str:
     if returncode is None:
         return "ended with an unknown exit status"
     if returncode >= 0:

@@ -83,7 +83,7 @@ class Processes:
             os.close(descriptor)
             return None
         self._watched[instance_id] = (pid, descriptor)
-        asyncio.get_running_loop().add_reader(descriptor, self._gone, instance_id)
+        asyncio.get_running_loop().add_reader(descriptor, self._on_gone, instance_id)
         return actual
 
     def send(self, instance_id: str, what: Literal["term", "kill"]) -> None:
@@ -97,7 +97,7 @@ class Processes:
         for instance_id in list(self._watched):
             self._unwatch(instance_id)
 
-    def _gone(self, instance_id: str) -> None:
+    def _on_gone(self, instance_id: str) -> None:
         pid = self._unwatch(instance_id)
         self._on_exit(instance_id, pid)
 

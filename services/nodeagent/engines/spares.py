@@ -53,7 +53,7 @@ class Spares:
         loop = asyncio.get_running_loop()
         while self._engines:
             for engine in self._engines:
-                if self._ended(engine):
+                if self._has_ended(engine):
                     log.warning("a spare host has exited", extra={"engine": engine, "log": str(self._log_path)})
                     self._not_before[engine] = loop.time() + _BACKOFF_FACTOR * self._rest_s
                 if engine not in self._waiting and loop.time() >= self._not_before.get(engine, 0.0):
@@ -78,7 +78,7 @@ class Spares:
                 pipe.write(start.model_dump_json().encode() + b"\n")
         except OSError as e:
             log.warning("a spare host has exited", extra={"error": str(e)})
-            _closed(host)
+            _close_input(host)
             return None
         return host
 
@@ -86,7 +86,7 @@ class Spares:
         """Close the spares' standard input, upon which they exit."""
         waiting, self._waiting, self._engines = self._waiting, {}, ()
         for host in waiting.values():
-            _closed(host)
+            _close_input(host)
         for host in waiting.values():
             try:
                 await asyncio.to_thread(host.wait, _ENDS_WITHIN_S)
@@ -94,11 +94,11 @@ class Spares:
                 host.kill()
                 host.wait()
 
-    def _ended(self, engine: str) -> bool:
+    def _has_ended(self, engine: str) -> bool:
         host = self._waiting.get(engine)
         if host is None or host.poll() is None:
             return False
-        _closed(self._waiting.pop(engine))
+        _close_input(self._waiting.pop(engine))
         return True
 
     def _spawn(self, engine: str) -> subprocess.Popen[bytes]:
@@ -113,7 +113,7 @@ class Spares:
             )
 
 
-def _closed(host: subprocess.Popen[bytes]) -> None:
+def _close_input(host: subprocess.Popen[bytes]) -> None:
     """Close the host's standard input."""
     assert host.stdin is not None
     with contextlib.suppress(OSError):  # it has exited with unread input

@@ -159,9 +159,9 @@ class ZygoteLauncher:
             descriptor = os.pidfd_open(self._pid)
             try:
                 signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-                if not await _ended(descriptor, 2.0):
+                if not await _wait_for_end(descriptor, 2.0):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                    await _ended(descriptor, 2.0)
+                    await _wait_for_end(descriptor, 2.0)
             finally:
                 os.close(descriptor)
         if self._process is not None:
@@ -269,7 +269,7 @@ def _peer(writer: asyncio.StreamWriter) -> int:
     return int(pid)
 
 
-async def _ended(pidfd: int, within_s: float) -> bool:
+async def _wait_for_end(pidfd: int, within_s: float) -> bool:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(pidfd, ended.set)

@@ -145,7 +145,7 @@ class Cgroups:
         except OSError:
             return ()
 
-    def outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
+    def list_outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
         """Those of `pids` that run outside the group.
 
         A delegated v2 group cannot take them from another group.
@@ -174,7 +174,7 @@ class Cgroups:
             with contextlib.suppress(FileNotFoundError):
                 self._freezer.set_frozen(self._directory(instance_id), False)
 
-    def frozen(self, instance_id: str) -> bool:
+    def is_frozen(self, instance_id: str) -> bool:
         if self._root is None or self._freezer is None:
             return False
         try:
@@ -190,7 +190,7 @@ class Cgroups:
         for _ in range(10):
             left = [p for p in self.pids(instance_id) if p != spared]
             for pid in left:
-                self._left.setdefault(instance_id, set()).update(shared_memory.mapped(pid))
+                self._left.setdefault(instance_id, set()).update(shared_memory.find_mapped_inodes(pid))
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
@@ -279,13 +279,13 @@ def hierarchies() -> Iterator[tuple[Freezer, Path]]:
     own = dict(_own_paths())
     for kind, mount, root, _ in _mounts():
         if kind == "cgroup2":
-            yield FreezerV2(), _below(mount, root, own.get("", "/"))
+            yield FreezerV2(), _find_own_group(mount, root, own.get("", "/"))
     for kind, mount, root, options in _mounts():
         if kind == "cgroup" and "freezer" in options.split(","):
-            yield FreezerV1(), _below(mount, root, own.get("freezer", "/"))
+            yield FreezerV1(), _find_own_group(mount, root, own.get("freezer", "/"))
 
 
-def _below(mount: Path, root: str, path: str) -> Path:
+def _find_own_group(mount: Path, root: str, path: str) -> Path:
     """This process's own group.
 
     The mount's root if that is not visible, as in a container.

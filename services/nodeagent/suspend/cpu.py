@@ -39,7 +39,7 @@ class PageOut:
         self._touched: dict[str, _Touched] = {}
         self._prefetching: set[asyncio.Task[None]] = set()
 
-    def unavailable(self) -> str:
+    def explain_unavailable(self) -> str:
         missing = []
         if memory.swap_space().total == 0:
             missing.append("this machine has no swap (`thaw doctor --fix` sets it up)")
@@ -52,7 +52,7 @@ class PageOut:
         return "; ".join(missing)
 
     def outlook(self, target: Target) -> Outlook:
-        why = self.unavailable() or ("it runs on a GPU" if target.on_cuda else "") or self._cannot_freeze(target)
+        why = self.explain_unavailable() or ("it runs on a GPU" if target.on_cuda else "") or self._cannot_freeze(target)
         if why:
             return Outlook(reason=why)
         now = memory.footprint(target.pids)
@@ -65,14 +65,14 @@ class PageOut:
         )
 
     def _cannot_freeze(self, target: Target) -> str:
-        left_out = self._cgroups.outside(target.instance_id, target.pids)
+        left_out = self._cgroups.list_outside(target.instance_id, target.pids)
         if not left_out:
             return ""
         return f"its processes ({', '.join(map(str, left_out))}) cannot be moved into a control group by this user"
 
     async def suspend(self, target: Target) -> SuspendResult:
         taken = await asyncio.to_thread(self._suspend, target)
-        self._estimates = self._estimates.suspended(taken.used_bytes, taken.left_bytes)
+        self._estimates = self._estimates.learn_suspended(taken.used_bytes, taken.left_bytes)
         return taken
 
     def _suspend(self, target: Target) -> SuspendResult:
@@ -86,7 +86,7 @@ class PageOut:
             # The first time its working set is unknown: everything is resident because it was just
             # created.
             again = target.instance_id in self._touched
-            self._touched[target.instance_id] = _resident(pids) if again else {}
+            self._touched[target.instance_id] = _find_resident(pids) if again else {}
             after = memory.page_out(pids, before.pss + before.swap)
         except (PermissionDenied, EngineFailed, OSError) as e:
             self._cgroups.thaw(target.instance_id)
@@ -119,7 +119,7 @@ class PageOut:
         except OSError as e:
             raise RestoreFailed(f"The engine's control group cannot be thawed: {e}") from e
 
-    async def prefetched(self) -> None:
+    async def wait_for_prefetches(self) -> None:
         """Wait until all prefetches have finished."""
         await asyncio.gather(*self._prefetching)
 
@@ -128,14 +128,14 @@ class PageOut:
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         """Record the duration of a resume up to the engine's first answer."""
-        self._estimates = self._estimates.resumed(snapshot_bytes, took_s)
+        self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)
 
 
-def _resident(pids: tuple[int, ...]) -> _Touched:
+def _find_resident(pids: tuple[int, ...]) -> _Touched:
     found = {}
     for pid in pids:
         try:
-            found[pid] = memory.resident(pid)
+            found[pid] = memory.find_resident(pid)
         except (PermissionDenied, OSError) as e:
             log.debug("failed to read a process's page table", extra={"pid": pid, "error": str(e)})
     return found

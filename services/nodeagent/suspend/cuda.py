@@ -146,7 +146,7 @@ class CudaCheckpoint:
         self._estimates = SuspendEstimates(left=0.0, resume_bytes_per_s=10e9, least_resume_s=0.3)
         self._spilled: set[str] = set()
 
-    def unavailable(self) -> str:
+    def explain_unavailable(self) -> str:
         return self._reason
 
     def outlook(self, target: Target) -> Outlook:
@@ -161,7 +161,7 @@ class CudaCheckpoint:
 
     async def suspend(self, target: Target) -> SuspendResult:
         taken = await asyncio.to_thread(self._suspend, target)
-        self._estimates = self._estimates.suspended(taken.used_bytes, taken.left_bytes)
+        self._estimates = self._estimates.learn_suspended(taken.used_bytes, taken.left_bytes)
         return taken
 
     def _suspend(self, target: Target) -> SuspendResult:
@@ -281,7 +281,7 @@ class CudaCheckpoint:
         self._spilled.discard(instance_id)
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
-        self._estimates = self._estimates.resumed(snapshot_bytes, took_s)
+        self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)
 
     def _require_driver(self) -> CheckpointDriver:
         if self._driver is None:

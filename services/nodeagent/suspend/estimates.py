@@ -27,14 +27,14 @@ class SuspendEstimates:
     def resume_s(self, snapshot_bytes: int) -> float:
         return self.least_resume_s + snapshot_bytes / self.resume_bytes_per_s
 
-    def suspended(self, used: int, left: int) -> SuspendEstimates:
-        return replace(self, left=_towards(self.left, left / used)) if used else self
+    def learn_suspended(self, used: int, left: int) -> SuspendEstimates:
+        return replace(self, left=_move_towards(self.left, left / used)) if used else self
 
-    def resumed(self, snapshot_bytes: int, took_s: float) -> SuspendEstimates:
+    def learn_resumed(self, snapshot_bytes: int, took_s: float) -> SuspendEstimates:
         if snapshot_bytes <= 0 or took_s <= 0:
             return self
-        return replace(self, resume_bytes_per_s=_towards(self.resume_bytes_per_s, snapshot_bytes / took_s))
+        return replace(self, resume_bytes_per_s=_move_towards(self.resume_bytes_per_s, snapshot_bytes / took_s))
 
 
-def _towards(old: float, new: float) -> float:
+def _move_towards(old: float, new: float) -> float:
     return old + WEIGHT_OF_NEWEST * (new - old)

@@ -56,7 +56,7 @@ def open_suspender(settings: NodeagentSettings, devices: Mapping[str, Device], m
         "suspend methods",
         extra={
             "cgroups": cgroups.version or cgroups.reason,
-            "ways": {name: way.unavailable() or "available" for name, way in ways.items()},
+            "ways": {name: way.explain_unavailable() or "available" for name, way in ways.items()},
         },
     )
     separate = [d for d, device in devices.items() if device.info.memory == "separate"]

@@ -78,7 +78,7 @@ def mappings(pid: int) -> Iterator[tuple[int, int]]:
         yield start, end - start
 
 
-def resident(pid: int) -> list[tuple[int, int]]:
+def find_resident(pid: int) -> list[tuple[int, int]]:
     """(start, length) of a process's resident memory, including gaps of a few pages.
 
     Uses `pagemap`: a page that the process has touched is in its page table. Raises

@@ -61,7 +61,7 @@ class SuspendMethod(Protocol):
     @property
     def name(self) -> SuspendWay: ...
 
-    def unavailable(self) -> str:
+    def explain_unavailable(self) -> str:
         """Why this node cannot use the method; empty if it can. Blocking."""
         ...
 
@@ -96,7 +96,7 @@ class SuspendMethod(Protocol):
 class Spilling(Protocol):
     """A method whose snapshots are in host memory and can be moved to swap."""
 
-    def unavailable(self) -> str: ...
+    def explain_unavailable(self) -> str: ...
 
     def cannot_spill(self) -> str:
         """Why this node cannot; empty if it can. Blocking."""

@@ -23,7 +23,7 @@ it.
 """
 
 
-def mapped(pid: int) -> set[int]:
+def find_mapped_inodes(pid: int) -> set[int]:
     """Inodes of such segments that a process has mapped."""
     found = set()
     with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ def remove(left: Set[int]) -> None:
     """
     if not left:
         return
-    unused = left - {inode for pid in all_pids() for inode in mapped(pid)}
+    unused = left - {inode for pid in all_pids() for inode in find_mapped_inodes(pid)}
     for path in (p for name in _NAMES for p in _DIRECTORY.glob(name)):
         with contextlib.suppress(OSError):
             if path.stat().st_ino in unused:

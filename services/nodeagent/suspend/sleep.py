@@ -46,7 +46,7 @@ class EngineSleep:
         self._budget = budget
         self._estimates = SuspendEstimates(left=0.2, resume_bytes_per_s=5e9, least_resume_s=0.3)
 
-    def unavailable(self) -> str:
+    def explain_unavailable(self) -> str:
         return ""
 
     def outlook(self, target: Target) -> Outlook:
@@ -71,14 +71,14 @@ class EngineSleep:
             await self._sleep(target.instance_id, self._level(target, int(used * (1 - self._estimates.left))))
         except ThawError as e:
             raise CannotSuspend(f"The engine refused to sleep: {e.message}") from e
-        left = await self._settled(target, used)
+        left = await self._wait_until_settled(target, used)
         if used - left < _LEAST_FREED * used:
             raise CannotSuspend(f"The engine reports that it sleeps, but {left >> 20} of {used >> 20} MiB are still in use")
         now = await asyncio.to_thread(footprint, target.pids)
-        self._estimates = self._estimates.suspended(used, left)
+        self._estimates = self._estimates.learn_suspended(used, left)
         return SuspendResult(used, left, max(0, now.pss - host.pss) if target.on_cuda else 0)
 
-    async def _settled(self, target: Target, used: int) -> int:
+    async def _wait_until_settled(self, target: Target, used: int) -> int:
         """Memory in use once it no longer falls.
 
         Drivers free memory shortly after they report it.
@@ -99,7 +99,7 @@ class EngineSleep:
         """No-op: there is no state per instance."""
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
-        self._estimates = self._estimates.resumed(snapshot_bytes, took_s)
+        self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)
 
     def _level(self, target: Target, moved: int) -> int:
         if 2 in target.sleep_levels and moved > min(self._budget, available_bytes()):

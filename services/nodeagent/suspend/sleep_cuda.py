@@ -36,8 +36,8 @@ class SleepThenCheckpoint:
         self._estimates = SuspendEstimates(left=0.0, resume_bytes_per_s=5e9, least_resume_s=0.6)
         self._kept_share = _KEPT_SHARE
 
-    def unavailable(self) -> str:
-        return self._cuda.unavailable()
+    def explain_unavailable(self) -> str:
+        return self._cuda.explain_unavailable()
 
     def outlook(self, target: Target) -> Outlook:
         if _LEVEL not in target.sleep_levels:
@@ -85,4 +85,4 @@ class SleepThenCheckpoint:
         self._cuda.forget(instance_id)
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
-        self._estimates = self._estimates.resumed(snapshot_bytes, took_s)
+        self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)

@@ -29,7 +29,7 @@ from shared.errors import (
     ThawError,
     Unreachable,
 )
-from shared.processes import end_marked, mark_of, marked
+from shared.processes import end_marked, find_marked, mark_of
 
 R = TypeVar("R", bound=Message)
 Ask = Callable[[str, Request, type[R]], Awaitable[R]]
@@ -82,7 +82,7 @@ class Suspender:
         """The node's suspend capabilities. Blocking."""
         found = []
         for name, way in self._ways.items():
-            why = way.unavailable()
+            why = way.explain_unavailable()
             found.append(Capability(name=f"suspend:{name}", available=not why, reason=why))
         return tuple(found)
 
@@ -156,7 +156,9 @@ class Suspender:
 
     def can_spill(self) -> bool:
         """Whether snapshots in host memory can be written to swap. Blocking."""
-        return any(isinstance(way, Spilling) and not way.unavailable() and not way.cannot_spill() for way in self._ways.values())
+        return any(
+            isinstance(way, Spilling) and not way.explain_unavailable() and not way.cannot_spill() for way in self._ways.values()
+        )
 
     async def spill(self, instance: Instance, name: SuspendWay) -> int:
         """Write a snapshot to swap, and return the freed bytes of host memory.
@@ -256,7 +258,7 @@ class Suspender:
         made = self.cgroups.create(instance.instance_id)
         return str(made) if made is not None else None
 
-    def started(self, instance: Instance, pid: int) -> None:
+    def on_started(self, instance: Instance, pid: int) -> None:
         """Register the instance's process.
 
         A host stays outside its engine's group, because it keeps answering. Blocking.
@@ -268,7 +270,7 @@ class Suspender:
         """Kill the engine's processes, frozen or not. Blocking."""
         self.cgroups.kill(instance.instance_id)
 
-    async def ended(self, instance_id: str) -> None:
+    async def on_ended(self, instance_id: str) -> None:
         """Clean up after an exit: remaining processes and the control group."""
         self._frozen.pop(instance_id, None)
         for way in self._ways.values():
@@ -290,7 +292,7 @@ class Suspender:
         # Where there are no cgroups, a hosted engine's processes are known by their mark.
         mark = mark_of(self.cgroups.scope, instance_id)
         if not await asyncio.to_thread(end_marked, mark):
-            log.error("failed to end an engine's processes", extra={"instance": instance_id, "pids": marked(mark)})
+            log.error("failed to end an engine's processes", extra={"instance": instance_id, "pids": find_marked(mark)})
         await asyncio.to_thread(shared_memory.remove, self.cgroups.left_segments(instance_id))
 
     async def reap_strays(self, known: frozenset[str]) -> None:
@@ -300,4 +302,4 @@ class Suspender:
                 if pids := self.cgroups.pids(instance_id):
                     log.warning("ending orphaned engine processes", extra={"instance": instance_id, "pids": pids})
                 with contextlib.suppress(EngineFailed):
-                    await self.ended(instance_id)
+                    await self.on_ended(instance_id)

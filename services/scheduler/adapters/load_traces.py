@@ -30,7 +30,7 @@ class LoadTraces:
         self._open: dict[str, tuple[Span, tuple[str, ...]]] = {}
         self._parents: dict[str, str] = {}
 
-    def started(self, effect: LoadStarted) -> str | None:
+    def record_started(self, effect: LoadStarted) -> str | None:
         """Open the load's root span and return its traceparent."""
         span = tracer.start_span(
             f"load {effect.model}",
@@ -53,7 +53,7 @@ class LoadTraces:
     def parent(self, instance_id: str) -> str | None:
         return self._parents.get(instance_id)
 
-    def ended(self, effect: LoadEnded) -> LoadTrace:
+    def record_ended(self, effect: LoadEnded) -> LoadTrace:
         """Close the load's span with the scheduler's own phases as children; return the load's
         record.
         """

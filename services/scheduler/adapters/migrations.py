@@ -77,7 +77,7 @@ class Migrations:
         if record is not None and not record.over:
             self._post(MigrationUpdated(clock.now(), record.model_copy(update={"state": "cancelled"})))
 
-    def latest(self, migration_id: str | None, limit: int) -> tuple[MigrationRecord, ...]:
+    def list_latest(self, migration_id: str | None, limit: int) -> tuple[MigrationRecord, ...]:
         """Return the latest records first."""
         found = [r for r in self._records.values() if migration_id in (None, r.migration_id)]
         return tuple(sorted(found, key=lambda r: -r.created)[:limit])
@@ -112,7 +112,7 @@ class Migrations:
         except (NatsError, TimeoutError) as e:
             log.warning("failed to cancel a migration", extra={"migration_id": migration_id, "error": repr(e)})
 
-    async def found(self, request_id: str) -> RequestFound | None:
+    async def find_request(self, request_id: str) -> RequestFound | None:
         """Return where the request with that client-side id is; None: no gateway has it."""
         try:
             return await self._mesh.request(
@@ -131,13 +131,13 @@ class Migrations:
             except ThawError as e:
                 log.info("failed to list the requests of an engine", extra={"instance_id": instance_id, "error": e.message})
                 return None
-            return instance_id if any(_same(r.request_id, request_id) for r in listed.requests) else None
+            return instance_id if any(_is_attempt_at(r.request_id, request_id) for r in listed.requests) else None
 
         found = await asyncio.gather(*map(serves, instances))
         return next((i for i in found if i is not None), None)
 
 
-def _same(attempt: str, request_id: str) -> bool:
+def _is_attempt_at(attempt: str, request_id: str) -> bool:
     """True if `attempt` is an attempt at the request: gateways append a number to its id."""
     base, _, number = attempt.rpartition("-")
     return attempt == request_id or (base == request_id and number.isdigit())

@@ -114,7 +114,7 @@ class Outbox:
                 case PublishLoadFailed(event):
                     self._lane("events", partial(self._mesh.publish, subjects.LOAD_FAILED, event))
                 case LoadEnded():
-                    self._lane("traces", self._trace_job(self._loads.ended(effect)))
+                    self._lane("traces", self._trace_job(self._loads.record_ended(effect)))
                 case OrderMigration(record):
                     self._lane("migrations", partial(self._migrations.order, record))
                 case CancelMigration(migration_id, error):
@@ -153,7 +153,7 @@ class Outbox:
                     effect.node,
                     lambda: self._mesh.request(
                         subjects.node_command(effect.node),
-                        command.model_copy(update={"traceparent": parent, "phases": _before(effect, committed_at)}),
+                        command.model_copy(update={"traceparent": parent, "phases": _list_earlier_phases(effect, committed_at)}),
                         Done,
                     ),
                 )
@@ -255,7 +255,7 @@ async def _work(name: str, jobs: asyncio.Queue[Job]) -> None:
             log.exception("failed to carry out an effect", extra={"lane": name})
 
 
-def _before(effect: SendStart | SendResume, committed_at: float) -> tuple[PhaseSpan, ...]:
+def _list_earlier_phases(effect: SendStart | SendResume, committed_at: float) -> tuple[PhaseSpan, ...]:
     """Return the phases before the start, relative to now: schedule, and reserve."""
     sent = clock.now()
     spans = []

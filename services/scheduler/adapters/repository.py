@@ -174,7 +174,7 @@ async def _fence(connection: AsyncConnection, epoch: int) -> None:
         raise StaleEpoch(f"epoch {epoch} is over")
 
 
-def durable(changes: Iterable[Change]) -> bool:
+def is_durable(changes: Iterable[Change]) -> bool:
     return any(isinstance(c, Traced) or (c.kind if isinstance(c, Drop) else type(c.entity)) in _KEYS for c in changes)
 
 

@@ -71,7 +71,7 @@ async def write_loaders(connection: AsyncConnection, loaders: Iterable[LoaderPre
     names = [x.node for x in known]
     for table in (tables.residency, tables.links):
         await connection.execute(delete(table).where(table.c.node.in_(names)))
-    if resident := [row for x in known for row in _resident(x)]:
+    if resident := [row for x in known for row in _list_resident(x)]:
         await connection.execute(insert(tables.residency), resident)
     if links := [row for x in known for row in _links(x)]:
         await connection.execute(insert(tables.links), links)
@@ -84,7 +84,7 @@ def persisted_part(x: LoaderPresence) -> tuple[object, ...]:
     return (held, status.cached, status.links)
 
 
-def _resident(x: LoaderPresence) -> list[dict[str, Any]]:
+def _list_resident(x: LoaderPresence) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], int] = {}
     for s in x.status.segments:
         if s.error is None and s.loaded_bytes >= s.total_bytes > 0:

@@ -37,7 +37,7 @@ class FullScope:
     def instances(self) -> list[Instance]:
         return self._tx.due_instances() if self._only_due else list(self._tx.state.instances.values())
 
-    def claimed(self) -> list[tuple[str, str]]:
+    def list_claimed(self) -> list[tuple[str, str]]:
         return sorted(self._tx.state.claimed.values())
 
     def models(self) -> set[str]:
@@ -67,15 +67,15 @@ class ChangedScope:
         found |= {i.instance_id: i for model in sorted(self._models) for i in state.of_model(model)}
         return list(found.values())
 
-    def claimed(self) -> list[tuple[str, str]]:
+    def list_claimed(self) -> list[tuple[str, str]]:
         claimed = self._tx.state.claimed
         return sorted(claimed[key] for key in self._tx.changed_devices() if key in claimed)
 
     def models(self) -> set[str]:
         self._look()
-        return self._models | set(self._tx.state.unschedulable) if self._roomier() else self._models
+        return self._models | set(self._tx.state.unschedulable) if self._has_gained_room() else self._models
 
-    def _roomier(self) -> bool:
+    def _has_gained_room(self) -> bool:
         """True if a device gained memory, so that a model may fit that did not fit before."""
         before, after = self._tx.origin.bookings, self._tx.state.bookings
         for key in self._tx.changed_devices():

@@ -48,24 +48,24 @@ def reconcile(tx: Transaction, *, everything: bool, only_due: bool = False) -> N
     reply_to_waiters(tx)  # 1
     promote_parked_starts(tx, scope.models())
     scale_down(tx, scope.instances())  # 2
-    start_claims(tx, scope.claimed())  # 3
-    if _recovered(tx):
+    start_claims(tx, scope.list_claimed())  # 3
+    if _has_recovered(tx):
         advance_migrations(tx)
         for first in scale_up_queue(tx, scope.models()):  # 4
             needed: ScaleUp | None = first
             for _ in range(first.model.card.spec.replicas.max):
                 if needed is None or not scale_up(tx, needed):
                     break
-                start_claims(tx, scope.claimed())
+                start_claims(tx, scope.list_claimed())
                 needed = next_scale_up(tx, tx.state.models[needed.model.key])
         start_parking(tx, scope.models())  # 5
         if only_due:
             start_prefetches(tx)  # 6
-        start_claims(tx, scope.claimed())
+        start_claims(tx, scope.list_claimed())
     reply_to_waiters(tx)
 
 
-def _recovered(tx: Transaction) -> bool:
+def _has_recovered(tx: Transaction) -> bool:
     """True if enough nodes have reported since the term began to place anything."""
     if tx.now - tx.state.recovered_at >= tx.policy.recovery_window_s:
         return True

@@ -37,7 +37,7 @@ else:
         return attrgetter(*[f.name for f in fields(kind)])
 
 
-def unchecked(kind: type[M], values: dict[str, Any]) -> M:
+def create_unchecked(kind: type[M], values: dict[str, Any]) -> M:
     """Create a contract's value from complete, correctly typed `values` without validation.
 
     Like pydantic's `model_construct`, which takes longer than validating. For records that a
@@ -59,4 +59,4 @@ def _names_of(kind: type[Frozen]) -> set[str]:
     return set(kind.model_fields)
 
 
-__all__ = ["replace", "unchecked", "value"]
+__all__ = ["create_unchecked", "replace", "value"]

@@ -91,7 +91,7 @@ def _one_more(state: ClusterState, model: Model, running: list[Instance], now: f
 def _changes(state: ClusterState, assumption: Assumption, now: float) -> tuple[list[Change], str]:
     match assumption:
         case AssumeNode():
-            return _added(state, assumption, now)
+            return _add_node(state, assumption, now)
         case AssumeBudget():
             return _budget(state, assumption)
         case AssumeNoNode(node=node):
@@ -100,7 +100,7 @@ def _changes(state: ClusterState, assumption: Assumption, now: float) -> tuple[l
             return [*gone, Drop(Presence, node), Drop(LoaderPresence, node), Drop(Node, found.name)], f"node {node} is gone"
 
 
-def _added(state: ClusterState, a: AssumeNode, now: float) -> tuple[list[Change], str]:
+def _add_node(state: ClusterState, a: AssumeNode, now: float) -> tuple[list[Change], str]:
     if a.node in state.nodes:
         raise Conflict(f"Node {a.node!r} already exists. To change it, write budget={a.node}/DEVICE:BYTES", param="what_if")
     like = next((n for _, n in sorted(state.nodes.items()) if n.devices), None)

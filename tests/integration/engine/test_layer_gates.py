@@ -40,7 +40,7 @@ class OnDemand(ArrivingWeights):
             for start, end in spans:
                 file.seek(start)
                 file.write(self._bytes[start:end])
-        self.arrived(spans)
+        self.mark_arrived(spans)
         super().wait(spans)
 
 

@@ -327,7 +327,7 @@ def test_bfloat16_departs_only_at_near_ties(tmp_path: Path, demo_directory: Path
                     logits = loaded.reference(torch.tensor([PROMPT + alone[:at]])).logits[0, -1].float()
                 score = logits
                 if body:
-                    uniform = torch.from_numpy(Draw(first.params.seed, 0, at).uniform(logits.shape[-1]))
+                    uniform = torch.from_numpy(Draw(first.params.seed, 0, at).draw_uniform(logits.shape[-1]))
                     score = logits - torch.log(-torch.log1p(-uniform))
                 assert abs(float(score[alone[at]] - score[mixed[at]]) / float(logits.std())) <= BF16_NEAR_TIE
     finally:

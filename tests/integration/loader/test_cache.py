@@ -75,7 +75,7 @@ def load(tier: Tier, names: tuple[str, ...] = (SHARD, "model-00002-of-00002.safe
 
 def settle(tier: Tier) -> None:
     tier.finish()
-    assert tier.settled().wait(60)
+    assert tier.get_settled_event().wait(60)
     tier.close()
 
 
@@ -104,7 +104,7 @@ def test_an_interrupted_load_is_continued(server: TierServer, cache: SsdCache) -
     file = next(f for f in tier.files() if f.name == SHARD)
     data = bytearray(2 * STEP)
     tier.read(file, 0, memoryview(data))
-    tier._behind.drained()
+    tier._behind.wait_until_drained()
     tier.close()
     assert cache.lookup(tier.revision) is None
     server.sent.clear()
@@ -123,13 +123,13 @@ def test_cached_pieces_lost_by_the_disk_are_fetched_again(server: TierServer, ca
     """
     tier = opened(server, cache)
     load(tier, (SHARD,))
-    tier._behind.drained()
+    tier._behind.wait_until_drained()
     tier.close()
-    path = cache.partial(tier.revision) / SHARD
+    path = cache.get_partial_path(tier.revision) / SHARD
     with path.open("r+b") as file:
         file.seek(STEP + 5)
         file.write(b"\0" * 1000)
-    with (cache.partial(tier.revision) / "journal").open("ab") as journal:
+    with (cache.get_partial_path(tier.revision) / "journal").open("ab") as journal:
         journal.write(b"[1, 2")  # and half a line
     tier = opened(server, cache)
     assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
@@ -149,7 +149,7 @@ def test_wrong_checksum_is_an_error_and_the_file_is_deleted(server: TierServer, 
     assert caught.value.should_retry
     assert cache.lookup(tier.revision) is None
     damaged = str(caught.value).split(" ", 1)[0].rsplit("/", 1)[1]
-    assert not (cache.partial(tier.revision) / damaged).exists()
+    assert not (cache.get_partial_path(tier.revision) / damaged).exists()
     server.faults.damage = None
     tier = opened(server, cache)
     load(tier)
@@ -256,7 +256,7 @@ def test_write_error_stops_caching_and_deletes_the_partial_model(
         settle(tier)
     assert any("No space left" in getattr(r, "error", "") for r in caplog.records)
     assert cache.lookup(tier.revision) is None
-    assert not cache.partial(tier.revision).exists(), "what was written does not keep the disk full"
+    assert not cache.get_partial_path(tier.revision).exists(), "what was written does not keep the disk full"
 
 
 @pytest.mark.root
@@ -280,7 +280,7 @@ def test_full_disk_stops_caching_and_deletes_the_partial_model(
             settle(tier)
         assert any("No space left" in getattr(r, "error", "") for r in caplog.records)
         assert cache.lookup(tier.revision) is None
-        assert not cache.partial(tier.revision).exists()
+        assert not cache.get_partial_path(tier.revision).exists()
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
@@ -329,7 +329,7 @@ def test_follower_takes_over_an_abandoned_fill(server: TierServer, cache: SsdCac
     file = next(f for f in first.files() if f.name == SHARD)
     data = bytearray(STEP)
     first.read(file, 0, memoryview(data))
-    first._behind.drained()
+    first._behind.wait_until_drained()
     found: dict[str, bytes] = {}
     thread = threading.Thread(target=lambda: found.update(load(second)))
     thread.start()

@@ -61,7 +61,7 @@ def fetch(sources: Sources, revision: str, source: str = PINNED, *, trust: bool 
                 if file.name.endswith(".safetensors"):
                     tier.read(file, 0, memoryview(bytearray(file.size)))
             tier.finish()
-            assert tier.settled().wait(60)
+            assert tier.get_settled_event().wait(60)
         return directory
     finally:
         tier.close()

@@ -156,7 +156,7 @@ def test_model_from_nginx_is_served_from_the_cache(nginx: Nginx, tmp_path: Path)
     for file in tier.files():
         tier.read(file, 0, memoryview(bytearray(file.size)))
     tier.finish()
-    assert tier.settled().wait(60)
+    assert tier.get_settled_event().wait(60)
     tier.close()
     assert sources.inspect(str(sources.cache.lookup(info.revision)), trust_remote_code=False).weights_bytes == info.weights_bytes
     (nginx.directory / "tokenizer.json").write_text('{"changed": true}')

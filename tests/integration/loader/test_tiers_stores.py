@@ -190,7 +190,7 @@ def test_a_load_is_kept_and_checked(bucket: Path, tmp_path: Path) -> None:
     for file in tier.files():
         tier.read(file, 0, memoryview(bytearray(file.size)))
     tier.finish()
-    assert tier.settled().wait(60)
+    assert tier.get_settled_event().wait(60)
     tier.close()
     directory = sources.cache.lookup(info.revision)
     assert directory is not None

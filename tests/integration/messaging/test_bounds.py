@@ -133,10 +133,10 @@ async def test_full_api_key_store_refuses_additions_and_accepts_revocations(mesh
     assert "thaw keys revoke" in full.message
     assert (full.status, full.should_retry) == (503, False)
     assert SMALL / 2 < await used(mesh, f"KV_{subjects.KEYS_BUCKET}") <= SMALL
-    assert len(store.all()) == made > 10
+    assert len(store.list_keys()) == made > 10
     for number in range(made):
         await store.revoke(f"key-{number}")
-    assert store.all() == []
+    assert store.list_keys() == []
     await store.add(*a_key(made))
 
 

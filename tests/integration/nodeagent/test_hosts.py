@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from shared.contracts.node import InstanceState
-from shared.processes import mark_of, marked
+from shared.processes import find_marked, mark_of
 from shared.settings import NodeSettings
 from tests.integration.nodeagent.harness import WITHIN_S, Node, gone, running_node, start_command
 from tests.support.hosted import FAKE, MIB, fake_card, hosted_card, reapers, token_of
@@ -32,7 +32,7 @@ async def node(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Node]:
 
 
 async def left(node: Node, instance_id: str) -> set[int]:
-    return await asyncio.to_thread(marked, mark_of(NodeSettings(home=node.home, node=node.name).scope, instance_id))
+    return await asyncio.to_thread(find_marked, mark_of(NodeSettings(home=node.home, node=node.name).scope, instance_id))
 
 
 async def ready(node: Node, instance_id: str, *options: str) -> tuple[int, ...]:

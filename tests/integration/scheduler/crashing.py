@@ -170,7 +170,7 @@ async def settled(loop: SchedulerLoop, running: asyncio.Task[None], *events: Eve
     """Decide one event after the other, with all that follow."""
     for one in events:
         loop.post(one)
-        idle = asyncio.create_task(loop.idle())
+        idle = asyncio.create_task(loop.wait_until_idle())
         try:
             await asyncio.wait((idle, running), return_when=asyncio.FIRST_COMPLETED)
             if running.done():

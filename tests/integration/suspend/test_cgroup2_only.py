@@ -35,7 +35,7 @@ def line(word=""):
 
 async def there_and_back(groups):
     way = PageOut(groups)
-    assert not way.unavailable(), way.unavailable()
+    assert not way.explain_unavailable(), way.explain_unavailable()
     assert line() == "ready"
     before = line("digest")
     target = Target("i", "vllm", ("cpu:0",), groups.gather("i", tree.pid, include_host=True))

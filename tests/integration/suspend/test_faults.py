@@ -113,7 +113,7 @@ async def test_control_group_frozen_by_a_dead_nodeagent_is_thawed(node: Node) ->
     groups.freeze(instance_id)
     await node.start_agent()
     await node.reaches(instance_id, READY)
-    assert not groups.frozen(instance_id)
+    assert not groups.is_frozen(instance_id)
     await begin_request(node, instance_id)
 
 

@@ -84,12 +84,12 @@ async def test_process_tree_is_paged_out_and_restored_byte_for_byte(way: PageOut
     target = tree.target(groups)
     assert len(target.pids) == 3
     taken = await way.suspend(target)
-    assert groups.frozen("i")
+    assert groups.is_frozen("i")
     assert taken.freed_bytes >= 0.75 * taken.used_bytes
     assert taken.left_bytes == pytest.approx(memory.footprint(target.pids).pss, rel=0.1)
     assert taken.snapshot_bytes >= 150 * MIB
     await way.resume(target)
-    assert not groups.frozen("i")
+    assert not groups.is_frozen("i")
     assert tree.digest() == before
 
 
@@ -110,7 +110,7 @@ async def test_pages_used_after_a_resume_are_prefetched_the_next_time(
         given.clear()
         await way.suspend(target)
         await way.resume(target)
-        await way.prefetched()
+        await way.wait_for_prefetches()
         assert tree.digest() == before
         # The digest reads all memory; the node learns that in the first turn.
         assert (memory.MADV_WILLNEED in given) == (turn > 0)
@@ -123,7 +123,7 @@ def test_resident_pages_are_found_individually(able: None) -> None:
         area.madvise(mmap.MADV_NOHUGEPAGE)
         for number in (0, 1, 5, 1000, 4095):  # the second gap exceeds a fault's read size
             area[number * page] = 1
-        found = [r for r in memory.resident(os.getpid()) if base <= r[0] < base + 4096 * page]
+        found = [r for r in memory.find_resident(os.getpid()) if base <= r[0] < base + 4096 * page]
     assert found == [(base, 6 * page), (base + 1000 * page, page), (base + 4095 * page, page)]
 
 
@@ -131,7 +131,7 @@ async def test_processes_forked_after_the_last_scan_are_frozen(way: PageOut, gro
     target = tree.target(groups)
     late = Target("i", "vllm", ("cpu:0",), target.pids[:1])
     await way.suspend(late)
-    states = {Path(f"/proc/{p}/wchan").exists() and groups.frozen("i") for p in target.pids}
+    states = {Path(f"/proc/{p}/wchan").exists() and groups.is_frozen("i") for p in target.pids}
     assert states == {True}
     await way.resume(late)
 
@@ -177,7 +177,7 @@ def test_shared_memory_of_a_killed_engine_is_removed_and_that_of_others_kept(gro
         groups.kill("i")
         process.wait(10)
         unused: Any = None
-        asyncio.run(Suspender({}, groups, MemoryUsage({}), unused, 1.0).ended("i"))
+        asyncio.run(Suspender({}, groups, MemoryUsage({}), unused, 1.0).on_ended("i"))
         assert not any(p.exists() for p in own)
         assert (Path("/dev/shm") / others.name).exists()
     finally:
@@ -195,7 +195,7 @@ def test_operations_on_a_missing_group_are_no_ops(groups: Cgroups) -> None:
     groups.thaw("nobody")
     groups.kill("nobody")
     assert groups.pids("nobody") == ()
-    assert not groups.frozen("nobody")
+    assert not groups.is_frozen("nobody")
     assert groups.remove("nobody")
     groups.add("gone", 7_000_001)  # ended meanwhile
 
@@ -214,7 +214,7 @@ async def test_engine_whose_memory_is_not_freed_keeps_running(
     monkeypatch.setattr(memory, "advise", lambda *_: 0)
     with pytest.raises(CannotSuspend, match="were freed"):
         await way.suspend(tree.target(groups))
-    assert not groups.frozen("i"), "it runs as before"
+    assert not groups.is_frozen("i"), "it runs as before"
     tree.digest()
 
 
@@ -227,7 +227,7 @@ async def test_suspension_without_the_capability_is_refused(
     monkeypatch.setattr(memory, "advise", refuse)
     with pytest.raises(CannotSuspend, match="CAP_SYS_NICE"):
         await way.suspend(tree.target(groups))
-    assert not groups.frozen("i")
+    assert not groups.is_frozen("i")
 
 
 def test_suspension_without_free_swap_is_refused(
@@ -240,7 +240,7 @@ def test_suspension_without_free_swap_is_refused(
     monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(0, 0))
     assert "no swap" in way.outlook(target).reason
     monkeypatch.setattr(memory, "has_capability", lambda _: False)
-    assert "CAP_SYS_NICE" in way.unavailable()
+    assert "CAP_SYS_NICE" in way.explain_unavailable()
 
 
 async def test_processes_that_cannot_be_grouped_are_not_suspended(way: PageOut, groups: Cgroups, tree: Tree) -> None:

@@ -42,7 +42,7 @@ async def test_a_snapshot_is_spilled_and_restored_byte_for_byte(tree: Tree, grou
     freed = await way.spill(target)
     assert freed >= 100 * MIB
     assert memory.footprint(target.pids).pss == pytest.approx(held - freed, abs=2 * MIB)
-    assert groups.frozen("i")
+    assert groups.is_frozen("i")
     await way.resume(target)
     assert tree.digest() == before
 

@@ -76,12 +76,12 @@ async def test_concurrent_requests_share_one_adapter_load() -> None:
     store = made(source)
     asking = [asyncio.create_task(store.acquire(card("a"))) for _ in range(3)]
     await settle()
-    assert store.loaded() == ()
+    assert store.list_loaded() == ()
     source.hold.set()
     first, *others = await asyncio.gather(*asking)
     assert others == [first, first]
     assert source.events == ["load a"]
-    assert [(a.name, a.nbytes, a.active) for a in store.loaded()] == [("a", 40, 3)]
+    assert [(a.name, a.nbytes, a.active) for a in store.list_loaded()] == [("a", 40, 3)]
 
 
 async def test_least_recently_used_adapter_is_evicted_and_kv_blocks_follow() -> None:
@@ -152,7 +152,7 @@ async def test_cancelled_waiter_does_not_cancel_a_shared_load() -> None:
     await settle()
     source.hold.set()
     await stays
-    assert store.loaded()[0].active == 1
+    assert store.list_loaded()[0].active == 1
 
 
 async def test_an_adapter_without_waiting_requests_is_evicted_in_time() -> None:
@@ -167,7 +167,7 @@ async def test_an_adapter_without_waiting_requests_is_evicted_in_time() -> None:
     async with asyncio.timeout(60):
         await source.dropped.wait()
     assert source.events == ["load a", "drop a"]
-    assert store.loaded() == ()
+    assert store.list_loaded() == ()
 
 
 async def test_old_revision_is_dropped_once_unused() -> None:
@@ -176,7 +176,7 @@ async def test_old_revision_is_dropped_once_unused() -> None:
     await store.acquire(card("a", 10, "r1"))
     await store.acquire(card("a", 10, "r2"))
     await settle()
-    assert len(store.loaded()) == 2
+    assert len(store.list_loaded()) == 2
     store.release("r1")
     await settle()
     assert source.events == ["load a", "load a", "drop a"]
@@ -184,7 +184,7 @@ async def test_old_revision_is_dropped_once_unused() -> None:
     store.drop("nobody")
     store.release("r2")
     await settle()
-    assert store.loaded() == ()
+    assert store.list_loaded() == ()
 
 
 def test_adapter_budget_borrows_unreserved_kv_memory() -> None:

@@ -22,20 +22,20 @@ def drawn(params: SamplingParams, logits: torch.Tensor = LOGITS, history: Histor
 
 
 def test_numbers_depend_on_seed_choice_and_position_only() -> None:
-    assert np.array_equal(Draw(7, 0, 3).uniform(50), Draw(7, 0, 3).uniform(50))
-    assert len({Draw(s, c, p).uniform(1)[0] for s in range(5) for c in range(5) for p in range(5)}) == 125
-    assert np.array_equal(Draw(-1, 0, 0).uniform(3), Draw(2**64 - 1, 0, 0).uniform(3))
-    assert np.array_equal(Draw(7, 0, 3).uniform(1000)[:37], Draw(7, 0, 3).uniform(37))
+    assert np.array_equal(Draw(7, 0, 3).draw_uniform(50), Draw(7, 0, 3).draw_uniform(50))
+    assert len({Draw(s, c, p).draw_uniform(1)[0] for s in range(5) for c in range(5) for p in range(5)}) == 125
+    assert np.array_equal(Draw(-1, 0, 0).draw_uniform(3), Draw(2**64 - 1, 0, 0).draw_uniform(3))
+    assert np.array_equal(Draw(7, 0, 3).draw_uniform(1000)[:37], Draw(7, 0, 3).draw_uniform(37))
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.integers(0, 2**31))
 def test_numbers_are_in_range(seed: int, choice: int, position: int) -> None:
-    numbers = Draw(seed, choice, position).uniform(100)
+    numbers = Draw(seed, choice, position).draw_uniform(100)
     assert ((numbers >= 0) & (numbers < 1)).all()
 
 
 def test_random_numbers_are_uniform() -> None:
-    numbers = np.sort(np.concatenate([Draw(3, 0, i).uniform(500) for i in range(40)]))
+    numbers = np.sort(np.concatenate([Draw(3, 0, i).draw_uniform(500) for i in range(40)]))
     # The Kolmogorov-Smirnov distance, below its 99.9 % quantile.
     distance = np.abs(numbers - (np.arange(numbers.size) + 0.5) / numbers.size).max()
     assert distance < 1.95 / np.sqrt(numbers.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.environment import is_credential, referenced, without_credentials
+from shared.environment import find_referenced, is_credential, without_credentials
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,6 @@ def test_url_with_a_password_is_a_credential_under_any_name() -> None:
 
 
 def test_credentials_referenced_by_the_model_are_passed() -> None:
-    asked = referenced({"HF_TOKEN": "${HF_TOKEN}", "BOTH": "${ONE}-${THAW_ADMIN_KEY}"})
+    asked = find_referenced({"HF_TOKEN": "${HF_TOKEN}", "BOTH": "${ONE}-${THAW_ADMIN_KEY}"})
     assert asked == {"HF_TOKEN", "ONE"}, "Thaw's own are never given away"
     assert without_credentials({"HF_TOKEN": "x", "AWS_PROFILE": "y", "PATH": "z"}, asked) == {"HF_TOKEN": "x", "PATH": "z"}

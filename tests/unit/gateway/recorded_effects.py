@@ -32,7 +32,7 @@ class RecordedEffects:
     def probe(self, ticket: Ticket) -> None:
         self.probed.append(ticket.id)
 
-    def requeued(self, ticket: Ticket) -> None:
+    def on_requeued(self, ticket: Ticket) -> None:
         """Ignore the call."""
 
     def publish_demand(self, demand: Demand) -> None:

@@ -60,7 +60,7 @@ def test_no_more_than_twice_the_capacity_is_sent(dispatcher: Dispatcher, world: 
     assert len(world.sent) == 2 * OVERCOMMIT
     dispatcher.on_finished(tickets[0], 1)
     assert world.sent[-1] == ("r4", "i")
-    assert dispatcher.waiting("m") == 1
+    assert dispatcher.count_waiting("m") == 1
 
 
 def test_demand_is_published_immediately_then_every_second_then_once_as_zero(
@@ -139,7 +139,7 @@ def test_refused_request_returns_to_the_head_of_the_queue(
     refused = ask(dispatcher, "first")
     ask(dispatcher, "second")
     third = ask(dispatcher, "third")
-    assert dispatcher.waiting("m") == 1
+    assert dispatcher.count_waiting("m") == 1
     dispatcher.on_refused(refused, error, 0.1)
     assert world.failed == {}
     dispatcher.on_status(status(instance("i", capacity=1), instance("j", capacity=1)), 0.2)

@@ -76,7 +76,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(model=st.sampled_from(MODELS))
     def fail_load(self, model: str) -> None:
         self.dispatcher.on_load_failed(LoadFailed(model=model, error=EngineFailed("no").body()), self.now)
-        assert self.dispatcher.waiting(model) == 0
+        assert self.dispatcher.count_waiting(model) == 0
 
     @invariant()
     def every_request_is_in_exactly_one_place(self) -> None:
@@ -88,15 +88,15 @@ class DispatcherMachine(RuleBasedStateMachine):
     def what_waits_is_known_to_the_scheduler(self) -> None:
         for model in MODELS:
             waiting = sum(t.model == model and t.stage is Stage.QUEUED for t in self.all.values())
-            assert waiting == self.dispatcher.waiting(model)
+            assert waiting == self.dispatcher.count_waiting(model)
             published = [d.waiting for d in self.world.demands if d.model == model]
             assert bool(waiting) == bool(published and published[-1])
 
     @invariant()
     def slots_are_counted(self) -> None:
         sent = [t for t in self.all.values() if t.stage is Stage.SENT]
-        assert sum(self.dispatcher.in_flight(m) for m in MODELS) == len(sent)
-        for route in self.dispatcher.routes.all():
+        assert sum(self.dispatcher.count_in_flight(m) for m in MODELS) == len(sent)
+        for route in self.dispatcher.routes.iter_all():
             assert route.own == sum(t.instance_id == route.status.instance_id for t in sent)
             assert route.own <= route.limit
 

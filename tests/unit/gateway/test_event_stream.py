@@ -43,7 +43,7 @@ def test_events_rebuild_the_answer(deltas: list[tuple[int, str]], chat: bool, to
             taken += stream.take()
     for sink in (stream, whole):
         sink.chunk([{"index": 0, "text": "", "finish_reason": "length"}])
-        sink.finished(LAST)
+        sink.on_finished(LAST)
     events = events_of(taken + stream.take())
     if usage:
         last = events.pop()
@@ -68,7 +68,7 @@ def test_first_delta_of_each_chat_choice_has_the_role(logprobs: bool) -> None:
     stream = EventStream(Head("id", "chat.completion.chunk", 1, "m"), include_usage=False, token_ids=False, logprobs=logprobs)
     for index in (1, 0, 1):
         stream.chunk([{"index": index, "text": "x"}])
-    stream.finished(LAST)
+    stream.on_finished(LAST)
     deltas = [(e["choices"][0]["index"], e["choices"][0]["delta"]) for e in events_of(stream.take())]
     first = {"role": "assistant", "content": "", "refusal": None}
     assert deltas == [(1, first), (1, {"content": "x"}), (0, first), (0, {"content": "x"}), (1, {"content": "x"})]

@@ -131,7 +131,7 @@ def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]], uns
     world = World(script, sink, cuts, unstored or [])
     world.run()
     assert world.request.completion.error is None, world.request.completion.error
-    assert world.dispatcher.in_flight("alpha") == world.dispatcher.waiting("alpha") == 0
+    assert world.dispatcher.count_in_flight("alpha") == world.dispatcher.count_waiting("alpha") == 0
     output = by_choice(sink.take()) if isinstance(sink, EventStream) else sink.body()
     return output, world.request.stats.usage, world.request.resume_state.tokens
 

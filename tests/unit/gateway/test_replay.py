@@ -87,7 +87,7 @@ async def test_response_complete_in_the_store_finishes_the_request() -> None:
     assert await world.replay.read_missed(ENTRY) == len(MESSAGES)
     assert world.request.completion.is_done
     assert world.ticket.stage is Stage.DONE
-    assert world.dispatcher.in_flight("alpha") == 0
+    assert world.dispatcher.count_in_flight("alpha") == 0
 
 
 @pytest.mark.parametrize("stored", [MESSAGES[:6], MESSAGES[:6] + MESSAGES[8:11], MESSAGES[:6] + MESSAGES[9:]])

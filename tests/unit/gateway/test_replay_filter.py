@@ -45,7 +45,7 @@ def test_new_output_passes_exactly_once(known: int, before: list[int], after: li
 
 def test_forwarded_finish_is_not_forwarded_again() -> None:
     replay_filter = ReplayFilter([{"choices": deltas("ab", [1])}])
-    assert replay_filter.pending(0) == (2, 2, True)
+    assert replay_filter.get_pending(0) == (2, 2, True)
     assert [replay_filter.remove_from([p]) for p in deltas("ab", [1])] == [[], []]
     assert not replay_filter
 
@@ -66,7 +66,7 @@ def test_a_second_rewind_precedes_pending_output() -> None:
     replay_filter = ReplayFilter([{"choices": [{"text": "abcd", "token_ids": [1, 2, 3, 4]}]}])
     replay_filter.remove_from([{"text": "ab", "token_ids": [1, 2]}])
     both = replay_filter.preceded_by([{"choices": [{"text": "b", "token_ids": [2]}]}])
-    assert both.pending(0) == (3, 3, False)
+    assert both.get_pending(0) == (3, 3, False)
     assert both.remove_from([{"text": "bcde", "token_ids": [2, 3, 4, 5]}]) == [{"text": "e", "token_ids": [5]}]
 
 

@@ -44,7 +44,7 @@ def content_of(data: bytes) -> str:
 
 def finish(sink: EventStream) -> None:
     sink.chunk([{"index": 0, "text": "", "finish_reason": "stop"}])
-    sink.finished(LAST)
+    sink.on_finished(LAST)
 
 
 @settings(max_examples=200, deadline=None)
@@ -97,4 +97,4 @@ def test_reported_engine_loss_is_retried_within_limits(begun: bool) -> None:
         dispatcher.on_engine_lost(made, EngineFailed("it ended"), 10)
         assert len(world.sent) == MAX_ENGINE_DEATHS
     assert world.failed["r"].message.startswith("it ended")
-    assert dispatcher.in_flight("m") == 0
+    assert dispatcher.count_in_flight("m") == 0

@@ -110,7 +110,7 @@ async def test_weights_of_instances_missing_from_the_node_are_removed(bench: Ben
     bench.clock.now += 5
     await bench.node_knows(card)
     await bench.until_segments(0)
-    assert bench.pool.allocated() == 0
+    assert bench.pool.count_allocated() == 0
     assert bench.records.recover(bench.pool) == ([], ())
 
 
@@ -126,7 +126,7 @@ async def test_holders_are_written_down(bench: Bench, tmp_path: Path) -> None:
     next_life.adopt([record], mapped)
     assert bench.status(next_life).segments[0].holders == ("a", "b")
     await next_life.stop()
-    assert bench.pool.allocated() == found.total_bytes
+    assert bench.pool.count_allocated() == found.total_bytes
 
 
 async def test_a_stopped_loader_refuses(bench: Bench, tmp_path: Path) -> None:
@@ -143,17 +143,17 @@ async def test_chunks_are_prepared_when_idle_and_freed_under_memory_pressure(ben
     keeping = asyncio.create_task(loader.keep_ready())
     try:
         await asyncio.sleep(0)
-        assert bench.pool.allocated() == 0
+        assert bench.pool.count_allocated() == 0
         keeping.cancel()
         bench.clock.now += 60
         keeping = asyncio.create_task(loader.keep_ready())
         async with asyncio.timeout(60):
-            while bench.status(loader).dram_bytes != 3 * CHUNK_BYTES or bench.pool.allocated() != 3 * CHUNK_BYTES:
+            while bench.status(loader).dram_bytes != 3 * CHUNK_BYTES or bench.pool.count_allocated() != 3 * CHUNK_BYTES:
                 await loader.changed.wait()
         monkeypatch.setattr("services.loader.handlers.short_of_memory", lambda: CHUNK_BYTES)
         await loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=()))
         async with asyncio.timeout(60):
-            while bench.pool.allocated() != 2 * CHUNK_BYTES:
+            while bench.pool.count_allocated() != 2 * CHUNK_BYTES:
                 loader.changed.clear()
                 await loader.changed.wait()
     finally:

@@ -19,9 +19,9 @@ from weights.transfer.pieces import Piece
 def order(line: Line) -> list[int]:
     """Return the order of reads, one chunk at a time, until none is left."""
     taken = []
-    while (load := links.following(line)) is not None:
+    while (load := links.find_next(line)) is not None:
         taken.append(load)
-        line = links.done(links.begun(line, load, 10), load, 10)
+        line = links.record_end(links.record_begin(line, load, 10), load, 10)
     assert line.queued_bytes == 0
     return taken
 
@@ -72,18 +72,18 @@ def test_every_chunk_is_read_once_and_equal_loads_alternate(
 def test_speed_is_the_median_window_and_idle_time_does_not_count() -> None:
     speed, now = Speed(), 100.0
     for rate in (1000, 1000, 10, 1000, 90_000):
-        speed = links.busy(speed, now)
+        speed = links.record_busy(speed, now)
         now += 0.1
-        speed = links.arrived(speed, int(rate * 0.1), now)
-        speed = links.idle(speed, now)
+        speed = links.record_bytes(speed, int(rate * 0.1), now)
+        speed = links.record_idle(speed, now)
         now += 50
     assert speed.bytes_per_second == pytest.approx(1000)
 
 
 def test_a_short_load_is_measured_too() -> None:
-    speed = links.idle(links.arrived(links.busy(Speed(), 1.0), 500, 1.01), 1.01)
+    speed = links.record_idle(links.record_bytes(links.record_busy(Speed(), 1.0), 500, 1.01), 1.01)
     assert speed.bytes_per_second == pytest.approx(50_000)
-    assert links.idle(links.arrived(links.busy(speed, 2.0), 1, 2.001), 2.001).windows == speed.windows
+    assert links.record_idle(links.record_bytes(links.record_busy(speed, 2.0), 1, 2.001), 2.001).windows == speed.windows
 
 
 def pieces(count: int) -> list[Piece]:

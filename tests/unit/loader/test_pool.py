@@ -60,13 +60,13 @@ def mapped_huge(pool: PoolMemory) -> int:
 
 
 def test_a_sparse_pool_costs_no_memory_and_chunks_are_allocated_and_freed(pool: PoolMemory) -> None:
-    assert pool.allocated() == 0
+    assert pool.count_allocated() == 0
     pool.populate(3 * CHUNK_BYTES, CHUNK_BYTES)
     pool.allocate(5 * CHUNK_BYTES, 8192)
-    assert pool.allocated() == CHUNK_BYTES + 8192
+    assert pool.count_allocated() == CHUNK_BYTES + 8192
     assert pool.punch([5]) == 8192
     assert pool.punch([1, 2, 3, 4]) == CHUNK_BYTES
-    assert pool.allocated() == 0
+    assert pool.count_allocated() == 0
 
 
 def test_scattered_chunks_are_contiguous_for_a_reader(pool: PoolMemory, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_complete_chunks_are_unmapped_from_the_loader(pool: PoolMemory, tmp_path
     write_checkpoint(tmp_path, tensors(megabytes=40))
     region = fill(pool, tmp_path, (0, 1, 2))
     assert resident(pool) == 0
-    assert pool.allocated() == region.nbytes
+    assert pool.count_allocated() == region.nbytes
 
 
 def test_pinned_chunks_stay_mapped_and_are_unpinned_before_they_are_freed(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_unmapped_memory_is_freed(pool: PoolMemory, shell: Shell) -> None:
     shell.reclaimer.start(Vacate(7, (1, 2), 2 * CHUNK_BYTES, 1, "w"))
     assert isinstance(shell.next(), Vacated)
     assert shell.next() == Reclaimed("w", 7, CHUNK_BYTES, CHUNK_BYTES)
-    assert pool.allocated() == CHUNK_BYTES
+    assert pool.count_allocated() == CHUNK_BYTES
     assert resident(pool) == CHUNK_BYTES  # ready for the next load
 
 
@@ -178,11 +178,11 @@ def test_memory_is_not_reported_free_while_a_process_maps_it(pool: PoolMemory, s
         assert process.stdin is not None
         shell.reclaimer.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
         assert shell.next() == Reclaimed("w", 1, 0)
-        assert pool.allocated() == CHUNK_BYTES
+        assert pool.count_allocated() == CHUNK_BYTES
         process.stdin.write(b"\n")  # it unmaps, and continues
         process.stdin.flush()
         assert isinstance(shell.next(), Vacated)
-        assert pool.allocated() == 0
+        assert pool.count_allocated() == 0
 
 
 def test_reclaim_waits_for_a_mapping_that_ends_in_time(pool: PoolMemory) -> None:
@@ -260,7 +260,7 @@ def test_prepared_chunks_use_huge_pages(pool: PoolMemory) -> None:
     pool.prepare_huge(1)
     if not mapped_huge(pool):
         pytest.skip("this kernel gives shared memory no huge pages")
-    assert mapped_huge(pool) == pool.allocated() == CHUNK_BYTES
+    assert mapped_huge(pool) == pool.count_allocated() == CHUNK_BYTES
     pool.zap(1)
     assert resident(pool) == 0
     with pool.view(CHUNK_BYTES, CHUNK_BYTES) as view:

@@ -16,7 +16,7 @@ from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import Pages, PoolMemory
 from weights.pool.region import Region
 from weights.tiers.port import Cancelled
-from weights.transfer.page_sizes import AHEAD, HUGE_LIMIT, Costs, choose, measured, wants_thread
+from weights.transfer.page_sizes import AHEAD, HUGE_LIMIT, Costs, choose, record_cost, wants_thread
 from weights.transfer.pieces import Piece
 from weights.transfer.populating import Populating
 
@@ -74,14 +74,14 @@ def pool() -> Iterator[PoolMemory]:
 def test_both_kinds_are_measured_before_one_is_chosen() -> None:
     costs = Costs()
     assert choose(costs) == "huge"
-    costs = measured(costs, "huge", "huge", 4 * MB, 0.004)
+    costs = record_cost(costs, "huge", "huge", 4 * MB, 0.004)
     assert choose(costs) == "small"
-    assert choose(measured(costs, "small", "small", 4 * MB, 0.003)) == "huge"
-    assert choose(measured(costs, "small", "small", 4 * MB, 0.001)) == "small"
+    assert choose(record_cost(costs, "small", "small", 4 * MB, 0.003)) == "huge"
+    assert choose(record_cost(costs, "small", "small", 4 * MB, 0.001)) == "small"
 
 
 def test_refused_huge_pages_are_not_asked_for_again() -> None:
-    assert choose(measured(Costs(), "huge", "small", 4 * MB, 0.001)) == "small"
+    assert choose(record_cost(Costs(), "huge", "small", 4 * MB, 0.001)) == "small"
 
 
 @given(st.floats(1e-12, 1e-6), st.floats(1e-12, 1e-6))
@@ -185,7 +185,7 @@ def test_populated_memory_is_exactly_the_pieces(pool: PoolMemory) -> None:
         populating.wait(piece)
         assert pool.has_memory(region.chunks[piece.index] * CHUNK_BYTES, piece.target % CHUNK_BYTES + piece.length)
     populating.close()
-    assert pool.allocated() == total
+    assert pool.count_allocated() == total
     assert pool.punch([1, 3, 4]) == total
 
 

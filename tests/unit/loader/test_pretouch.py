@@ -47,17 +47,17 @@ def test_touching_waits_for_idleness_and_after_pressure() -> None:
     began = pretouch.begin(None)
     assert pretouch.wait_s(began, 100.0, 98.0) == IDLE_BEFORE_S - 2
     assert pretouch.wait_s(began, 100.0, 0.0) == 0
-    stopped = pretouch.ended(pretouch.progressed(began, GIB, "pressure", 100.0), 101.0)
+    stopped = pretouch.record_end(pretouch.record_progress(began, GIB, "pressure", 100.0), 101.0)
     assert pretouch.wait_s(stopped, 101.0, 0.0) == AFTER_PRESSURE_S - 1
     assert stopped.touched_bytes == 0
 
 
 def test_a_load_that_ends_the_process_postpones_it() -> None:
-    running = pretouch.progressed(Pretouch(), GIB, "continue", 100.0)
+    running = pretouch.record_progress(Pretouch(), GIB, "continue", 100.0)
     assert running.state == "running"
-    assert pretouch.wait_s(pretouch.ended(running, 101.0), 101.0, 101.0) == IDLE_BEFORE_S
-    complete = pretouch.progressed(running, 2 * GIB, "complete", 102.0)
-    assert pretouch.wait_s(pretouch.ended(complete, 103.0), 103.0, 0.0) is None
+    assert pretouch.wait_s(pretouch.record_end(running, 101.0), 101.0, 101.0) == IDLE_BEFORE_S
+    complete = pretouch.record_progress(running, 2 * GIB, "complete", 102.0)
+    assert pretouch.wait_s(pretouch.record_end(complete, 103.0), 103.0, 0.0) is None
 
 
 @given(st.integers(0, 64 * GIB), st.integers(0, 64 * GIB), st.none() | st.floats(0, 100))

@@ -16,9 +16,9 @@ def test_last_progress_is_reported_even_if_no_event_follows() -> None:
     now = 100.0
     progress = Progress(events.put, lambda: now)
     progress.begin(StartRun("w", 1, card("w")), remote=True)
-    progress.loaded(1, 10)
+    progress.record_loaded(1, 10)
     for watermark in (20, 30, 25):  # within the interval
-        progress.loaded(1, watermark)
+        progress.record_loaded(1, watermark)
     assert [events.get(timeout=60) for _ in range(4)] == [
         Progressed("w", 1, 10),
         Fetched("w", 1, 10),
@@ -27,7 +27,7 @@ def test_last_progress_is_reported_even_if_no_event_follows() -> None:
     ]
     now += INTERVAL_S
     progress.end(1)
-    progress.loaded(1, 40)
+    progress.record_loaded(1, 40)
     progress.close()
     assert events.empty()
 
@@ -50,8 +50,8 @@ def test_close_ends_the_thread_at_any_time() -> None:
     progress = Progress(lambda event: None, lambda: 100.0)
     progress._closing = ClosedMeanwhile(progress)
     progress.begin(StartRun("w", 1, card("w")), remote=False)
-    progress.loaded(1, 10)
-    progress.loaded(1, 20)  # within the interval: the thread sends it later
+    progress.record_loaded(1, 10)
+    progress.record_loaded(1, 20)  # within the interval: the thread sends it later
     assert progress._thread is not None
     progress._thread.join(60)
     assert not progress._thread.is_alive()

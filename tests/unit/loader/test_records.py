@@ -55,7 +55,7 @@ def test_held_and_cached_weights_are_adopted_and_other_memory_freed(tmp_path: Pa
     other = SHM / f"{records.pool_name}-old"
     other.write_bytes(b"x")
     assert records.recover(pool) == ([held, cached], ())
-    assert pool.allocated() == held.total_bytes + cached.total_bytes
+    assert pool.count_allocated() == held.total_bytes + cached.total_bytes
     assert segments(segment_prefix(tmp_path, "n")) == [records.pool_name]
 
 
@@ -86,7 +86,7 @@ def test_incomplete_weights_are_not_adopted(tmp_path: Path, records: Records, po
         case "gone":
             pool.punch(range(pool.count))
     assert records.recover(pool) == ([], ())
-    assert pool.allocated() == 0
+    assert pool.count_allocated() == 0
     assert list(path.parent.iterdir()) == []
 
 
@@ -104,9 +104,9 @@ def test_chunks_mapped_by_an_engine_are_not_reused(tmp_path: Path, records: Reco
 
     with mapper(pool.path, extents(found.chunks, found.total_bytes)):
         assert records.recover(pool) == ([], (2, 5))
-        assert pool.allocated() == found.total_bytes
+        assert pool.count_allocated() == found.total_bytes
     assert records.recover(pool) == ([], ())
-    assert pool.allocated() == 0
+    assert pool.count_allocated() == 0
 
 
 def test_memory_of_another_node_is_unchanged(tmp_path: Path, records: Records, pool: PoolMemory) -> None:

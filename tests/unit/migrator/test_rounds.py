@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.migrator.domain.rounds import FREAK, MAX_ROUNDS, Speed, learned, next_step
+from services.migrator.domain.rounds import FREAK, MAX_ROUNDS, Speed, learn_speed, next_step
 
 FAST = Speed(a=0.1, b=10.0)
 """A destination ten times as fast as a source of a thousand tokens a second."""
@@ -40,10 +40,10 @@ def test_next_step_follows_from_gap_rounds_and_speed(
 def test_every_migration_is_decided_in_few_rounds(a: float, b: float, rate: float, total: int, pause: float) -> None:
     speed, gap, last = Speed(a, b), total, total
     for rounds in range(1, MAX_ROUNDS + 2):
-        last, gap = gap, int(rate / 1e3 * speed.of(gap))
+        last, gap = gap, int(rate / 1e3 * speed.predict_ms(gap))
         step = next_step(gap, last, rounds, speed, rate, pause)
         if step != "round":
-            assert step == "hand_over" or rate * a >= 500.0 or speed.of(gap) > pause
+            assert step == "hand_over" or rate * a >= 500.0 or speed.predict_ms(gap) > pause
             return
     raise AssertionError("it never ends")
 
@@ -52,7 +52,7 @@ def test_every_migration_is_decided_in_few_rounds(a: float, b: float, rate: floa
 def test_time_per_token_and_fixed_time_are_learned(a: float, b: float) -> None:
     speed = Speed()
     for tokens in (900, 30, 4, 500, 20, 2, 1200, 60, 5):
-        speed = learned(speed, tokens, a * tokens + b)
+        speed = learn_speed(speed, tokens, a * tokens + b)
     assert speed.a == pytest.approx(a, rel=0.2)
     assert speed.b == pytest.approx(b, rel=0.35, abs=3)
 
@@ -60,10 +60,10 @@ def test_time_per_token_and_fixed_time_are_learned(a: float, b: float) -> None:
 def test_outlier_round_moves_the_speed_by_a_bounded_step() -> None:
     speed = Speed()
     for tokens in (900, 30, 4, 500, 20):
-        speed = learned(speed, tokens, 0.1 * tokens + 10)
-    before = speed.of(100)
-    assert learned(speed, 100, 60_000).of(100) <= before * FREAK
-    assert learned(speed, 0, 50.0) == speed
+        speed = learn_speed(speed, tokens, 0.1 * tokens + 10)
+    before = speed.predict_ms(100)
+    assert learn_speed(speed, 100, 60_000).predict_ms(100) <= before * FREAK
+    assert learn_speed(speed, 0, 50.0) == speed
 
 
 def test_an_engines_first_round_may_be_a_freak_too() -> None:
@@ -72,11 +72,11 @@ def test_an_engines_first_round_may_be_a_freak_too() -> None:
     Measured with vLLM: 2.9 s, then always 0.1 s. That would end a migration that is nearly
     complete.
     """
-    speed = learned(Speed(), 51, 2_888.0)
-    assert speed.of(51) == pytest.approx(2_888.0)
-    speed = learned(speed, 51, 92.9)
-    assert speed.of(51) == pytest.approx(92.9)
-    speed = learned(speed, 29, 120.5)
+    speed = learn_speed(Speed(), 51, 2_888.0)
+    assert speed.predict_ms(51) == pytest.approx(2_888.0)
+    speed = learn_speed(speed, 51, 92.9)
+    assert speed.predict_ms(51) == pytest.approx(92.9)
+    speed = learn_speed(speed, 29, 120.5)
     assert next_step(36, 29, 2, speed, 300.0, 50.0) == "hand_over"
 
 
@@ -87,5 +87,5 @@ def test_one_fast_round_does_not_discard_a_well_known_speed() -> None:
     """
     speed = Speed()
     for tokens in (900, 30, 4, 500, 20, 400):
-        speed = learned(speed, tokens, tokens + 50.0)
-    assert learned(speed, 500, 20.0).of(500) > 250
+        speed = learn_speed(speed, tokens, tokens + 50.0)
+    assert learn_speed(speed, 500, 20.0).predict_ms(500) > 250

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from services.migrator.domain.decide import begin, decide
 from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
-from services.migrator.domain.leases import Leases, claimable
+from services.migrator.domain.leases import Leases, find_claimable
 from services.migrator.domain.rounds import Speed
 from services.migrator.domain.work import Options, Work, base_of
 from shared.contracts.base import ErrorBody, Message
@@ -124,7 +124,7 @@ class Migrator:
                 self.hear(Lost(over=True))
             elif record.owner != self.name and not record.over:
                 self.hear(Lost())
-        if self.work is None and (free := claimable(self.leases, world.now)) is not None:
+        if self.work is None and (free := find_claimable(self.leases, world.now)) is not None:
             claimed = free.model_copy(update={"owner": self.name, "beats": free.beats + 1})
             self.migration_id, self.turn = free.migration_id, self.turn + 1
             self.revision = world.put(claimed)

@@ -61,14 +61,14 @@ def test_memory_is_released_only_after_exit_and_weight_release() -> None:
     assert state(world) is InstanceState.DRAINING
     world.hear(e.MemoryFreed("i", 10))  # too early: the process still runs
     world.hear(e.WeightsReleased("i", 5))
-    assert world.state.ledger.reserved("cpu:0") == 60
+    assert world.state.ledger.sum_reserved("cpu:0") == 60
     effects = world.hear(e.EngineExited("i", 7, 0, ERROR))
     assert e.Release("i") in effects
     assert e.VerifyMemoryFreed("i") in effects
     world.hear(e.WeightsReleased("i", 5))
-    assert world.state.ledger.reserved("cpu:0") == 60
+    assert world.state.ledger.sum_reserved("cpu:0") == 60
     world.hear(e.MemoryFreed("i", 10))
-    assert world.state.ledger.reserved("cpu:0") == 0
+    assert world.state.ledger.sum_reserved("cpu:0") == 0
     assert state(world) is InstanceState.STOPPED
     assert world["i"].freed_bytes == 15
 
@@ -92,10 +92,10 @@ def test_an_exit_is_published_before_the_memory_is_free() -> None:
     world.hear(e.EngineExited("i", 7, -11, ERROR))
     assert state(world) is InstanceState.FAILED
     assert world["i"].error == ERROR
-    assert world.state.ledger.reserved("cpu:0") == 60
+    assert world.state.ledger.sum_reserved("cpu:0") == 60
     ended(world)
     assert state(world) is InstanceState.FAILED
-    assert world.state.ledger.reserved("cpu:0") == 0
+    assert world.state.ledger.sum_reserved("cpu:0") == 0
 
 
 def test_exit_of_another_pid_is_ignored() -> None:
@@ -182,9 +182,9 @@ def test_device_set_is_booked_completely_or_not_at_all() -> None:
     world = World("cuda:0", "cuda:1")
     world.hear(e.StartCommand(start("a", devices=("cuda:0",), reserve=80), 1))
     assert errors(world.hear(e.StartCommand(start("b", devices=("cuda:0", "cuda:1"), reserve=100), 2))) == ["insufficient_memory"]
-    assert world.state.ledger.reserved("cuda:1") == 0
+    assert world.state.ledger.sum_reserved("cuda:1") == 0
     world.hear(e.StartCommand(start("c", devices=("cuda:0", "cuda:1"), reserve=40), 3))
-    assert (world.state.ledger.reserved("cuda:0"), world.state.ledger.reserved("cuda:1")) == (100, 20)
+    assert (world.state.ledger.sum_reserved("cuda:0"), world.state.ledger.sum_reserved("cuda:1")) == (100, 20)
 
 
 def test_stale_commands_are_refused() -> None:
@@ -239,7 +239,7 @@ def test_weights_are_released_again_when_the_loader_is_back() -> None:
     world.hear(e.EngineExited("i", 7, 0, ERROR))
     world.hear(e.MemoryFreed("i", 1))
     world.hear(e.ReleaseFailed("i", ERROR))
-    assert world.state.ledger.reserved("cpu:0") == 60
+    assert world.state.ledger.sum_reserved("cpu:0") == 60
     assert e.Release("i") in world.hear(e.LoaderReported({}))
     world.hear(e.ReleaseFailed("i", ERROR))
     assert e.Release("i") in world.hear(e.Tick(), after=1.1)
@@ -262,7 +262,7 @@ def test_adopted_instance_is_reported_immediately_and_fails_on_silence() -> None
     effects = new.hear(e.Adopted(old["i"], True, ERROR))
     assert state(new) is InstanceState.READY
     assert e.Ping("i") in effects
-    assert new.state.ledger.reserved("cpu:0") == 60
+    assert new.state.ledger.sum_reserved("cpu:0") == 60
     effects = new.hear(e.Tick(), after=11)
     assert state(new) is InstanceState.FAILED
     assert e.Signal("i", "kill") in effects
@@ -284,7 +284,7 @@ def test_teardown_is_continued_by_the_next_nodeagent() -> None:
     old.hear(e.EngineExited("i", 7, 0, ERROR))
     old.hear(e.WeightsReleased("i", 5))
     new.hear(e.Adopted(old["i"], False, ERROR))
-    assert new.state.ledger.reserved("cpu:0") == 60
+    assert new.state.ledger.sum_reserved("cpu:0") == 60
     new.hear(e.MemoryFreed("i", 10))
     assert state(new) is InstanceState.STOPPED
     assert new["i"].error is None

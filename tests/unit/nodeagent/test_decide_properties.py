@@ -243,7 +243,7 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def never_over_budget(self) -> None:
         for device in DEVICES:
-            assert self.world.state.ledger.reserved(device) <= 100
+            assert self.world.state.ledger.sum_reserved(device) <= 100
 
     @invariant()
     def snapshots_within_their_budget(self) -> None:

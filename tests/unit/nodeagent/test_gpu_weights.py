@@ -121,9 +121,9 @@ async def test_a_suspended_engine_is_reported_with_no_device_memory(world: World
     await meter.measure(instance)
     gpu.by_pid = {}
     await meter.measure(instance)
-    assert meter.private("a") == 60, "of one that serves nothing can only mean that it cannot be seen"
+    assert meter.get_private("a") == 60, "of one that serves nothing can only mean that it cannot be seen"
     await meter.measure(instance.model_copy(update={"state": InstanceState.SUSPENDED}))
-    assert meter.private("a") == 0
+    assert meter.get_private("a") == 0
 
 
 async def test_freed_bytes_are_those_measured_before_the_stop(world: World, meter: Meter, gpu: Gpu) -> None:

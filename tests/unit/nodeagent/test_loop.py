@@ -29,7 +29,7 @@ async def test_constant_flow_of_events_does_not_delay_deadlines() -> None:
     loop = Loop(world.state, perform)
     loop.post(e.EngineReported(report("unknown")))
     running = asyncio.create_task(loop.run())
-    assert await loop.until(lambda _: len(has_reported) >= 100, 5.0)
+    assert await loop.wait_until(lambda _: len(has_reported) >= 100, 5.0)
     running.cancel()
     assert e.Forget("gone") in has_reported[:10]
     assert "gone" not in loop.state.instances

@@ -102,14 +102,14 @@ async def test_last_measurement_is_kept_while_the_gpu_is_lost(meter: Meter, nvml
         return sum(r.levelno == logging.ERROR for r in caplog.records)
 
     await meter.measure_all()
-    assert (meter.private("a"), meter.used("cuda:0"), generated()) == (60, 60, 0)
+    assert (meter.get_private("a"), meter.get_used("cuda:0"), generated()) == (60, 60, 0)
     nvml.lost = {0}
     for _ in range(3):
         await meter.measure_all()
-    assert (meter.private("a"), meter.used("cuda:0"), generated()) == (60, 60, 2), "each reading is logged once"
+    assert (meter.get_private("a"), meter.get_used("cuda:0"), generated()) == (60, 60, 2), "each reading is logged once"
     nvml.lost, nvml.used = set(), 40
     await meter.measure_all()
-    assert (meter.private("a"), meter.used("cuda:0"), generated()) == (40, 40, 2)
+    assert (meter.get_private("a"), meter.get_used("cuda:0"), generated()) == (40, 40, 2)
 
 
 async def test_lost_gpu_verifies_no_freed_memory(meter: Meter, nvml: Nvml, world: World) -> None:
@@ -131,5 +131,5 @@ async def test_repeated_reading_failure_is_logged_once(meter: Meter, nvml: Nvml,
     nvml.accounts = pynvml.NVML_ERROR_UNKNOWN
     for _ in range(3):
         await meter.measure_all()
-    assert meter.used("cuda:0") == 60
+    assert meter.get_used("cuda:0") == 60
     assert sum(r.levelno == logging.ERROR for r in caplog.records) == 1

@@ -98,7 +98,7 @@ def test_granted_reservations_fit_together(found: list[tuple[int, tuple[str, ...
             break
         assert len(rest) == len(queue) - 1
         queue, ledger = rest, ledger.book(chosen.instance_id, chosen.device_ids, chosen.nbytes)
-        assert all(ledger.reserved(d) <= 100 for d in ("d0", "d1"))
+        assert all(ledger.sum_reserved(d) <= 100 for d in ("d0", "d1"))
 
 
 # On a node.
@@ -134,7 +134,7 @@ def test_only_one_of_two_conflicting_starts_is_forked() -> None:
     effects = leaves(w, "a", 1)
     assert e.Fork("c") in effects
     assert e.Fork("b") not in effects
-    assert w.state.ledger.reserved("cpu:0") == 60
+    assert w.state.ledger.sum_reserved("cpu:0") == 60
 
 
 def test_queued_reservation_fails_at_its_deadline() -> None:

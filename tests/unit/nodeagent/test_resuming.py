@@ -38,7 +38,7 @@ def test_a_resume_reserves_first_and_is_ready_when_proved(w: World) -> None:
     w.suspended()
     assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
     assert w["i"].state is RESUMING
-    assert w.state.ledger.reserved("cpu:0") == 60
+    assert w.state.ledger.sum_reserved("cpu:0") == 60
     assert e.Resume("i", "cpu") in w.effects
     w.hear(e.EngineReported(report(pid=7)))
     assert w["i"].state is RESUMING, "its own word does not count"
@@ -218,7 +218,7 @@ def test_a_new_agent_finds_a_suspended_engine_suspended(w: World) -> None:
     w.suspended()
     new = adopt(w, frozen=True)
     assert new["i"].state is SUSPENDED
-    assert new.state.ledger.reserved("cpu:0") == 10
+    assert new.state.ledger.sum_reserved("cpu:0") == 10
     assert not [x for x in new.effects if isinstance(x, e.Ping)], "it cannot answer"
     new.hear(e.ResumeCommand(resume(), 3))
     assert new["i"].state is RESUMING
@@ -236,7 +236,7 @@ def test_new_nodeagent_resumes_a_half_suspended_engine(w: World, stage: str) -> 
         w.hear(e.ResumeCommand(resume(), 3))
     new = adopt(w, frozen=stage == "freezing")
     assert new["i"].state is RESUMING
-    assert new.state.ledger.reserved("cpu:0") == 60
+    assert new.state.ledger.sum_reserved("cpu:0") == 60
     assert [x for x in new.effects if isinstance(x, e.Resume)] == [e.Resume("i", None if stage == "held" else "cpu")]
 
 

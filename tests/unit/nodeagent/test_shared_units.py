@@ -21,9 +21,9 @@ def ledger(units: SharedUnits | None = None, budget: int = 150) -> Ledger:
 
 def test_an_instance_books_what_it_does_not_share() -> None:
     one = ledger(LOADED).book("a", DEVICE, 100, BASE)
-    assert one.reserved("cpu:1") == 100
+    assert one.sum_reserved("cpu:1") == 100
     two = one.book("b", DEVICE, 100, TUNED)
-    assert two.reserved("cpu:1") == 100 + 16 + 20
+    assert two.sum_reserved("cpu:1") == 100 + 16 + 20
     refused = two.refusal(DEVICE, 100, weights=BookedWeights("other", 80))
     assert isinstance(refused, InsufficientMemory)
     assert refused.should_retry
@@ -35,23 +35,23 @@ def test_without_a_report_each_instance_books_its_whole_need() -> None:
 
 def test_the_last_of_several_sharers_is_charged_in_full() -> None:
     two = ledger(LOADED).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100, TUNED)
-    assert two.remove_booking("a").reserved("cpu:1") == 100
-    assert two.remove_booking("b").reserved("cpu:1") == 100
+    assert two.remove_booking("a").sum_reserved("cpu:1") == 100
+    assert two.remove_booking("b").sum_reserved("cpu:1") == 100
 
 
 def test_replicas_of_one_model_share_all_of_its_weights() -> None:
     two = ledger(LOADED).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100, BASE)
-    assert two.reserved("cpu:1") == 120
+    assert two.sum_reserved("cpu:1") == 120
 
 
 def test_weights_of_unknown_units_are_charged_in_full() -> None:
     two = ledger(LOADED, budget=400).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100, BookedWeights("new", 80))
-    assert two.reserved("cpu:1") == 200
+    assert two.sum_reserved("cpu:1") == 200
 
 
 def test_instances_without_pages_share_nothing() -> None:
     both = ledger(LOADED, budget=400).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100)
-    assert both.reserved("cpu:1") == 200
+    assert both.sum_reserved("cpu:1") == 200
 
 
 _UNITS = st.frozensets(st.integers(0, 7), min_size=1)

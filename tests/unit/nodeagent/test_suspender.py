@@ -24,5 +24,5 @@ async def test_control_group_of_an_exited_engine_is_removed(tmp_path: Path) -> N
     groups = Busy("n", tmp_path, FreezerV2())
     assert groups.create("i") is not None
     unused: Any = None
-    await Suspender({}, groups, MemoryUsage({}), unused, 1.0).ended("i")
+    await Suspender({}, groups, MemoryUsage({}), unused, 1.0).on_ended("i")
     assert list(groups.known()) == []

@@ -198,10 +198,10 @@ def test_only_bytes_verified_as_freed_are_released(w: World) -> None:
     w.ready()
     w.hear(e.SuspendCommand(suspend(), 2))
     w.hear(e.PauseAnswered("i", False))
-    assert w.state.ledger.reserved("cpu:0") == 60
+    assert w.state.ledger.sum_reserved("cpu:0") == 60
     w.hear(e.Suspended("i", freed_bytes=45, left_bytes=15, used_bytes=60, snapshot_bytes=45))
     assert w["i"].state is SUSPENDED
-    assert w.state.ledger.reserved("cpu:0") == 15
+    assert w.state.ledger.sum_reserved("cpu:0") == 15
     assert w.state.snapshot_bytes == 45
 
 
@@ -211,7 +211,7 @@ def test_failed_suspension_becomes_a_stop(w: World) -> None:
     w.hear(e.PauseAnswered("i", False))
     effects = w.hear(e.SuspendFailed("i", ERROR))
     assert [x for x in effects if isinstance(x, e.RequestDrain)]
-    assert w.state.ledger.reserved("cpu:0") == 60
+    assert w.state.ledger.sum_reserved("cpu:0") == 60
 
 
 # The snapshot budget.

@@ -47,7 +47,7 @@ async def idle_loop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SchedulerL
 async def test_event_that_makes_the_state_busy_brings_the_tick_forward(idle_loop: SchedulerLoop) -> None:
     ticking = asyncio.create_task(idle_loop.next_tick())
     idle_loop.post(Tick(clock.now()))
-    await idle_loop.idle()
+    await idle_loop.wait_until_idle()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(ticking), 2 * loop_module.TICK_S)
     idle_loop.post(DemandReceived(clock.now(), Demand(gateway="g", model="m", waiting=1), "w"))
@@ -56,6 +56,6 @@ async def test_event_that_makes_the_state_busy_brings_the_tick_forward(idle_loop
 
 async def test_a_busy_state_ticks_at_the_short_period(idle_loop: SchedulerLoop) -> None:
     idle_loop.post(DemandReceived(clock.now(), Demand(gateway="g", model="m", waiting=1), "w"))
-    await idle_loop.idle()
+    await idle_loop.wait_until_idle()
     for _ in range(2):
         await asyncio.wait_for(idle_loop.next_tick(), SOON_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.policies.common import arrivals, evict_lru, keep_setting, per_request, soonest
+from services.scheduler.domain.policies.common import arrivals, choose_soonest, evict_lru, keep_setting, per_request
 from services.scheduler.domain.policies.port import Profile
 from simulator.clock import Clock
 from simulator.config import ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup
@@ -14,7 +14,7 @@ from simulator.simulate import simulate
 from simulator.workloads.request import Request
 
 GROUP = NodeGroup(devices=2, device_gb=20, dram_gb=100, links=LinkSpeeds(remote=1, ssd=1, device=20))
-EAGER = Profile("eager", arrivals, evict_lru, soonest, keep_setting, per_request)
+EAGER = Profile("eager", arrivals, evict_lru, choose_soonest, keep_setting, per_request)
 WHOLE = ("n", "a", 0, 1)
 
 

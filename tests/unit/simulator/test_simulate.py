@@ -8,10 +8,10 @@ import pytest
 
 from services.scheduler.domain.policies.common import (
     arrivals,
+    choose_soonest,
     evict_lru,
     keep_setting,
     one_each,
-    soonest,
 )
 from services.scheduler.domain.policies.port import Profile
 from simulator.config import (
@@ -33,7 +33,7 @@ NODES = NodeGroup(count=2, devices=2, device_gb=20, dram_gb=100, ssd_gb=100, lin
 RUNTIME = Runtime(startup=Startup(container_s=1, init_s=0.5, leave_s=0.25))
 CLUSTER = ClusterFile(nodes=(NODES,), runtime=RUNTIME)
 BIG = ModelGroup(name="big", copies=6, weights_gb=10, kv_gb=5, service=Fixed(seconds=2), slo_ttft=10)
-PLAIN = Profile("plain", arrivals, evict_lru, soonest, keep_setting, one_each)
+PLAIN = Profile("plain", arrivals, evict_lru, choose_soonest, keep_setting, one_each)
 
 
 def run(requests: Sequence[Request], *, groups: Sequence[ModelGroup] = (BIG,), cluster: ClusterFile = CLUSTER) -> Outcome:

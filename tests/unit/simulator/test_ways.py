@@ -9,12 +9,12 @@ import pytest
 
 from services.scheduler.domain.policies.common import (
     arrivals,
+    choose_soonest,
     evict_lru,
     keep_setting,
     keep_until_needed,
     one_each,
     per_request,
-    soonest,
 )
 from services.scheduler.domain.policies.port import Ask, Option, Profile
 from simulator.config import (
@@ -34,7 +34,7 @@ from simulator.report import Outcome
 from simulator.simulate import simulate
 from simulator.workloads.request import Request
 
-PLAIN = Profile("plain", arrivals, evict_lru, soonest, keep_setting, one_each)
+PLAIN = Profile("plain", arrivals, evict_lru, choose_soonest, keep_setting, one_each)
 LONG = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=1)
 
 

@@ -50,7 +50,7 @@ class SuspendMethod:
         self.resume_s = resume_s
         self.fails = ""
 
-    def unavailable(self) -> str:
+    def explain_unavailable(self) -> str:
         return ""
 
     def outlook(self, target: Target) -> Outlook:

@@ -132,7 +132,9 @@ class Admin:
 
     async def keys(self, request: Request) -> Response:
         authorizer = self._gateway.authorizer
-        listed = KeyList(keys=tuple(authorizer.store.all()), configured=len(authorizer.configured), required=authorizer.required)
+        listed = KeyList(
+            keys=tuple(authorizer.store.list_keys()), configured=len(authorizer.configured), required=authorizer.required
+        )
         return json_response(listed.model_dump(mode="json"))
 
     async def add_key(self, request: Request) -> Response:

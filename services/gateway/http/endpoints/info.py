@@ -43,12 +43,12 @@ class Info:
         return json_response({"object": "list", "data": [model_object(c) for c in self._gateway.catalog.cards()]})
 
     async def model(self, request: Request) -> Response:
-        return json_response(model_object(self._gateway.catalog.named(request.path_params["name"])))
+        return json_response(model_object(self._gateway.catalog.find_model(request.path_params["name"])))
 
     async def health(self, request: Request) -> Response:
         return json_response({"status": "ok", "uptime_s": round(time.monotonic() - self._started, 1)})
 
-    async def ready(self, request: Request) -> Response:
+    async def report_ready(self, request: Request) -> Response:
         """Report whether new requests are accepted."""
         faults = self._gateway.not_ready_reasons()
         state = {"status": "ready" if not faults else "not ready", "faults": faults, "models": len(self._gateway.catalog)}

@@ -45,7 +45,7 @@ async def read_body(
                     pass
         except TimeoutError:
             raise RequestTimeout(f"The body was not complete within {timeout_s:g} s. Repeat the request") from None
-    return body.whole()
+    return body.get_whole()
 
 
 class _Body:
@@ -82,7 +82,7 @@ class _Body:
         self._refusal = error
         self._parts.clear()
 
-    def whole(self) -> bytes:
+    def get_whole(self) -> bytes:
         """Return the body, or raise its refusal."""
         if self._refusal is not None:
             raise self._refusal

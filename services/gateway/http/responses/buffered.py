@@ -49,14 +49,14 @@ class BufferedCompletion(_Buffered):
         """Discard the output."""
         self._choices = {i: _Choice() for i in range(self._count)}
 
-    def started(self, message: InferStarted) -> None:
+    def on_started(self, message: InferStarted) -> None:
         self._prompt_ids = message.prompt_token_ids
 
     def chunk(self, choices: list[Delta]) -> None:
         for delta in choices:
             self._choices.setdefault(delta.get("index", 0), _Choice()).add(delta)
 
-    def finished(self, message: Answered) -> None:
+    def on_finished(self, message: Answered) -> None:
         self._usage = usage(message.usage)
 
     def body(self) -> dict[str, Any]:
@@ -96,13 +96,13 @@ class BufferedEmbeddings(_Buffered):
     def reset(self) -> None:
         """No-op: vectors arrive in one message."""
 
-    def started(self, message: InferStarted) -> None:
+    def on_started(self, message: InferStarted) -> None:
         """No-op: the response shows nothing of it."""
 
     def chunk(self, choices: list[Delta]) -> None:
         raise ValueError("embeddings have no chunks")
 
-    def finished(self, message: Answered) -> None:
+    def on_finished(self, message: Answered) -> None:
         if not isinstance(message, EmbeddingsFinished):
             raise ValueError("an embedding request ended without vectors")
         self._last = message
@@ -125,13 +125,13 @@ class PassthroughOnly(_Buffered):
     def reset(self) -> None:
         """No-op: nothing is kept here."""
 
-    def started(self, message: InferStarted) -> None:
+    def on_started(self, message: InferStarted) -> None:
         """No-op: the response shows nothing of it."""
 
     def chunk(self, choices: list[Delta]) -> None:
         raise ValueError("a response of this route has no tokens")
 
-    def finished(self, message: Answered) -> None:
+    def on_finished(self, message: Answered) -> None:
         raise ValueError("the request ended without a response")
 
     def body(self) -> Any:

@@ -67,7 +67,7 @@ class EventStream:
         self._expected = {index: "".join(texts) for index, texts in self._sent.items()}
         self._sent = {index: [text] for index, text in self._expected.items()}
 
-    def started(self, message: InferStarted) -> None:
+    def on_started(self, message: InferStarted) -> None:
         self._prompt_ids = message.prompt_token_ids
 
     def chunk(self, choices: list[Delta]) -> None:
@@ -85,7 +85,7 @@ class EventStream:
             if finish := delta.get("finish_reason"):
                 self._finish(index, finish)
 
-    def finished(self, message: Answered) -> None:
+    def on_finished(self, message: Answered) -> None:
         if self._include_usage:
             self._out += format_event(self._head.fields() | {"choices": [], "usage": usage(message.usage)})
         if self.before_done is not None:

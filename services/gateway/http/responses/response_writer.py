@@ -140,7 +140,7 @@ class ResponseWriter:
                 await self._forward_tokens(self._sink, send)
             is_done = completion.is_done
             if is_done and completion.error is not None:
-                await request.settled()
+                await request.wait_until_settled()
                 if not self._headers_sent and not (response.is_replay and self._has_pending):
                     raise completion.error
                 if not self._can_send_events:

@@ -72,22 +72,22 @@ def resolve_info(spec: ModelSpec, info: ModelInfo, base: ModelCard | None) -> Mo
         )
     for shape in adapter.modules if base.info.modules else ():
         _check(spec, shape, base, adapter.made_for)
-    return _lent(info, base.info)
+    return _copy_from_base(info, base.info)
 
 
-def _lent(info: ModelInfo, base: ModelInfo) -> ModelInfo:
+def _copy_from_base(info: ModelInfo, base: ModelInfo) -> ModelInfo:
     names = ("architecture", "model_type", "task", "context_length", "kv_bytes_per_token", "has_chat_template")
     return info.model_copy(update={name: getattr(base, name) for name in names})
 
 
 def same_content(info: ModelInfo, known: ModelInfo) -> bool:
     """True if files that were read again match `known`, apart from what a base provides."""
-    return info == known or (info.adapter is not None and _lent(info, known) == known)
+    return info == known or (info.adapter is not None and _copy_from_base(info, known) == known)
 
 
 def _check(spec: ModelSpec, wanted: LinearShape, base: ModelCard, made_for: str) -> None:
     made = f" It was made for {made_for}." if made_for else ""
-    same = [m for m in base.info.modules if _same(m.name, wanted.name)]
+    same = [m for m in base.info.modules if _is_same_matrix(m.name, wanted.name)]
     if not same:
         last = sorted({m.name.rsplit(".", 1)[-1] for m in base.info.modules if m.name.count("*")})
         raise CheckpointInvalid(
@@ -107,7 +107,7 @@ def _check(spec: ModelSpec, wanted: LinearShape, base: ModelCard, made_for: str)
         )
 
 
-def _same(base: str, adapter: str) -> bool:
+def _is_same_matrix(base: str, adapter: str) -> bool:
     """True if two matrix names match; checkpoints may omit or add a prefix before the layers."""
     return base == adapter or adapter.endswith(f".{base}") or base.endswith(f".{adapter}")
 

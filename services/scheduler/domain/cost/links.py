@@ -19,7 +19,7 @@ def link_of(tier: str, links: Iterable[LinkStatus]) -> LinkStatus | None:
     return max(of_tier, key=lambda link: (link.finish_ms or 0.0, link.link), default=None)
 
 
-def slowest(tier: str, device_id: str, status: LoaderStatus | None) -> float | None:
+def find_slowest(tier: str, device_id: str, status: LoaderStatus | None) -> float | None:
     """Return the least bandwidth from a tier to a device, as the loader measured it; None: unknown.
 
     Bytes from remote sources and from memory pass the device's bus too.
@@ -41,7 +41,7 @@ def peer_rate(status: LoaderStatus | None, peer: str, device_id: str) -> float:
     return next((rate for rate in known if rate), DEFAULT_BYTES_PER_SECOND)
 
 
-def afar(status: LoaderStatus) -> float | None:
+def find_remote_bandwidth(status: LoaderStatus) -> float | None:
     """Return the measured bandwidth of the link to remote sources; None: unknown."""
     link = link_of("remote", status.links) if status.links else None
     return link.bytes_per_second if link is not None else None

@@ -52,10 +52,10 @@ def next_scale_up(tx: Transaction, model: Model) -> ScaleUp | None:
         return ScaleUp(model, trigger, since, waiting_model.since if waiting_model else first_message_at)
     if live < model.min_replicas:
         return ScaleUp(model, "min_replicas", tx.now, waiting_model.since if waiting_model else tx.now)
-    return _more(tx, model, running)
+    return _request_replica(tx, model, running)
 
 
-def _more(tx: Transaction, model: Model, running: list[Instance]) -> ScaleUp | None:
+def _request_replica(tx: Transaction, model: Model, running: list[Instance]) -> ScaleUp | None:
     """Return one more replica if the profile's target has exceeded the replicas for long enough."""
     name = model.key
     if not running or len(running) >= model.card.spec.replicas.max:

@@ -34,7 +34,7 @@ def apply_demand(tx: Transaction, event: DemandReceived) -> None:
         and since <= failure_history.failed_at > tx.now - tx.policy.failure_echo_s
     ):
         waiting = 0
-    others = _others(tx, name, reported.gateway)
+    others = _list_others(tx, name, reported.gateway)
     old = next((g for m in [tx.state.demand.get(name)] if m for g in m.gateways if g.gateway == reported.gateway), None)
     parents = reported.traceparents
     if old is not None and old.waiting and waiting:
@@ -46,7 +46,7 @@ def apply_demand(tx: Transaction, event: DemandReceived) -> None:
         tx.put(UsageHistory(name, tx.now) if usage is None else usage.used_at(tx.now))
 
 
-def _others(tx: Transaction, name: str, gateway: str) -> tuple[GatewayDemand, ...]:
+def _list_others(tx: Transaction, name: str, gateway: str) -> tuple[GatewayDemand, ...]:
     known = tx.state.demand.get(name)
     return tuple(g for g in known.gateways if g.gateway != gateway) if known else ()
 
@@ -95,5 +95,5 @@ def _left_ms(tx: Transaction, i: Instance) -> float:
     predicted = plan.chosen.predicted_ms if plan and plan.chosen else None
     if predicted is None and (model := tx.state.models.get(i.model)):
         booked = booking_of(tx.state, i.node, i.device_ids[0])
-        predicted = Forecast(tx.state, model.card, tx.now).on(booked, leaving=False)[1]
+        predicted = Forecast(tx.state, model.card, tx.now).predict_ms(booked, leaving=False)[1]
     return max(0.0, (predicted or 0.0) - (tx.now - i.planned_at) * 1e3)

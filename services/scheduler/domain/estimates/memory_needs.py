@@ -37,7 +37,7 @@ def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
     It is stored durably, so that later starts and later leaders book it.
     """
     model = tx.state.models.get(s.model)
-    nbytes = _measured(s)
+    nbytes = _find_measured_bytes(s)
     if (
         model is None
         or model.card.generation != s.generation
@@ -62,7 +62,7 @@ def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
     tx.put(MeasuredMemory(s.model, s.generation, model.card.spec.engine, {**by_kind, kind: profile}))
 
 
-def _measured(s: InstanceStatus) -> int:
+def _find_measured_bytes(s: InstanceStatus) -> int:
     """Return the measured bytes; 0 before the first request, when the engine has not used all
     memory.
     """

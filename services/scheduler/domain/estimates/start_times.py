@@ -25,7 +25,7 @@ from services.scheduler.domain.cost.formulas import (
     two_way_load_s,
 )
 from services.scheduler.domain.cost.learned import Parameter, observe
-from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, peer_rate, slowest
+from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, find_slowest, peer_rate
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
@@ -35,7 +35,7 @@ from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, estimat
 from services.scheduler.domain.values import value
 from shared.contracts.loader import LoaderStatus, WeightsOnDevice
 from shared.contracts.models import ModelCard
-from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, covered
+from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, measure_covered
 from shared.contracts.plans import RESTORES, Candidate, PlanRecord
 
 NODES_KEPT = 64
@@ -65,7 +65,7 @@ def bandwidth(tier: str, device_id: str = "") -> str:
     return f"bandwidth:{tier}@{device_id}" if device_id else f"bandwidth:{tier}"
 
 
-def resident(state: ClusterState, node: str, card: ModelCard) -> bool:
+def is_resident(state: ClusterState, node: str, card: ModelCard) -> bool:
     """True if the node's loader has all weights of this revision in memory."""
     return node in state.in_memory.get(card.info.revision, ())
 
@@ -151,7 +151,7 @@ class Forecast:
         """True if a load would wait for the node's links."""
         return self._now is not None and self._state.links_busy_until.get(node, 0.0) > self._now
 
-    def on(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
+    def predict_ms(self, b: Booking, *, leaving: bool) -> tuple[dict[str, float], float]:
         """Return milliseconds by phase on a device's node, and in all."""
         found = self.predict(b, leaving=leaving)
         return found.phases, found.ms
@@ -165,7 +165,7 @@ class Forecast:
         key = (b.key if special else "", speed, leaving)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._predicted(b if special else None, speed, leaving)
+            found = self._found[key] = self._compute_prediction(b if special else None, speed, leaving)
         return found
 
     def default_ms(self, bytes_per_second: float | None) -> float:
@@ -194,7 +194,7 @@ class Forecast:
         known = _values(self._state, "", node).get(LEAVING) or _values(self._state, "", ANYWHERE).get(LEAVING)
         return known.value if known is not None else LEAVING_MS
 
-    def _predicted(self, b: Booking | None, bytes_per_second: float | None, leaving: bool) -> Prediction:
+    def _compute_prediction(self, b: Booking | None, bytes_per_second: float | None, leaving: bool) -> Prediction:
         """Predict for a device `b` of a known node; None: for any other of that bandwidth."""
         if b is None and not leaving and not self._anywhere:
             return _prior(self._load_ms(bytes_per_second), self._afar)
@@ -235,7 +235,7 @@ class Forecast:
             peers = bytes_on_peers(status, memory, info.revision) if status is not None else {}
             return self._bring_units(phases, b, own, status, tier, units, queued, peers)
         known = own.get(bandwidth(tier, b.device_id)) or own.get(bandwidth(tier))
-        speed = known.value if known is not None else slowest(tier, b.device_id, status)
+        speed = known.value if known is not None else find_slowest(tier, b.device_id, status)
         there = on_device(status, info.revision, b.device_id)
         missing = max(0, info.weights_bytes - there)
         if tier == "dram":
@@ -269,9 +269,9 @@ class Forecast:
         missing = min(whole, there.missing_bytes) if there is not None else whole
         read = 0 if tier == "dram" else there.read_bytes if there is not None else whole
         copied = own.get(bandwidth("dram", b.device_id))
-        bus = copied.value if copied is not None else slowest("dram", b.device_id, status)
+        bus = copied.value if copied is not None else find_slowest("dram", b.device_id, status)
         known = own.get(bandwidth(tier, b.device_id)) or own.get(bandwidth(tier))
-        source = known.value if known is not None else slowest(tier, "", status) or b.bytes_per_second
+        source = known.value if known is not None else find_slowest(tier, "", status) or b.bytes_per_second
         fixed = own.get(REUSING)
         seconds = load_s(missing, bus or DEFAULT_BYTES_PER_SECOND)
         if read:
@@ -297,7 +297,7 @@ class Forecast:
         return "remote" if self.is_remote else "ssd"
 
     def _tier(self, node: str) -> str:
-        if resident(self._state, node, self.card):
+        if is_resident(self._state, node, self.card):
             return "dram"
         return "ssd" if node in self._state.on_disk.get(self.card.info.revision, ()) else self._afar
 
@@ -366,7 +366,7 @@ def resumes_faster(state: ClusterState, i: Instance) -> bool:
     resume_ms = report.status.suspension.resume_ms if report is not None else None
     if resume_ms is None or model is None:
         return True
-    _, restart_ms = Forecast(state, model.card).on(booking_of(state, i.node, i.device_ids[0]), leaving=False)
+    _, restart_ms = Forecast(state, model.card).predict_ms(booking_of(state, i.node, i.device_ids[0]), leaving=False)
     return resume_ms <= restart_ms
 
 
@@ -384,10 +384,10 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
     reserved = _reserved_ms(plan)
     found = []
     if chosen.clearing in ("evict", "suspend", "preempt", "migrate") and reserved is not None:
-        found += [_moved(state, "", node, {LEAVING: reserved}, {LEAVING: LEAVING_MS}) for node in (chosen.node, ANYWHERE)]
+        found += [_estimate_moved(state, "", node, {LEAVING: reserved}, {LEAVING: LEAVING_MS}) for node in (chosen.node, ANYWHERE)]
     if plan.way in RESTORES:
         if (took := phases.get(Phase.RESTORE.value)) is not None:
-            found.append(_moved(state, plan.model, chosen.node, {RESUMING: took}, {RESUMING: DEFAULT_RESUME_MS}))
+            found.append(_estimate_moved(state, plan.model, chosen.node, {RESUMING: took}, {RESUMING: DEFAULT_RESUME_MS}))
         return found
     loads_itself, weights = model.card.spec.loads_itself, model.card.info.weights_bytes
     own = dict(phases)
@@ -395,10 +395,10 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
         for name in BRINGING:
             own.pop(name, None)
         spans = [(s.start_ms, s.end_ms) for s in plan.measured if s.phase.value in BRINGING]
-        ms = covered(spans) - min(chosen.queued_ms, 0.9 * covered(spans))
+        ms = measure_covered(spans) - min(chosen.queued_ms, 0.9 * measure_covered(spans))
         missing = weights - chosen.resident_bytes
         if chosen.read_bytes is not None:
-            own |= _reused(state, plan.model, chosen, ms, missing)
+            own |= _observe_reuse(state, plan.model, chosen, ms, missing)
         elif ms > _LEAST_LOAD_MS and missing > 0 and chosen.source:
             own[bandwidth(chosen.source)] = speed = missing / (ms / 1e3)
             if not chosen.device_ids[0].startswith("cpu"):
@@ -409,12 +409,12 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
     priors = PRIOR_MS if model.card.spec.engine == "builtin" else {}
     return [
         *found,
-        _moved(state, plan.model, chosen.node, own, priors),
-        _moved(state, plan.model, ANYWHERE, anywhere, priors),
+        _estimate_moved(state, plan.model, chosen.node, own, priors),
+        _estimate_moved(state, plan.model, ANYWHERE, anywhere, priors),
     ]
 
 
-def _reused(state: ClusterState, model: str, chosen: Candidate, ms: float, missing: int) -> dict[str, float]:
+def _observe_reuse(state: ClusterState, model: str, chosen: Candidate, ms: float, missing: int) -> dict[str, float]:
     """Return what a load to a separate device has measured: of the slower of its two parts."""
     device_id, read = chosen.device_ids[0], chosen.read_bytes or 0
     if chosen.peer_bytes:  # the loader measures the links between devices itself
@@ -437,7 +437,7 @@ def _reserved_ms(plan: PlanRecord) -> float | None:
     took = plan.chosen.took_ms if plan.chosen is not None else None
     decided = plan.measured_ms - took if plan.measured_ms is not None and took is not None else float("-inf")
     spans = [(max(s.start_ms, decided), s.end_ms) for s in plan.measured if s.phase is Phase.RESERVE and s.end_ms > decided]
-    return covered(spans) if spans else None
+    return measure_covered(spans) if spans else None
 
 
 def _by_phase(plan: PlanRecord) -> dict[str, float]:
@@ -450,7 +450,9 @@ def _of_the_zygote(span: PhaseSpan) -> bool:
     return span.phase is Phase.CONTAINER and span.detail.get("launcher") == NEW_ZYGOTE
 
 
-def _moved(state: ClusterState, model: str, node: str, measured: Mapping[str, float], priors: Mapping[str, float]) -> Estimate:
+def _estimate_moved(
+    state: ClusterState, model: str, node: str, measured: Mapping[str, float], priors: Mapping[str, float]
+) -> Estimate:
     known = dict(_values(state, model, node))
     for quantity, now in measured.items():
         before = known.get(quantity)

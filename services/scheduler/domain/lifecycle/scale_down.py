@@ -48,7 +48,7 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
     if i.trigger == TRIGGER and may_ask and (order := _parks(tx, i)) is not None:
         return order
     if not ready:
-        return ("drain", "no request waits for it") if _unwanted(tx, i, model) else None
+        return ("drain", "no request waits for it") if _is_unwanted(tx, i, model) else None
     if may_ask and idle is not None and _idle_too_long(tx, i, model, idle):
         return prefer_suspend(tx, i, "if_idle") if resumes_faster(tx.state, i) else "if_idle", "idle for longer than keep_alive"
     return None
@@ -73,7 +73,7 @@ def _parks(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
     return None
 
 
-def _unwanted(tx: Transaction, i: Instance, model: Model) -> bool:
+def _is_unwanted(tx: Transaction, i: Instance, model: Model) -> bool:
     """True for a start without demand; gateways first get time to repeat theirs to a new leader."""
     if model.card.spec.park and len(tx.state.live_instances(model)) == 1:
         return False  # it is to be parked anyway

@@ -20,7 +20,7 @@ def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
         True if something was started; the model may then need one more.
     """
     model = tx.state.models[needed.model.key]
-    placement = _placed(tx, model, needed)
+    placement = _place_replica(tx, model, needed)
     if placement.chosen is not None:
         start_instance(tx, model, placement, needed.trigger, needed.first_message_at)
         tx.drop(Unschedulable, model.key)
@@ -40,7 +40,7 @@ def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
     return False
 
 
-def _placed(tx: Transaction, model: Model, needed: ScaleUp) -> Placement:
+def _place_replica(tx: Transaction, model: Model, needed: ScaleUp) -> Placement:
     """Place a replica on a node without the model, if possible: for availability and bandwidth."""
     waited, kept = needed.waited_s(tx.now), needed.trigger == "min_replicas"
     if tx.state.live_instances(model):

@@ -22,7 +22,7 @@ from services.scheduler.domain.state.entities import Instance, Leaving, Model
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import ANYWHERE, Cooldown, Estimate, InstanceReport, Waiter, estimate_key
-from services.scheduler.domain.values import replace, unchecked
+from services.scheduler.domain.values import create_unchecked, replace
 from shared.contracts import subjects
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
@@ -49,7 +49,7 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
         instance = _new_instance(tx, model, chosen, plan_id, number, trigger, since)
     else:
         instance = _claim_suspended(tx, placement.resume, plan_id, number, trigger, since)
-    plan = unchecked(
+    plan = create_unchecked(
         PlanRecord,
         {
             "plan_id": plan_id,

@@ -181,13 +181,13 @@ def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit 
         return "its nodeagent has just refused a reservation"
     failed, card = b.key in r.avoid, r.model.card
 
-    def lacking(gone: Iterable[str]) -> int:
+    def sum_lacking(gone: Iterable[str]) -> int:
         return lacking_bytes(tx.state, b, card, r.need_bytes, frozenset(gone))
 
-    if lacking(()) == 0:
+    if sum_lacking(()) == 0:
         return DeviceFit(device_view(b, failed=failed), NOTHING_TO_CLEAR, 0)
     leaving = [i.instance_id for i in tx.state.on_device(b.node, b.device_id) if i.leaving != "no"]
-    short = lacking(leaving)
+    short = sum_lacking(leaving)
     if short == 0:
         return DeviceFit(device_view(b, failed=failed), _LEAVING, 0)
     while True:
@@ -195,7 +195,7 @@ def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit 
         if isinstance(clearance, str):
             need = needed_bytes(tx.state, b, card, r.need_bytes)
             return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}"
-        more = lacking([*leaving, *clearance.victims])
+        more = sum_lacking([*leaving, *clearance.victims])
         if more == 0:
             return DeviceFit(view, clearance, short)
         short = max(short + more, clearance.freed_bytes + 1)

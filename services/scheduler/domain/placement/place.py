@@ -37,7 +37,7 @@ from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.entities import Model
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Presence
-from services.scheduler.domain.values import unchecked, value
+from services.scheduler.domain.values import create_unchecked, value
 from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
 
@@ -88,7 +88,7 @@ def place(
         return Placement(
             "wait", f"backing off after {failure_history.failures} failures in a row: {model.error or 'unknown error'}"
         )
-    if not any(alive(p) for p in tx.state.presence.values()):  # 2
+    if not any(is_alive(p) for p in tx.state.presence.values()):  # 2
         reason = "no node is alive; start one with `thaw up`, or python -m services.nodeagent and services.loader"
         absent = tx.now - max((p.last_message_at for p in tx.state.presence.values()), default=-math.inf)
         hopeless = min(waited, absent) > tx.policy.no_node_timeout_s
@@ -101,7 +101,7 @@ def place(
         model,
         ask_of(tx, model, whole, waited, extra=extra),
         not extra and waited >= tx.policy.preempt_after_s,
-        thaw.PROFILE if starving(tx, waited) else tx.policy.profile,
+        thaw.PROFILE if is_starving(tx, waited) else tx.policy.profile,
         need,
         devices,
         failure_history.failed_devices if failure_history else (),
@@ -117,7 +117,7 @@ def place(
         if any(isinstance(f, FeasiblePlacement) for f in found):
             break
     if possible := [c for c in considered if isinstance(c, FeasiblePlacement)]:  # 4 to 7
-        return _chosen(tx, request, possible, considered)
+        return _choose_placement(tx, request, possible, considered)
     candidates = _candidates(considered)
     if text := never_fits_reason(tx, model.key, whole, devices):  # 3
         return Placement("impossible", text, candidates, error=InsufficientMemory(text))
@@ -140,7 +140,7 @@ def never_fits_reason(tx: Transaction, name: str, whole: int, devices: int) -> s
     need = -(-whole // devices)
     if devices == 1:
         largest = tx.bookings().largest_budget()
-        return impossible(name, need, largest) if need > largest else ""
+        return describe_impossible(name, need, largest) if need > largest else ""
     enough = 0
     for node in tx.state.nodes.values():
         booked = [b for x in node.devices if (b := tx.state.bookings.get(device_key(node.name, x.device_id))) is not None]
@@ -164,12 +164,12 @@ def ask_of(tx: Transaction, model: Model, need: int, waited: float, *, extra: bo
     )
 
 
-def starving(tx: Transaction, waited: float) -> bool:
+def is_starving(tx: Transaction, waited: float) -> bool:
     """True if the model has waited so long that it goes before all others."""
     return waited >= max(tx.policy.starve_after_s, tx.policy.preempt_after_s)
 
 
-def _chosen(
+def _choose_placement(
     tx: Transaction, r: PlacementRequest, possible: list[FeasiblePlacement], considered: list[Candidate | FeasiblePlacement]
 ) -> Placement:
     seed = f"{tx.state.epoch}/{tx.numbers_issued()}/{r.model.key}"
@@ -178,12 +178,12 @@ def _chosen(
         reason = f"the policy {r.profile.name} accepts none of the options"
         return Placement("wait", reason, _candidates(considered))
     best = next(p for p in possible if p.option is option)
-    chosen = _recorded(best)
+    chosen = _record_candidate(best)
     candidates = _candidates([chosen if c is best else c for c in considered])
     moves = tuple(sorted(option.clearance.moves.items()))
     return Placement(
         chosen.way,
-        _why(best),
+        _explain_choice(best),
         candidates,
         chosen,
         option.clearance.victims,
@@ -193,7 +193,7 @@ def _chosen(
     )
 
 
-def alive(presence: Presence) -> bool:
+def is_alive(presence: Presence) -> bool:
     return presence.alive and presence.status is not None and not presence.status.stopping
 
 
@@ -206,9 +206,9 @@ def _candidates(considered: list[Candidate | FeasiblePlacement]) -> tuple[Candid
             found.append(c)
         elif c.option.clearance is NOTHING_TO_CLEAR:
             same = last is not None and last.prediction is c.prediction
-            found.append(_same_except_device(c, like=found[-1]) if same else _recorded(c))
+            found.append(_same_except_device(c, like=found[-1]) if same else _record_candidate(c))
         else:
-            found.append(_recorded(c))
+            found.append(_record_candidate(c))
         last = None if isinstance(c, Candidate) else c
     return tuple(sorted(found, key=_name))
 
@@ -220,21 +220,21 @@ def _obstacles(candidates: tuple[Candidate, ...], devices: int) -> str:
     return "no device has room: " + "; ".join(f"{c.node}/{c.device_ids[0]}: {c.excluded}" for c in candidates) + others
 
 
-def impossible(name: str, need: int, largest: int) -> str:
+def describe_impossible(name: str, need: int, largest: int) -> str:
     return (
         f"{name} needs {gib(need)} and the largest device budget is {gib(largest)}: add a node with a larger budget, "
         f"or lower max_model_len, max_concurrency or engine_args.kv_cache_bytes"
     )
 
 
-def _recorded(p: FeasiblePlacement) -> Candidate:
+def _record_candidate(p: FeasiblePlacement) -> Candidate:
     option, prediction, clearance = p.option, p.prediction, p.option.clearance
     free = clearance.how == "none"
     if p.resume is None:
         way: Way = "load" if free else "evict_then_load"
     else:
         way = "restore" if free else "evict_then_restore"
-    return unchecked(
+    return create_unchecked(
         Candidate,
         {
             "node": p.node,
@@ -267,17 +267,17 @@ def _recorded(p: FeasiblePlacement) -> Candidate:
 def _same_except_device(p: FeasiblePlacement, like: Candidate) -> Candidate:
     """Return a record that differs from another one only in the device."""
     there = {"node": p.node, "device_ids": p.device_ids, "free_bytes": max(0, p.option.free_bytes)}
-    return unchecked(Candidate, {**like.__dict__, **there})
+    return create_unchecked(Candidate, {**like.__dict__, **there})
 
 
-def _why(best: FeasiblePlacement) -> str:
+def _explain_choice(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
     if best.resume is not None:
         gone = f" once these are evicted: {labels}" if labels else ""
         return f"{best.resume} is suspended on {at} and resumes soonest{gone}"
     match best.option.clearance.how:
         case "none":
-            chosen = _recorded(best)
+            chosen = _record_candidate(best)
             there = ", ".join(filter(None, (chosen.already_there, chosen.from_peers)))
             return f"{at} has room and is predicted to be ready soonest" + (f": {there}" if there else "")
         case "leaving":

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from services.scheduler.domain.demand.replica_targets import ScaleUp, next_scale_up
 from services.scheduler.domain.demand.slo import queue_alpha, slo_usage
 from services.scheduler.domain.estimates.memory_needs import start_bytes
-from services.scheduler.domain.placement.place import ask_of, place, starving
+from services.scheduler.domain.placement.place import ask_of, is_starving, place
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Unschedulable
 
@@ -33,21 +33,21 @@ def scale_up_queue(tx: Transaction, names: Iterable[str]) -> list[ScaleUp]:
             found[name] = needed
         elif name in tx.state.unschedulable:
             _clear_unschedulable(tx, name)
-    return _ordered(tx, found) if len(found) > 1 else list(found.values())
+    return _order_scale_ups(tx, found) if len(found) > 1 else list(found.values())
 
 
-def _ordered(tx: Transaction, found: dict[str, ScaleUp]) -> list[ScaleUp]:
-    starved = [w for w in found.values() if not w.is_extra and starving(tx, w.waited_s(tx.now))]
+def _order_scale_ups(tx: Transaction, found: dict[str, ScaleUp]) -> list[ScaleUp]:
+    starved = [w for w in found.values() if not w.is_extra and is_starving(tx, w.waited_s(tx.now))]
     first = sorted(starved, key=lambda w: (min(w.since, w.first_message_at), w.model.key))
     others = [w for w in found.values() if w not in first]
     asks = [ask_of(tx, w.model, start_bytes(tx.state, w.model.card), tx.now - w.since, extra=w.is_extra) for w in others]
     ordered = [a.model for a in tx.policy.profile.order(asks, slo_usage(tx), queue_alpha(tx))]
     # keep the models that a profile omits
     names = dict.fromkeys([*ordered, *(w.model.key for w in others)])
-    return [*first, *_together(tx, [found[n] for n in names])]
+    return [*first, *_order_by_regret(tx, [found[n] for n in names])]
 
 
-def _together(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
+def _order_by_regret(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
     """Order simultaneous demand by regret: models that lose most if another takes their best place.
 
     Which of them arrived first is chance, and their total wait is not. Beyond `AT_ONCE` models,
@@ -58,7 +58,7 @@ def _together(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
     result: list[ScaleUp] = []
     group: list[ScaleUp] = []
     for needed in ordered:
-        if group and not _alike(group[0], needed):
+        if group and not _is_simultaneous(group[0], needed):
             result += _by_regret(tx, group)
             group = []
         group.append(needed)
@@ -69,7 +69,7 @@ WEIGHED = 8
 """Larger groups are not ordered by regret: each comparison costs a placement decision."""
 
 
-def _alike(a: ScaleUp, b: ScaleUp) -> bool:
+def _is_simultaneous(a: ScaleUp, b: ScaleUp) -> bool:
     same = a.model.card.spec.priority == b.model.card.spec.priority and a.is_extra == b.is_extra
     return same and abs(a.since - b.since) <= SAME_TIME_S
 

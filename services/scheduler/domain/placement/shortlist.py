@@ -54,7 +54,7 @@ def shortlists(
         yield list(tx.state.bookings.values())
         return
     search = _Search(tx, avoid, forecast, excludes)
-    for fitting in (search.fitting(need), search.fitting_soon(need)):
+    for fitting in (search.iter_fitting(need), search.fitting_soon(need)):
         if first := list(islice(fitting, FITTING)):  # A, B
             yield [*first, *search.sooner_with_idle_gone(need, than=first[0])]
             return
@@ -81,11 +81,11 @@ class _Search:
                 keys.update([device_key(name, device.device_id) for device in node.devices])
         self._apart = {key: self._view.get(key) for key in keys}
 
-    def fitting(self, need: int) -> Iterator[Booking]:
+    def iter_fitting(self, need: int) -> Iterator[Booking]:
         def of_class(ms: float, known: BandwidthClass) -> Iterator[Ranked]:
-            return self._open(ms, _from(known.free, need)) if known.free[-1][0] >= need else _NONE
+            return self._open(ms, _iter_from(known.free, need)) if known.free[-1][0] >= need else _NONE
 
-        return self._best(of_class, lambda b: b.free_bytes if b.free_bytes >= self._needed(b, need) else None)
+        return self._iter_best(of_class, lambda b: b.free_bytes if b.free_bytes >= self._compute_needed(b, need) else None)
 
     def fitting_soon(self, need: int) -> Iterator[Booking]:
         def of_class(ms: float, known: BandwidthClass) -> Iterator[Ranked]:
@@ -94,16 +94,16 @@ class _Search:
             found = [b for key in known.leaving if (b := self._view.get(key)) is not None and b.free_soon_bytes >= need]
             return self._open(ms, sorted([(b.free_bytes, b.key) for b in found]))
 
-        return self._best(of_class, lambda b: b.free_bytes if b.free_soon_bytes >= self._needed(b, need) else None)
+        return self._iter_best(of_class, lambda b: b.free_bytes if b.free_soon_bytes >= self._compute_needed(b, need) else None)
 
     def with_idle_gone(self, need: int) -> Iterator[Booking]:
         return self._may_fit(
-            lambda b: b.free_soon_bytes + b.idle_bytes >= self._needed(b, need), lambda known: known.with_idle[-1] >= need
+            lambda b: b.free_soon_bytes + b.idle_bytes >= self._compute_needed(b, need), lambda known: known.with_idle[-1] >= need
         )
 
     def with_all_gone(self, need: int) -> Iterator[Booking]:
         return self._may_fit(
-            lambda b: b.free_soon_bytes + b.idle_bytes < self._needed(b, need) <= b.free_soon_bytes + b.evictable_bytes,
+            lambda b: b.free_soon_bytes + b.idle_bytes < self._compute_needed(b, need) <= b.free_soon_bytes + b.evictable_bytes,
             lambda known: known.with_all[-1] >= need and known.with_idle[0] < need,
         )
 
@@ -113,16 +113,16 @@ class _Search:
         """
         if not self._forecast.known_nodes:
             return []
-        limit = self._forecast.on(than, leaving=False)[1]
+        limit = self._forecast.predict_ms(than, leaving=False)[1]
 
         def rank(b: Booking) -> float | None:
-            least = self._needed(b, need)
+            least = self._compute_needed(b, need)
             apart = b.node in self._forecast.known_nodes and b.free_soon_bytes < least <= b.free_soon_bytes + b.idle_bytes
-            return b.idle_since if apart and self._forecast.on(b, leaving=True)[1] < limit else None
+            return b.idle_since if apart and self._forecast.predict_ms(b, leaving=True)[1] < limit else None
 
         return [b for *_, b in nsmallest(CLEARED, self._distinct_devices(rank))]
 
-    def _needed(self, b: Booking, need: int) -> int:
+    def _compute_needed(self, b: Booking, need: int) -> int:
         """Return the bytes needed on a device that may have some of the weights in use."""
         return needed_bytes(self._state, b, self._forecast.card, need) if b.is_separate else need
 
@@ -135,7 +135,7 @@ class _Search:
         def of_class(ms: float, known: BandwidthClass) -> Iterator[Ranked]:
             return (r for r in self._open(ms, known.idle_since) if fits(r[3])) if any_fits(known) else _NONE
 
-        return self._best(of_class, lambda b: b.idle_since if fits(b) else None)
+        return self._iter_best(of_class, lambda b: b.idle_since if fits(b) else None)
 
     def _open(self, ms: float, ordered: Iterable[tuple[float, str]]) -> Iterator[Ranked]:
         """Yield the ordinary devices that are not cooling down, with or without busy links."""
@@ -149,7 +149,7 @@ class _Search:
             if excludes is None or not excludes(found):
                 yield False, ms, rank, found
 
-    def _best(self, of_class: OfClass, rank: Callable[[Booking], float | None]) -> Iterator[Booking]:
+    def _iter_best(self, of_class: OfClass, rank: Callable[[Booking], float | None]) -> Iterator[Booking]:
         """Yield the devices of all classes and the ones examined one by one, best first."""
         apart = sorted(self._distinct_devices(rank))
         return map(_device, merge(self._of_classes(of_class), apart) if apart else self._of_classes(of_class))
@@ -173,8 +173,8 @@ class _Search:
             if self._excludes is not None and self._excludes(b):
                 continue
             if (value := rank(b)) is not None:
-                yield (key in self._avoid, self._forecast.on(b, leaving=False)[1], value, b)
+                yield (key in self._avoid, self._forecast.predict_ms(b, leaving=False)[1], value, b)
 
 
-def _from(ordered: list[tuple[int, str]], least: int) -> Iterator[tuple[int, str]]:
+def _iter_from(ordered: list[tuple[int, str]], least: int) -> Iterator[tuple[int, str]]:
     return islice(ordered, bisect_left(ordered, (least, "")), None)

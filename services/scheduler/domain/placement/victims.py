@@ -25,7 +25,7 @@ def clear_device(
     tx: Transaction, request: PlacementRequest, b: Booking, short: int, *, failed: bool
 ) -> tuple[DeviceView, Clearance | str]:
     """Return the device, and the victims that free `short` bytes, or why there are too few."""
-    view = device_view(b, failed=failed, residents=residents(tx, request, b))
+    view = device_view(b, failed=failed, residents=list_residents(tx, request, b))
     clearance = request.profile.clear(request.ask, view, short, tx.now)
     if clearance is not None and _is_valid(view, clearance, short, preempt=request.may_preempt):
         return view, clearance
@@ -41,15 +41,19 @@ NOISE_S = 0.05
 """Two measurements of one start differ by this much: of equal instances the longest idle goes."""
 
 
-def residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[Resident, ...]:
+def list_residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[Resident, ...]:
     """Return the instances that hold memory of the device and could leave."""
     there = tx.state.on_device(b.node, b.device_id)
     return tuple(
-        [_resident(tx, i, request, b) for i in there if not i.is_claim and i.leaving == "no" and i.model != request.model.key]
+        [
+            _describe_resident(tx, i, request, b)
+            for i in there
+            if not i.is_claim and i.leaving == "no" and i.model != request.model.key
+        ]
     )
 
 
-def _resident(tx: Transaction, i: Instance, request: PlacementRequest, b: Booking) -> Resident:
+def _describe_resident(tx: Transaction, i: Instance, request: PlacementRequest, b: Booking) -> Resident:
     owner = tx.state.models.get(i.model)
     report = tx.state.reports.get(i.instance_id)
     load = report.status.load if report is not None else None
@@ -83,7 +87,7 @@ def _resident(tx: Transaction, i: Instance, request: PlacementRequest, b: Bookin
         resume_s=resume_requests_s(tx.state, i) if state == "serving" else None,
         moves=moves,
         replicas=_copies(tx, owner),
-        protected_reason=_protected(tx, i, owner, request, wanted=wanted, moves=bool(moves)) or "",
+        protected_reason=_explain_protected(tx, i, owner, request, wanted=wanted, moves=bool(moves)) or "",
     )
 
 
@@ -106,7 +110,7 @@ def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
     return restart if resume_ms is None else min(restart, resume_ms / 1e3)
 
 
-def _protected(
+def _explain_protected(
     tx: Transaction, i: Instance, owner: Model | None, request: PlacementRequest, *, wanted: bool, moves: bool
 ) -> str | None:
     if owner is not None and owner.card.spec.pin:

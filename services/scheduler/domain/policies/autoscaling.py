@@ -9,7 +9,7 @@ scripts/kubernetes/vllm/src/scheduler.py, autoscaling_time_window) has 1 second.
 
 from __future__ import annotations
 
-from services.scheduler.domain.policies.common import bounded
+from services.scheduler.domain.policies.common import clamp_replicas
 from services.scheduler.domain.policies.port import Demand
 
 WINDOW_S = 1.0
@@ -17,7 +17,7 @@ GROUP = 4
 """Workers of one pipeline at most (§4.1)."""
 
 
-def predicted(demand: Demand) -> int:
+def predict_requests(demand: Demand) -> int:
     """Return the requests of the next window at most: of the last, or of the fullest recent one."""
     return max(demand.window_requests, demand.peak_requests)
 
@@ -28,9 +28,9 @@ def scale(demand: Demand) -> int:
     Without demand none are added or removed: instances stop by their keep-alive.
     """
     if not demand.waiting:
-        return bounded(demand, demand.live)
-    needed = -(-(demand.waiting + demand.running + predicted(demand)) // max(1, demand.capacity))
-    return bounded(demand, max(demand.live, needed))
+        return clamp_replicas(demand, demand.live)
+    needed = -(-(demand.waiting + demand.running + predict_requests(demand)) // max(1, demand.capacity))
+    return clamp_replicas(demand, max(demand.live, needed))
 
 
 def groups(workers: int, stages: int = 1) -> list[int]:

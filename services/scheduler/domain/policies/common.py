@@ -8,7 +8,7 @@ from services.scheduler.domain.cost.cost import Clearing
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Resident, Usage
 
 
-def inactive(device: DeviceView, model: str = "") -> list[Resident]:
+def list_inactive(device: DeviceView, model: str = "") -> list[Resident]:
     """Return the idle and parked instances and reusable weights that may leave, of other models."""
     return [
         r
@@ -21,7 +21,7 @@ def inactive(device: DeviceView, model: str = "") -> list[Resident]:
     ]
 
 
-def movable(device: DeviceView, model: str = "") -> list[Resident]:
+def list_movable(device: DeviceView, model: str = "") -> list[Resident]:
     """Return the serving instances that may be preempted."""
     return [r for r in device.residents if r.state == "serving" and not r.protected_reason and r.model != model]
 
@@ -46,7 +46,7 @@ def in_order(
 
 def evict_lru(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
     """Evict idle instances, least recently used first."""
-    return in_order(sorted(inactive(device, ask.model), key=lambda r: (r.last_used, r.key)), short)
+    return in_order(sorted(list_inactive(device, ask.model), key=lambda r: (r.last_used, r.key)), short)
 
 
 def evict_none(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
@@ -59,7 +59,7 @@ def arrivals(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> li
     return sorted(asks, key=lambda a: (-a.waited_s, -a.priority, a.model, a.request_id))
 
 
-def soonest(ask: Ask, options: Sequence[Option], seed: str = "") -> Option | None:
+def choose_soonest(ask: Ask, options: Sequence[Option], seed: str = "") -> Option | None:
     """Return the option that is ready first; of equals the cheapest, then the best fit."""
     return min(options, key=lambda o: (o.cost.total_s, o.clearance.penalty_s, o.free_bytes, o.key), default=None)
 
@@ -82,13 +82,13 @@ def keep_until_needed(keep_alive: float, load_s: float) -> float:
 def one_each(demand: Demand) -> int:
     """One instance while requests wait or run, within the model's bounds."""
     wanted = max(demand.live, 1) if demand.waiting else demand.live
-    return bounded(demand, wanted)
+    return clamp_replicas(demand, wanted)
 
 
 def per_request(demand: Demand) -> int:
     """As many instances as the present requests fill (ServerlessLLM §7.4: concurrency 1)."""
-    return bounded(demand, -(-(demand.waiting + demand.running) // max(1, demand.capacity)))
+    return clamp_replicas(demand, -(-(demand.waiting + demand.running) // max(1, demand.capacity)))
 
 
-def bounded(demand: Demand, wanted: int) -> int:
+def clamp_replicas(demand: Demand, wanted: int) -> int:
     return max(demand.min_replicas, min(demand.max_replicas, wanted))

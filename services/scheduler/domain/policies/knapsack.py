@@ -75,28 +75,28 @@ def least_time(victims: Sequence[EvictionCandidate], short: int) -> EvictionPlan
         reached = list(front)
         for state in front:
             if victim.unload_s is not None:
-                reached.append(_left(state, victim, "", victim.unload_s, state.used))
+                reached.append(_add_victim(state, victim, "", victim.unload_s, state.used))
             for move in victim.moves:
                 n = at[move.device]
                 taken = state.used[n] + victim.nbytes
                 if taken <= free[move.device]:
                     used = (*state.used[:n], taken, *state.used[n + 1 :])
-                    reached.append(_left(state, victim, move.device, move.total_s, used))
+                    reached.append(_add_victim(state, victim, move.device, move.total_s, used))
         for state in reached:
             if state.freed >= short and (best is None or (state.cost, state.moves) < (best.cost, best.moves)):
                 best = state
         limit = best
-        front = _front([s for s in reached if s.freed < short and (limit is None or s.cost < limit.cost)], short)
+        front = _prune_to_front([s for s in reached if s.freed < short and (limit is None or s.cost < limit.cost)], short)
     return EvictionPlan(best.moves, best.cost[0], best.freed) if best is not None else None
 
 
-def _left(state: _State, victim: EvictionCandidate, device: str, seconds: float, used: tuple[int, ...]) -> _State:
+def _add_victim(state: _State, victim: EvictionCandidate, device: str, seconds: float, used: tuple[int, ...]) -> _State:
     total, count, recency = state.cost
     cost = (total + seconds, count + 1, recency + victim.last_used)
     return _State(cost, state.freed + victim.nbytes, used, (*state.moves, (victim.key, device)))
 
 
-def _front(states: list[_State], short: int) -> list[_State]:
+def _prune_to_front(states: list[_State], short: int) -> list[_State]:
     kept: list[_State] = []
     for state in sorted(states, key=lambda s: (s.cost, -s.freed, s.used, s.moves)):
         freed = min(short, state.freed)

@@ -266,7 +266,7 @@ class Profile:
     about: str = ""
 
 
-def drawn(seed: str, *parts: str) -> float:
+def draw_number(seed: str, *parts: str) -> float:
     """Return a number in [0, 1) that depends on the arguments only."""
     digest = blake2b("\0".join((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -27,8 +27,8 @@ from collections.abc import Mapping, Sequence
 
 from services.scheduler.domain.cost.cost import Clearing
 from services.scheduler.domain.policies import torpor_queue
-from services.scheduler.domain.policies.autoscaling import predicted
-from services.scheduler.domain.policies.common import bounded
+from services.scheduler.domain.policies.autoscaling import predict_requests
+from services.scheduler.domain.policies.common import clamp_replicas
 from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time, ways_out
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Profile, Resident, Usage
 
@@ -43,7 +43,7 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
     high = torpor_queue.high_priority(book, alpha) if book and len(asks) > 1 else frozenset()
 
     def place(a: Ask) -> tuple[object, ...]:
-        left = _left(a)
+        left = _compute_seconds_left(a)
         if a.slo_ttft_s is None or left < 0:
             return (-a.priority, a.is_extra, True, False, -a.waited_s, a.model, a.request_id)
         return (-a.priority, a.is_extra, False, a.model in book and a.model not in high, left, a.model, a.request_id)
@@ -51,7 +51,7 @@ def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[
     return sorted(asks, key=place)
 
 
-def _left(ask: Ask) -> float:
+def _compute_seconds_left(ask: Ask) -> float:
     """Return the seconds until the first token is due."""
     return ask.deadline_s if ask.deadline_s is not None else (ask.slo_ttft_s or 0.0) - ask.waited_s
 
@@ -63,9 +63,9 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     for r in device.residents:
         if not r.protected_reason and r.model != ask.model and r.state != "leaving":
             (serving if r.state == "serving" else idle).append(r)
-    if (taken := _cheapest(idle, short)) is not None:
+    if (taken := _choose_cheapest(idle, short)) is not None:
         return _clearance("evict", taken, sum([_loss(r) for r in taken]))
-    return _moved(idle, serving, short) or _interrupted(ask, idle, serving, short)
+    return _plan_moves(idle, serving, short) or _plan_preemption(ask, idle, serving, short)
 
 
 def _loss(r: Resident) -> float:
@@ -84,7 +84,7 @@ def _loss(r: Resident) -> float:
     )
 
 
-def _cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
+def _choose_cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
     """Return the cheapest victims that free enough: by cost per byte without surplus, or a single
     one.
     """
@@ -114,7 +114,7 @@ def _clearance(how: Clearing, taken: Sequence[Resident], penalty: float) -> Clea
     return Clearance(how, tuple([r.key for r in taken]), sum([r.nbytes for r in taken]), penalty_s=penalty)
 
 
-def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
+def _plan_moves(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
     """Return serving victims to migrate and idle ones to evict, with the least total time."""
     leaving = [EvictionCandidate(r.key, r.nbytes, r.last_used, unload_s=_loss(r)) for r in idle]
     moving = [EvictionCandidate(r.key, r.nbytes, r.last_used, ways) for r in serving if (ways := ways_out(r))]
@@ -133,7 +133,7 @@ def _moved(idle: list[Resident], serving: list[Resident], short: int) -> Clearan
     )
 
 
-def _interrupted(ask: Ask, idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
+def _plan_preemption(ask: Ask, idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
     """Return victims to preempt or drain, if that is cheaper than waiting for their requests.
 
     Between equal priorities preemption only changes who waits, so that the new request must also be
@@ -173,13 +173,13 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
     at = o.devices[0]
     failed = at.has_failed or (len(o.devices) > 1 and any(d.has_failed for d in o.devices))
     slow = ask.slo_tpot_s is not None and o.tpot_s > ask.slo_tpot_s
-    own, theirs = _shared(ask, o)
+    own, theirs = _estimate_shared_delay(ask, o)
     n = max(1, ask.requests)
     loss = (o.clearance.penalty_s + theirs) / n + own * (n + 1) / 2  # prompts are computed one after another
     if at.neighbour_loads == "heavy":
         loss += o.cost.phases.get("load", 0.0)
     first = 0.0 if o.cost.phases.get("prefill") else ask.exec_s
-    in_time = ask.slo_ttft_s is not None and o.cost.total_s + first + own <= _left(ask)
+    in_time = ask.slo_ttft_s is not None and o.cost.total_s + first + own <= _compute_seconds_left(ask)
     return (
         failed,
         o.clearance.how == "preempt",
@@ -197,7 +197,7 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
     )
 
 
-def _shared(ask: Ask, o: Option) -> tuple[float, float]:
+def _estimate_shared_delay(ask: Ask, o: Option) -> tuple[float, float]:
     """Return the delay of its first token by shared compute, and the delay that it causes.
 
     Busy instances share a device in proportion to their booked memory (HydraServe §4.1).
@@ -226,9 +226,9 @@ def scale(demand: Demand) -> int:
     """
     wanted = demand.live
     if demand.waiting:
-        needed = demand.waiting + demand.running + (predicted(demand) if demand.capacity > 1 else 0)
+        needed = demand.waiting + demand.running + (predict_requests(demand) if demand.capacity > 1 else 0)
         wanted = max(1, wanted, -(-needed // max(1, demand.capacity)))
-    return bounded(demand, wanted)
+    return clamp_replicas(demand, wanted)
 
 
 PROFILE = Profile(

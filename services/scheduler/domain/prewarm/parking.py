@@ -67,13 +67,13 @@ def start_parking(tx: Transaction, names: Iterable[str]) -> None:
     for model in sorted(waiting, key=lambda m: (-m.card.spec.priority, start_bytes(tx.state, m.card), m.key)):
         if not rooms:
             return
-        placement = _placed(tx, model, rooms)
+        placement = _place_parked(tx, model, rooms)
         if placement is not None:
             start_instance(tx, model, placement, TRIGGER, tx.now)
             rooms = find_free_devices(tx.state, tx.now, tx.policy)
 
 
-def _placed(tx: Transaction, model: Model, rooms: list[FreeDevice]) -> Placement | None:
+def _place_parked(tx: Transaction, model: Model, rooms: list[FreeDevice]) -> Placement | None:
     need = start_bytes(tx.state, model.card)
     failure_history = tx.state.failures.get(model.key)
     avoid = failure_history.failed_devices if failure_history else ()
@@ -85,11 +85,11 @@ def _placed(tx: Transaction, model: Model, rooms: list[FreeDevice]) -> Placement
     forecast = Forecast(tx.state, model.card, tx.now)
     times = {s[0].booking.key: forecast.predict(s[0].booking, leaving=False) for s in fitting}
 
-    def worth(together: FreeDevices) -> tuple[bool, float, int, str]:
+    def rank(together: FreeDevices) -> tuple[bool, float, int, str]:
         first = together[0].booking.key
         return any(r.booking.key in avoid for r in together), times[first].ms, -min(r.booking.free_bytes for r in together), first
 
-    best = min(fitting, key=worth)
+    best = min(fitting, key=rank)
     prediction = times[best[0].booking.key]
     chosen = Candidate(
         node=best[0].booking.node,

@@ -61,10 +61,10 @@ def likelihood(usage: UsageHistory | None, now: float, horizon: float = HORIZON_
     recency = reuse_odds(unused, horizon)
     # a long overdue model has another pattern now
     frequency = 1 - exp(-horizon / max(usage.mean_interval_s, unused / TWICE, 1e-3))
-    return max(min(recency, frequency), _periodic(usage, now, horizon))
+    return max(min(recency, frequency), _estimate_periodic(usage, now, horizon))
 
 
-def _periodic(usage: UsageHistory, now: float, horizon: float) -> float:
+def _estimate_periodic(usage: UsageHistory, now: float, horizon: float) -> float:
     if usage.count <= TWICE or usage.deviation_s > REGULAR * usage.mean_interval_s:
         return 0.0
     due = usage.last_used_at + usage.mean_interval_s
@@ -78,9 +78,9 @@ def start_prefetches(tx: Transaction) -> None:
     if not tx.policy.prefetch or not tx.state.usage_history or requests_have_priority(tx.state, tx.now, tx.policy):
         return
     busy = {p.node for p in tx.state.prefetches.values()}
-    for name in _next(tx):
+    for name in _list_turn(tx):
         model = tx.state.models.get(name)
-        if model is None or not _wanted(tx.state, model):
+        if model is None or not _is_wanted(tx.state, model):
             continue
         chance = likelihood(tx.state.usage_history.get(name), tx.now)
         if chance < LIKELY:
@@ -90,14 +90,14 @@ def start_prefetches(tx: Transaction) -> None:
             busy.add(found[0])
 
 
-def _next(tx: Transaction) -> Iterable[str]:
+def _list_turn(tx: Transaction) -> Iterable[str]:
     """Return the models of this turn; all take their turn within several Ticks."""
     turns = -(-len(tx.state.usage_history) // AT_A_TIME)
     turn = int(tx.now * 4) % turns
     return list(islice(tx.state.usage_history, turn * AT_A_TIME, (turn + 1) * AT_A_TIME))
 
 
-def _wanted(state: ClusterState, model: Model) -> bool:
+def _is_wanted(state: ClusterState, model: Model) -> bool:
     """True if prefetching the model is useful anywhere."""
     card = model.card
     if card.spec.base is not None or card.spec.loads_itself or model.error is not None:

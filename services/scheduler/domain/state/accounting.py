@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from services.scheduler.domain.cost.links import afar
+from services.scheduler.domain.cost.links import find_remote_bandwidth
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.device_memory import per_device_bytes, suspend_frees_bytes, suspended_bytes
@@ -55,16 +55,16 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
             sharing.add(weights_of(state, i), is_known=is_known, is_leaving=i.leaving != "no", is_drained=is_drained(report))
         if i.leaving != "no":
             suspends = i.leaving in ("suspend", "suspend_if_idle")
-            freed = (suspend_frees_bytes(state, i) if i.state is _READY else _drained(state, i)) if suspends else holds
+            freed = (suspend_frees_bytes(state, i) if i.state is _READY else _count_bytes_to_free(state, i)) if suspends else holds
             leaving += freed
             going += freed if is_drained(report) else 0
         elif parked:
-            if holds and not _pinned(state, i):
+            if holds and not _is_pinned(state, i):
                 movable += holds
                 idle += holds
                 idle_since = min(idle_since, i.ready_at or 0.0)
         elif i.state is _READY:
-            if not _pinned(state, i):
+            if not _is_pinned(state, i):
                 movable += holds
                 if report is not None and report.idle_since is not None:
                     idle += holds
@@ -116,7 +116,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         closed_reason=closed,
         is_reachable=reachable,
         bytes_per_second=speed,
-        remote_bytes_per_second=rounded_speed(afar(loader.status)) if loader else None,
+        remote_bytes_per_second=rounded_speed(find_remote_bandwidth(loader.status)) if loader else None,
         drained_bytes=going,
         is_separate=sharing is not None,
     )
@@ -165,17 +165,17 @@ class _Sharing:
     @property
     def leaving(self) -> int:
         """Units of stopping instances that others keep."""
-        return self._kept([*self._drain, *self._leave], [*self._stay, *self._claims])
+        return self._sum_kept([*self._drain, *self._leave], [*self._stay, *self._claims])
 
     @property
     def drained(self) -> int:
-        return self._kept(self._drain, [*self._stay, *self._leave, *self._claims])
+        return self._sum_kept(self._drain, [*self._stay, *self._leave, *self._claims])
 
     @property
     def _sent(self) -> list[BookedWeights]:
         return [*self._stay, *self._leave, *self._drain]
 
-    def _kept(self, gone: list[BookedWeights], stay: list[BookedWeights]) -> int:
+    def _sum_kept(self, gone: list[BookedWeights], stay: list[BookedWeights]) -> int:
         return self._units.saving([*stay, *gone]) - self._units.saving(stay, gone)
 
 
@@ -186,13 +186,13 @@ def is_drained(report: InstanceReport | None) -> bool:
     return not (report.status.load.active or report.status.load.waiting)
 
 
-def _drained(state: ClusterState, i: Instance) -> int:
+def _count_bytes_to_free(state: ClusterState, i: Instance) -> int:
     """Return the bytes that an instance under suspension still frees."""
     report = state.reports.get(i.instance_id)
     return max(0, per_device_bytes(i, i.reserve_bytes) - per_device_bytes(i, report.status.suspension.left_bytes if report else 0))
 
 
-def _pinned(state: ClusterState, i: Instance) -> bool:
+def _is_pinned(state: ClusterState, i: Instance) -> bool:
     model = state.models.get(i.model)
     return model is not None and model.card.spec.pin
 

@@ -102,12 +102,12 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
                 put(state, entity)
             case Drop(kind, key):
                 if table(state, kind).get(key) is not None:
-                    index(state, state.writable(_TABLES[kind]).pop(key), None)
+                    index(state, state.get_writable(_TABLES[kind]).pop(key), None)
             case Traced(plan_id, instance_id, traceparent):
                 if (plan := state.plans.get(plan_id)) is not None:
-                    state.writable("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
+                    state.get_writable("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
                 if (instance := state.instances.get(instance_id)) is not None:
-                    state.writable("instances")[instance_id] = replace(instance, traceparent=traceparent)
+                    state.get_writable("instances")[instance_id] = replace(instance, traceparent=traceparent)
 
 
 def put(state: ClusterState, entity: Entity) -> bool:
@@ -119,7 +119,7 @@ def put(state: ClusterState, entity: Entity) -> bool:
     if isinstance(entity, PlanRecord):
         _put_plan(state, entity)
     else:
-        state.writable(_TABLES[kind])[key] = entity
+        state.get_writable(_TABLES[kind])[key] = entity
         index(state, old, entity)
     return True
 
@@ -130,9 +130,9 @@ def _put_plan(state: ClusterState, plan: PlanRecord) -> None:
     last = state.last_plan.get(plan.model)
     if key not in state.plans and last != key:
         if last is not None and (old := state.plans.get(last)) is not None and old.outcome != "pending":
-            del state.writable("plans")[last]
-        state.writable("last_plan")[plan.model] = last = key
+            del state.get_writable("plans")[last]
+        state.get_writable("last_plan")[plan.model] = last = key
     if plan.outcome == "pending" or last == key:
-        state.writable("plans")[key] = plan
+        state.get_writable("plans")[key] = plan
     else:
-        state.writable("plans").pop(key, None)
+        state.get_writable("plans").pop(key, None)

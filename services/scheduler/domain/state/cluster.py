@@ -116,7 +116,7 @@ class ClusterState:
         above.borrowed = set(_ALL)
         return above
 
-    def writable(self, name: str) -> Table[Any]:
+    def get_writable(self, name: str) -> Table[Any]:
         """Return the table or index of that name for writing."""
         found: Table[Any] = self.__dict__[name]
         if name in self.borrowed:
@@ -128,7 +128,7 @@ class ClusterState:
         """Merge the writes of `above`, an overlay of this state, without recomputing indexes."""
         for name in _ALL - above.borrowed:  # in any order: tables do not depend on each other
             written: Overlay[Any] = above.__dict__[name]
-            written.write_to(self.writable(name))
+            written.write_to(self.get_writable(name))
 
     def keep_alive_s(self, i: Instance, model: Model) -> float:
         """Return the seconds that an idle instance is kept; -1: until it is evicted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
-from services.scheduler.domain.cost.links import afar, busy_until
+from services.scheduler.domain.cost.links import busy_until, find_remote_bandwidth
 from services.scheduler.domain.policies.port import Keep
 from services.scheduler.domain.state.accounting import compute_booking, is_drained, rounded_speed
 from services.scheduler.domain.state.booking import device_key
@@ -25,7 +25,7 @@ def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
         keep(state, old, new)
 
 
-def _seen(state: ClusterState, old: InstanceReport | None, new: InstanceReport | None) -> None:
+def _index_report(state: ClusterState, old: InstanceReport | None, new: InstanceReport | None) -> None:
     present = new or old
     assert present is not None
     i = state.instances.get(present.instance_id)
@@ -71,16 +71,16 @@ def update_due_time(state: ClusterState, i: Instance) -> None:
 
     Never too late; a time too early only costs one more examination.
     """
-    due, known = _due(state, i), state.deadlines.get(i.instance_id)
+    due, known = _find_due_at(state, i), state.deadlines.get(i.instance_id)
     if due == known:
         return
     if due is None:
-        state.writable("deadlines").pop(i.instance_id, None)
+        state.get_writable("deadlines").pop(i.instance_id, None)
     else:
-        state.writable("deadlines")[i.instance_id] = due
+        state.get_writable("deadlines")[i.instance_id] = due
 
 
-def _due(state: ClusterState, i: Instance) -> float | None:
+def _find_due_at(state: ClusterState, i: Instance) -> float | None:
     if i.leaving != "no":
         return None
     report, model, node = state.reports.get(i.instance_id), state.models.get(i.model), state.nodes.get(i.node)
@@ -108,7 +108,7 @@ def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[s
     before, after = set(old), set(new)
     if before == after:
         return
-    groups: Groups = state.writable(name)
+    groups: Groups = state.get_writable(name)
     for group in before - after:
         left = tuple(m for m in groups.get(group, ()) if m != member)
         if left:
@@ -120,7 +120,7 @@ def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[s
 
 
 def _join(state: ClusterState, name: str, group: str, member: str) -> None:
-    groups: Groups = state.writable(name)
+    groups: Groups = state.get_writable(name)
     groups[group] = (*groups.get(group, ()), member)
 
 
@@ -189,12 +189,14 @@ def _update_link_queue(state: ClusterState, node: str) -> None:
     loader = state.loaders.get(node)
     reported_at = loader.last_message_at if loader is not None else 0.0
     there = [state.instances[i] for i in state.loading_on.get(node, ())]
-    decided = [load for i in there if (load := _pending_load(i)) is not None and load[0] > reported_at and not _resident(state, i)]
+    decided = [
+        load for i in there if (load := _pending_load(i)) is not None and load[0] > reported_at and not _is_resident(state, i)
+    ]
     until = busy_until(reported_at, loader.status if loader is not None else None, decided)
     if until <= 0.0:
         _forget(state, "links_busy_until", node)
     elif state.links_busy_until.get(node) != until:
-        state.writable("links_busy_until")[node] = until
+        state.get_writable("links_busy_until")[node] = until
 
 
 def _pending_load(i: Instance | None) -> tuple[float, int] | None:
@@ -204,12 +206,16 @@ def _pending_load(i: Instance | None) -> tuple[float, int] | None:
     return i.planned_at, max(0, i.reserve_bytes - i.kv_bytes)
 
 
-def _resident(state: ClusterState, i: Instance) -> bool:
+def _is_resident(state: ClusterState, i: Instance) -> bool:
     return i.node in state.in_memory.get(i.revision, ())
 
 
 def _speed(loader: LoaderPresence | None) -> tuple[float | None, float | None]:
-    return (rounded_speed(loader.status.bytes_per_second), rounded_speed(afar(loader.status))) if loader else (None, None)
+    return (
+        (rounded_speed(loader.status.bytes_per_second), rounded_speed(find_remote_bandwidth(loader.status)))
+        if loader
+        else (None, None)
+    )
 
 
 def _units(loader: LoaderPresence | None) -> tuple[object, ...]:
@@ -225,11 +231,11 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
         _forget(state, "anti_affine", old.key)
     if new is not None:
         if new.card.spec.aliases:
-            state.writable("aliases").update(dict.fromkeys(new.card.spec.aliases, new.key))
+            state.get_writable("aliases").update(dict.fromkeys(new.card.spec.aliases, new.key))
         if new.card.spec.replicas.min > 0 and new.card.spec.base is None:
-            state.writable("kept_running")[new.key] = True
+            state.get_writable("kept_running")[new.key] = True
         if new.card.spec.placement.anti_affinity:
-            state.writable("anti_affine")[new.key] = True
+            state.get_writable("anti_affine")[new.key] = True
     _park(state, (new or old).key)  # type: ignore[union-attr]  # one of them is there
     if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
@@ -241,7 +247,7 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
 def _park(state: ClusterState, name: str) -> None:
     model = state.models.get(name)
     if model is not None and model.card.spec.park and model.card.spec.base is None and not state.by_model.get(name):
-        state.writable("to_park")[name] = True
+        state.get_writable("to_park")[name] = True
     elif state.to_park:
         _forget(state, "to_park", name)
 
@@ -249,7 +255,7 @@ def _park(state: ClusterState, name: str) -> None:
 def _forget(state: ClusterState, name: str, key: str) -> None:
     """Remove `key` from the index of that name."""
     if state.__dict__[name].get(key) is not None:
-        state.writable(name).pop(key)
+        state.get_writable(name).pop(key)
 
 
 def _rebook_node(state: ClusterState, name: str) -> None:
@@ -267,10 +273,10 @@ def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
         booked = compute_booking(state, node, device)
         key = booked.key
         if state.bookings.get(key) != booked and _has(found, device):
-            state.writable("bookings")[key] = booked
+            state.get_writable("bookings")[key] = booked
         if booked.claimed_bytes:
             if key not in state.claimed:
-                state.writable("claimed")[key] = (node, device)
+                state.get_writable("claimed")[key] = (node, device)
         else:
             _forget(state, "claimed", key)
 
@@ -281,7 +287,7 @@ def _has(node: Node, device_id: str) -> bool:
 
 _KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {
     Instance: _instance,
-    InstanceReport: _seen,
+    InstanceReport: _index_report,
     Presence: _presence,
     Node: _node,
     LoaderPresence: _loader,

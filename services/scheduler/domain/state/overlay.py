@@ -64,7 +64,7 @@ class Overlay(MutableMapping[str, V]):
             else:
                 into[key] = value
 
-    def _merged(self) -> Mapping[str, V]:
+    def _merge(self) -> Mapping[str, V]:
         if not self._above:
             return self._below
         merged = {**self._below, **self._above}
@@ -74,13 +74,13 @@ class Overlay(MutableMapping[str, V]):
         return merged
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._merged())
+        return iter(self._merge())
 
     def values(self) -> ValuesView[V]:
-        return self._merged().values()
+        return self._merge().values()
 
     def items(self) -> ItemsView[str, V]:
-        return self._merged().items()
+        return self._merge().items()
 
     def __len__(self) -> int:
         gone = sum(1 for key, value in self._above.items() if value is _GONE and key in self._below)

@@ -91,7 +91,7 @@ class Transaction:
     def next_number(self) -> int:
         """Return the next number of this epoch."""
         counter = Counter(self.numbers_issued() + 1)
-        self.state.writable("counter")[counter.key] = counter
+        self.state.get_writable("counter")[counter.key] = counter
         self.changes.append(Put(counter))
         return counter.value
 

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import DeviceFailed
 from tests.unit.loader.devices.fake_driver import FakeDriver
-from weights.devices.curve import FALLBACK_BYTES, Point, elbow, limited
+from weights.devices.curve import FALLBACK_BYTES, Point, find_elbow, limited
 from weights.devices.probe import group_bytes, measure, measure_rounds
 
 KIB, MIB = 1024, 1024 * 1024
@@ -33,14 +33,14 @@ def bus(latency: float, rate: float) -> list[Point]:
     ],
 )
 def test_elbow_of_a_curve_is_found(points: list[Point], expected: int) -> None:
-    assert elbow(points) == expected
-    assert elbow(points[::-1]) == expected
+    assert find_elbow(points) == expected
+    assert find_elbow(points[::-1]) == expected
 
 
 def test_a_paced_link_needs_no_larger_groups_than_its_pace() -> None:
     curve = bus(4e-6, 25e9)
     assert limited(curve, None) == curve
-    assert elbow(limited(curve, 12e9)) == 128 * KIB
+    assert find_elbow(limited(curve, 12e9)) == 128 * KIB
 
 
 class SlowBus:

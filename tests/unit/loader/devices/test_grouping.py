@@ -42,7 +42,7 @@ def test_every_byte_is_copied_once_in_bounded_groups(given_ranges: list[tuple[in
     under_way: list[Group] = []
 
     def drain() -> None:
-        while (group := queue.next()) is not None:
+        while (group := queue.take_group()) is not None:
             assert 0 < group.nbytes <= size
             under_way.append(group)
             moved.extend(group.runs)
@@ -52,7 +52,7 @@ def test_every_byte_is_copied_once_in_bounded_groups(given_ranges: list[tuple[in
         queue.add(1, Run(start, 5000 + start, end - start))
         drain()
     while under_way:
-        queue.done(under_way.pop(0))
+        queue.finish(under_way.pop(0))
         drain()
     assert queue.queued_bytes == 0
     assert all(run.address == 5000 + run.offset for run in moved)
@@ -70,7 +70,7 @@ def test_adjacent_ranges_become_one_copy() -> None:
     queue = queue_of((1, Priority.REQUEST))
     for offset, address in ((0, 1000), (10, 1010), (20, 3000)):
         queue.add(1, Run(offset, address, 10))
-    group = queue.next()
+    group = queue.take_group()
     assert group is not None
     assert group.runs == (Run(0, 1000, 20), Run(20, 3000, 10))
 
@@ -79,7 +79,7 @@ def test_neighbours_of_different_page_locked_ranges_stay_apart() -> None:
     queue = queue_of((1, Priority.REQUEST))
     runs = (Run(0, 1000, 10, pin=900), Run(10, 1010, 10, pin=1010))
     queue.add(1, *runs)
-    group = queue.next()
+    group = queue.take_group()
     assert group is not None
     assert group.runs == runs
 
@@ -87,20 +87,23 @@ def test_neighbours_of_different_page_locked_ranges_stay_apart() -> None:
 def test_small_range_is_copied_immediately_on_an_idle_bus() -> None:
     queue = queue_of((1, Priority.REQUEST))
     queue.add(1, Run(0, 0, 1))
-    first = queue.next()
+    first = queue.take_group()
     assert first is not None
     queue.add(1, Run(1, 1, 1))
-    assert queue.next() is None  # too small for a copy of its own while another runs
-    queue.done(first)
-    assert queue.next() is not None
+    assert queue.take_group() is None  # too small for a copy of its own while another runs
+    queue.finish(first)
+    assert queue.take_group() is not None
 
 
 def test_requests_first_from_the_next_group_on() -> None:
     queue = queue_of((1, Priority.BACKGROUND), (2, Priority.REQUEST), window=3)
     queue.add(1, Run(0, 0, 1000))
-    assert [g.arena for g in (queue.next(),) if g] == [1]
+    assert [g.arena for g in (queue.take_group(),) if g] == [1]
     queue.add(2, Run(0, 0, 10))
-    assert [g.arena for g in (queue.next(), queue.next()) if g] == [2, 1]  # though small, it does not wait for the background
+    assert [g.arena for g in (queue.take_group(), queue.take_group()) if g] == [
+        2,
+        1,
+    ]  # though small, it does not wait for the background
 
 
 def test_raised_priority_overtakes_other_arenas() -> None:
@@ -108,7 +111,7 @@ def test_raised_priority_overtakes_other_arenas() -> None:
     for arena in (1, 2):
         queue.add(arena, Run(0, 0, 300))
     queue.prioritise(2, Priority.REQUEST)
-    assert [g.arena for g in iter(queue.next, None)] == [2, 2, 2, 1, 1, 1]
+    assert [g.arena for g in iter(queue.take_group, None)] == [2, 2, 2, 1, 1, 1]
 
 
 def test_in_order_of_arrival_or_fairly() -> None:
@@ -116,19 +119,19 @@ def test_in_order_of_arrival_or_fairly() -> None:
         queue = queue_of((1, Priority.REQUEST), (2, Priority.REQUEST), window=9, order=order)
         for arena in (1, 2):
             queue.add(arena, Run(0, 0, 200))
-        assert [g.arena for g in iter(queue.next, None)] == expected
+        assert [g.arena for g in iter(queue.take_group, None)] == expected
 
 
 def test_closed_or_dropped_arena_copies_nothing_more() -> None:
     queue = queue_of((1, Priority.REQUEST), (2, Priority.REQUEST), window=9)
     for arena in (1, 2):
         queue.add(arena, Run(0, 0, 300))
-    first = queue.next()
+    first = queue.take_group()
     assert first is not None
     queue.close(1)
     queue.drop(2)
     queue.drop(1)
-    assert queue.next() is None
+    assert queue.take_group() is None
     assert queue.queued_bytes == GROUP
-    queue.done(first)
+    queue.finish(first)
     assert queue.queued_bytes == 0

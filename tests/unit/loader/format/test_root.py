@@ -15,7 +15,7 @@ from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.convert.test_destinations import unprivileged
 from weights.convert.job import convert
 from weights.formats.foreign import describe_foreign
-from weights.formats.root import expanded
+from weights.formats.root import expand_user
 from weights.formats.verify import verify
 from weights.load import load_private, ready_pool
 from weights.streaming import TensorStream
@@ -28,7 +28,7 @@ DOORS: dict[str, Door] = {
     "stream": lambda path: list(TensorStream(path)),
     "convert": lambda path: convert(path, Path("/tmp/never-made")),
     "verify": verify,
-    "register": lambda path: DirectoryTier.of(str(path)),
+    "register": lambda path: DirectoryTier.open_source(str(path)),
     "register for a foreign engine": lambda path: describe_foreign(ModelSpec(name="m", source=str(path), engine="vllm")),
 }
 
@@ -77,7 +77,7 @@ def test_missing_path_is_reported(tmp_path: Path) -> None:
 
 def test_a_user_without_a_passwd_entry() -> None:
     with pytest.raises(CheckpointInvalid, match="unknown user"):
-        expanded("~nobody-of-that-name/m")
+        expand_user("~nobody-of-that-name/m")
 
 
 def test_directory_without_configuration_is_refused(tmp_path: Path) -> None:

@@ -58,13 +58,13 @@ async def test_the_second_of_two_fine_tunes_starts_with_a_fifth_of_the_bytes(ben
     base, tuned = await model(bench, tmp_path / "base"), await model(bench, tmp_path / "tuned", changed=2)
     first = read(await bench.on_device("a", base))
     assert counted(bench) == (TENSORS, TENSORS, TENSORS)
-    in_host_memory = bench.pool.allocated()
+    in_host_memory = bench.pool.count_allocated()
     second = read(await bench.on_device("b", tuned))
     assert second[: 8 * PAGE_BYTES] == first[: 8 * PAGE_BYTES]
     assert second[8 * PAGE_BYTES :] != first[8 * PAGE_BYTES :]
     assert counted(bench) == (TENSORS + 2, TENSORS + 2, TENSORS + 2), "1.2 times one model"
     [head] = [s for s in bench.status().segments if s.weights_id == tuned.info.revision]
-    assert bench.pool.allocated() - in_host_memory == head.loaded_bytes
+    assert bench.pool.count_allocated() - in_host_memory == head.loaded_bytes
     assert head.loaded_bytes <= 4 * PAGE, "of the second model, host memory has the head alone"
     await bench.release("a")
     await bench.release("b")

@@ -26,7 +26,7 @@ from weights.cache.ranges import RangeSet
 from weights.cache.store import SsdCache
 from weights.cache.verify import Verifier
 from weights.sources.peers import Peers, peers_first
-from weights.tiers.http_client import shown
+from weights.tiers.http_client import redact_url
 from weights.tiers.names import is_safe, is_small, select
 from weights.tiers.object_store import stored_md5
 from weights.tiers.port import TierFile
@@ -83,7 +83,7 @@ def test_ranges_are_sets_of_bytes(pieces: list[tuple[int, int]], size: int) -> N
         there.add(start, start + length)
         expected |= set(range(start, start + length))
     assert there.total == len(expected)
-    assert {b for start, end in there.missing(size) for b in range(start, end)} == set(range(size)) - expected
+    assert {b for start, end in there.list_missing(size) for b in range(start, end)} == set(range(size)) - expected
     for start in range(0, 60, 7):
         assert there.covers(start, start + 5) == (set(range(start, start + 5)) <= expected)
 
@@ -105,7 +105,7 @@ def test_retry_after_header_is_parsed(header: str | None, seconds: float) -> Non
 
 
 def test_urls_are_shown_without_secrets() -> None:
-    assert shown("https://u:p@host:8/a%20b?sig=s#f") == "https://host:8/a b"
+    assert redact_url("https://u:p@host:8/a%20b?sig=s#f") == "https://host:8/a b"
 
 
 def entry(revision: str, used: float, nbytes: int = 10, **flags: Any) -> CacheEntry:

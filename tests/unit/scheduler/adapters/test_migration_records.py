@@ -39,7 +39,7 @@ def test_expired_records_are_dropped_from_the_copy(monkeypatch: pytest.MonkeyPat
     copy.put("busy", record("busy", "handing_over").model_dump_json().encode())
     now += MIGRATION_KEPT_S / 2 + 1
     copy.put("new", record("new").model_dump_json().encode())
-    assert {r.migration_id for r in copy.latest(None, 100)} == {"busy", "new"}
+    assert {r.migration_id for r in copy.list_latest(None, 100)} == {"busy", "new"}
     # A migration without changes for so long has no worker: its waiting clients get an end.
     states = [(e.record.migration_id, e.record.state) for e in events if isinstance(e, MigrationUpdated)]
     assert states[-1] == ("stuck", "cancelled")

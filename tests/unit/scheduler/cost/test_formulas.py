@@ -18,9 +18,9 @@ from services.scheduler.domain.cost.formulas import (
     reuse_odds,
     two_way_load_s,
 )
-from services.scheduler.domain.cost.links import busy_until, slowest
+from services.scheduler.domain.cost.links import busy_until, find_slowest
 from shared.contracts.loader import LinkStatus, LoaderStatus
-from shared.contracts.phases import Phase, covered
+from shared.contracts.phases import Phase, measure_covered
 
 PHASES = (*BEFORE, *BRINGING, *ENGINE, *AFTER)
 phases = st.dictionaries(st.sampled_from(PHASES), st.floats(0, 1e4))
@@ -53,8 +53,8 @@ def test_additional_phase_never_shortens_the_critical_path(some: dict[str, float
 
 
 def test_overlapping_spans_count_once() -> None:
-    assert covered([]) == 0
-    assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
+    assert measure_covered([]) == 0
+    assert measure_covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(1, 1e3))
@@ -69,12 +69,12 @@ def loader(*links: LinkStatus, speed: float | None = None) -> LoaderStatus:
 
 def test_slowest_link_of_the_route_determines_the_speed() -> None:
     links = (LinkStatus(link="ssd:nvme0n1", bytes_per_second=6e9), LinkStatus(link="bus:cuda:0", bytes_per_second=2e9))
-    assert slowest("ssd", "cuda:0", loader(*links)) == 2e9
-    assert slowest("ssd", "cuda:1", loader(*links)) == 6e9
-    assert slowest("dram", "cuda:0", loader(*links)) == 2e9
-    assert slowest("dram", "cuda:1", loader(*links, speed=1e9)) is None
-    assert slowest("remote", "cuda:1", loader(*links, speed=1e9)) == 1e9
-    assert slowest("ssd", "cuda:0", None) is None
+    assert find_slowest("ssd", "cuda:0", loader(*links)) == 2e9
+    assert find_slowest("ssd", "cuda:1", loader(*links)) == 6e9
+    assert find_slowest("dram", "cuda:0", loader(*links)) == 2e9
+    assert find_slowest("dram", "cuda:1", loader(*links, speed=1e9)) is None
+    assert find_slowest("remote", "cuda:1", loader(*links, speed=1e9)) == 1e9
+    assert find_slowest("ssd", "cuda:0", None) is None
 
 
 def test_link_queue_includes_reported_and_newly_decided_loads() -> None:

@@ -52,7 +52,7 @@ def teach(state: ClusterState, record: PlanRecord) -> list[Estimate]:
 
 def forecast(w: World, node: str, *, leaving: bool = False) -> tuple[dict[str, float], float]:
     model = w.state.models["a"]
-    return Forecast(w.state, model.card, w.now).on(booking_of(w.state, node, "cpu:0"), leaving=leaving)
+    return Forecast(w.state, model.card, w.now).predict_ms(booking_of(w.state, node, "cpu:0"), leaving=leaving)
 
 
 def test_zygote_start_is_excluded_from_the_estimate(w: World) -> None:
@@ -126,7 +126,7 @@ def test_first_start_of_another_engine_counts_in_full(w: World) -> None:
     w.model("v", engine="vllm")
     spans = (span(Phase.CONTAINER, 480), span(Phase.INIT, 24_000, start_ms=480), span(Phase.PROFILE, 70, start_ms=24_480))
     teach(w.state, plan(*spans).model_copy(update={"model": "v"}))
-    found = Forecast(w.state, w.state.models["v"].card, w.now).on(booking_of(w.state, "other", "cpu:0"), leaving=False)[0]
+    found = Forecast(w.state, w.state.models["v"].card, w.now).predict_ms(booking_of(w.state, "other", "cpu:0"), leaving=False)[0]
     assert (found["container"], found["init"], found["profile"]) == pytest.approx((480, 24_000, 70))
 
 

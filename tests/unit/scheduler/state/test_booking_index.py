@@ -45,7 +45,7 @@ def scanned(tx: Transaction, need: int, avoid: tuple[str, ...], forecast: Foreca
     usable = [b for b in devices if not b.closed_reason and not tx.is_cooling_down(b.key)]
 
     def ms(b: Booking) -> float:
-        return forecast.on(b, leaving=False)[1]
+        return forecast.predict_ms(b, leaving=False)[1]
 
     for fitting in ([b for b in usable if b.free_bytes >= need], [b for b in usable if b.free_soon_bytes >= need]):
         if fitting:
@@ -53,7 +53,7 @@ def scanned(tx: Transaction, need: int, avoid: tuple[str, ...], forecast: Foreca
             known = [
                 b for b in usable if b.node in forecast.known_nodes and b.free_soon_bytes < need <= b.free_soon_bytes + b.idle_bytes
             ]
-            sooner = [b for b in known if forecast.on(b, leaving=True)[1] < ms(first[0])]
+            sooner = [b for b in known if forecast.predict_ms(b, leaving=True)[1] < ms(first[0])]
             yield [*first, *nsmallest(CLEARED, sooner, key=lambda b: (b.key in avoid, ms(b), b.idle_since, b))]
             return
     possible = [b for b in usable if b.free_soon_bytes + b.evictable_bytes >= need]
@@ -104,9 +104,9 @@ def draft_of(seed: int) -> Transaction:
         state.bookings[f"n{n}/cuda:{i}"] = booking(random, n, i)
     tx = Transaction(state, 10.0, Policy())
     for n, i in random.choices(places, k=random.randrange(5)):
-        tx.state.writable("bookings")[f"n{n}/cuda:{i}"] = booking(random, n, i)
+        tx.state.get_writable("bookings")[f"n{n}/cuda:{i}"] = booking(random, n, i)
     for n, i in random.choices(places, k=random.randrange(3)):
-        tx.state.writable("bookings").pop(f"n{n}/cuda:{i}", None)
+        tx.state.get_writable("bookings").pop(f"n{n}/cuda:{i}", None)
     return tx
 
 

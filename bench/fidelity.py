@@ -23,13 +23,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
-from bench.fidelity_replay import NAMES, compared, mean_of, measured
+from bench import reuse_models
+from bench.fidelity_replay import NAMES, SeparateDevices, compared, mean_of, measured
 from bench.report import machine
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import LoadTrace, RequestTrace
@@ -37,8 +40,13 @@ from shared.ports import free_port
 from simulator.workloads.request import Request
 from simulator.workloads.synthetic import Synthetic, synthetic
 from thaw.cli.demo import budget_for_two
-from thaw.demo.models import make_demo_model
+from thaw.demo.models import SIZES, make_demo_model
+from weights.store.units import PAGE_BYTES
 
+SEPARATE_SIZE = "separate"
+"""A model whose units fill their pages almost."""
+HOST_BANDWIDTH, PEER_BANDWIDTH = "300MB/s", "600MB/s"
+ENGINE_BYTES = 160 << 20
 FIRST = "first"
 """A model that is asked for before anything is recorded."""
 
@@ -75,10 +83,24 @@ def workload(rps: float, seconds: float, cv: float, seed: int) -> list[Request]:
     return synthetic(Synthetic(rps, seconds, cv, zipf=0.5, prompt_tokens=20, output_tokens=16), NAMES, seed)
 
 
+def bed(count: int, model: Path) -> SeparateDevices:
+    """Return one device for two of three models, or two devices for one each."""
+    weights = reuse_models.pages(model) * PAGE_BYTES
+    booked = weights + ENGINE_BYTES
+    return SeparateDevices(count, weights, booked, booked * (21 if count == 1 else 14) // 10)
+
+
+def separate_devices(found: SeparateDevices) -> dict[str, Any]:
+    """Return the devices for thaw.yaml, paced."""
+    first: dict[str, Any] = {"size": found.device, "memory": "separate", "bandwidth": HOST_BANDWIDTH}
+    second = {**first, "bandwidth": {"host": HOST_BANDWIDTH, "cpu:1": PEER_BANDWIDTH}}
+    return {"cpu:1": first, "cpu:2": second} if found.count == 2 else {"cpu:1": first}
+
+
 class Mesh:
     """A mesh of its own in a temporary home, through the public command line and API."""
 
-    def __init__(self, home: Path, suspend: bool = False) -> None:
+    def __init__(self, home: Path, suspend: bool = False, separate: int = 0) -> None:
         self.home = home
         self.environment = {
             **os.environ,
@@ -86,15 +108,20 @@ class Mesh:
             "THAW_SUSPEND": "auto" if suspend else "off",
             "THAW_ENGINE_THREADS": "1",
         }
-        specs = tuple(
-            ModelSpec(name=n, source=str(make_demo_model(home / "models" / n, "5m", seed=i))) for i, n in enumerate((*NAMES, FIRST))
-        )
+        size = SEPARATE_SIZE if separate else "5m"
+        SIZES[SEPARATE_SIZE] = replace(reuse_models.SHAPE, layers=12)
+        sources = [str(make_demo_model(home / "models" / n, size, seed=i)) for i, n in enumerate((*NAMES, FIRST))]
+        self.separate = bed(separate, Path(sources[0])) if separate else None
+        booked = self.separate.booked if self.separate else None
+        specs = tuple(ModelSpec(name=n, source=s, memory=booked) for n, s in zip((*NAMES, FIRST), sources, strict=True))
         port = free_port()
         config = home / "thaw.yaml"
+        devices = separate_devices(self.separate) if self.separate else {"cpu:0": budget_for_two(specs[:3])}
+        models = [{"name": s.name, "source": s.source, **({"memory": booked} if booked else {})} for s in specs]
         document = {
-            "mesh": {"port": port, "nodes": {"node-0": {"cpu:0": budget_for_two(specs[:3])}}},
+            "mesh": {"port": port, "nodes": {"node-0": devices}},
             "defaults": {"keep_alive": -1},
-            "models": [{"name": s.name, "source": s.source} for s in specs],
+            "models": models,
         }
         config.write_text(yaml.safe_dump(document))
         self.thaw("up", "--detach", "--config", str(config))
@@ -137,7 +164,7 @@ def run(options: argparse.Namespace, directory: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
         home = Path(temporary) / "home"
         home.mkdir()
-        mesh = Mesh(home, options.suspend)
+        mesh = Mesh(home, options.suspend, options.separate)
         try:
             # The first start of all has the zygote's own in it: another model's, of which nothing
             # is left when the recording begins.
@@ -152,6 +179,8 @@ def run(options: argparse.Namespace, directory: Path) -> None:
             _, loads = recorded(mesh.url, endpoints["admin_key"], export)
         finally:
             mesh.thaw("down")
+    if mesh.separate is not None:
+        (directory / "separate.json").write_text(json.dumps(asdict(mesh.separate)) + "\n")
     (directory / "loads.jsonl").write_text("".join(load.model_dump_json() + "\n" for load in loads))
 
 
@@ -159,6 +188,12 @@ def kept(directory: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
     """What `run` recorded there."""
     lines = [(directory / name).read_text().splitlines() for name in ("run.jsonl", "loads.jsonl")]
     return [RequestTrace.model_validate_json(n) for n in lines[0]], [LoadTrace.model_validate_json(n) for n in lines[1]]
+
+
+def kept_devices(directory: Path) -> SeparateDevices | None:
+    """Return the devices of a recorded run, if they have memory of their own."""
+    path = directory / "separate.json"
+    return SeparateDevices(**json.loads(path.read_text())) if path.exists() else None
 
 
 def main() -> None:
@@ -170,6 +205,13 @@ def main() -> None:
     parser.add_argument(
         "--suspend", action="store_true", help="Engines that leave are suspended where that is the sooner way back."
     )
+    parser.add_argument(
+        "--separate",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="cpu devices with memory of their own, paced: weights are reused, and computing overlaps loading",
+    )
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--replay", type=Path, nargs="+")
     parser.add_argument("--json", type=Path)
@@ -180,7 +222,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
             directory = options.keep or Path(temporary)
             directory.mkdir(parents=True, exist_ok=True)
-            chosen = {name: getattr(options, name) for name in ("seconds", "rps", "cv", "seed", "suspend")}
+            chosen = {name: getattr(options, name) for name in ("seconds", "rps", "cv", "seed", "suspend", "separate")}
             (directory / "workload.json").write_text(json.dumps(chosen) + "\n")
             run(options, directory)
             runs = [replayed(directory, [])]
@@ -195,11 +237,12 @@ def replayed(directory: Path, others: Sequence[Path]) -> dict[str, Any]:
 
     The latter is a prediction.
     """
-    traces, loads = kept(directory)
-    found = {"workload": json.loads((directory / "workload.json").read_text()), **compared(traces, loads, directory / "run.jsonl")}
+    (traces, loads), separate = kept(directory), kept_devices(directory)
+    compare = partial(compared, traces, loads, directory / "run.jsonl", separate=separate)
+    found = {"workload": json.loads((directory / "workload.json").read_text()), **compare()}
     if others:
-        given = mean_of([measured(*kept(d)) for d in others])
-        found["ttft_mean_s_by_other_runs"] = compared(traces, loads, directory / "run.jsonl", given)["ttft_mean_s"]
+        given = mean_of([measured(*kept(d), kept_devices(d)) for d in others])
+        found["ttft_mean_s_by_other_runs"] = compare(given)["ttft_mean_s"]
     return found
 
 

@@ -16,7 +16,7 @@ from services.scheduler.domain.policies.port import Capability
 from services.scheduler.profiles import profile_named
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import LoadTrace, RequestTrace
-from simulator.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from simulator.config import GB, Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.mesh.agents import StartTimes
 from simulator.mesh.run import Simulation
 from simulator.report import Outcome
@@ -26,11 +26,30 @@ NAMES = ("one", "two", "three")
 CAN: frozenset[Capability] = frozenset({"preempt", "migrate"})
 FAST = 100.0
 """GB/s: weights of some megabytes lie in memory, and are mapped."""
+PEER_OVER_HOST = 2.0
+"""Bandwidth between two separate devices, over that from host memory to one."""
 PROMPT = 31
 """Tokens of every prompt, with its template."""
 SCHEDULER, GATEWAY = "scheduler", "gateway"
 _Request = tuple[bool, float, dict[str, float]]
 """Whether it was cold, its TTFT, and that by phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateDevices:
+    """A node's devices with memory of their own, in bytes.
+
+    Attributes:
+        count: Devices of the node.
+        weights: Pages of one model's units.
+        booked: Of one instance.
+        device: Of one device.
+    """
+
+    count: int
+    weights: int
+    booked: int
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +85,10 @@ class Measured:
     prefill: float
     prefill_more: float
     token: float
+    copy_begins: float = 0.0
+    """From a start's command to the beginning of its copy to a separate device."""
+    copy: float = 0.0
+    """Copy of a whole model to a separate device, alone on its link."""
     restore: float = 0.0
     """Milliseconds from the command to the gateway's request to the suspended instance; 0: none was
     suspended.
@@ -76,7 +99,7 @@ def _span(spans: Iterable[PhaseSpan], phase: Phase, process: str = "") -> list[P
     return [s for s in spans if s.phase is phase and (not process or s.process == process)]
 
 
-def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Measured:
+def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], separate: SeparateDevices | None = None) -> Measured:
     """Raises ValueError if the run has no warm request, or no start."""
     woken = _first_of_each(traces, loads)
     cold = [t for t in woken if _span(t.spans, Phase.INIT)]
@@ -88,7 +111,9 @@ def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Meas
     decision = fmean(sum(s.duration_ms for s in _span(t.spans, Phase.SCHEDULE, SCHEDULER)) for t in woken)
     prefill, further = _passes(traces)
     reply = fmean((t.ttft_ms or 0.0) - _prefill(t) - _waited(t) for t in traces if not t.cold)
-    starts = [_start(t, message, reply + prefill) for t in cold]
+    starts = [_early_start(t, message, reply, prefill) if separate else _start(t, message, reply + prefill) for t in cold]
+    waited = [x.more for x in starts if x.more] if separate else [x.more for x in starts]
+    copies = [(t, found[-1]) for t in cold if (found := _copies(t))]
     reserves = [_span(load.spans, Phase.RESERVE, SCHEDULER) for load in loads]
     leave = _usual([found[-1].duration_ms for found in reserves if found])
     tokens = [(t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in traces if t.ttft_ms and t.completion_tokens > 1]
@@ -99,12 +124,14 @@ def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -> Meas
         fmean(x.engine for x in starts),
         fmean(x.init for x in starts),
         fmean(x.warm_up for x in starts),
-        fmean(x.more for x in starts),
+        fmean(waited) if waited else 0.0,
         max(0.0, leave - decision - 2 * message) / 1e3,
         reply / 1e3,
         prefill / 1e3,
         further / 1e3,
         max(fmean(tokens), 0.01) / 1e3,
+        fmean(max(0.0, span.start_ms - _sent(t) - message) for t, span in copies) / 1e3 if copies else 0.0,
+        _whole_copy_ms(copies) / 1e3,
         max(0.0, fmean(_dispatched(t) - _sent(t) for t in restored) - 2 * message) / 1e3 if restored else 0.0,
     )
 
@@ -151,12 +178,44 @@ def _start(t: RequestTrace, message: float, prompt: float) -> StartTimes:
     )
 
 
-def start_by_start(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], m: Measured) -> dict[str, list[StartTimes]]:
+def _copies(t: RequestTrace) -> list[PhaseSpan]:
+    """Return the spans of copies to a separate device."""
+    return [s for s in _span(t.spans, Phase.LOAD) if "device" in s.detail]
+
+
+def _whole_copy_ms(copies: Sequence[tuple[RequestTrace, PhaseSpan]]) -> float:
+    """Return the shortest first copy of a model: it is whole, and had its link for itself."""
+    first: dict[str, float] = {}
+    for t, span in copies:
+        first.setdefault(t.model, span.duration_ms)
+    return min(first.values(), default=0.0)
+
+
+def _early_start(t: RequestTrace, message: float, reply: float, prefill: float) -> StartTimes:
+    """Return the times of a start whose engine accepts requests while its weights are copied.
+
+    `more` is from the last byte to the release of results; 0 if the prompt took longer than the
+    copy. What the prompt took more than usual then counts as initialisation.
+    """
+    init, opened = _span(t.spans, Phase.INIT)[0], _dispatched(t) - message
+    copied = max((s.end_ms for s in _copies(t)), default=0.0)
+    first, computed = (t.ttft_ms or 0.0) - reply, _dispatched(t) + prefill
+    more = first - copied if copied > computed else 0.0
+    extra = 0.0 if more else max(0.0, first - computed)
+    engine = init.start_ms - _sent(t) - message
+    return StartTimes(max(0.0, engine) / 1e3, (opened - init.start_ms + extra) / 1e3, 0.0, max(0.0, more) / 1e3)
+
+
+def start_by_start(
+    traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], m: Measured, separate: SeparateDevices | None = None
+) -> dict[str, list[StartTimes]]:
     """By model, what its starts took, in their order."""
     found: dict[str, list[StartTimes]] = {}
     for t in _first_of_each(traces, loads):
         if _span(t.spans, Phase.INIT):
-            found.setdefault(t.model, []).append(_start(t, m.message * 1e3, (m.reply + m.prefill) * 1e3))
+            message, reply, prefill = m.message * 1e3, m.reply * 1e3, m.prefill * 1e3
+            times = _early_start(t, message, reply, prefill) if separate else _start(t, message, reply + prefill)
+            found.setdefault(t.model, []).append(times)
     return found
 
 
@@ -187,17 +246,32 @@ def mean_of(several: Sequence[Measured]) -> Measured:
     return Measured(*(fmean(getattr(m, f.name) for m in several) for f in fields(Measured)))
 
 
-def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
-    """One device for two of three models."""
-    links = LinkSpeeds(remote=FAST, ssd=FAST, device=FAST)
+def machines(m: Measured, separate: SeparateDevices | None = None) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
+    """One device for two of three models; `separate`: the recorded run's."""
+    links, weights_gb, kv_gb = LinkSpeeds(remote=FAST, ssd=FAST, device=FAST), 0.1, 0.0
     node = NodeGroup(devices=1, device_gb=0.25, dram_gb=10, ssd_gb=10, links=links)
+    if separate is not None:
+        weights_gb, kv_gb = separate.weights / GB, (separate.booked - separate.weights) / GB
+        host = weights_gb / m.copy
+        links = LinkSpeeds(remote=FAST, ssd=FAST, device=host, peer=host * PEER_OVER_HOST)
+        node = NodeGroup(
+            devices=separate.count, device_gb=separate.device / GB, dram_gb=10, ssd_gb=10, links=links, memory="separate"
+        )
     runtime = Runtime(
-        startup=Startup(container_s=m.container, init_s=m.init, warm_up_s=m.warm_up + m.more, leave_s=m.leave, restore_s=m.restore),
+        startup=Startup(
+            container_s=m.container,
+            init_s=m.init,
+            warm_up_s=m.warm_up + m.more,
+            leave_s=m.leave,
+            restore_s=m.restore,
+            copy_s=m.copy_begins,
+            compute_while_loading=separate is not None,
+        ),
         gateway_ms=m.gateway * 1e3,
         message_ms=m.message * 1e3,
         reply_ms=m.reply * 1e3,
         decision_ms=m.decision * 1e3,
-        capabilities=CAN | {"suspend"} if m.restore else CAN,
+        capabilities=CAN | ({"suspend"} if m.restore else set()) | ({"reuse"} if separate else set()),
         in_dram=True,
         share_compute=False,  # engines of one thread each, on cores of their own
     )
@@ -208,12 +282,19 @@ def machines(m: Measured) -> tuple[ClusterFile, tuple[ModelGroup, ...]]:
         tpot_ms=m.token * 1e3,
         concurrency=16,
     )
-    models = tuple(ModelGroup(name=n, weights_gb=0.1, service=service, slo_ttft=10, keep_alive=-1) for n in NAMES)
+    models = tuple(
+        ModelGroup(name=n, weights_gb=weights_gb, kv_gb=kv_gb, service=service, slo_ttft=10, keep_alive=-1) for n in NAMES
+    )
     return ClusterFile(nodes=(node,), runtime=runtime), models
 
 
 def compared(
-    traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], export: Path, given: Measured | None = None, policy: str = "thaw"
+    traces: Sequence[RequestTrace],
+    loads: Sequence[LoadTrace],
+    export: Path,
+    given: Measured | None = None,
+    policy: str = "thaw",
+    separate: SeparateDevices | None = None,
 ) -> dict[str, Any]:
     """Compare the recorded run with its replay.
 
@@ -223,15 +304,18 @@ def compared(
     Args:
         given: Parameters in place of the run's own.
         policy: The mesh's policy.
+        separate: The mesh's devices, if they have memory of their own.
     """
     traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
-    m = given or measured(traces, loads)
-    cluster, models = machines(m)
+    m = given or measured(traces, loads, separate)
+    cluster, models = machines(m, separate)
     requests = read_trace(export, NAMES)
     usual = StartTimes(m.container, m.init, m.warm_up, m.more)
     simulation = Simulation(cluster, models, profile_named(policy), usual=usual)
     outcome = simulation.run(requests)
-    as_recorded = Simulation(cluster, models, profile_named(policy), usual=usual, recorded=start_by_start(traces, loads, m))
+    as_recorded = Simulation(
+        cluster, models, profile_named(policy), usual=usual, recorded=start_by_start(traces, loads, m, separate)
+    )
     exact = fmean(s.ttft for s in as_recorded.run(requests).served)
     started = [load.model for load in sorted(loads, key=lambda load: load.created)]
     real = [(t.cold, (t.ttft_ms or 0.0) / 1e3, _path(t)) for t in traces]

@@ -66,6 +66,11 @@ class NodeGroup(_Strict):
         ge=0,
         description="Of each node, for weights; filled at the start with the models in order, round robin over the nodes.",
     )
+    memory: Literal["unified", "separate"] = Field(
+        default="unified",
+        description="separate: devices keep the weights of stopped instances, and loads copy what is missing, also from other devices "
+        "of the node (`links.peer`). Only with --mesh.",
+    )
     links: LinkSpeeds
 
 
@@ -84,6 +89,10 @@ class Startup(_Strict):
     warm_up_s: float = Field(default=0.0, ge=0, description="From there to ready: the first run and profiling.")
     leave_s: float = Field(default=0.0, ge=0, description="From the last request to free memory.")
     restore_s: float = Field(default=0.0, ge=0, description="Restore of a snapshot, without loading its bytes.")
+    copy_s: float = Field(default=0.0, ge=0, description="Fixed time of a load to a separate device. Only with --mesh.")
+    compute_while_loading: bool = Field(
+        default=False, description="Engines accept requests after init_s, and compute while weights arrive. Only with --mesh."
+    )
     prefetch: bool = True
     stream: bool = True
     overlap: bool = True

@@ -174,6 +174,8 @@ class Instance:
         self._prompts_until = 0.0
         self._pending: list[Run] = []
         """Prompts that wait for the next pass, where several are computed together."""
+        self._withheld: list[Run] | None = None
+        """Requests whose prompts were computed while weights were still loading."""
 
     @property
     def open(self) -> bool:
@@ -261,7 +263,21 @@ class Instance:
             run.timer = self._clock.at(end, lambda run=run: self._prompted(run))  # type: ignore[misc]
         self._clock.at(end, self._pass)
 
+    def withhold(self) -> None:
+        """Let no result out until `release`."""
+        self._withheld = []
+
+    def release(self) -> None:
+        """Let results out, those of `withhold` first."""
+        withheld, self._withheld = self._withheld or [], None
+        for run in withheld:
+            self._prompted(run)
+
     def _prompted(self, run: Run) -> None:
+        if self._withheld is not None:
+            self._withheld.append(run)
+            run.timer = Timer(lambda: None)  # it has no token yet
+            return
         run.timer = None
         if run.tokens == 0:
             run.tokens = 1
@@ -333,8 +349,9 @@ class Instance:
         if run.timer is not None:
             run.timer.cancel()
             run.timer = None
-        if run in self._pending:
-            self._pending.remove(run)
+        for waiting in (self._pending, self._withheld or []):
+            if run in waiting:
+                waiting.remove(run)
         self._decoding = [d for d in self._decoding if d[2] is not run]
         self._decoding.sort()
         if not any(r.timer is not None for r in self.runs if r is not run):

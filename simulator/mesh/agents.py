@@ -136,29 +136,53 @@ class Agents:
         clock, now = self._world.clock, self._world.clock.now
         recorded = self._recorded.get(instance.model)
         times = recorded.popleft() if recorded else self._usual
+        early = self._world.runtime.startup.compute_while_loading
         outstanding = [3]
 
         def arrived(phase: Phase) -> None:
             if self._by_engine.get(instance.key) is not instance:
                 return
             instance.phases += ((phase, now, clock.now),)
+            if phase is Phase.CONTAINER and early:
+                clock.after(times.init, lambda: initialised(clock.now - times.init))
+                return
             outstanding[0] -= 1
             if not outstanding[0]:
-                clock.after(times.init, lambda: initialised(clock.now - times.init))
+                if early:
+                    warmed_up(clock.now)
+                else:
+                    clock.after(times.init, lambda: initialised(clock.now - times.init))
 
         def initialised(began: float) -> None:
+            if self._by_engine.get(instance.key) is not instance:
+                return
             instance.phases += ((Phase.INIT, began, clock.now),)
+            if early:
+                self._accept_early(node, instance)
+                outstanding[0] -= 1
+                if not outstanding[0]:
+                    warmed_up(clock.now)
+                return
             clock.after(times.warm_up, lambda: warmed_up(clock.now - times.warm_up))
 
         def warmed_up(began: float) -> None:
-            if times.warm_up:
+            if clock.now > began:
                 instance.phases += ((Phase.PROFILE, began, clock.now),)
             clock.after(times.more, lambda: self._started(node, instance))
 
         self.weights.load(node, instance, arrived)
         clock.after(times.engine, lambda: arrived(Phase.CONTAINER))
 
+    def _accept_early(self, node: MeshNode, instance: MeshInstance) -> None:
+        """Accept requests, whose results wait for the weights."""
+        if instance.then == "stop":
+            return
+        instance.accepts_early = True
+        instance.engine.withhold()
+        self._open(node, instance)
+
     def _started(self, node: MeshNode, instance: MeshInstance) -> None:
+        instance.engine.release()
         if self._by_engine.get(instance.key) is not instance or instance.then == "stop":
             return
         self._world.outcome.startup.append(self._world.clock.now - instance.began)
@@ -167,11 +191,19 @@ class Agents:
             self._drain(node, instance, "suspend")
 
     def _ready(self, node: MeshNode, instance: MeshInstance) -> None:
+        instance.state = InstanceState.READY
+        if instance.accepts_early:
+            self.report(node)
+        else:
+            self._open(node, instance)
+
+    def _open(self, node: MeshNode, instance: MeshInstance) -> None:
+        """Let the gateway send requests to the instance."""
         clock = self._world.clock
-        instance.state, instance.engine.state = InstanceState.READY, "ready"
+        instance.engine.state = "ready"
         instance.engine.ready_at = instance.engine.idle_since = clock.now
         self.report(node)
-        clock.after(self._delay, lambda: self.listener.routed(instance) if instance.state is InstanceState.READY else None)
+        clock.after(self._delay, lambda: self.listener.routed(instance) if instance.engine.state == "ready" else None)
 
     def stop(self, node: MeshNode, command: StopInstance) -> None:
         self._asked_to_leave(node, command.instance_id, "stop", command.only_if_idle)
@@ -191,7 +223,8 @@ class Agents:
                 self._gone(node, instance)
             return
         if instance.state is not InstanceState.READY:
-            self.weights.end(instance)
+            if not instance.engine.runs:  # those that have joined the load are answered first
+                self.weights.end(instance)
             then = "stop"
         self._drain(node, instance, then if instance.can_suspend else "stop")
 
@@ -283,7 +316,7 @@ class Agents:
             self._drop_snapshot(node, instance)
         else:
             self.count(instance)
-        self.weights.unpin(instance)
+        self.weights.released(node, instance)
         instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
         instance.device.instances.pop(instance.key, None)
         self.report(node)
@@ -318,6 +351,8 @@ class Agents:
             node.sim.network.cancel(flow)
         node.instances.clear()
         node.sim.dram.clear()
+        for residency in node.residency.values():
+            residency.clear()
         node.snapshots, node.sim.alive = 0, False
         return runs
 

@@ -12,6 +12,7 @@ from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, I
 from shared.contracts.phases import Phase, PhaseSpan
 from simulator.instances import Instance, SimDevice, SimNode
 from simulator.links import Flow, Link
+from simulator.mesh.residency import Residency
 
 
 @dataclass(eq=False)
@@ -35,11 +36,15 @@ class MeshInstance:
     resume_s: float = 0.0
     """Expected seconds to resume."""
     can_suspend: bool = False
+    accepts_early: bool = False
+    """It accepts requests, maybe before its weights are there."""
     holds: bool = False
     """True while the weights are pinned in the node's memory for it."""
     phases: tuple[tuple[Phase, float, float], ...] = ()
     """Start and end, in seconds of the simulation."""
     flows: list[Flow] = field(default_factory=list)
+    ended: bool = False
+    """Its load was ended."""
     leaves: list[Callable[[], None]] = field(default_factory=list)
     """Functions that leave the shared fetches."""
 
@@ -68,6 +73,9 @@ class MeshNode:
         self.instances: dict[str, MeshInstance] = {}
         self.boot, self.seq = 1, 1
         self.snapshots = 0
+        separate = sim.devices if sim.group.memory == "separate" else ()
+        self.residency = {d.key: Residency(d) for d in separate}
+        """Of separate devices, by key."""
 
     @property
     def alive(self) -> bool:
@@ -120,6 +128,7 @@ class MeshNode:
                 if w in held
             ),
             links=tuple(links),
+            memory=tuple(r.memory() for r in self.residency.values()),
             cached=tuple(cached),
             dram_budget_bytes=sim.dram.capacity,
             ssd_bytes=sim.ssd.used,
@@ -147,6 +156,7 @@ def _report(i: MeshInstance, now: float) -> InstanceStatus:
         revision=c.card.info.revision,
         device_ids=c.device_ids,
         state=i.state,
+        accepts_requests=i.accepts_early and i.state is InstanceState.LOADING,
         capacity=i.engine.capacity,
         memory=InstanceMemory(reserved=i.reserved),
         load=EngineLoad(

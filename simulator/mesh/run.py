@@ -22,6 +22,7 @@ from services.scheduler.domain.effects import (
     OrderMigration,
     PublishLoadFailed,
     SendCancelPrefetch,
+    SendExpectation,
     SendPrefetch,
     SendResume,
     SendStart,
@@ -252,6 +253,9 @@ class Simulation:
                 self._send(partial(agents.suspend, nodes[node], suspend))
             case SendPrefetch(node=node, command=prefetch):
                 self._send(partial(agents.weights.prefetch, nodes[node], prefetch))
+            case SendExpectation(node=node, command=expected):
+                likelihood = {m.weights_id: m.likelihood for m in expected.models}
+                self._send(partial(agents.weights.expect, nodes[node], likelihood))
             case SendCancelPrefetch(node=node, command=cancelled):
                 self._send(partial(agents.weights.cancel_prefetch, nodes[node], cancelled.weights_id))
             case OrderMigration(record=record):

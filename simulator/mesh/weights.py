@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shared.contracts.loader import PrefetchWeights
 from shared.contracts.phases import Phase
-from simulator.links import Flow
+from simulator.links import Flow, Link
 from simulator.mesh.machine import MeshInstance, MeshNode
 from simulator.world import World
 
@@ -24,6 +24,9 @@ class Weights:
     def load(self, node: MeshNode, instance: MeshInstance, arrived: Arrived) -> None:
         """Load to the node's memory (`fetch`) and to the device (`load`), pipelined."""
         world, sim, name = self._world, node.sim, instance.model
+        if node.residency:
+            self._load_units(node, instance, arrived)
+            return
         nbytes = world.models[name].weights
         instance.tier = sim.tier(name)
         world.outcome.loads[instance.tier] = world.outcome.loads.get(instance.tier, 0) + 1
@@ -43,9 +46,74 @@ class Weights:
             world.clock.after(0.0, fetched)
         instance.flows.append(sim.network.start(instance.device.path, nbytes, lambda: arrived(Phase.LOAD)))
 
+    def _load_units(self, node: MeshNode, instance: MeshInstance, arrived: Arrived) -> None:
+        """Load what a separate device lacks: from the node's memory and other devices at once."""
+        world, sim, name = self._world, node.sim, instance.model
+        nbytes, device = world.models[name].weights, instance.device
+        mine = node.residency[device.key]
+        missing = mine.reserve(name, nbytes, instance.key)
+        instance.tier = sim.tier(name)
+        way = instance.tier if missing == nbytes else "reuse"
+        world.outcome.loads[way] = world.outcome.loads.get(way, 0) + 1
+        lacking = min(missing, self.drop_prefetches(node).get(name, missing))
+
+        def fetched() -> None:
+            if missing == nbytes:
+                sim.dram.add(name, nbytes)
+                sim.ssd.add(name, nbytes)
+            arrived(Phase.FETCH)
+
+        path = sim.source(instance.tier) if instance.tier != "dram" else ()
+        if path and lacking:
+            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, lacking, fetched))
+        else:
+            sim.dram.touch(name)
+            world.clock.after(0.0, fetched)
+        shares = self._shares(node, instance, missing)
+        outstanding = [len(shares)]
+
+        def copied() -> None:
+            outstanding[0] -= 1
+            if not outstanding[0]:
+                mine.complete(name)
+                self._report(node)
+                arrived(Phase.LOAD)
+
+        def copy() -> None:
+            if not instance.ended:
+                instance.flows += [sim.network.start(way, part, copied) for way, part in shares]
+
+        world.clock.after(world.runtime.startup.copy_s, copy)
+
+    @staticmethod
+    def _shares(node: MeshNode, instance: MeshInstance, missing: int) -> list[tuple[tuple[Link, ...], float]]:
+        """Divide a load between the host link and the fastest link from another device.
+
+        Both end at about the same time (weights/store/peers.py).
+        """
+        sim, device = node.sim, instance.device
+        found = [
+            (link, node.residency[other.key].there(instance.model))
+            for other in sim.devices
+            if other is not device and (link := sim.peer(other, device)) is not None
+        ]
+        link, there = max(found, key=lambda f: (f[1], f[0].bandwidth), default=(None, 0))
+        if link is None or not there:
+            return [(device.path, missing)]
+        host = min(part.bandwidth for part in device.path)
+        peer = min(there, missing * link.bandwidth / (link.bandwidth + host))
+        return [(device.path, missing - peer), ((link,), peer)]
+
+    @staticmethod
+    def expect(node: MeshNode, likelihood: dict[str, float]) -> None:
+        """Price reusable weights by the likelihood that their models are requested."""
+        for residency in node.residency.values():
+            residency.likelihood = likelihood
+
     @staticmethod
     def end(instance: MeshInstance) -> None:
         """End a load."""
+        instance.ended = True
         for leave in instance.leaves:
             leave()
         for flow in instance.flows:
@@ -57,6 +125,13 @@ class Weights:
         if not instance.holds:
             instance.holds = True
             instance.node.dram.pin(instance.model)
+
+    def released(self, node: MeshNode, instance: MeshInstance) -> None:
+        """Give up what an instance that has ended held of its device and of its node's memory."""
+        self.unpin(instance)
+        if node.residency:
+            node.residency[instance.device.key].release(instance.model, instance.key, self._world.clock.now)
+            self._report(node)
 
     @staticmethod
     def unpin(instance: MeshInstance) -> None:

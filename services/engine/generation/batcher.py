@@ -255,6 +255,8 @@ class Batcher:
                     case WarmUp(done):
                         if self._runner is not None and not self._has_computed:
                             self._runner.forward([Row(self._runner.new_state(), 0, WARM_UP)])
+                        if self._runner is None:
+                            self._embeddings.warm_up(WARM_UP)
                         done()
                     case EmbedRequest():
                         self._expect(command.request_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.engine.generation.embedding import Embedder
@@ -30,12 +31,19 @@ class EmbeddingJobs:
     def __init__(self, embedder: Embedder) -> None:
         self._embedder = embedder
         self._jobs: deque[_Job] = deque()
+        self._has_computed = False
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
 
     def add(self, request: EmbedRequest) -> None:
         self._jobs.append(_Job(request))
+
+    def warm_up(self, tokens: Sequence[int]) -> None:
+        """Embed a few tokens, unless something has been embedded."""
+        if not self._has_computed:
+            self._embedder.embed([tokens], None)
+            self._has_computed = True
 
     def forget(self, request_id: str) -> None:
         """Drop a request. Unknown ids are ignored."""
@@ -56,6 +64,7 @@ class EmbeddingJobs:
             log.exception("an embedding failed")
             error = EngineFailed(f"The engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")
             return [*events, self._pop_broken(error)]
+        self._has_computed = True
         job.vectors += [row.numpy().astype("<f4").tobytes() for row in vectors]
         if len(job.vectors) == len(job.request.inputs):
             self._jobs.popleft()

@@ -51,6 +51,10 @@ PACKABLE = frozenset(
 
 The others run one sequence at a time.
 """
+EMBEDDING = frozenset({"bert", "distilbert", "llama", "mistral", "modernbert", "mpnet", "qwen2", "qwen3", "roberta", "xlm-roberta"})
+"""Model types whose embeddings are tested to read no weight before they have waited for it
+(tests/integration/engine/test_layer_gates.py).
+"""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rope types whose angles depend on the longest sequence of a pass, so sequences must not share
 one.
@@ -131,12 +135,24 @@ def torch_dtype(card: ModelCard) -> torch.dtype:
 
 
 def bind(
-    kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype
+    kind: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    is_packed: bool = False,
 ) -> PreTrainedModel:
     """Build the model with its parameters bound to `tensors`, by name.
 
     transformers' own loading code computes buffers, ties weights, and handles renamed keys and
     prefixes. It reads no data unless a parameter has to be converted.
+
+    Args:
+        kind: The model's class.
+        config: The model's configuration.
+        tensors: The checkpoint.
+        dtype: Type of the parameters.
+        is_packed: Sequences share a forward pass (`is_packable`).
 
     Raises:
         CheckpointInvalid: A tensor is missing or has a wrong shape.
@@ -144,7 +160,7 @@ def bind(
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    arguments: dict[str, Any] = {"attn_implementation": PACKED} if is_packable(config, kind) else {}
+    arguments: dict[str, Any] = {"attn_implementation": PACKED} if is_packed else {}
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedArchitecture("Quantised checkpoints are not supported by the builtin engine")
     try:

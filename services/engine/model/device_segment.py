@@ -191,16 +191,26 @@ def tensors_in_pages(handle: PagesHandle, segment: Segment, memory: torch.Tensor
         segment: The head in host memory; other bytes of it are not read.
         memory: The mapped pages.
     """
+    read = tensor_in_pages(handle, segment, memory)
+    return {name: read(name) for name in segment.names()}
+
+
+def tensor_in_pages(handle: PagesHandle | PagesLayout, segment: Segment, memory: torch.Tensor) -> Callable[[str], torch.Tensor]:
+    """Return the function from a tensor's name to the tensor, where its bytes are the device's.
+
+    A tensor that is not aligned in the range is copied, so that its bytes have to be there.
+    """
     place = offsets_in_pages(handle, segment.offset_of)
-    found = {}
-    for name, tensor in segment.tensors().items():
+
+    def read(name: str) -> torch.Tensor:
+        tensor = segment.tensor(name)
         at = place(tensor) if tensor.numel() else None
         if at is None:
-            found[name] = tensor
-            continue
+            return tensor
         span = memory[at : at + tensor.nbytes]
-        found[name] = (span.clone() if at % tensor.itemsize else span).view(tensor.dtype).view(tensor.shape)
-    return found
+        return (span.clone() if at % tensor.itemsize else span).view(tensor.dtype).view(tensor.shape)
+
+    return read
 
 
 _HANDLE_BYTES = 64

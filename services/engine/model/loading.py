@@ -22,6 +22,7 @@ from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
 from services.engine.model import checkpoint, device_segment
 from services.engine.model.arriving import ArrivingPages, ArrivingWeights
+from services.engine.model.conversion import LateConversion
 from services.engine.model.layer_gates import LayerGates
 from services.engine.model.segment import Segment
 from services.engine.server.request_reader import Capacity, RequestReader
@@ -54,6 +55,7 @@ class BoundModel:
         handle: Handle of the device memory, if the loader has loaded it.
         memory: The segment on the device, opened by `handle`; None if the loader has it only in
             host memory.
+        late: Conversion of `copied` as their tensors arrive; None without any.
     """
 
     model: PreTrainedModel
@@ -63,6 +65,7 @@ class BoundModel:
     copied: list[str]
     handle: ArenaHandle | None = None
     memory: torch.Tensor | None = None
+    late: LateConversion | None = None
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,11 @@ def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart) -
     config = checkpoint.read_config(directory, start.card)
     kind = checkpoint.model_class(config, start.card, directory)
     segment = Segment(attached.segment, attached.extents, attached.weights_id)
-    model = checkpoint.bind(kind, config, segment.tensors(), checkpoint.torch_dtype(start.card))
     is_packed = start.card.info.task == "generate" and checkpoint.is_packable(config, kind)
-    bound = BoundModel(model, config, segment, is_packed, checkpoint.copied_parameters(model, segment))
+    model = checkpoint.bind(kind, config, segment.tensors(), checkpoint.torch_dtype(start.card), is_packed=is_packed)
+    copied = checkpoint.copied_parameters(model, segment)
+    late = LateConversion(model, copied, segment.names()) if copied else None
+    bound = BoundModel(model, config, segment, is_packed, copied, late=late)
     if not isinstance(attached.handle, PagesHandle):  # pages are mapped when they are complete
         open_device_memory(bound, attached.handle)
     return bound
@@ -124,14 +129,14 @@ def can_overlap(bound: BoundModel, start: EngineStart) -> bool:
     """True if the model can compute while its weights arrive.
 
     Its architecture must be one of those whose layers are tested to wait for their weights
-    (`checkpoint.PACKABLE`), and every parameter must be read where the loader puts it.
+    (`checkpoint.PACKABLE`, `checkpoint.EMBEDDING`). Every parameter must be read where the loader
+    puts it, or the tensors that it is converted from must be known.
     """
+    embeds = start.card.info.task == "embed" and bound.config.model_type in checkpoint.EMBEDDING
     return (
-        bound.is_packed
-        and not bound.copied
+        (embeds or (bound.is_packed and kv_token_bytes(bound) is not None))
+        and (bound.late is None or bound.late.is_possible)
         and start.device.startswith("cpu")
-        and start.card.info.task == "generate"
-        and kv_token_bytes(bound) is not None
         and not any((bound.segment.offset_of(p) or 0) % p.itemsize for p in bound.model.parameters())
     )
 
@@ -169,14 +174,15 @@ def begin(
     Raises:
         InsufficientMemory: The KV cache's bytes hold no block.
     """
-    gates = LayerGates(bound.model, bound.segment.offset_of, weights)
+    gates = LayerGates(bound.model, bound.segment.offset_of, weights, bound.late, bound.segment.span)
+    if bound.late is not None:
+        read = bound.segment.tensor
+        bound.late.read_from(read if pages is None else device_segment.tensor_in_pages(pages.layout, bound.segment, pages.memory))
     if pages is not None:
         place = device_segment.offsets_in_pages(pages.layout, bound.segment.offset_of)
         device_segment.rebind(bound.model, place, pages.memory)
         bound.memory = pages.memory
-    token_bytes = kv_token_bytes(bound)
-    assert token_bytes is not None
-    return _build_ready_model(bound, torch.device("cpu"), files, start, settings, token_bytes), gates
+    return _build_ready_model(bound, torch.device("cpu"), files, start, settings, is_early=True), gates
 
 
 def complete(
@@ -197,7 +203,8 @@ def complete(
         source = bound.segment.tensors()
         if isinstance(bound.handle, PagesHandle) and bound.memory is not None:
             source = device_segment.tensors_in_pages(bound.handle, bound.segment, bound.memory)
-        bound.model = checkpoint.bind(type(bound.model), bound.config, source, checkpoint.torch_dtype(start.card))
+        dtype = checkpoint.torch_dtype(start.card)
+        bound.model = checkpoint.bind(type(bound.model), bound.config, source, dtype, is_packed=bound.is_packed)
     open_device_memory(bound, handle)
     return _build_ready_model(bound, _to_device(bound, start), files, start, settings)
 
@@ -208,17 +215,21 @@ def _build_ready_model(
     files: ModelFiles,
     start: EngineStart,
     settings: EngineSettings,
-    token_bytes: int | None = None,
+    *,
+    is_early: bool = False,
 ) -> ReadyModel:
-    """Make the parts that compute. Without `token_bytes` a short step measures them."""
+    """Make the parts that compute, and compute a few tokens, unless `is_early`.
+
+    The KV cache's bytes per token are measured then, and otherwise follow from the configuration.
+    """
     causal = start.card.info.task == "generate"
     embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)
     runner: Runner | None = None
     block_bytes = 1
     if causal:
         runner = _runner(bound, device, start.card.context_length)
-        block_bytes = (token_bytes or _warm_up(runner, start)) * BLOCK_TOKENS
-    else:
+        block_bytes = ((kv_token_bytes(bound) if is_early else None) or _warm_up(runner, start)) * BLOCK_TOKENS
+    elif not is_early:
         embedder.embed([WARM_UP], None)
     reserved = int(start.card.spec.engine_args.get("adapter_cache_bytes", 0)) if causal else 0
     kv_blocks = max(0, start.kv_bytes - reserved) // block_bytes if causal else 0

@@ -48,6 +48,7 @@ class Segment:
             raise CheckpointInvalid(f"Segment {name} holds {self.header.weights_id} and not {weights_id}. Start the instance again")
         if (self.header.magic, self.header.version) != (MAGIC, LAYOUT_VERSION):
             raise CheckpointInvalid(f"Segment {name} has layout {self.header.magic} {self.header.version}, not {LAYOUT_VERSION}")
+        self._by_name = {t.name: t for t in self._index.tensors}
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def is_current(self, name: str, extents: Sequence[Extent] = ()) -> bool:
@@ -85,6 +86,19 @@ class Segment:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the checkpoint by name; their bytes may still be loading."""
         return {t.name: self._tensor(t) for t in self._index.tensors}
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the checkpoint's tensors."""
+        return tuple(self._by_name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor; its bytes may still be loading."""
+        return self._tensor(self._by_name[name])
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Return first byte and end of a tensor in the segment."""
+        found = self._by_name[name]
+        return found.offset, found.offset + found.nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if the memory of `tensor` is in the segment."""

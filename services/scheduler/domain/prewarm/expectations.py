@@ -5,7 +5,7 @@ Loaders with separate devices price reusable weights by it when they need pages 
 
 from __future__ import annotations
 
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 
 from services.scheduler.domain.effects import SendExpectation
 from services.scheduler.domain.prewarm.prefetch import HORIZON_S, likelihood
@@ -15,23 +15,23 @@ from shared.contracts.loader import EXPECT_EVERY_S, ExpectedModel, ExpectModels
 
 MOST = 256
 """Models in one message, the likeliest ones."""
+MOST_GROUPS = 4
+"""Groups of loaders in one decision. With a decision each second, the rest has its turn in time."""
 
 
 def send_expectations(tx: Transaction) -> None:
-    """Send them to the loaders for which the latest ones are too old."""
+    """Send them to the groups of loaders for which the latest ones are too old.
+
+    The groups are few, and few of them are sent at once: a timer examines a share of the nodes.
+    """
+    due = (g for g in tx.state.expecting if (s := tx.state.expectations.get(g)) is None or tx.now - s.sent_at >= EXPECT_EVERY_S)
     models: tuple[ExpectedModel, ...] | None = None
-    for node, loader in tx.state.loaders.items():
-        if not loader.status.memory or loader.status.stopping:
-            continue
-        sent = tx.state.expectations.get(node)
-        if sent is not None and tx.now - sent.sent_at < EXPECT_EVERY_S:
-            continue
-        if not tx.state.is_loader_alive(node, tx.now, tx.policy.node_lost_after_s):
-            continue
-        if models is None:
-            models = expected_models(tx)
-        tx.put(ExpectationSent(node, tx.now))
-        tx.emit(SendExpectation(node, ExpectModels(token=tx.next_token(), horizon_s=HORIZON_S, models=models)))
+    for group in nsmallest(MOST_GROUPS, due, key=lambda g: s.sent_at if (s := tx.state.expectations.get(g)) is not None else 0.0):
+        models = models if models is not None else expected_models(tx)
+        for node in tx.state.expecting[group]:
+            if not tx.state.loaders[node].status.stopping and tx.state.is_loader_alive(node, tx.now, tx.policy.node_lost_after_s):
+                tx.emit(SendExpectation(node, ExpectModels(token=tx.next_token(), horizon_s=HORIZON_S, models=models)))
+        tx.put(ExpectationSent(group, tx.now))
 
 
 def expected_models(tx: Transaction) -> tuple[ExpectedModel, ...]:

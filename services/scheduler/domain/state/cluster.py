@@ -85,6 +85,8 @@ class ClusterState:
     """By revision: nodes whose loaders have its files on disk."""
     has_units: Table[tuple[str, ...]] = field(default_factory=dict)
     """By revision: nodes with a separate device that has some of its units."""
+    expecting: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By group (prewarm/expectations.py): nodes whose loaders have separate devices."""
     loading_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By node: instances whose weights are being loaded there."""
     links_busy_until: Table[float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from services.scheduler.domain.state.accounting import compute_booking, is_drain
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, InstanceReport, LoaderPresence, Presence
+from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, InstanceReport, LoaderPresence, Presence, expectation_group
 from shared.contracts.node import InstanceState
 
 _AT_ONCE = float("-inf")
@@ -179,9 +179,14 @@ def _loader(state: ClusterState, old: LoaderPresence | None, new: LoaderPresence
     _regroup(state, "in_memory", old.in_memory if old else (), new.in_memory if new else (), present.node)
     _regroup(state, "on_disk", old.on_disk if old else (), new.on_disk if new else (), present.node)
     _regroup(state, "has_units", old.on_devices if old else (), new.on_devices if new else (), present.node)
+    _regroup(state, "expecting", _expects(old), _expects(new), present.node)
     _update_link_queue(state, present.node)
     if _speed(old) != _speed(new) or _units(old) != _units(new):
         _rebook_node(state, present.node)
+
+
+def _expects(loader: LoaderPresence | None) -> tuple[str, ...]:
+    return (expectation_group(loader.node),) if loader is not None and loader.status.memory else ()
 
 
 def _update_link_queue(state: ClusterState, node: str) -> None:

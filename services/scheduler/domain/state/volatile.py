@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 from typing import Literal
+from zlib import crc32
 
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.values import value
@@ -56,16 +57,24 @@ class LoaderPresence:
         return self.node
 
 
+EXPECTATION_GROUPS = 32
+
+
+def expectation_group(node: str) -> str:
+    """Return the group of loaders that are sent expectations at the same time."""
+    return str(crc32(node.encode()) % EXPECTATION_GROUPS)
+
+
 @value(frozen=True, slots=True)
 class ExpectationSent:
-    """When a node's loader was last sent the models that are expected."""
+    """When the loaders of a group were last sent the models that are expected."""
 
-    node: str
+    group: str
     sent_at: float
 
     @property
     def key(self) -> str:
-        return self.node
+        return self.group
 
 
 @value(frozen=True, slots=True)

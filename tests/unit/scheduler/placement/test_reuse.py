@@ -6,9 +6,10 @@ import pytest
 
 from services.scheduler.domain.effects import SendExpectation, SendPrepare
 from services.scheduler.domain.estimates.start_times import REUSING, Forecast, bandwidth, updated_estimates
+from services.scheduler.domain.prewarm.expectations import MOST_GROUPS
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.volatile import estimate_key
+from services.scheduler.domain.state.volatile import EXPECTATION_GROUPS, estimate_key
 from shared.contracts.loader import EXPECT_EVERY_S, CachedModel, DeviceMemory, LinkStatus, LoaderStatus, WeightsOnDevice
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan
@@ -225,16 +226,34 @@ def test_loaders_of_separate_devices_learn_which_models_are_likely(w: World) -> 
         w.demand("often")
         w.demand("often", 0)
     w.effects.clear()
-    w.tick(EXPECT_EVERY_S)
-    w.loader("n1", [memory()])
-    w.tick()
-    w.tick(1)
-    [sent] = w.sent(SendExpectation)
+    for _ in range(int(EXPECT_EVERY_S) + 1):
+        w.tick(1)
+        w.loader("n1", [memory()])
+    *_, sent = w.sent(SendExpectation)
     assert sent.node == "n1"
     found = {m.weights_id: m for m in sent.command.models}
     assert [m.weights_id for m in sent.command.models] == ["rev-/m/often", "rev-/m/m"]
     assert found["rev-/m/often"].likelihood > 0.5 > found["rev-/m/m"].likelihood
     assert found["rev-/m/often"].latency_sensitivity == 2.0
+
+
+def test_expectations_are_sent_to_a_share_of_many_loaders_at_a_time() -> None:
+    w = World()
+    w.model("m", weights=WEIGHTS)
+    names = [f"n{i}" for i in range(3 * EXPECTATION_GROUPS)]
+    for name in names:
+        w.node(name, 4000 * MIB)
+        w.loader(name, [memory()])
+    w.effects.clear()
+    at_once = []
+    for _ in range(EXPECTATION_GROUPS // MOST_GROUPS):
+        before = len(w.sent(SendExpectation))
+        w.tick()
+        at_once.append(len(w.sent(SendExpectation)) - before)
+    assert max(at_once) < len(names) // 3
+    assert sorted(s.node for s in w.sent(SendExpectation)) == sorted(names), "each once"
+    w.tick()
+    assert len(w.sent(SendExpectation)) == len(names), "none is due"
 
 
 def test_a_loader_without_separate_devices_is_sent_no_expectation(w: World) -> None:

@@ -263,6 +263,10 @@ def report(arms: Sequence[Arm], levels: Sequence[str]) -> dict[str, float]:
     return figures
 
 
+CHURN_LOADS = 400
+"""Before it, the order of loads has mixed the free pages."""
+
+
 def report_moves(options: argparse.Namespace) -> dict[str, float]:
     """Print what defragmentation costs (Fig. 10)."""
     speed, figures = reuse_remap.copy_gb_per_s(), dict[str, float]()
@@ -273,6 +277,12 @@ def report_moves(options: argparse.Namespace) -> dict[str, float]:
             f"remap 8 GiB of scattered {name}: 0 bytes moved; {ours['reserve_ms']:.2f} ms to reserve the pages, "
             f"{ours['map_ms']:.2f} ms for {ours['mappings']:.0f} mappings in the engine"
         )
+    churned = [reuse_remap.churn(CHURN_LOADS, seed) for seed in range(options.rounds)]
+    figures |= {f"churn_{k}": median([c[k] for c in churned]) for k in churned[0]}
+    print(
+        f"after {CHURN_LOADS} loads of ten models beside a KV cache, {options.rounds} seeds: {figures['churn_runs']:.0f} runs of pages for "
+        f"each 8 GiB (at most {max(c['most_runs'] for c in churned):.0f}), {figures['churn_map_ms']:.2f} ms to map a load"
+    )
     print(f"this machine copies {speed:.1f} GB/s")
     figures["copy_gb_per_s"] = speed
     for name, found in reuse_remap.moving(max(30, options.requests)).items():

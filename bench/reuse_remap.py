@@ -21,7 +21,7 @@ from bench.papers.constants import tangram as c
 from bench.report import median
 from shared.mapping import map_descriptor
 from weights.store.memory import extents_of
-from weights.store.pages import Store, reserve
+from weights.store.pages import Store, complete, give_back, lend, release, reserve
 from weights.store.units import PAGE_BYTES, Unit
 
 GIB = 1 << 30
@@ -59,6 +59,59 @@ def remap(nbytes: int, run_pages: int, rounds: int) -> dict[str, float]:
     finally:
         os.close(file)
     return {"reserve_ms": median(reserving), "map_ms": median(mapping), "mappings": float(len(extents)), "moved_bytes": 0.0}
+
+
+def churn(loads: int, seed: int = 0, pages: int = 20 * GIB // PAGE_BYTES) -> dict[str, float]:
+    """Return the runs of pages for each 8 GiB of a load after many loads, and the mapping times.
+
+    Ten models of 2 to 8 GiB, of which pairs share most units, follow each other at random in one
+    pool. A KV cache borrows single pages beside them and returns them in another order. The last
+    tenth of the loads is measured.
+    """
+    rng = random.Random(seed)
+    models = [_model(number, rng) for number in range(10)]
+    store, borrowed = Store.empty(pages), []
+    extents, mapping = [], []
+    file = os.memfd_create("thaw-bench-churn")
+    try:
+        os.ftruncate(file, pages * PAGE_BYTES)
+        for number in range(loads):
+            units = rng.choice(models)
+            wanted = rng.randrange(600)
+            if borrowed and (returned := rng.sample(borrowed, max(0, len(borrowed) - wanted))):
+                store = give_back(store, "kv", returned)
+            if (lent := lend(store, "kv", max(0, wanted - len(borrowed)), lambda u: u.used_at)) is not None:
+                store = lent[0]
+            borrowed = list(store.lent.get("kv", ()))
+            found = reserve(store, "a", "m", units, float(number), lambda u: u.used_at)
+            assert found is not None
+            store, _ = release(complete(found.store, [u.key for u in found.missing]), "a", float(number))
+            if number >= loads - loads // 10:
+                runs = extents_of([store.units[u.key] for u in units])
+                began = time.perf_counter()
+                mapped: mmap.mmap = map_descriptor(file, runs)
+                mapping.append((time.perf_counter() - began) * 1e3)
+                mapped.close()
+                extents.append(len(runs) * 8 * GIB / sum(u.nbytes for u in units))
+    finally:
+        os.close(file)
+    return {"runs": sum(extents) / len(extents), "most_runs": max(extents), "map_ms": median(mapping), "most_map_ms": max(mapping)}
+
+
+def _model(number: int, rng: random.Random) -> list[Unit]:
+    """Units of a model: matrices of 24 to 128 MiB, and small tensors in units of a page or two.
+
+    A model of odd number has all but its last quarter from the one before it.
+    """
+    size = random.Random(number // 2).choice((2, 4, 6, 8)) * GIB
+    units, at = [], 0
+    while at < size:
+        layer = len(units) // 4
+        nbytes = (128, 48, 24, rng.choice((1, 2)) * 2)[len(units) % 4] << 20
+        owner = number // 2 * 2 if at < 0.75 * size else number
+        units.append(Unit(f"{owner}-{layer}-{len(units) % 4}", at, nbytes))
+        at += nbytes
+    return units
 
 
 def copy_gb_per_s(nbytes: int = 256 << 20, rounds: int = 5) -> float:

@@ -11,6 +11,7 @@ A holder or borrower is removed only after it is proved that its process maps no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -61,7 +62,7 @@ class Store:
         count: All pages.
         units: By key.
         lent: Pages by borrower.
-        free: Free pages, the next one to take last.
+        free: Free pages, in any order.
     """
 
     count: int
@@ -127,16 +128,48 @@ def reserve(
     if cleared is None:
         return None
     store, reclaimed = cleared
-    free = list(store.free)
+    chosen = choose_pages(store.free, sum(u.pages for u in absent.values()))
+    taken, next_page = frozenset(chosen), iter(chosen)
+    free = [page for page in store.free if page not in taken]
     stored = dict(store.units)
     for key, unit in wanted.items():
         if key in absent:
-            pages = tuple(free.pop() for _ in range(unit.pages))
+            pages = tuple(itertools.islice(next_page, unit.pages))
             stored[key] = StoredUnit(key, unit.nbytes, pages, frozenset({holder}), holder, model, unit.offset, now)
         else:
             before = stored[key]
             stored[key] = replace(before, holders=before.holders | {holder}, model=model, offset=unit.offset, used_at=now)
     return Reservation(replace(store, units=stored, free=tuple(free)), tuple(absent.values()), reclaimed)
+
+
+def choose_pages(free: Iterable[int], count: int) -> list[int]:
+    """Choose `count` free pages in few runs of neighbours, so that they need few mappings.
+
+    1. The shortest run that has all of them, its first pages.
+    2. If none has, the longest run as a whole, then as before for the rest.
+
+    Args:
+        free: At least `count` pages, in any order.
+    """
+    runs = _runs(free)
+    chosen: list[int] = []
+    while runs and count - len(chosen) > len(runs[-1]):
+        chosen += runs.pop()
+    if (rest := count - len(chosen)) > 0:
+        chosen += next(run for run in runs if len(run) >= rest)[:rest]
+    return chosen
+
+
+def scattered_pages(free: Iterable[int], count: int) -> list[int]:
+    """Choose `count` free pages from the shortest runs, which are of least use to units."""
+    return list(itertools.islice(itertools.chain.from_iterable(_runs(free)), count))
+
+
+def _runs(free: Iterable[int]) -> list[list[int]]:
+    """Return the runs of neighbouring pages, the shortest first."""
+    ordered = sorted(free)
+    cuts = [i for i, (a, b) in enumerate(itertools.pairwise(ordered), 1) if b - a != 1]
+    return sorted((ordered[start:end] for start, end in itertools.pairwise((0, *cuts, len(ordered)))), key=len)
 
 
 def settle(store: Store, key: str, content_key: str) -> Store:
@@ -213,10 +246,10 @@ def lend(store: Store, borrower: str, pages: int, cost: Cost, keep: Collection[s
     if cleared is None:
         return None
     store, reclaimed = cleared
-    rest = len(store.free) - pages
-    granted = tuple(reversed(store.free[rest:]))
+    granted = scattered_pages(store.free, pages)
+    taken = frozenset(granted)
     lent = {**store.lent, borrower: (*store.lent.get(borrower, ()), *granted)}
-    return replace(store, lent=lent, free=store.free[:rest]), reclaimed
+    return replace(store, lent=lent, free=tuple(page for page in store.free if page not in taken)), reclaimed
 
 
 def lendable_pages(store: Store, keep: Collection[str] = ()) -> int:

@@ -17,6 +17,7 @@ from weights.store.pages import (
     Store,
     StoredUnit,
     audit,
+    choose_pages,
     complete,
     condemn,
     give_back,
@@ -24,6 +25,7 @@ from weights.store.pages import (
     missing_bytes,
     release,
     reserve,
+    scattered_pages,
     settle,
 )
 from weights.store.units import PAGE_BYTES, Unit
@@ -49,6 +51,16 @@ def reserved(store: Store, holder: str, *units: Unit, now: float = 0.0, model: s
 def loaded(store: Store, holder: str, *units: Unit, now: float = 0.0, model: str = "m") -> Store:
     found = reserved(store, holder, *units, now=now, model=model)
     return complete(found.store, [u.key for u in found.missing])
+
+
+def test_free_pages_are_chosen_in_few_runs() -> None:
+    free = (9, 0, 1, 2, 20, 21, 22, 23, 24, 11, 12)
+    assert choose_pages(free, 2) == [11, 12], "the shortest run that has them"
+    assert choose_pages(free, 4) == [20, 21, 22, 23]
+    assert choose_pages(free, 7) == [20, 21, 22, 23, 24, 11, 12]
+    assert sorted(choose_pages(free, len(free))) == sorted(free)
+    assert choose_pages(free, 0) == choose_pages((), 0) == []
+    assert scattered_pages(free, 4) == [9, 11, 12, 0], "KV caches get what is of least use to units"
 
 
 def test_second_load_copies_only_missing_units() -> None:

@@ -35,6 +35,10 @@ class Target(Protocol):
         """Return a unit of the store."""
         ...
 
+    def reserve_ahead(self, arena: PagedArena, index: int) -> None:
+        """Reserve pages for a unit of the arena, waiting for those that KV caches return."""
+        ...
+
     def settle(
         self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int, is_from_peer: bool = False
     ) -> None:
@@ -130,8 +134,11 @@ class CopyThread:
             if self._target.stored(key) is not None:
                 self._target.settle(arena, index, key, digests, copied_bytes=0)
                 return
+            if not missing.has_pages:
+                self._target.reserve_ahead(arena, index)
             stored = self._target.stored(missing.key)
-            assert stored is not None, "the arena holds its reserved units"
+            if stored is None:
+                return  # the arena was released meanwhile
         for offset, address, nbytes in missing.pieces:
             self._memory.write(stored, offset - missing.unit.offset, address, nbytes)
         if self._pacer is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -20,11 +20,13 @@ from weights.store.cost import Likelihood, Tier, equally_likely, reload_cost
 from weights.store.generations import EarlierPages
 from weights.store.memory import PageMemory
 from weights.store.missing import Missing
-from weights.store.pages import Cost, Reservation, Store, StoredUnit, condemn, give_back, lend, release, reserve, settle
+from weights.store.pages import Cost, Reservation, Store, StoredUnit, condemn, give_back, lend, release, reserve, settle, share
 from weights.store.units import PAGE_BYTES, Unit
 from weights.store.usage import PagesInUse, pages_in_use
 
 log = logging.getLogger(__name__)
+AHEAD_BYTES = 16 * PAGE_BYTES
+"""Units of unknown content get pages before they are hashed, for at most this many bytes."""
 
 
 class DevicePages:
@@ -58,6 +60,8 @@ class DevicePages:
     def reserve(self, arena: PagedArena, contents: Contents, tensors: Sequence[tuple[SegmentTensor, ...]]) -> None:
         """Share the arena's units that are here, and reserve pages for the others.
 
+        Units of unknown content get none yet: `reserve_ahead` reserves them once one is hashed.
+
         Raises:
             InsufficientMemory: Nothing has changed then.
         """
@@ -69,24 +73,57 @@ class DevicePages:
                 arena.reused_bytes += unit.nbytes
             else:
                 key = f"filling:{arena.holder}:{index}"
-                wanted.append(replace(unit, key=key))
                 arena.keys[index] = key
                 rank = min(execution_rank(t.name) for t in tensors[index])
-                arena.missing[index] = Missing(unit, key, tensors[index], rank=rank)
+                is_known = unit.key.startswith("sha256:")
+                arena.missing[index] = Missing(unit, key, tensors[index], rank=rank, has_pages=is_known)
+                if is_known:
+                    wanted.append(replace(unit, key=key))
         found, kept = self._reserve(arena.holder, arena.place.weights_id, wanted)
-        if found is None:
-            need = sum(m.unit.pages for m in arena.missing.values()) * PAGE_BYTES
-            given_up = (u for k, u in self.store.units.items() if u.is_reusable and k not in kept and k not in arena.keys)
-            can = (len(self.store.free) + sum(len(u.pages) for u in given_up)) * PAGE_BYTES
-            self.short_pages = (need - can) // PAGE_BYTES
-            raise InsufficientMemory(
-                f"The weights of {contents.model or arena.place.weights_id} need {need >> 20} MiB more of {self._device_id}, of which "
-                f"{can >> 20} MiB can be given: the rest is in use, pinned or lent. Stop other models there, or enlarge it",
-                should_retry=True,
-            )
+        unknown = sum(m.unit.pages for m in arena.missing.values() if not m.has_pages)
+        if found is None or unknown > obtainable_pages(found.store):
+            raise self._no_room(arena, [m.unit for m in arena.missing.values()], kept)
         self.store = found.store
         if found.reclaimed:
             log.info("reclaimed units", extra={"device": self._device_id, "units": len(found.reclaimed)})
+
+    def reserve_ahead(self, arena: PagedArena, index: int) -> None:
+        """Reserve pages for a unit whose content is not here, and for some that follow it.
+
+        Each reservation that reclaims units reads the mappings of all processes: a few units at a
+        time cost less. Pages of units that turn out to be here are freed again.
+
+        Raises:
+            InsufficientMemory: There are none for the unit itself.
+        """
+        following = (i for i, m in sorted(arena.missing.items(), key=lambda item: (item[1].rank, item[0])) if not m.has_pages)
+        ahead, nbytes = [index], 0
+        for i in (i for i in following if i != index):
+            if (nbytes := nbytes + arena.missing[i].unit.nbytes) > AHEAD_BYTES:
+                break
+            ahead.append(i)
+        for chosen in (ahead, [index]):
+            wanted = [replace(arena.missing[i].unit, key=arena.missing[i].key) for i in chosen]
+            found, kept = self._reserve(arena.holder, arena.place.weights_id, wanted)
+            if found is not None:
+                self.store = found.store
+                for i in chosen:
+                    arena.missing[i].has_pages = True
+                return
+        raise self._no_room(arena, [arena.missing[index].unit], kept)
+
+    def _no_room(self, arena: PagedArena, units: Sequence[Unit], kept: Collection[str]) -> InsufficientMemory:
+        """Return the error of a reservation for `units`, and note how many pages are short."""
+        need = sum(u.pages for u in units) * PAGE_BYTES
+        given_up = (u for k, u in self.store.units.items() if u.is_reusable and k not in kept and k not in arena.keys)
+        can = (len(self.store.free) + sum(len(u.pages) for u in given_up)) * PAGE_BYTES
+        self.short_pages = max(1, (need - can) // PAGE_BYTES)
+        name = arena.place.contents.model if arena.place.contents is not None else ""
+        return InsufficientMemory(
+            f"The weights of {name or arena.place.weights_id} need {need >> 20} MiB more of {self._device_id}, of which "
+            f"{can >> 20} MiB can be given: the rest is in use, pinned or lent. Stop other models there, or enlarge it",
+            should_retry=True,
+        )
 
     def _reserve(self, holder: str, weights_id: str, wanted: Sequence[Unit]) -> tuple[Reservation | None, set[str]]:
         """Reserve the wanted units. The second value: keys that were not to be reclaimed."""
@@ -131,7 +168,11 @@ class DevicePages:
     ) -> None:
         """Complete a unit of the arena under the key of its content."""
         missing = arena.missing.pop(index)
-        self.store = settle(self.store, missing.key, key)
+        if missing.has_pages:
+            self.store = settle(self.store, missing.key, key)
+        else:
+            unit = replace(missing.unit, key=key)
+            self.store = share(self.store, arena.holder, arena.place.weights_id, unit, self._clock())
         arena.keys[index] = key
         arena.settled(index)
         arena.digests.update(digests)
@@ -178,3 +219,8 @@ class DevicePages:
             self._device_id, self.store, self._members, copied_bytes=self._copied_bytes, reused_bytes=self._reused_bytes
         )
         return replace(used, peer_bytes=self._peer_bytes)
+
+
+def obtainable_pages(store: Store) -> int:
+    """Return the most pages that units of unknown content can get or share."""
+    return len(store.free) + sum(len(u.pages) for u in store.units.values() if u.is_complete)

@@ -18,6 +18,7 @@ class Missing:
     """A unit whose bytes are not on the device; its pages are reserved under `key`.
 
     Attributes:
+        has_pages: They are reserved. Those of a unit of unknown content are once it is hashed.
         rank: When a forward pass needs it.
         peer: Another device that has it, with its pages there as `source`.
         reads_host: Its bytes are read into host memory, whether a peer has them or not.
@@ -34,6 +35,7 @@ class Missing:
     source: StoredUnit | None = None
     reads_host: bool = True
     is_under_way: bool = False
+    has_pages: bool = True
     pieces: list[tuple[int, int, int]] = field(default_factory=list)
 
 

@@ -186,6 +186,13 @@ def settle(store: Store, key: str, content_key: str) -> Store:
     return replace(store, units={**others, content_key: shared}, free=(*store.free, *reversed(unit.pages)))
 
 
+def share(store: Store, holder: str, model: str, unit: Unit, now: float) -> Store:
+    """Give `holder` a unit that is here, by its content."""
+    present = store.units[unit.key]
+    shared = replace(present, holders=present.holders | {holder}, model=model, offset=unit.offset, used_at=now)
+    return replace(store, units={**store.units, unit.key: shared})
+
+
 def condemn(store: Store, key: str, number: int) -> Store:
     """Take a unit with wrong bytes out of use: no load gets it any more.
 

@@ -39,11 +39,13 @@ class LoadingWeights:
     Attributes:
         keys: Their units in the store, those that are being filled included.
         missing_bytes: Of units that are not complete.
+        unreserved_bytes: Of those, whole pages of units that have no pages yet.
     """
 
     weights_id: str
     keys: frozenset[str]
     missing_bytes: int
+    unreserved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ def residency(
     for each in loading:
         before = holding.get(each.weights_id)
         keys = each.keys | before.keys if before is not None else each.keys
-        holding[each.weights_id] = LoadingWeights(each.weights_id, keys, each.missing_bytes)
+        unreserved = max(each.unreserved_bytes, before.unreserved_bytes if before is not None else 0)
+        holding[each.weights_id] = LoadingWeights(each.weights_id, keys, each.missing_bytes, unreserved)
         for key in each.keys:
             users[key] = users.get(key, frozenset()) | {each.weights_id}
     there: dict[str, list[StoredUnit]] = {}
@@ -178,7 +181,7 @@ def _row(
     mapped = [u for u in units if not u.is_reusable]
     total, page_bytes = sizes or (sum(u.nbytes for u in units), 0)
     missing = held.missing_bytes if held is not None else total - present
-    unmapped = 0 if held is not None else page_bytes - _pages(mapped)
+    unmapped = held.unreserved_bytes if held is not None else page_bytes - _pages(mapped)
     exclusive = _pages([u for u in mapped if users[u.key] == {weights_id}])
     # Of known weights only what is missing is read (ADR 0058).
     read = missing if sizes is not None else total

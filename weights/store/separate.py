@@ -4,9 +4,10 @@ Units outlive the arenas that brought them: the next arena with equal units shar
 only missing ones are copied. A unit is hashed before it is copied, and is known by the hash that
 was computed here. An index with wrong hashes therefore never gives its bytes to other weights.
 
-    allocate    units with known hashes that are here are shared; the others get pages
+    allocate    units with known hashes that are here are shared; others with known hashes get pages
     fill        a unit whose bytes are all in host memory is hashed; if its content is here by now
-                it is shared and its own pages are freed, else it is copied (`CopyThread`)
+                it is shared and its own pages are freed, else it is copied (`CopyThread`). A unit
+                of unknown content gets its pages then
     handle      the pages of all units, once every unit is here
     release     units of which every byte is here stay, reusable
 
@@ -351,6 +352,17 @@ class SeparateDevice:
     def stored(self, key: str) -> StoredUnit | None:
         return self._pages.store.units.get(key)
 
+    def reserve_ahead(self, arena: PagedArena, index: int) -> None:
+        while arena.is_open:
+            try:
+                self._pages.reserve_ahead(arena, index)
+            except InsufficientMemory:
+                if not self.lender.wait_for_pages(arena.holder, self._pages.short_pages):
+                    raise
+                continue
+            self.lender.settled(arena.holder)
+            return
+
     def settle(
         self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int, is_from_peer: bool = False
     ) -> None:
@@ -378,7 +390,12 @@ class SeparateDevice:
         with self.changed:
             used, store = self._pages.in_use(), self._pages.store
             loading = [
-                LoadingWeights(a.place.weights_id, frozenset(a.keys), sum(m.unit.nbytes for m in a.missing.values()))
+                LoadingWeights(
+                    a.place.weights_id,
+                    frozenset(a.keys),
+                    sum(m.unit.nbytes for m in a.missing.values()),
+                    sum(m.unit.pages for m in a.missing.values() if not m.has_pages) * PAGE_BYTES,
+                )
                 for a in self._arenas.values()
             ]
         on_peers = bytes_on_peers(self._from_peers.complete_units(), store, self._known)

@@ -68,9 +68,16 @@ class SeparateLoader:
         assert self.status is not None
         return self.status
 
-    async def until_copied(self, *units: int) -> LoaderStatus:
-        """Wait until the devices have had so many units copied to them."""
-        return await self.until(lambda status: [d.copied_bytes // PAGE_BYTES for d in status.memory] == list(units))
+    async def until_copied(self, *units: int, read: int = 0) -> LoaderStatus:
+        """Wait until the devices have had so many units copied to them.
+
+        `read`: units read from the source by loads that are over; they count when a load ends.
+        """
+
+        def found(status: LoaderStatus) -> bool:
+            return [d.copied_bytes // PAGE_BYTES for d in status.memory] == list(units) and status.read_bytes >= read * PAGE_BYTES
+
+        return await self.until(found)
 
     async def until_unmapped(self) -> LoaderStatus:
         """Wait until no device has a mapped page."""
@@ -109,7 +116,9 @@ async def separate_loader(server: NatsServer, home: Path, devices: str, node: st
     stop = asyncio.Event()
     running = asyncio.create_task(app.run(settings, stop))
     await loader.client.until_served()
-    yield loader
-    stop.set()
-    assert await asyncio.wait_for(running, 60) == 0
-    await mesh.stop()
+    try:
+        yield loader
+    finally:
+        stop.set()
+        assert await asyncio.wait_for(running, 60) == 0
+        await mesh.stop()

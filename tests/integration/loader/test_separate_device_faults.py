@@ -60,7 +60,7 @@ async def test_a_damaged_unit_of_another_device_is_read_from_the_source(nats_ser
     async with separate_loader(nats_server, tmp_path / "home", DEVICES, "n-damaged") as loader:
         card = await loader.client.card(base)
         first = await loader.attach("a", card, "cpu:1")
-        before, content = await loader.until_copied(TENSORS, 0), read(first)
+        before, content = await loader.until_copied(TENSORS, 0, read=TENSORS), read(first)
         assert isinstance(first.handle, PagesHandle)
         extent = first.handle.extents[-1]
         with (SHM / first.handle.file).open("r+b") as pages:
@@ -68,7 +68,7 @@ async def test_a_damaged_unit_of_another_device_is_read_from_the_source(nats_ser
             pages.write(b"damaged")
         await loader.client.release("a")  # host memory does not have the weights any more
         assert read(await loader.attach("b", card, "cpu:2")) == content
-        after = await loader.until_copied(TENSORS, TENSORS)
+        after = await loader.until_copied(TENSORS, TENSORS, read=TENSORS + 1)
         assert after.memory[1].peer_bytes <= (TENSORS - 1) * PAGE_BYTES
         assert after.read_bytes - before.read_bytes >= PAGE_BYTES
         await loader.client.release("b")

@@ -10,6 +10,7 @@ import pytest
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.loader import LoaderStatus
+from shared.errors import InsufficientMemory
 from tests.integration.loader.separate import read, separate_loader, write_model
 from tests.support.servers import NatsServer
 from tests.unit.scheduler.world import World
@@ -30,13 +31,13 @@ async def test_a_fine_tune_reads_what_no_device_has(nats_server: NatsServer, tmp
     async with separate_loader(nats_server, tmp_path / "home", devices, "n-separate") as loader:
         client = loader.client
         first = read(await loader.attach("a", await client.card(base), "cpu:1"))
-        before = await loader.until_copied(TENSORS, 0)
+        before = await loader.until_copied(TENSORS, 0, read=TENSORS)
         assert [d.paced_bytes_per_second for d in before.memory] == [50.0 * 2**30, None]
         assert all(link.group_bytes in SIZES for link in before.links if link.link.startswith("bus:"))
         paced = {link.link for link in before.links if link.is_paced}
         assert paced == {"bus:cpu:1", "p2p:cpu:1>cpu:2", "p2p:cpu:2>cpu:1"}
         second = read(await loader.attach("b", await client.card(tuned), "cpu:1"))
-        both = await loader.until_copied(TENSORS + 2, 0)
+        both = await loader.until_copied(TENSORS + 2, 0, read=TENSORS + 2)
         assert second[: 8 * PAGE_BYTES] == first[2 * PAGE_BYTES :]
         assert both.memory[0].mapped_bytes == (TENSORS + 2) * PAGE_BYTES
         assert 2 * PAGE_BYTES <= both.read_bytes - before.read_bytes < 3 * PAGE_BYTES
@@ -75,3 +76,23 @@ async def test_the_scheduler_predicts_a_copy_from_two_links_as_it_is_measured(na
         assert seconds > 0.8 * (found.phases["load"] / 1e3 - 0.02), "paced links are never sooner than their pace"
         for instance in ("a", "b", "host"):
             await loader.client.release(instance)
+
+
+async def test_a_fine_tune_without_hashes_needs_room_for_its_own_part_only(nats_server: NatsServer, tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", range(TENSORS), hashed=False)
+    tuned = write_model(tmp_path / "tuned", range(2, TENSORS + 2), hashed=False)
+    large = write_model(tmp_path / "large", range(3, TENSORS + 6), hashed=False)
+    async with separate_loader(nats_server, tmp_path / "home", "cpu:1=24MiB/separate", "n-unhashed") as loader:
+        first = read(await loader.attach("a", await loader.client.card(base), "cpu:1"))
+        second = read(await loader.attach("b", await loader.client.card(tuned, "tuned"), "cpu:1"))
+        assert second[: 8 * PAGE_BYTES] == first[2 * PAGE_BYTES :]
+        both = await loader.until(lambda s: s.memory[0].mapped_bytes == (TENSORS + 2) * PAGE_BYTES)
+        assert both.memory[0].free_bytes == 0
+        # Its content is known only as it is read; the device is full then.
+        refused = await loader.attach("c", await loader.client.card(large, "large"), "cpu:1")
+        assert refused.device_error is not None
+        assert refused.device_error.code == InsufficientMemory.code
+        for instance in "abc":
+            await loader.client.release(instance)
+        after = await loader.until_unmapped()
+        assert after.memory[0].reusable_bytes == (TENSORS + 2) * PAGE_BYTES

@@ -70,7 +70,8 @@ def churn(loads: int, seed: int = 0, pages: int = 20 * GIB // PAGE_BYTES) -> dic
     """
     rng = random.Random(seed)
     models = [_model(number, rng) for number in range(10)]
-    store, borrowed = Store.empty(pages), []
+    store = Store.empty(pages)
+    borrowed: list[int] = []
     extents, mapping = [], []
     file = os.memfd_create("thaw-bench-churn")
     try:
@@ -104,7 +105,8 @@ def _model(number: int, rng: random.Random) -> list[Unit]:
     A model of odd number has all but its last quarter from the one before it.
     """
     size = random.Random(number // 2).choice((2, 4, 6, 8)) * GIB
-    units, at = [], 0
+    units: list[Unit] = []
+    at = 0
     while at < size:
         layer = len(units) // 4
         nbytes = (128, 48, 24, rng.choice((1, 2)) * 2)[len(units) % 4] << 20

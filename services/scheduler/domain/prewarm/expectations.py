@@ -24,9 +24,10 @@ def send_expectations(tx: Transaction) -> None:
 
     The groups are few, and few of them are sent at once: a timer examines a share of the nodes.
     """
-    due = (g for g in tx.state.expecting if (s := tx.state.expectations.get(g)) is None or tx.now - s.sent_at >= EXPECT_EVERY_S)
+    sent = {g: s.sent_at if (s := tx.state.expectations.get(g)) is not None else float("-inf") for g in tx.state.expecting}
+    due = (g for g in sent if tx.now - sent[g] >= EXPECT_EVERY_S)
     models: tuple[ExpectedModel, ...] | None = None
-    for group in nsmallest(MOST_GROUPS, due, key=lambda g: s.sent_at if (s := tx.state.expectations.get(g)) is not None else 0.0):
+    for group in nsmallest(MOST_GROUPS, due, key=sent.__getitem__):
         models = models if models is not None else expected_models(tx)
         for node in tx.state.expecting[group]:
             if not tx.state.loaders[node].status.stopping and tx.state.is_loader_alive(node, tx.now, tx.policy.node_lost_after_s):

@@ -410,8 +410,14 @@ class DeviceMachine(RuleBasedStateMachine):
             assert (used.free_bytes + used.reusable_bytes) // PAGE_BYTES < len(model.seeds) + 3
             return
         self.arenas.append((arena, model))
-        if whole:
+        if not whole:
+            return
+        try:
             fill(arena, model)
+        except InsufficientMemory:  # pages are reserved as units of unknown content are hashed
+            assert not hashed
+            self.arenas.pop()
+            arena.release()
 
     @precondition(lambda self: self.arenas)
     @rule(data=st.data())

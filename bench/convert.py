@@ -147,12 +147,12 @@ def pickle_of(source: Path, target: Path) -> None:
     (target / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def cold(directory: Path) -> None:
+def drop_from_cache(directory: Path) -> None:
     set_cache([p for p in directory.iterdir() if p.is_file()], warm=False)
 
 
 def convert(source: Path, target: Path, *arguments: str) -> dict[str, float]:
-    cold(source)
+    drop_from_cache(source)
     command = [sys.executable, "-m", "weights.convert", str(source), str(target), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     report: dict[str, float] = json.loads(done.stdout.splitlines()[-1])["report"]
@@ -182,7 +182,7 @@ def loads(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
         random.Random(number).shuffle(names)
         for name in names:
             print(f"round {number + 1}/{rounds}: {name} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
-            cold(root / LOADS[name][0])
+            drop_from_cache(root / LOADS[name][0])
             command = [sys.executable, "-m", "bench.convert", "--load", name, "--directory", str(root)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found[name].append(json.loads(done.stdout.splitlines()[-1]))

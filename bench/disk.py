@@ -133,7 +133,7 @@ class Loading:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1
         )
-        self._figures = self._until("ready")
+        self._figures = self._read_until("ready")
 
     def go(self) -> dict[str, float]:
         """The figures of its load.
@@ -144,7 +144,7 @@ class Loading:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
-        line = self._figures or self._until("{")
+        line = self._figures or self._read_until("{")
         if not line:
             self._process.wait()
             self._errors.seek(0)
@@ -152,7 +152,7 @@ class Loading:
         figures: dict[str, float] = json.loads(line)
         return figures
 
-    def _until(self, start: str) -> str:
+    def _read_until(self, start: str) -> str:
         """Return the figures printed before a line that begins with `start`, else ""."""
         assert self._process.stdout is not None
         for line in iter(self._process.stdout.readline, ""):

@@ -32,7 +32,7 @@ import httpx
 import yaml
 
 from bench import reuse_models
-from bench.fidelity_replay import NAMES, SeparateDevices, compared, mean_of, measured
+from bench.fidelity_replay import NAMES, SeparateDevices, compare_replay, mean_of, measure_parameters
 from bench.report import machine
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import LoadTrace, RequestTrace
@@ -83,7 +83,7 @@ def workload(rps: float, seconds: float, cv: float, seed: int) -> list[Request]:
     return synthetic(Synthetic(rps, seconds, cv, zipf=0.5, prompt_tokens=20, output_tokens=16), NAMES, seed)
 
 
-def bed(count: int, model: Path) -> SeparateDevices:
+def make_bed(count: int, model: Path) -> SeparateDevices:
     """Return one device for two of three models, or two devices for one each."""
     weights = reuse_models.pages(model) * PAGE_BYTES
     booked = weights + ENGINE_BYTES
@@ -111,7 +111,7 @@ class Mesh:
         size = SEPARATE_SIZE if separate else "5m"
         SIZES[SEPARATE_SIZE] = replace(reuse_models.SHAPE, layers=12)
         sources = [str(make_demo_model(home / "models" / n, size, seed=i)) for i, n in enumerate((*NAMES, FIRST))]
-        self.separate = bed(separate, Path(sources[0])) if separate else None
+        self.separate = make_bed(separate, Path(sources[0])) if separate else None
         booked = self.separate.booked if self.separate else None
         specs = tuple(ModelSpec(name=n, source=s, memory=booked) for n, s in zip((*NAMES, FIRST), sources, strict=True))
         port = free_port()
@@ -136,14 +136,14 @@ class Mesh:
         return json.loads(done.stdout)
 
 
-def exported(path: Path) -> None:
+def filter_export(path: Path) -> None:
     """Leave in an export what asked for one of `NAMES`, in the order of arrival."""
     found = [RequestTrace.model_validate_json(line) for line in path.read_text().splitlines()]
     mine = sorted((t for t in found if t.model in NAMES), key=lambda t: t.received)
     path.write_text("".join(t.model_dump_json() + "\n" for t in mine))
 
 
-def recorded(url: str, admin_key: str, export: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
+def collect_traces(url: str, admin_key: str, export: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
     """The exported requests, and the starts that they waited for."""
     traces = [RequestTrace.model_validate_json(line) for line in export.read_text().splitlines()]
     loads = []
@@ -174,9 +174,9 @@ def run(options: argparse.Namespace, directory: Path) -> None:
             asyncio.run(drive(mesh.url, requests))
             export = directory / "run.jsonl"
             mesh.thaw("trace", "--export", str(export))
-            exported(export)
+            filter_export(export)
             endpoints = json.loads((home / "run" / "endpoints.json").read_text())
-            _, loads = recorded(mesh.url, endpoints["admin_key"], export)
+            _, loads = collect_traces(mesh.url, endpoints["admin_key"], export)
         finally:
             mesh.thaw("down")
     if mesh.separate is not None:
@@ -184,7 +184,7 @@ def run(options: argparse.Namespace, directory: Path) -> None:
     (directory / "loads.jsonl").write_text("".join(load.model_dump_json() + "\n" for load in loads))
 
 
-def kept(directory: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
+def read_traces(directory: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
     """What `run` recorded there."""
     lines = [(directory / name).read_text().splitlines() for name in ("run.jsonl", "loads.jsonl")]
     return [RequestTrace.model_validate_json(n) for n in lines[0]], [LoadTrace.model_validate_json(n) for n in lines[1]]
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.replay:
-        runs = [replayed(directory, [d for d in options.replay if d is not directory]) for directory in options.replay]
+        runs = [replay_run(directory, [d for d in options.replay if d is not directory]) for directory in options.replay]
     else:
         with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
             directory = options.keep or Path(temporary)
@@ -225,23 +225,23 @@ def main() -> None:
             chosen = {name: getattr(options, name) for name in ("seconds", "rps", "cv", "seed", "suspend", "separate")}
             (directory / "workload.json").write_text(json.dumps(chosen) + "\n")
             run(options, directory)
-            runs = [replayed(directory, [])]
+            runs = [replay_run(directory, [])]
     document = {"machine": machine(), "runs": runs}
     print(json.dumps(document, indent=1))
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def replayed(directory: Path, others: Sequence[Path]) -> dict[str, Any]:
+def replay_run(directory: Path, others: Sequence[Path]) -> dict[str, Any]:
     """Replay a run by its own parameters, and by the means of other runs' parameters.
 
     The latter is a prediction.
     """
-    (traces, loads), separate = kept(directory), kept_devices(directory)
-    compare = partial(compared, traces, loads, directory / "run.jsonl", separate=separate)
+    (traces, loads), separate = read_traces(directory), kept_devices(directory)
+    compare = partial(compare_replay, traces, loads, directory / "run.jsonl", separate=separate)
     found = {"workload": json.loads((directory / "workload.json").read_text()), **compare()}
     if others:
-        given = mean_of([measured(*kept(d), kept_devices(d)) for d in others])
+        given = mean_of([measure_parameters(*read_traces(d), kept_devices(d)) for d in others])
         found["ttft_mean_s_by_other_runs"] = compare(given)["ttft_mean_s"]
     return found
 

@@ -99,23 +99,27 @@ def _span(spans: Iterable[PhaseSpan], phase: Phase, process: str = "") -> list[P
     return [s for s in spans if s.phase is phase and (not process or s.process == process)]
 
 
-def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], separate: SeparateDevices | None = None) -> Measured:
+def measure_parameters(
+    traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], separate: SeparateDevices | None = None
+) -> Measured:
     """Raises ValueError if the run has no warm request, or no start."""
     woken = _first_of_each(traces, loads)
     cold = [t for t in woken if _span(t.spans, Phase.INIT)]
     restored = [t for t in woken if _span(t.spans, Phase.RESTORE)]
     if not cold or all(t.cold for t in traces):
         raise ValueError("the recorded run has no warm request, or no start: nothing can be measured from it")
-    gateway = _usual([min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken])
-    message = fmean(max(0.0, min(s.start_ms for s in t.spans if s.process.startswith("nodeagent")) - _sent(t)) for t in woken)
+    gateway = _trim_mean([min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken])
+    message = fmean(
+        max(0.0, min(s.start_ms for s in t.spans if s.process.startswith("nodeagent")) - _find_sent_at(t)) for t in woken
+    )
     decision = fmean(sum(s.duration_ms for s in _span(t.spans, Phase.SCHEDULE, SCHEDULER)) for t in woken)
     prefill, further = _passes(traces)
-    reply = fmean((t.ttft_ms or 0.0) - _prefill(t) - _waited(t) for t in traces if not t.cold)
+    reply = fmean((t.ttft_ms or 0.0) - _prefill(t) - _sum_wait_ms(t) for t in traces if not t.cold)
     starts = [_early_start(t, message, reply, prefill) if separate else _start(t, message, reply + prefill) for t in cold]
     waited = [x.more for x in starts if x.more] if separate else [x.more for x in starts]
     copies = [(t, found[-1]) for t in cold if (found := _copies(t))]
     reserves = [_span(load.spans, Phase.RESERVE, SCHEDULER) for load in loads]
-    leave = _usual([found[-1].duration_ms for found in reserves if found])
+    leave = _trim_mean([found[-1].duration_ms for found in reserves if found])
     tokens = [(t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in traces if t.ttft_ms and t.completion_tokens > 1]
     return Measured(
         max(0.0, gateway - message) / 1e3,
@@ -130,9 +134,9 @@ def measured(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], separat
         prefill / 1e3,
         further / 1e3,
         max(fmean(tokens), 0.01) / 1e3,
-        fmean(max(0.0, span.start_ms - _sent(t) - message) for t, span in copies) / 1e3 if copies else 0.0,
+        fmean(max(0.0, span.start_ms - _find_sent_at(t) - message) for t, span in copies) / 1e3 if copies else 0.0,
         _whole_copy_ms(copies) / 1e3,
-        max(0.0, fmean(_dispatched(t) - _sent(t) for t in restored) - 2 * message) / 1e3 if restored else 0.0,
+        max(0.0, fmean(_find_dispatched_at(t) - _find_sent_at(t) for t in restored) - 2 * message) / 1e3 if restored else 0.0,
     )
 
 
@@ -140,7 +144,7 @@ def _prefill(t: RequestTrace) -> float:
     return sum(s.duration_ms for s in _span(t.spans, Phase.PREFILL))
 
 
-def _waited(t: RequestTrace) -> float:
+def _sum_wait_ms(t: RequestTrace) -> float:
     """In the engine, for the pass before."""
     return sum(s.duration_ms for s in _span(t.spans, Phase.QUEUE, "engine"))
 
@@ -159,7 +163,7 @@ def _passes(traces: Sequence[RequestTrace]) -> tuple[float, float]:
     return max(0.0, fmean(took) - more * (fmean(counts.values()) - 1)), more
 
 
-def _usual(values: Sequence[float]) -> float:
+def _trim_mean(values: Sequence[float]) -> float:
     """Return the mean of values up to twice the median.
 
     Larger values contain waiting, which the simulator adds by itself.
@@ -171,10 +175,10 @@ def _start(t: RequestTrace, message: float, prompt: float) -> StartTimes:
     """Of the start that the request caused; `message` and `prompt` in milliseconds."""
     init = _span(t.spans, Phase.INIT)[0]
     warm_up = sum(s.duration_ms for s in _span(t.spans, Phase.PROFILE))
-    first = (t.ttft_ms or 0.0) - _dispatched(t) - prompt
-    more = _dispatched(t) - init.end_ms - warm_up - message + first
+    first = (t.ttft_ms or 0.0) - _find_dispatched_at(t) - prompt
+    more = _find_dispatched_at(t) - init.end_ms - warm_up - message + first
     return StartTimes(
-        max(0.0, init.start_ms - _sent(t) - message) / 1e3, init.duration_ms / 1e3, warm_up / 1e3, max(0.0, more) / 1e3
+        max(0.0, init.start_ms - _find_sent_at(t) - message) / 1e3, init.duration_ms / 1e3, warm_up / 1e3, max(0.0, more) / 1e3
     )
 
 
@@ -197,12 +201,12 @@ def _early_start(t: RequestTrace, message: float, reply: float, prefill: float) 
     `more` is from the last byte to the release of results; 0 if the prompt took longer than the
     copy. What the prompt took more than usual then counts as initialisation.
     """
-    init, opened = _span(t.spans, Phase.INIT)[0], _dispatched(t) - message
+    init, opened = _span(t.spans, Phase.INIT)[0], _find_dispatched_at(t) - message
     copied = max((s.end_ms for s in _copies(t)), default=0.0)
-    first, computed = (t.ttft_ms or 0.0) - reply, _dispatched(t) + prefill
+    first, computed = (t.ttft_ms or 0.0) - reply, _find_dispatched_at(t) + prefill
     more = first - copied if copied > computed else 0.0
     extra = 0.0 if more else max(0.0, first - computed)
-    engine = init.start_ms - _sent(t) - message
+    engine = init.start_ms - _find_sent_at(t) - message
     return StartTimes(max(0.0, engine) / 1e3, (opened - init.start_ms + extra) / 1e3, 0.0, max(0.0, more) / 1e3)
 
 
@@ -219,12 +223,12 @@ def start_by_start(
     return found
 
 
-def _sent(t: RequestTrace) -> float:
+def _find_sent_at(t: RequestTrace) -> float:
     """When the command that its instance was started or restored by was sent."""
     return max(s.end_ms for s in t.spans if s.process == SCHEDULER)
 
 
-def _dispatched(t: RequestTrace) -> float:
+def _find_dispatched_at(t: RequestTrace) -> float:
     return _span(t.spans, Phase.QUEUE, GATEWAY)[0].start_ms
 
 
@@ -235,10 +239,10 @@ def _first_of_each(traces: Sequence[RequestTrace], loads: Sequence[LoadTrace]) -
         if t.ttft_ms is not None and t.load_plan_id is not None and t.load_plan_id not in found:
             found[t.load_plan_id] = t
     known = {load.plan_id for load in loads}
-    return [t for plan, t in found.items() if plan in known and _span(t.spans, Phase.QUEUE, GATEWAY) and _woken(t)]
+    return [t for plan, t in found.items() if plan in known and _span(t.spans, Phase.QUEUE, GATEWAY) and _is_woken(t)]
 
 
-def _woken(t: RequestTrace) -> bool:
+def _is_woken(t: RequestTrace) -> bool:
     return bool(_span(t.spans, Phase.INIT) or _span(t.spans, Phase.RESTORE))
 
 
@@ -288,7 +292,7 @@ def machines(m: Measured, separate: SeparateDevices | None = None) -> tuple[Clus
     return ClusterFile(nodes=(node,), runtime=runtime), models
 
 
-def compared(
+def compare_replay(
     traces: Sequence[RequestTrace],
     loads: Sequence[LoadTrace],
     export: Path,
@@ -307,7 +311,7 @@ def compared(
         separate: The mesh's devices, if they have memory of their own.
     """
     traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
-    m = given or measured(traces, loads, separate)
+    m = given or measure_parameters(traces, loads, separate)
     cluster, models = machines(m, separate)
     requests = read_trace(export, NAMES)
     usual = StartTimes(m.container, m.init, m.warm_up, m.more)
@@ -328,7 +332,7 @@ def compared(
         "cold": {"mesh": sum(x[0] for x in real), "simulator": sum(x[0] for x in replayed)},
         "starts": {"mesh": started, "simulator": simulation.started},
         "start_by_start": {"ttft_mean_s": exact, "error": exact / mesh - 1, "starts": as_recorded.started},
-        "same_requests_cold": _alike(traces, outcome),
+        "same_requests_cold": _count_alike(traces, outcome),
         "cold_ttft_mean_s": {"mesh": _mean(real, True), "simulator": _mean(replayed, True)},
         "warm_ttft_mean_s": {"mesh": _mean(real, False), "simulator": _mean(replayed, False)},
         "cold_phases_mean_s": {"mesh": _phases(real), "simulator": _phases(replayed)},
@@ -354,7 +358,7 @@ def _phases(found: Sequence[_Request]) -> dict[str, float]:
     return {name: fmean(path.get(name, 0.0) for path in paths) for name in names}
 
 
-def _alike(traces: Sequence[RequestTrace], outcome: Outcome) -> int:
+def _count_alike(traces: Sequence[RequestTrace], outcome: Outcome) -> int:
     """Requests that were cold in both, or in neither."""
     cold = {s.number: s.cold for s in outcome.served}
     return sum(cold.get(n) is t.cold for n, t in enumerate(traces))

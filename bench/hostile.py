@@ -64,28 +64,28 @@ def corpus(size: int) -> list[Case]:
     prompt = b'{"model":"%b","max_tokens":1,"prompt":[' % FREE.encode()
     chance = random.Random(SEED)
 
-    def many(unit: bytes) -> bytes:
+    def repeat_unit(unit: bytes) -> bytes:
         return unit * (size // len(unit))
 
     return [
-        Case("form: repeated header", _FORM_ROUTE, _FORM, b"--b\r\n" + many(b"content-disposition:") + b"\r\n--b--\r\n"),
-        Case("form: false boundaries", _FORM_ROUTE, _FORM, b"--b\r\nx: y\r\n\r\n" + many(b"\r\n--bx") + b"\r\n--b--\r\n"),
-        Case("form: parts", _FORM_ROUTE, _FORM, many(b"--b\r\nx: y\r\n\r\nz\r\n") + b"--b--\r\n"),
+        Case("form: repeated header", _FORM_ROUTE, _FORM, b"--b\r\n" + repeat_unit(b"content-disposition:") + b"\r\n--b--\r\n"),
+        Case("form: false boundaries", _FORM_ROUTE, _FORM, b"--b\r\nx: y\r\n\r\n" + repeat_unit(b"\r\n--bx") + b"\r\n--b--\r\n"),
+        Case("form: parts", _FORM_ROUTE, _FORM, repeat_unit(b"--b\r\nx: y\r\n\r\nz\r\n") + b"--b--\r\n"),
         Case("form: random bytes", _FORM_ROUTE, _FORM, b"--b\r\nx: y\r\n\r\n" + chance.randbytes(size) + b"\r\n--b--\r\n"),
-        Case("json: null messages", _CHAT, _JSON, b'{"model":"free","messages":[' + many(b"null,") + b"null]}"),
+        Case("json: null messages", _CHAT, _JSON, b'{"model":"free","messages":[' + repeat_unit(b"null,") + b"null]}"),
         Case("json: null messages under the limit", _CHAT, _JSON, b'{"model":"free","messages":[' + b"null," * 100_000 + b"null]}"),
         Case("json: 100,000 prompts x 128", _COMPLETION, _JSON, prompt + b'"a",' * 100_000 + b'"a"],"n":128}'),
         Case("json: token ids", _COMPLETION, _JSON, prompt + b"1," * 150_000 + b"1]}"),
-        Case("json: lists of lists", _COMPLETION, _JSON, prompt + many(b"[1],") + b"[1]]}"),
+        Case("json: lists of lists", _COMPLETION, _JSON, prompt + repeat_unit(b"[1],") + b"[1]]}"),
         Case("json: members", _CHAT, _JSON, start + b"".join(b',"%d":1' % i for i in range(17_000)) + b"}"),
-        Case("json: biases", _CHAT, _JSON, start + b',"logit_bias":{' + many(b'"1":null,') + b'"2":null}}'),
-        Case("json: depth", _CHAT, _JSON, many(b"[")),
-        Case("json: brackets in text", _CHAT, _JSON, start + b',"user":"' + many(b'[{,\\"') + b'"}'),
-        Case("json: escapes", _CHAT, _JSON, start + b',"user":"' + many(b"\\u00e9") + b'"}'),
-        Case("json: long text", _CHAT, _JSON, start + b',"user":"' + many(b"a") + b'"}'),
-        Case("json: digits", _CHAT, _JSON, start + b',"seed":' + many(b"9") + b"}"),
-        Case("json: open string", _CHAT, _JSON, start + b',"user":"' + many(b"\\\\")),
-        Case("json: not UTF-8", _CHAT, _JSON, many(b"\xff")),
+        Case("json: biases", _CHAT, _JSON, start + b',"logit_bias":{' + repeat_unit(b'"1":null,') + b'"2":null}}'),
+        Case("json: depth", _CHAT, _JSON, repeat_unit(b"[")),
+        Case("json: brackets in text", _CHAT, _JSON, start + b',"user":"' + repeat_unit(b'[{,\\"') + b'"}'),
+        Case("json: escapes", _CHAT, _JSON, start + b',"user":"' + repeat_unit(b"\\u00e9") + b'"}'),
+        Case("json: long text", _CHAT, _JSON, start + b',"user":"' + repeat_unit(b"a") + b'"}'),
+        Case("json: digits", _CHAT, _JSON, start + b',"seed":' + repeat_unit(b"9") + b"}"),
+        Case("json: open string", _CHAT, _JSON, start + b',"user":"' + repeat_unit(b"\\\\")),
+        Case("json: not UTF-8", _CHAT, _JSON, repeat_unit(b"\xff")),
     ]
 
 
@@ -113,14 +113,14 @@ def serve(path: Path) -> int:
     from services.gateway.settings import GatewaySettings
     from shared.runtime import run_service
 
-    async def probed(settings: GatewaySettings, stop: asyncio.Event) -> int:
+    async def run_probed(settings: GatewaySettings, stop: asyncio.Event) -> int:
         task = asyncio.create_task(probe(path), name="probe")
         try:
             return await app(settings, stop)
         finally:
             task.cancel()
 
-    return run_service("gateway", GatewaySettings, probed, loop_factory=uvloop.new_event_loop)
+    return run_service("gateway", GatewaySettings, run_probed, loop_factory=uvloop.new_event_loop)
 
 
 class Gateway:

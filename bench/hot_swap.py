@@ -70,7 +70,7 @@ class Figures:
         self.values[engine, what].append(value)
         print(f"{engine} {what} {value:.1f}", file=sys.stderr)
 
-    def of(self, engine: str, what: str) -> list[float]:
+    def get_values(self, engine: str, what: str) -> list[float]:
         return self.values.get((engine, what), [])
 
 
@@ -162,7 +162,7 @@ def swap(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
         raise RuntimeError(f"{engine} answers otherwise than before it was suspended")
 
 
-def colds(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
+def measure_cold(figures: Figures, mesh: SwapMesh, engine: str, rounds: int) -> None:
     for _ in range(rounds):
         mesh.thaw("sleep", engine)
         figures.add(engine, "cold_ttft_ms", mesh.ask(engine)[0])
@@ -196,7 +196,7 @@ def models(engines: list[str], home: Path, gguf: Path | None, kind: str) -> dict
     return found
 
 
-def large(figures: Figures, home: Path, rounds: int) -> None:
+def measure_large(figures: Figures, home: Path, rounds: int) -> None:
     """Measure vLLM with a model of 250 million parameters in float32.
 
     vLLM keeps more than one copy of it on cpu.
@@ -214,18 +214,23 @@ def large(figures: Figures, home: Path, rounds: int) -> None:
 def summary(figures: Figures) -> dict[str, float]:
     found = {f"{engine}.{what}": median(values) for (engine, what), values in figures.values.items()}
     for engine in {e for e, _ in figures.values}:
-        cold = figures.of(engine, "cold_ttft_ms") or figures.of(engine, "first_start_ttft_ms")
-        later = figures.of(engine, "resume_later_ttft_ms") or figures.of(engine, "resume_first_ttft_ms")
+        cold = figures.get_values(engine, "cold_ttft_ms") or figures.get_values(engine, "first_start_ttft_ms")
+        later = figures.get_values(engine, "resume_later_ttft_ms") or figures.get_values(engine, "resume_first_ttft_ms")
         if cold and later:
             found[f"{engine}.resume_speedup_over_cold"] = median(cold) / median(later)
-        before, after = figures.of(engine, "decode_before_tokens_per_s"), figures.of(engine, "decode_after_tokens_per_s")
+        before, after = (
+            figures.get_values(engine, "decode_before_tokens_per_s"),
+            figures.get_values(engine, "decode_after_tokens_per_s"),
+        )
         if before and after:
             found[f"{engine}.decode_after_over_before"] = median(after) / median(before)
-        took = figures.of(engine, "resume_later_ms")
-        if figures.of(DEVICE, PINNED) and took:
-            found[f"{engine}.restored_gb_per_s"] = median(figures.of(engine, "freed_mib")) * MIB / median(took) / 1e6
-            found[f"{engine}.restored_over_pinned_copy"] = found[f"{engine}.restored_gb_per_s"] / median(figures.of(DEVICE, PINNED))
-    beside = beside_the_disk(lambda what: figures.of(SIZE, what), median)
+        took = figures.get_values(engine, "resume_later_ms")
+        if figures.get_values(DEVICE, PINNED) and took:
+            found[f"{engine}.restored_gb_per_s"] = median(figures.get_values(engine, "freed_mib")) * MIB / median(took) / 1e6
+            found[f"{engine}.restored_over_pinned_copy"] = found[f"{engine}.restored_gb_per_s"] / median(
+                figures.get_values(DEVICE, PINNED)
+            )
+    beside = beside_the_disk(lambda what: figures.get_values(SIZE, what), median)
     return found | {f"{SIZE}.{what}": value for what, value in beside.items()}
 
 
@@ -274,7 +279,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory:
         home = Path(directory)
         if kind == "cpu" and "large" in parts:
-            large(figures, home, options.rounds)
+            measure_large(figures, home, options.rounds)
         if {"swap", "cold", "turns"} & set(parts):
             swapping(figures, home, options, kind, parts)
     found = summary(figures)
@@ -297,7 +302,7 @@ def swapping(figures: Figures, home: Path, options: argparse.Namespace, kind: st
         with contextlib.closing(SwapMesh(home / "cold", *where, suspend=False)) as mesh:
             for engine in entries:
                 mesh.ask(engine)
-                colds(figures, mesh, engine, options.colds)
+                measure_cold(figures, mesh, engine, options.colds)
                 mesh.thaw("sleep", engine)
     for engine, entry in entries.items() if "turns" in parts else ():
         ping_pong(figures, home / f"pong-{engine}", engine, entry, options.device)

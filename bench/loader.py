@@ -137,7 +137,7 @@ class Bench:
 
         Either is first by turns: each finds the disk as the other has left it.
         """
-        settings = [s for s in FIO_SETTINGS if self._samples.of(f"{fio_name(*s)}.gb_per_s")]
+        settings = [s for s in FIO_SETTINGS if self._samples.get_values(f"{fio_name(*s)}.gb_per_s")]
         best = max(settings or FIO_SETTINGS[-1:], key=lambda s: self._samples.median(f"{fio_name(*s)}.gb_per_s", 0.0))
         for number in range(pairs):
             with Loading(THAW.loader, self._files, dict(THAW.options)) as loading:
@@ -205,7 +205,7 @@ def figures_of(samples: Samples, total: int) -> dict[str, float]:
                 found[f"thaw_over_{peer}.{key}"] = ours / theirs
             if theirs and peer != "fio" and not suffix and "fio.gb_per_s" in found:
                 found[f"fio_over_{peer}.{key}"] = found["fio.gb_per_s"] / theirs
-    orders = [samples.of(f"pairs, {first} first.ratio") for first in ("thaw", "fio")]
+    orders = [samples.get_values(f"pairs, {first} first.ratio") for first in ("thaw", "fio")]
     if all(orders):  # the first may find the disk rested; the mean of both orders cancels that out
         found["thaw_over_fio.by_turns"] = math.sqrt(median(orders[0]) * median(orders[1]))
     if "thaw.cpu_seconds" in found:
@@ -217,9 +217,9 @@ def figures_of(samples: Samples, total: int) -> dict[str, float]:
 def service_figures(samples: Samples, total: int) -> dict[str, float]:
     """Bandwidths, and seconds where the name says so, of a loader process."""
     figures: dict[str, float] = {}
-    if bound := samples.of("dram_tier.bound_ms"):
+    if bound := samples.get_values("dram_tier.bound_ms"):
         figures |= {"dram_tier.bound_ms": median(bound), "dram_tier.worst_bound_ms": max(bound)}
-    if samples.of("remote.download"):
+    if samples.get_values("remote.download"):
         seconds = {name: samples.median(f"remote.{name}") for name in (*REMOTE_WAYS, "thaw_cpu", "thaw_first_tensor")}
         figures |= {f"remote.{name}_gb_per_s": total / seconds[name] / 1e9 for name in REMOTE_WAYS}
         figures["remote.thaw_over_download"] = seconds["download"] / seconds["thaw"]
@@ -234,9 +234,9 @@ def show(samples: Samples) -> None:
     limit = max(samples.median(f"{fio_name(*s)}.gb_per_s", 0.0) for s in FIO_SETTINGS)
     names = [name.removesuffix(".gb_per_s") for name in samples.names() if name.endswith(".gb_per_s")]
     for name in sorted(names, key=lambda n: ("page cache" in n, -samples.median(f"{n}.gb_per_s"))):
-        speeds = samples.of(f"{name}.gb_per_s")
-        peak = samples.of(f"{name}.peak_gb")
-        beside = median(samples.of("pairs, fio.gb_per_s")) if name.startswith("pairs") else limit
+        speeds = samples.get_values(f"{name}.gb_per_s")
+        peak = samples.get_values(f"{name}.peak_gb")
+        beside = median(samples.get_values("pairs, fio.gb_per_s")) if name.startswith("pairs") else limit
         table.add_row(
             name,
             f"{median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})",

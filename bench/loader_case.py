@@ -78,11 +78,11 @@ def thaw_pool(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Call
         finally:
             (SHM / name).unlink(missing_ok=True)
 
-    def behind() -> None:
+    def zap_regions() -> None:
         for region in regions:
             region.zap_all()
 
-    return _run(load, behind)
+    return _run(load, zap_regions)
 
 
 def thaw_tensors(files: list[Path], options: dict[str, Any]) -> tuple[Tensors, Callable[[], None]]:

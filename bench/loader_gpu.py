@@ -95,7 +95,7 @@ class Bench:
         self.driver.use(self.facts[0].index)
         self.host.close()
 
-    def plain(self, facts: DeviceFacts) -> float:
+    def measure_plain(self, facts: DeviceFacts) -> float:
         """Return bytes per second of one queued cudaMemcpyAsync for each chunk.
 
         No copy may reach over two chunks. The result is the bandwidth of the bus.
@@ -126,7 +126,7 @@ class Bench:
             self.driver.free(target)
             self.driver.destroy_stream(stream)
 
-    def loaded(self, devices: Sequence[CudaDevice], size: int = CHUNK) -> float:
+    def measure_loaded(self, devices: Sequence[CudaDevice], size: int = CHUNK) -> float:
         """Return bytes per second, over all `devices`, of copying the whole host memory.
 
         Each device gets it in ranges of `size`.
@@ -215,15 +215,15 @@ def figures_of(bench: Bench, rounds: int, file: Path | None) -> dict[str, float]
     """Every figure in GB/s, and ratios to the limit measured in the same run."""
     first, device = bench.facts[0], bench.devices[0]
     cases: dict[str, Callable[[], float]] = {
-        "dram_limit_gb_per_s": lambda: bench.plain(first),
-        "dram_gb_per_s": lambda: bench.loaded([device]),
-        "small_grouped_gb_per_s": lambda: bench.loaded([device], SMALL),
+        "dram_limit_gb_per_s": lambda: bench.measure_plain(first),
+        "dram_gb_per_s": lambda: bench.measure_loaded([device]),
+        "small_grouped_gb_per_s": lambda: bench.measure_loaded([device], SMALL),
         "small_one_by_one_gb_per_s": lambda: bench.one_by_one(first, SMALL),
     }
     if len(bench.devices) > 1:
-        cases["devices_together_gb_per_s"] = lambda: bench.loaded(bench.devices)
+        cases["devices_together_gb_per_s"] = lambda: bench.measure_loaded(bench.devices)
         for other in bench.devices[1:]:
-            cases[f"alone_{other.device_id}_gb_per_s"] = partial(bench.loaded, [other])
+            cases[f"alone_{other.device_id}_gb_per_s"] = partial(bench.measure_loaded, [other])
     if file is not None:
         cases["ssd_limit_gb_per_s"] = lambda: fio_limit(file)
         cases["ssd_gb_per_s"] = lambda: bench.from_disk(file)

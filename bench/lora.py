@@ -146,7 +146,7 @@ class Peft:
 
         return step
 
-    def mixed(self, adapters: int) -> Step:
+    def build_mixed_step(self, adapters: int) -> Step:
         names = ["__base__" if a is None else f"a{a}" for a in spread_over(self._rows, adapters)]
         return self._pass(self._rows, adapter_names=names)
 
@@ -175,8 +175,8 @@ def batch(size: str, rows: int, rounds: int, directory: Path) -> dict[str, list[
     makers |= {"thaw, base alone": lambda: ours.step(0), "thaw, base alone, adapters loaded": lambda: ours.step(0)}
     if importlib.util.find_spec("peft") is not None:
         peer = Peft(model, ours.pairs)
-        makers |= {"peft, base alone": lambda: peer.mixed(0)}
-        makers |= {f"peft mixed, {n} adapters": (lambda n=n: peer.mixed(n)) for n in counts}  # type: ignore[misc]
+        makers |= {"peft, base alone": lambda: peer.build_mixed_step(0)}
+        makers |= {f"peft mixed, {n} adapters": (lambda n=n: peer.build_mixed_step(n)) for n in counts}  # type: ignore[misc]
         makers |= {f"peft switching, {n} adapters": (lambda n=n: peer.switching(n)) for n in counts}  # type: ignore[misc]
     else:
         print("peft cannot be imported, so it is left out", file=sys.stderr)
@@ -258,7 +258,7 @@ def loads(total: int, rounds: int, directory: Path) -> dict[str, list[float]]:
             checksums.add(got["checksum"])
             samples[case.name].append(got["seconds"] * 1e3)
         print(f"round {number + 1}/{rounds} of loads (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
-    samples["thaw, held on the node"] = _held(file, rounds, checksums)
+    samples["thaw, held on the node"] = _measure_held(file, rounds, checksums)
     if len(checksums) != 1:
         raise RuntimeError("the cases read different bytes")
     if limits := [samples.pop(name) for name in [*samples] if name.startswith("fio")]:
@@ -270,7 +270,7 @@ LOADERS: dict[str, tuple[tuple[str, int], ...]] = {"thaw_pool": (("ready", 1),),
 """With their options. Ready: the pool has been used before, so that its memory is there."""
 
 
-def _held(file: Path, rounds: int, checksums: set[float]) -> list[float]:
+def _measure_held(file: Path, rounds: int, checksums: set[float]) -> list[float]:
     """Measure the wait of an instance whose node holds the LoRA adapter already.
 
     It includes the mapping, every tensor, and the checksum of the other cases.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.cores import pin, unpin
-from bench.moving import NODES, Bed, Timed, Values, await_tokens, begin, completion, in_one_go, order, other, paused_ms
+from bench.moving import NODES, Bed, Timed, Values, await_tokens, begin, completion, get_other_node, in_one_go, order, paused_ms
 
 CONTEXT = 6144
 BEFORE = 24
@@ -37,19 +37,19 @@ def pauses(contexts: Sequence[int], rounds: int, figures: Values) -> None:
         mesh.everywhere("one")
         for context in contexts:
             for way in WAYS * rounds:
-                _one(mesh, context, way, figures)
+                _measure_one(mesh, context, way, figures)
     finally:
         unpin()
         mesh.close()
 
 
-def _one(mesh: Bed, context: int, way: str, figures: Values) -> None:
+def _measure_one(mesh: Bed, context: int, way: str, figures: Values) -> None:
     stream = begin(mesh, "one", context, CONTEXT - context, BEFORE)
     source, node = mesh.place("one")
-    (instance,) = mesh.on("one", other(node))
+    (instance,) = mesh.on("one", get_other_node(node))
     key, generated, began = f"{way}.{context}", len(stream.tokens), time.monotonic()
     if way == "rounds":
-        record = order(mesh, stream, other(node))
+        record = order(mesh, stream, get_other_node(node))
         if record is None:
             figures[f"{key}.not_done"].append(1.0)
             stream.leave()

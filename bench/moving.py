@@ -64,14 +64,14 @@ class Bed(Roomy):
     def json(self, *arguments: str, timeout: float = 150.0) -> dict[str, Any]:
         match arguments:
             case ("ps",):
-                migrations = self._asked("GET", "migrations", timeout)["migrations"]
+                migrations = self._request("GET", "migrations", timeout)["migrations"]
                 under_way = [m for m in migrations if m["state"] not in FINAL]
-                return self._asked("GET", "cluster", timeout) | {"migrations": under_way}
+                return self._request("GET", "cluster", timeout) | {"migrations": under_way}
             case ("wake" | "sleep" as verb, model):
-                return self._asked("POST", f"models/{model}/{verb}", timeout)
+                return self._request("POST", f"models/{model}/{verb}", timeout)
         return super().json(*arguments, timeout=timeout)
 
-    def _asked(self, method: str, path: str, timeout: float) -> dict[str, Any]:
+    def _request(self, method: str, path: str, timeout: float) -> dict[str, Any]:
         headers = {"authorization": f"Bearer {self.endpoints['admin_key']}"}
         answer = self._client.request(method, f"{self.url}/admin/v1/{path}", headers=headers, timeout=timeout)
         answer.raise_for_status()
@@ -106,7 +106,7 @@ def paused_ms(stream: Stream, since: int) -> float:
     return (max(gaps) - median(gaps)) * 1e3
 
 
-def other(node: str) -> str:
+def get_other_node(node: str) -> str:
     return NODES[1 - NODES.index(node)]
 
 

@@ -163,14 +163,14 @@ def first_token(runner: Runner | None, prompt: list[int]) -> int:
     return int(runner.forward([Row(runner.new_state(), 0, prompt)]).argmax(-1)[0])
 
 
-def balanced(case: Case) -> Case:
+def balance_link(case: Case) -> Case:
     """Return the case with a link that is as slow as the prefill."""
     found = measure(case, "waiting")
     nbytes = sum(f.stat().st_size for f in case.model.glob("*.safetensors"))
     return Case(case.model, case.prompt, case.group_bytes, nbytes / found.prefill)
 
 
-def compared(case: Case, rounds: int) -> dict[str, float]:
+def compare_ways(case: Case, rounds: int) -> dict[str, float]:
     """Measure both ways; return milliseconds and ratios, as medians."""
     found: dict[str, list[Measured]] = {way: [] for way in WAYS}
     for number in range(rounds):
@@ -193,7 +193,7 @@ def compared(case: Case, rounds: int) -> dict[str, float]:
     }
 
 
-def swept(case: Case, groups: list[int], rounds: int) -> dict[str, float]:
+def sweep_groups(case: Case, groups: list[int], rounds: int) -> dict[str, float]:
     """Measure the overlapped way by group size in turns; return milliseconds."""
     found: dict[int, list[float]] = {group: [] for group in groups}
     for number in range(rounds):
@@ -214,12 +214,12 @@ def run(args: argparse.Namespace, models: Path) -> dict[str, float]:
     for size in args.sizes:
         model = make_demo_model(models / size, size)
         for length in args.prompts:
-            last = balanced(Case(model, prompt_of(length, 8192), 2 * MIB, 0.0))
-            found = compared(last, args.rounds)
+            last = balance_link(Case(model, prompt_of(length, 8192), 2 * MIB, 0.0))
+            found = compare_ways(last, args.rounds)
             print(f"{size}, {length} tokens, paced: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()), flush=True)
             figures |= {f"paced.{size}.{length}.{name}": value for name, value in found.items()}
     if last is not None and args.groups:
-        sweep = swept(last, args.groups, args.rounds)
+        sweep = sweep_groups(last, args.groups, args.rounds)
         print("groups, paced: " + ", ".join(f"{k} {v:.4g}" for k, v in sweep.items()), flush=True)
         figures |= {f"paced.group.{name}": value for name, value in sweep.items()}
     return figures

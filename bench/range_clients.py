@@ -37,7 +37,7 @@ CONNECTIONS = 4
 Read = Callable[[int, memoryview], None]
 
 
-def asked(offset: int, into: memoryview) -> dict[str, str]:
+def make_range_header(offset: int, into: memoryview) -> dict[str, str]:
     return {"Range": f"bytes={offset}-{offset + len(into) - 1}"}
 
 
@@ -46,14 +46,14 @@ def thaw(url: str) -> Read:
     return lambda offset, into: reader.read(file, offset, into)
 
 
-def standard(url: str) -> Read:
+def read_by_http_client(url: str) -> Read:
     """http.client's own readinto."""
     parts, local = urlsplit(url), threading.local()
 
     def read(offset: int, into: memoryview) -> None:
         if not hasattr(local, "connection"):
             local.connection = http.client.HTTPConnection(parts.netloc)
-        local.connection.request("GET", parts.path, headers=asked(offset, into))
+        local.connection.request("GET", parts.path, headers=make_range_header(offset, into))
         response, done = local.connection.getresponse(), 0
         while done < len(into):
             done += response.readinto(into[done:])
@@ -61,12 +61,12 @@ def standard(url: str) -> Read:
     return read
 
 
-def pooled(url: str) -> Read:
+def read_by_urllib3(url: str) -> Read:
     """urllib3."""
     pool = urllib3.PoolManager(maxsize=CONNECTIONS)
 
     def read(offset: int, into: memoryview) -> None:
-        response, done = pool.request("GET", url, headers=asked(offset, into), preload_content=False), 0
+        response, done = pool.request("GET", url, headers=make_range_header(offset, into), preload_content=False), 0
         while done < len(into):
             done += response.readinto(into[done : done + (1 << 20)])
         response.release_conn()
@@ -74,13 +74,13 @@ def pooled(url: str) -> Read:
     return read
 
 
-def modern(url: str) -> Read:
+def read_by_httpx(url: str) -> Read:
     """httpx."""
     client = httpx.Client()
 
     def read(offset: int, into: memoryview) -> None:
         done = 0
-        with client.stream("GET", url, headers=asked(offset, into)) as response:
+        with client.stream("GET", url, headers=make_range_header(offset, into)) as response:
             for data in response.iter_raw():
                 into[done : done + len(data)] = data
                 done += len(data)
@@ -105,14 +105,14 @@ def rust(url: str) -> Read:
 
 CLIENTS: dict[str, Callable[[str], Read]] = {
     "thaw": thaw,
-    "http.client": standard,
-    "urllib3": pooled,
-    "httpx": modern,
+    "http.client": read_by_http_client,
+    "urllib3": read_by_urllib3,
+    "httpx": read_by_httpx,
     "obstore": rust,
 }
 
 
-def timed(read: Read, memory: memoryview) -> tuple[float, float]:
+def time_reads(read: Read, memory: memoryview) -> tuple[float, float]:
     """GB/s, and CPU seconds per GB."""
     offsets, lock = iter(range(0, len(memory), RANGE_BYTES)), threading.Lock()
 
@@ -169,7 +169,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 speeds.setdefault("curl", []).append(curl(url, size))
                 for name, client in CLIENTS.items():
-                    speed, cost = timed(client(url), memory)
+                    speed, cost = time_reads(client(url), memory)
                     speeds.setdefault(name, []).append(speed)
                     costs.setdefault(name, []).append(cost)
     print(machine(), f"load {os.getloadavg()[0]:.1f}")

@@ -104,13 +104,13 @@ class Bed:
     async def open(self, arms: Sequence[Arm], models: dict[str, Path]) -> None:
         """Wait for the arms, and inspect the models."""
         for arm in arms:
-            await self._served(arm)
+            await self._serve_arm(arm)
         for name, source in models.items():
             ask = InspectModel(spec=ModelSpec(name=name, source=str(source)))
             info = (await self.mesh.request(subjects.loader_command(arms[0].node), ask, Inspected)).info
             self.cards[name] = ModelCard(spec=ask.spec, info=info, created=0)
 
-    async def _served(self, arm: Arm) -> None:
+    async def _serve_arm(self, arm: Arm) -> None:
         received = asyncio.Event()
 
         async def hear(_: Msg) -> None:
@@ -121,7 +121,7 @@ class Bed:
             while True:
                 received.clear()
                 try:
-                    await self.audited(arm)
+                    await self.check_audit(arm)
                     return
                 except Unreachable:
                     await received.wait()
@@ -141,7 +141,7 @@ class Bed:
         await self.mesh.request(command, ReleaseWeights(instance_id=instance), WeightsReleased)
         return took
 
-    async def audited(self, arm: Arm) -> None:
+    async def check_audit(self, arm: Arm) -> None:
         """Stop if pages of the arm's device are not conserved."""
         found = await self.mesh.request(subjects.loader_command(arm.node), AuditMemory(), MemoryAudited)
         for device in found.devices:
@@ -163,7 +163,7 @@ def hash_of(handle: PagesHandle) -> str:
 def write_models(directory: Path, models: Sequence[c.Model], scale: float) -> dict[str, Path]:
     """Write converted checkpoints of units of one page."""
     found = {}
-    for seed, (name, model) in enumerate(zip(t.named(models), models, strict=True)):
+    for seed, (name, model) in enumerate(zip(t.name_copies(models), models, strict=True)):
         source, generator = directory / "original" / name, np.random.default_rng(seed)
         source.mkdir(parents=True)
         (source / "config.json").write_text(CONFIG)
@@ -230,7 +230,7 @@ async def measure(options: argparse.Namespace) -> list[Arm]:
                         arm = arms[(n + k) % len(arms)]
                         arm.seconds[level, seed, asked.model].append(await found.request(arm, asked.model))
                 for arm in arms:
-                    await found.audited(arm)
+                    await found.check_audit(arm)
             return arms
 
 

@@ -135,12 +135,12 @@ class BenchNode:
         """Start the processes, and wait for their first statuses."""
         await self._mesh.listen(subjects.node_status(self.name), NodeStatus, self._on_status).start()
         await self._mesh.nc.subscribe(subjects.loader_status(self.name), cb=self._on_loader)
-        self._processes = [self._started(module) for module in ("bench.reuse_loader", "services.nodeagent")]
+        self._processes = [self._start_process(module) for module in ("bench.reuse_loader", "services.nodeagent")]
         async with asyncio.timeout(WITHIN_S):
             await self._loader_reported.wait()
-            await self._until(lambda s: True)
+            await self._wait_for_status(lambda s: True)
 
-    def _started(self, module: str) -> subprocess.Popen[bytes]:
+    def _start_process(self, module: str) -> subprocess.Popen[bytes]:
         with (self._home / "log").open("ab") as log:
             return subprocess.Popen([sys.executable, "-m", module], env=self._environment, stdout=log, stderr=log)
 
@@ -152,7 +152,7 @@ class BenchNode:
     async def _on_loader(self, _: Msg) -> None:
         self._loader_reported.set()
 
-    async def _until(self, wanted: Callable[[NodeStatus], bool]) -> NodeStatus:
+    async def _wait_for_status(self, wanted: Callable[[NodeStatus], bool]) -> NodeStatus:
         async with asyncio.timeout(WITHIN_S), self._changed:
             await self._changed.wait_for(lambda: self._status is not None and wanted(self._status))
             assert self._status is not None
@@ -186,7 +186,7 @@ class BenchNode:
             audit = await self._audit()
             ready = await self._reaches(instance, lambda i: i.state is InstanceState.READY and bool(i.phases))
             await self._stop(instance)
-        await self._freed()
+        await self._wait_until_freed()
         firsts = [first for first, _ in answers]
         load_ms = measure_covered((s.start_ms, s.end_ms) for s in ready.phases if s.phase in (Phase.LOAD, Phase.FETCH))
         keepable = (audit.free_pages + audit.reusable_pages) / audit.total_pages
@@ -225,7 +225,7 @@ class BenchNode:
                 raise SystemExit(f"{self.way.name}: {instance}: {found.error.message}")
             return found if found is not None and wanted(found) else None
 
-        found = find(await self._until(lambda s: find(s) is not None))
+        found = find(await self._wait_for_status(lambda s: find(s) is not None))
         assert found is not None
         return found
 
@@ -244,7 +244,9 @@ class BenchNode:
     async def _stop(self, instance: str) -> None:
         command = StopInstance(token=self._token(), instance_id=instance)
         await self._mesh.request(subjects.node_command(self.name), command, Done)
-        await self._until(lambda s: all(i.instance_id != instance or i.state is InstanceState.STOPPED for i in s.instances))
+        await self._wait_for_status(
+            lambda s: all(i.instance_id != instance or i.state is InstanceState.STOPPED for i in s.instances)
+        )
 
     async def _audit(self) -> DeviceAudit:
         """Return the device's pages. Stop if they are not conserved."""
@@ -254,7 +256,7 @@ class BenchNode:
             raise SystemExit(f"{self.way.name}: {device.violations}")
         return device
 
-    async def _freed(self) -> None:
+    async def _wait_until_freed(self) -> None:
         """Wait until no page is mapped or lent."""
         async with asyncio.timeout(WITHIN_S):
             while True:

@@ -33,12 +33,12 @@ def count_loads() -> None:
     """Report to each device how often its models were loaded, as a scheduler would."""
     allocate, loads = SeparateDevice.allocate, Counter[str]()
 
-    def counted(self: SeparateDevice, place: Any, *rest: Any) -> Any:
+    def count_and_allocate(self: SeparateDevice, place: Any, *rest: Any) -> Any:
         loads[place.weights_id] += 1
         self.expect({w: n / loads.total() for w, n in loads.items()})
         return allocate(self, place, *rest)
 
-    setattr(SeparateDevice, "allocate", counted)  # noqa: B010  # of this process alone; mypy refuses an assignment
+    setattr(SeparateDevice, "allocate", count_and_allocate)  # noqa: B010  # of this process alone; mypy refuses an assignment
 
 
 def reclaim_by(cost: Cost) -> None:
@@ -50,12 +50,12 @@ def free_at_once() -> None:
     """Free units with their last holder."""
     release = DevicePages.release
 
-    def released(self: DevicePages, holder: str) -> None:
+    def release_and_condemn(self: DevicePages, holder: str) -> None:
         release(self, holder)
         for key in [k for k, u in self.store.units.items() if u.is_reusable]:
             self.store = condemn(self.store, key, 0)
 
-    DevicePages.release = released  # type: ignore[method-assign]  # of this process alone
+    DevicePages.release = release_and_condemn  # type: ignore[method-assign]  # of this process alone
 
 
 def apply(policy: str) -> None:

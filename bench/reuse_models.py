@@ -23,7 +23,7 @@ CONTEXT = SHAPE.context
 def write_models(directory: Path, models: Sequence[c.Model], scale: float) -> dict[str, Path]:
     """Write converted checkpoints in the models' sizes, divided, in whole layers."""
     found = {}
-    for seed, (name, model) in enumerate(zip(t.named(models), models, strict=True)):
+    for seed, (name, model) in enumerate(zip(t.name_copies(models), models, strict=True)):
         layers = max(1, round(model.gb * 1e9 / scale / LAYER_BYTES))
         SIZES[size := f"bench-{layers}"] = replace(SHAPE, layers=layers)
         original = make_demo_model(directory / "original" / name, size, seed)

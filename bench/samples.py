@@ -30,13 +30,13 @@ class Samples:
     def names(self) -> list[str]:
         return list(self._found)
 
-    def of(self, name: str) -> list[float]:
+    def get_values(self, name: str) -> list[float]:
         """None, if there are none."""
         return self._found.get(name, [])
 
     def median(self, name: str, default: float | None = None) -> float:
         """Raises `KeyError` without samples and `default`."""
-        if values := self.of(name):
+        if values := self.get_values(name):
             return report.median(values)
         if default is None:
             raise KeyError(name)

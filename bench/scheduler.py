@@ -189,12 +189,12 @@ def measure(devices: int, seconds: float) -> dict[str, list[float]]:
     part, full = Cluster(devices, 2), Cluster(devices, 3)
     freeze_heap()  # as the service does
     try:
-        return _measured(part, full, seconds)
+        return _measure_parts(part, full, seconds)
     finally:
         unfreeze_heap()
 
 
-def _measured(part: Cluster, full: Cluster, seconds: float) -> dict[str, list[float]]:
+def _measure_parts(part: Cluster, full: Cluster, seconds: float) -> dict[str, list[float]]:
     return {
         "demand": run(part.state, part.demands(), seconds, lambda e: isinstance(e, SendStart)),
         "evict": run(full.state, full.demands(), seconds, lambda e: isinstance(e, SendStop)),

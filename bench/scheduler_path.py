@@ -112,7 +112,7 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
             outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, Migrations(mesh, loop.post))
             deciding = asyncio.create_task(loop.run(outbox))
             freeze_heap()
-            before = await _started(mesh)
+            before = await _count_started(mesh)
             took: list[float] = []
             todo = iter(cluster.cold)
             began, cpu = time.monotonic(), time.process_time()
@@ -120,7 +120,7 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
                 for _ in range(at_once):
                     group.create_task(_ask(loop, answers, todo, took))
             async with asyncio.timeout(60):
-                while await _started(mesh) - before < decisions:  # a round trip each time
+                while await _count_started(mesh) - before < decisions:  # a round trip each time
                     pass
             seconds, used = time.monotonic() - began, time.process_time() - cpu
             _check(state, decisions)
@@ -145,7 +145,7 @@ async def _ask(loop: SchedulerLoop, answers: Answers, todo: Iterator[str], took:
         took.append(time.monotonic() - asked)
 
 
-async def _started(mesh: Mesh) -> int:
+async def _count_started(mesh: Mesh) -> int:
     return int((await mesh.nc.request(COUNT, b"", timeout=10)).data)
 
 

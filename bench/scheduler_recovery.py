@@ -91,12 +91,12 @@ async def term(url: str, repository: Repository, catalog: Catalog, cluster: Clus
             entities: list[Entity] = [*cluster.state.presence.values(), *cluster.state.reports.values()]
             apply(state, [Put(e) for e in entities])
             with timed(times, "first"):
-                _first(state, cluster)
+                _decide_first(state, cluster)
         if (len(state.instances), len(state.models)) != (len(cluster.state.instances), len(cluster.state.models)):
             raise RuntimeError("not everything was recovered")
 
 
-def _first(state: ClusterState, cluster: Cluster) -> None:
+def _decide_first(state: ClusterState, cluster: Cluster) -> None:
     demand = Demand(gateway="g", model=cluster.cold[0], waiting=1)
     decision = decide(state, DemandReceived(NOW, demand, "w"), NOW + 10, POLICY)
     if not any(isinstance(e, SendStart) for e in decision.effects):

@@ -151,7 +151,7 @@ def hydraserve() -> Case:
     return Case(ClusterFile(nodes=nodes, runtime=runtime), models, traffic, ("hydraserve", "serverless-random", "serverlessllm"))
 
 
-def mixed() -> Case:
+def build_mixed_case() -> Case:
     """Return a mixed workload: large and small models, batching and not, hot and cold.
 
     The machines have every link and memory.
@@ -198,7 +198,7 @@ def mixed() -> Case:
     )
 
 
-CASES = {f.__name__: f for f in (serverlessllm, torpor, tangram, hydraserve, mixed)}
+CASES = {f.__name__: f for f in (serverlessllm, torpor, tangram, hydraserve, build_mixed_case)}
 
 
 def speed(requests: int, policies: Sequence[str]) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ from rich.table import Table
 from bench.load_client import percentile
 from bench.report import write
 from bench.soak_age import Ratio, compare, ratios
-from bench.soak_census import Counter, stamped
+from bench.soak_census import Counter, stamp_census
 from bench.soak_load import DECK, MALFORMED, Load, SentRequest
 from bench.trend import LEAST_SAMPLES, Trend, theil_sen
 from shared.contracts.models import ModelSpec
@@ -112,7 +112,7 @@ class Traces:
     """Finds which requests were cold, from the mesh's own traces, a page at a time."""
 
     def __init__(self, mesh: Thaw) -> None:
-        self._api = Api.local(Home(mesh.home))
+        self._api = Api.from_home(Home(mesh.home))
         self._next = 1
 
     def read(self) -> dict[str, bool]:
@@ -167,7 +167,7 @@ class Run:
     async def _write(self, *, final: bool = False) -> None:
         census = await self._counter.count()
         census |= {f"load|{name}": float(n) for name, n in self._load.counts.items()}
-        _append(self._directory / _SAMPLES, [stamped(census, self._began) | {"bounds": self._counter.bounds}])
+        _append(self._directory / _SAMPLES, [stamp_census(census, self._began) | {"bounds": self._counter.bounds}])
         self._cold |= await asyncio.to_thread(self._traces.read)
         now = time.monotonic() - self._began
         done: list[SentRequest] = []

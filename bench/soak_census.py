@@ -70,7 +70,7 @@ class Counter:
         return self._processes() | self._kernel() | self._files() | {"machine|load": os.getloadavg()[0]}
 
     def models_by_pid(self) -> dict[int, str]:
-        nodes = Api.local(self._home).request("GET", "/admin/v1/cluster")["nodes"]
+        nodes = Api.from_home(self._home).request("GET", "/admin/v1/cluster")["nodes"]
         return {int(pid): i["model"] for n in nodes for i in n["instances"] for pid in i["pids"]}
 
     def engines(self) -> set[int]:
@@ -91,7 +91,7 @@ class Counter:
         models = self.models_by_pid()
         census: dict[str, float] = defaultdict(float)
         census["mesh|zombies"] = 0.0
-        for process in self._all(status["supervisor"]["pid"]):
+        for process in self._list_processes(status["supervisor"]["pid"]):
             try:
                 if process.status() == psutil.STATUS_ZOMBIE:
                     census["mesh|zombies"] += 1
@@ -106,7 +106,7 @@ class Counter:
         census["mesh|cpu_s"] = sum(v for k, v in census.items() if k.endswith("|cpu_s"))
         return dict(census)
 
-    def _all(self, supervisor: int) -> Iterable[psutil.Process]:
+    def _list_processes(self, supervisor: int) -> Iterable[psutil.Process]:
         """Return the supervisor's descendants, and other processes under its home.
 
         Zombies are included.
@@ -234,6 +234,6 @@ def disk_usage(directory: Path) -> tuple[float, float]:
     return float(size), float(count)
 
 
-def stamped(census: Census, began: float) -> dict[str, Any]:
+def stamp_census(census: Census, began: float) -> dict[str, Any]:
     """A census as it is written down."""
     return {"at_s": time.monotonic() - began, "census": census}

@@ -128,9 +128,9 @@ class Load:
         if sent.kind == MALFORMED:
             await self._misuse(sent, body, number // len(self._deck))
         elif sent.kind in (WHOLE, KEYED):
-            await self._whole(sent, body, f"soak-{self._began}-{number}" if sent.kind == KEYED else None)
+            await self._send_whole(sent, body, f"soak-{self._began}-{number}" if sent.kind == KEYED else None)
         else:
-            await self._streamed(sent, body, started, stop_after=_CANCELLED_AFTER if sent.kind == CANCELLED else None)
+            await self._send_streamed(sent, body, started, stop_after=_CANCELLED_AFTER if sent.kind == CANCELLED else None)
 
     async def _misuse(self, sent: SentRequest, body: dict[str, Any], turn: int) -> None:
         """Three kinds of bad request, each with the status that it must get."""
@@ -143,7 +143,7 @@ class Load:
         if response.status_code != expected or "error" not in response.json():
             sent.lost = f"{response.status_code} instead of {expected}: {response.text[:100]}"
 
-    async def _whole(self, sent: SentRequest, body: dict[str, Any], key: str | None) -> None:
+    async def _send_whole(self, sent: SentRequest, body: dict[str, Any], key: str | None) -> None:
         headers = {} if key is None else {"idempotency-key": key}
         answers = []
         for _ in range(1 if key is None else 2):
@@ -163,7 +163,7 @@ class Load:
         sent.status, sent.request_id = response.status_code, response.headers.get("x-request-id", "")
         return response
 
-    async def _streamed(self, sent: SentRequest, body: dict[str, Any], started: float, stop_after: int | None) -> None:
+    async def _send_streamed(self, sent: SentRequest, body: dict[str, Any], started: float, stop_after: int | None) -> None:
         text, events, ended = "", 0, False
         async with self._http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
             sent.status, sent.request_id = response.status_code, response.headers.get("x-request-id", "")

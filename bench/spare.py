@@ -71,11 +71,11 @@ def main() -> int:
             mesh.close()
     table = Table("vLLM from cold", "TTFT, ms: median (least to most)")
     for name in CASES:
-        table.add_row(name, spread(figures.of(name, "cold_ttft_ms")))
+        table.add_row(name, spread(figures.get_values(name, "cold_ttft_ms")))
     Console().print(table)
-    found = {f"{name}.cold_ttft_ms": median(figures.of(name, "cold_ttft_ms")) for name in CASES}
+    found = {f"{name}.cold_ttft_ms": median(figures.get_values(name, "cold_ttft_ms")) for name in CASES}
     found["speedup"] = found["anew.cold_ttft_ms"] / found["waiting.cold_ttft_ms"]
-    found["spare_pss_mib"] = median(figures.of("spare", "pss_mib"))
+    found["spare_pss_mib"] = median(figures.get_values("spare", "pss_mib"))
     print(f"speedup {found['speedup']:.2f}, an interpreter in waiting holds {found['spare_pss_mib']:.0f} MiB")
     write(options.json, found)
     return 0

@@ -61,7 +61,7 @@ class Ballast:
     process: subprocess.Popen[str]
 
     @classmethod
-    def of(cls, size: int) -> Self:
+    def start(cls, size: int) -> Self:
         command = [sys.executable, "-c", BALLAST, str(size)]
         made = cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         made.line()
@@ -98,7 +98,7 @@ def sizes(add: Add, rounds: int) -> None:
 
 
 async def _there_and_back(way: PageOut, groups: Cgroups, size: float, add: Add) -> None:
-    ballast = await asyncio.to_thread(Ballast.of, int(size * GIB))
+    ballast = await asyncio.to_thread(Ballast.start, int(size * GIB))
     try:
         target = Target("i", "ballast", ("cpu:0",), groups.gather("i", ballast.process.pid, include_host=True))
         for order, touched in (("first", "read"), ("read_again", "write"), ("written_again", "read")):

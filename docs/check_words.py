@@ -7,7 +7,8 @@ docs/words.toml lists the words, the exceptions with their reasons, and the numb
 each folder may still have. That number can only fall: `--lower` writes the present counts where
 they are smaller.
 
-It also checks the form of error messages (see `message_faults`) and of the names of tests (see
+It also finds functions that are named by a bare participle or adjective (see `function_names`), and
+checks the form of error messages (see `message_faults`) and of the names of tests (see
 `test_name_faults`).
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _CODE = re.compile(r"`[^`]*`")
+_FUNCTION_NAME = "function name"
 _PRODUCT = ("compose/", "services/", "shared/", "simulator/", "thaw/", "weights/")
 
 
@@ -69,6 +71,8 @@ class Rules:
     allowed: Sequence[Allowed]
     ceilings: Mapping[str, int]
     test_subjects: Sequence[str] = ()
+    states: Sequence[str] = ()
+    verbs: Sequence[str] = ()
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Rules:
@@ -82,7 +86,15 @@ class Rules:
             if not entry.get("reason"):
                 raise ValueError(f"The exception {entry} has no reason. Add one that a reviewer can judge.")
             allowed.append(Allowed(entry.get("word", "*"), entry.get("path", "*"), entry.get("text", ""), entry["reason"]))
-        return cls(data["words"], allowed, data.get("ceilings", {}), data.get("test_names", {}).get("subjects", ()))
+        functions = data.get("function_names", {})
+        return cls(
+            data["words"],
+            allowed,
+            data.get("ceilings", {}),
+            data.get("test_names", {}).get("subjects", ()),
+            functions.get("states", ()),
+            functions.get("verbs", ()),
+        )
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -91,7 +103,7 @@ class Rules:
         return re.compile(r"(?<![a-z])(?:" + "|".join(word.replace(" ", r"\s+") for word in words) + r")(?![a-z])")
 
 
-def _spaced(name: str) -> str:
+def _split_words(name: str) -> str:
     """Split an identifier into lower-case words: `HeardAt` and `heard_at` become "heard at"."""
     return _HUMP.sub(" ", name).replace("_", " ").lower()
 
@@ -128,13 +140,13 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 def check_python(path: str, source: str, pattern: re.Pattern[str]) -> list[Finding]:
     """Find the words in the names, strings and comments of a Python file."""
-    if not pattern.search(_spaced(source)):
+    if not pattern.search(_split_words(source)):
         return []
     nodes = list(ast.walk(ast.parse(source)))
     found = [
         Finding(path, line, match.group(), name)
         for line, name in sorted(set(_names(nodes)))
-        for match in pattern.finditer(_spaced(name))
+        for match in pattern.finditer(_split_words(name))
     ]
     prose = list(_strings(nodes))
     if any("#" in line and pattern.search(line.lower()) for line in source.splitlines()):
@@ -144,6 +156,31 @@ def check_python(path: str, source: str, pattern: re.Pattern[str]) -> list[Findi
         for line, text in prose
         for m in pattern.finditer(text.lower())
     ]
+    return found
+
+
+def function_names(path: str, source: str, states: Sequence[str], verbs: Sequence[str]) -> list[Finding]:
+    """Find functions whose whole name is a participle, an adjective or a preposition: `_answered`.
+
+    A function is named by the verb of what it does. Properties may state something, as attributes
+    do, and context managers what holds meanwhile. Tests are not checked.
+
+    Args:
+        path: The file, for the findings.
+        source: The text of the file.
+        states: Words that are such a name, beside those that end in "ed".
+        verbs: Verbs that end in "ed".
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        name = node.name.strip("_")
+        decorators = [ast.unparse(d) for d in node.decorator_list]
+        may_state = any(d.endswith(("property", "contextmanager", ".setter")) for d in decorators)
+        is_state = name in states or (name.endswith("ed") and "_" not in name and name not in verbs)
+        if is_state and not may_state and not node.name.startswith("__"):
+            found.append(Finding(path, node.lineno, _FUNCTION_NAME, node.name))
     return found
 
 
@@ -260,7 +297,7 @@ def _check_test_names(tracked: Sequence[str], subjects: Sequence[str]) -> list[s
 def check(path: str, source: str, pattern: re.Pattern[str]) -> list[Finding]:
     """Find the words in a file, and in its name."""
     checker = check_python if path.endswith(".py") else check_markdown
-    name = [Finding(path, 1, match.group(), path) for match in pattern.finditer(_spaced(Path(path).stem))]
+    name = [Finding(path, 1, match.group(), path) for match in pattern.finditer(_split_words(Path(path).stem))]
     return name + checker(path, source, pattern)
 
 
@@ -294,7 +331,8 @@ def verdict(findings: Sequence[Finding], rules: Rules) -> tuple[Counter[str], li
     for name in sorted(counted.keys() | rules.ceilings.keys()):
         found, ceiling = counted.get(name, []), rules.ceilings.get(name, 0)
         if len(found) > ceiling:
-            failures += [f'{f.path}:{f.line}: "{f.word}": use {rules.words[f.word]}: {f.text[:100]}' for f in found]
+            verb = "a verb that says what the function does"
+            failures += [f'{f.path}:{f.line}: "{f.word}": use {rules.words.get(f.word, verb)}: {f.text[:100]}' for f in found]
             failures.append(
                 f"{name}: {len(found)} words of docs/words.toml, {ceiling} allowed. Use the field's term, or explain an exception."
             )
@@ -303,7 +341,7 @@ def verdict(findings: Sequence[Finding], rules: Rules) -> tuple[Counter[str], li
     return Counter({name: len(found) for name, found in counted.items()}), failures, slack
 
 
-def lowered(text: str, counts: Mapping[str, int]) -> str:
+def lower_ceilings(text: str, counts: Mapping[str, int]) -> str:
     """Rewrite the `[ceilings]` of docs/words.toml: no number rises, and folders without findings
     go.
     """
@@ -330,6 +368,8 @@ def main() -> int:
         ["git", "ls-files", "-co", "--exclude-standard", "*.py", "*.md"], cwd=_ROOT, check=True, capture_output=True, text=True
     ).stdout.split()
     findings = [f for path in tracked if (_ROOT / path).is_file() for f in check(path, (_ROOT / path).read_text(), pattern)]
+    code = [p for p in tracked if p.endswith(".py") and not p.startswith("tests/") and (_ROOT / p).is_file()]
+    findings += [f for path in code for f in function_names(path, (_ROOT / path).read_text(), rules.states, rules.verbs)]
     if options.list:
         findings = [f for f in findings if f.path.startswith(options.list) or folder(f.path) == options.list]
         remaining = [f for f in findings if not any(allowed.covers(f) for allowed in rules.allowed)]
@@ -339,7 +379,7 @@ def main() -> int:
     failures += _check_messages(tracked)
     failures += _check_test_names(tracked, rules.test_subjects)
     if options.lower:
-        words.write_text(lowered(words.read_text(), counts))
+        words.write_text(lower_ceilings(words.read_text(), counts))
     sys.stdout.writelines(f"{line}\n" for line in [*failures, *([] if options.lower else slack)])
     return 1 if failures else 0
 

@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         path = waiting.pop()
         if site.get_file_from_path(_site_path(path)) is None:
             site.append(_file(path, config))
-        linked = _linked(path)
+        linked = _find_linked(path)
         waiting += [new for new in dict.fromkeys(linked) if new not in known]
         known.update(linked)
     return site
@@ -89,7 +89,7 @@ def _names(directory: str) -> list[str]:
     return sorted(path.name for path in (ROOT / directory).iterdir() if path.is_file())
 
 
-def _linked(path: str) -> list[str]:
+def _find_linked(path: str) -> list[str]:
     """Return the existing files and directories that a page links to; for a directory its files."""
     if (ROOT / path).is_dir():
         return [f"{path}/{name}" for name in _names(path)]

@@ -32,7 +32,7 @@ def numa_nodes(system: Path = SYSTEM_NODES, status: Path = PROCESS_STATUS) -> tu
         system: The kernel's directory of nodes.
         status: The kernel's file that has the nodes allowed to this process.
     """
-    allowed = _allowed(status)
+    allowed = _read_allowed(status)
     found = [_node(directory) for directory in system.glob("node[0-9]*")]
     return tuple(
         sorted(
@@ -73,7 +73,7 @@ def _node(directory: Path) -> NumaNode | None:
     return NumaNode(number, cpus, int(memory.group(1)) * 1024 if memory else 0)
 
 
-def _allowed(status: Path) -> frozenset[int] | None:
+def _read_allowed(status: Path) -> frozenset[int] | None:
     try:
         found = re.search(r"^Mems_allowed_list:\s*(\S+)", status.read_text(), re.MULTILINE)
         return frozenset(parse_list(found.group(1))) if found else None

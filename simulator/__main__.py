@@ -23,7 +23,7 @@ def progress(done: int, total: int) -> None:
     sys.stderr.flush()
 
 
-def ordered(text: str) -> dict[str, Any]:
+def parse_order(text: str) -> dict[str, Any]:
     try:
         order = Order.model_validate_json(text)
     except ValidationError as e:
@@ -32,7 +32,7 @@ def ordered(text: str) -> dict[str, Any]:
     if order.plots is not None:
         from simulator import plots
 
-        plots.available()
+        plots.check_available()
     recorded = recording.write(order.recording, replay=order.trace is not None) if order.recording is not None else None
     runs = outcomes(order, progress)
     made = [str(p) for p in plots.draw(runs, order.plots)] if order.plots is not None else []
@@ -42,7 +42,7 @@ def ordered(text: str) -> dict[str, Any]:
 
 def main() -> int:
     try:
-        found, status = ordered(sys.stdin.read()), os.EX_OK
+        found, status = parse_order(sys.stdin.read()), os.EX_OK
     except ThawError as e:
         found, status = {"error": e.body().model_dump()}, 1
     sys.stdout.write(json.dumps(found) + "\n")

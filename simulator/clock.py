@@ -32,7 +32,7 @@ class Clock:
         heappush(self._heap, (when, self._numbers, timer))
         return timer
 
-    def after(self, seconds: float, job: Job) -> Timer:
+    def call_later(self, seconds: float, job: Job) -> Timer:
         return self.at(self.now + seconds, job)
 
     def run(self, until: Callable[[], bool] | None = None) -> None:

@@ -45,7 +45,7 @@ class LinkSpeeds(_Strict):
         default=frozenset(), description="Links that run one load after the other; the others share their bandwidth fairly."
     )
 
-    def between(self, source: int, target: int) -> float:
+    def get_bandwidth(self, source: int, target: int) -> float:
         """Return the bandwidth between two devices; 0: not connected."""
         if isinstance(self.peer, tuple):
             return self.peer[source][target] if max(source, target) < len(self.peer) else 0.0
@@ -172,14 +172,14 @@ class ClusterFile(_Strict):
 
     @model_validator(mode="after")
     def _names(self) -> ClusterFile:
-        names = [name for name, _ in self.each()]
+        names = [name for name, _ in self.iter_nodes()]
         if len(set(names)) < len(names):
             raise ValueError("two groups of nodes have the same name")
         if unknown := {f.node for f in self.failures.events} - set(names):
             raise ValueError(f"failures.events: no node {min(unknown)!r} exists. The nodes are {', '.join(names[:8])}")
         return self
 
-    def each(self) -> Iterator[tuple[str, NodeGroup]]:
+    def iter_nodes(self) -> Iterator[tuple[str, NodeGroup]]:
         for group in self.nodes:
             for n in range(group.count):
                 yield f"{group.name}-{n}", group

@@ -50,7 +50,7 @@ class Controller:
         if requests:
             world.clock.at(requests[0].at, self._arrive)
             if world.profile.slo_queue:
-                world.clock.after(world.runtime.alpha_period_s, self._adapt)
+                world.clock.call_later(world.runtime.alpha_period_s, self._adapt)
             world.clock.run(until=lambda: self._open == 0)
         self._close()
         return world.outcome
@@ -64,7 +64,7 @@ class Controller:
         model = world.models[request.model]
         run = Run(request, number, model)
         world.arrived += 1
-        model.asked(now, run.output, world.runtime.window_s)
+        model.record_request(now, run.output, world.runtime.window_s)
         if self._fits_nowhere(model):
             self._give_up(run, timed_out=False)
             return
@@ -77,7 +77,7 @@ class Controller:
             self.pump()
         if run.waiting:
             run.cold = True
-            world.clock.after(world.runtime.timeout_s, lambda: self._timed_out(run))
+            world.clock.call_later(world.runtime.timeout_s, lambda: self._timed_out(run))
 
     def _fits_nowhere(self, model: SimModel) -> bool:
         return not any(model.need <= d.budget for n in model.nodes for d in n.devices)
@@ -95,8 +95,8 @@ class Controller:
         else:
             outcome.failed += 1
         outcome.given_up.append((run.model.name, run.arrived, run.number))
-        self._used(run.model, met=False)
-        self._ended()
+        self._record_use(run.model, met=False)
+        self._record_end()
 
     def requeue(self, runs: list[Run]) -> None:
         """Queue preempted requests before all others of their model."""
@@ -159,7 +159,7 @@ class Controller:
         world.touch(device)
         return True
 
-    def finished(self, run: Run) -> None:
+    def on_finished(self, run: Run) -> None:
         """Record a finished request."""
         world, now, instance, model = self.world, self.world.clock.now, run.instance, run.model
         assert instance is not None
@@ -172,7 +172,7 @@ class Controller:
         world.outcome.served.append(
             Served(model.name, run.arrived, run.begun - run.arrived, ttft, tpot, met, run.pause, now, run.cold, run.number)
         )
-        self._used(model, met)
+        self._record_use(model, met)
         run.instance = None
         if instance.runs:
             self.dispatch(model)
@@ -180,7 +180,7 @@ class Controller:
                 self.pump()
         else:
             self._served_out(instance)
-        self._ended()
+        self._record_end()
 
     def _served_out(self, instance: Instance) -> None:
         """Handle an instance without requests."""
@@ -188,7 +188,7 @@ class Controller:
             return
         for part in instance.parts:
             self.world.touch(part.device)
-        if not self.stops.emptied(instance):
+        if not self.stops.on_emptied(instance):
             self.dispatch(instance.model)
             if not instance.runs:
                 self.stops.keep(instance)
@@ -197,18 +197,18 @@ class Controller:
         if self._hungry:
             self.pump()
 
-    def _used(self, model: SimModel, met: bool) -> None:
+    def _record_use(self, model: SimModel, met: bool) -> None:
         usage = self.world.book[model.name]
         self.world.book[model.name] = Usage(model.name, usage.total + 1, usage.met + met, usage.percentile)
 
-    def _ended(self) -> None:
+    def _record_end(self) -> None:
         self._open -= 1
         self._last_ended = self.world.clock.now
 
     def _adapt(self) -> None:
         ratio = torpor_queue.compliant_ratio(u for u in self.world.book.values() if u.total)
         self._alpha, self._ratio = torpor_queue.next_alpha(self._alpha, self._ratio, ratio), ratio
-        self.world.clock.after(self.world.runtime.alpha_period_s, self._adapt)
+        self.world.clock.call_later(self.world.runtime.alpha_period_s, self._adapt)
 
     # Decisions.
 
@@ -227,7 +227,7 @@ class Controller:
 
     def _consider(self) -> None:
         world = self.world
-        if world.runtime.exclusive and not any(_available(d) for d in world.devices.values()):
+        if world.runtime.exclusive and not any(_is_available(d) for d in world.devices.values()):
             return
         asks = [world.ask_of(m) for m in list(self._hungry) if self._wants(m)]
         if not asks:
@@ -241,24 +241,24 @@ class Controller:
             version = world.version
             if model.tried == version or not model.queue:
                 continue
-            if any(v == version and model.alike(m) for m, v in hopeless.items()) and self._nowhere(model):
+            if any(v == version and model.is_as_large_as(m) for m, v in hopeless.items()) and self._is_nowhere(model):
                 model.tried = version  # an equal model has just found no device
                 continue
             world.outcome.decisions += 1
             world.asking = ask.priority
-            options = self.options.of(ask, model)
+            options = self.options.list_options(ask, model)
             option = profile.choose(ask, options, f"{world.seed}:{world.plans}") if options else None
             if option is None:
                 model.tried = version
-                if not options and self._nowhere(model):
+                if not options and self._is_nowhere(model):
                     hopeless[model] = version
                 continue
             self._carry_out(model, option)
             self._again = True
-            if world.runtime.exclusive and not any(_available(d) for d in world.devices.values()):
+            if world.runtime.exclusive and not any(_is_available(d) for d in world.devices.values()):
                 return
 
-    def _nowhere(self, model: SimModel) -> bool:
+    def _is_nowhere(self, model: SimModel) -> bool:
         """True if no part of the model is on any device.
 
         The model may then go to any device where an equal one may go.
@@ -291,7 +291,7 @@ class Controller:
             world.outcome.loads["ready"] = world.outcome.loads.get("ready", 0) + 1
             self._take(instance, world.clock.now)
             return
-        start = self.starts.new(model, option, f"i{world.plans}", self.finished, self._in_service)
+        start = self.starts.create(model, option, f"i{world.plans}", self.on_finished, self._in_service)
         if world.runtime.exclusive:
             run = start.instance.bound = model.queue.popleft()
             run.waiting = False
@@ -316,8 +316,8 @@ class Controller:
             return None
         world.plans += 1
         path = device.node.tier(model.name)
-        option = self.options.plain(model, device, path)
-        return self.starts.new(model, option, f"i{world.plans}", self.finished, ready)
+        option = self.options.make_plain(model, device, path)
+        return self.starts.create(model, option, f"i{world.plans}", self.on_finished, ready)
 
     def _in_service(self, instance: Instance) -> None:
         """Put a ready instance into service."""
@@ -355,5 +355,5 @@ class Controller:
         world.outcome.lost = self._open
 
 
-def _available(device: SimDevice) -> bool:
+def _is_available(device: SimDevice) -> bool:
     return device.node.alive and not device.busy and not device.starting

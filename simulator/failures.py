@@ -14,10 +14,10 @@ Fail = Callable[[SimNode, float], None]
 
 
 def schedule(world: World, controller: Controller) -> None:
-    drawn(world, Nodes(world, controller).fail)
+    schedule_failures(world, Nodes(world, controller).fail)
 
 
-def drawn(world: World, fail: Fail) -> None:
+def schedule_failures(world: World, fail: Fail) -> None:
     """Call `fail` at each node failure."""
     failures = world.cluster.failures
     for event in failures.events:
@@ -47,7 +47,7 @@ class Nodes:
                 controller.starts.give_up(start)
             else:
                 interrupted.update(dict.fromkeys(controller.stops.drop(instance)))
-            controller.migrations.lost(instance)
+            controller.migrations.on_lost(instance)
         for flow in list(node.network.flows):
             node.network.cancel(flow)
         node.dram.clear()
@@ -63,7 +63,7 @@ class Nodes:
             if world.runtime.failover == "restart" and run.tokens:
                 run.pause += world.clock.now - run.admitted_at
                 run.tokens = 0
-        world.clock.after(seconds, lambda: self._recover(node))
+        world.clock.call_later(seconds, lambda: self._recover(node))
         controller.requeue(sorted(interrupted, key=lambda r: r.number))
 
     def _recover(self, node: SimNode) -> None:
@@ -78,12 +78,12 @@ class Drawn:
     def __init__(self, world: World, fail: Fail, node: SimNode, random: Random, mtbf_s: float, mttr_s: float) -> None:
         self._world, self._fails, self._node, self._random = world, fail, node, random
         self._mtbf, self._mttr = mtbf_s, mttr_s
-        self._next()
+        self._schedule_next()
 
-    def _next(self) -> None:
-        self._world.clock.after(self._random.expovariate(1.0 / self._mtbf), self._fail)
+    def _schedule_next(self) -> None:
+        self._world.clock.call_later(self._random.expovariate(1.0 / self._mtbf), self._fail)
 
     def _fail(self) -> None:
         down = self._random.expovariate(1.0 / self._mttr)
         self._fails(self._node, down)
-        self._world.clock.after(down, self._next)
+        self._world.clock.call_later(down, self._schedule_next)

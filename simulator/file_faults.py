@@ -19,34 +19,36 @@ def faults(schema: type[BaseModel], error: ValidationError) -> str:
     lacks the entry with the fault.
     """
     found = error.errors()
-    unknown = {e["loc"]: _near(str(e["loc"][-1]), _keys_at(schema, e["loc"][:-1])) for e in found if e["type"] == "extra_forbidden"}
+    unknown = {
+        e["loc"]: _find_near(str(e["loc"][-1]), _keys_at(schema, e["loc"][:-1])) for e in found if e["type"] == "extra_forbidden"
+    }
     meant = {(*where[:-1], near) for where, near in unknown.items()}
     above: set[tuple[str | int, ...]] = {where[:n] for where in (*unknown, *(e["loc"] for e in found)) for n in range(len(where))}
     rest = [e for e in found if e["loc"] not in {*unknown, *above, *meant}]
-    texts = [_unknown(schema, where, near) for where, near in unknown.items()] + [_other(e) for e in rest]
+    texts = [_describe_unknown_key(schema, where, near) for where, near in unknown.items()] + [_describe_other(e) for e in rest]
     more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + more
 
 
-def _near(key: str, allowed: Iterable[str]) -> str | None:
+def _find_near(key: str, allowed: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(key, sorted(allowed), n=1)), None)
 
 
-def _unknown(schema: type[BaseModel], where: tuple[str | int, ...], near: str | None) -> str:
+def _describe_unknown_key(schema: type[BaseModel], where: tuple[str | int, ...], near: str | None) -> str:
     if near is not None:
-        return f"{_dotted(where)}: unknown key; did you mean {near}?"
-    return f"{_dotted(where)}: unknown key; allowed are {', '.join(sorted(_keys_at(schema, where[:-1])))}"
+        return f"{_join_path(where)}: unknown key; did you mean {near}?"
+    return f"{_join_path(where)}: unknown key; allowed are {', '.join(sorted(_keys_at(schema, where[:-1])))}"
 
 
-def _other(error: ErrorDetails) -> str:
+def _describe_other(error: ErrorDetails) -> str:
     if error["type"] == "missing":
-        return f"{_dotted(error['loc'])}: this key is required"
+        return f"{_join_path(error['loc'])}: this key is required"
     if error["type"] == "model_type":
-        return f"{_dotted(error['loc'])}: must be a mapping of keys to values"
-    return f"{_dotted(error['loc'])}: {error['msg'].removeprefix('Value error, ')}"
+        return f"{_join_path(error['loc'])}: must be a mapping of keys to values"
+    return f"{_join_path(error['loc'])}: {error['msg'].removeprefix('Value error, ')}"
 
 
-def _dotted(where: tuple[str | int, ...]) -> str:
+def _join_path(where: tuple[str | int, ...]) -> str:
     return ".".join(map(str, where)) or "the file"
 
 

@@ -198,7 +198,7 @@ class Node(Generic[InstanceT]):
         return (self.disk,) if tier == "ssd" else (self.nic,)
 
     def peer(self, source: Device[InstanceT], target: Device[InstanceT]) -> Link | None:
-        speed = self.group.links.between(source.index, target.index)
+        speed = self.group.links.get_bandwidth(source.index, target.index)
         if speed <= 0:
             return None
         pair = (source.index, target.index)

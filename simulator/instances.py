@@ -44,7 +44,7 @@ class SimModel:
     def service_on(self, kind: str) -> Service:
         return self.group.services.get(kind, self.group.service)
 
-    def alike(self, other: SimModel) -> bool:
+    def is_as_large_as(self, other: SimModel) -> bool:
         """True if this model needs at least as much room as the other, on the same nodes."""
         return self.need >= other.need and self.nodes == other.nodes and self.group.priority == other.group.priority
 
@@ -52,7 +52,7 @@ class SimModel:
     def capacity(self) -> int:
         return self.group.capacity
 
-    def asked(self, now: float, output: int, window_s: float) -> None:
+    def record_request(self, now: float, output: int, window_s: float) -> None:
         self.window.append(now)
         self.last_asked = now
         while self.window and self.window[0] < now - window_s:
@@ -236,7 +236,7 @@ class Instance:
         if isinstance(self.service, Batching) and self.service.prefill_together and since is None:
             run.admitted_at, run.timer = now, Timer(lambda: None)
             self._pending.append(run)
-            self._clock.after(0.0, self._pass)  # prompts that arrive together are computed together
+            self._clock.call_later(0.0, self._pass)  # prompts that arrive together are computed together
             return
         begin = max(now, self._prompts_until) if since is None else since
         seconds = self.prompt_seconds(run)
@@ -244,7 +244,7 @@ class Instance:
             run.pause += seconds
         end = self._prompts_until = max(now, begin + seconds)
         run.admitted_at = now
-        run.timer = self._clock.at(end, lambda: self._prompted(run))
+        run.timer = self._clock.at(end, lambda: self._on_prefilled(run))
 
     def _pass(self) -> None:
         """Compute all waiting prompts, unless a pass is under way."""
@@ -260,7 +260,7 @@ class Instance:
         for run in runs:
             if run.tokens:
                 run.pause += end - now
-            run.timer = self._clock.at(end, lambda run=run: self._prompted(run))  # type: ignore[misc]
+            run.timer = self._clock.at(end, lambda run=run: self._on_prefilled(run))  # type: ignore[misc]
         self._clock.at(end, self._pass)
 
     def withhold(self) -> None:
@@ -271,9 +271,9 @@ class Instance:
         """Let results out, those of `withhold` first."""
         withheld, self._withheld = self._withheld or [], None
         for run in withheld:
-            self._prompted(run)
+            self._on_prefilled(run)
 
-    def _prompted(self, run: Run) -> None:
+    def _on_prefilled(self, run: Run) -> None:
         if self._withheld is not None:
             self._withheld.append(run)
             run.timer = Timer(lambda: None)  # it has no token yet
@@ -311,12 +311,12 @@ class Instance:
         self._speed = 1.0 / (base / 1e3 * self.slowness() * (1.0 + self._overhead()) + self._hops())
         left = max(0.0, self._decoding[0][0] - self._virtual)
         pause = max(0.0, self._since - self._clock.now)
-        self._next = self._clock.after(pause + left / self._speed, self._decoded)
+        self._next = self._clock.call_later(pause + left / self._speed, self._on_decoded)
 
     def _overhead(self) -> float:
         return self._runtime.kv_overhead if self._runtime.elastic_kv else 0.0
 
-    def _decoded(self) -> None:
+    def _on_decoded(self) -> None:
         self._next = None
         self._advance()
         ended = []

@@ -60,7 +60,7 @@ class Network:
             self._remove(flow)
             self._share()
 
-    def expected(self, path: Iterable[Link], nbytes: float) -> float:
+    def estimate_seconds(self, path: Iterable[Link], nbytes: float) -> float:
         """Return q + n/b for one more flow, in seconds.
 
         q is queued on sequential links, b is the least share of the others.
@@ -101,9 +101,9 @@ class Network:
         for flow in self.flows:
             flow.rate = 0.0
         for background in (False, True):
-            self._fill([f for f in self.flows if f.background is background and _admitted(f)], free)
+            self._fill([f for f in self.flows if f.background is background and _is_admitted(f)], free)
         soonest = min((f.left / f.rate if f.rate < inf else 0.0) for f in self.flows if f.rate > 0 or not f.path)
-        self._next = self._clock.after(max(soonest, 0.0), self._due)
+        self._next = self._clock.call_later(max(soonest, 0.0), self._on_due)
 
     @staticmethod
     def _fill(flows: list[Flow], free: dict[Link, float]) -> None:
@@ -132,7 +132,7 @@ class Network:
                     counts[link] -= 1
             open_flows = rest
 
-    def _due(self) -> None:
+    def _on_due(self) -> None:
         self._next = None
         self._advance()
         # A flow counts as ended if the rest takes less than the resolution of the clock, a float:
@@ -148,7 +148,7 @@ class Network:
             flow.done()
 
 
-def _admitted(flow: Flow) -> bool:
+def _is_admitted(flow: Flow) -> bool:
     """True if the flow is the first on its sequential links.
 
     Background flows are last.

@@ -50,22 +50,22 @@ class Migrations:
         if there is not None:
             migration = Migration(source, there)
             self._under_way[source.key] = migration
-            self._closed(source, there)
+            self._mark_moving(source, there)
             self._round(migration)
             return
-        start = self._start_at(source, device, lambda _: self._loaded(source))
+        start = self._start_at(source, device, lambda _: self._on_loaded(source))
         if start is None:
-            self._closed(source)
+            self._mark_moving(source)
             return
         self._under_way[source.key] = Migration(source, start.instance)
-        self._closed(source, start.instance)
+        self._mark_moving(source, start.instance)
         self._starts.begin(start)
 
-    def _loaded(self, source: Instance) -> None:
+    def _on_loaded(self, source: Instance) -> None:
         if (migration := self._under_way.get(source.key)) is not None:
             self._round(migration)
 
-    def _closed(self, *instances: Instance) -> None:
+    def _mark_moving(self, *instances: Instance) -> None:
         for instance in instances:
             instance.moving = True
             for part in instance.parts:
@@ -92,7 +92,7 @@ class Migrations:
         migration.rounds += 1
         for run, gap in gaps.items():
             migration.prepared[run] = migration.prepared.get(run, 0) + gap
-        self._world.clock.after(seconds, lambda: self._round(migration))
+        self._world.clock.call_later(seconds, lambda: self._round(migration))
 
     def _hand_over(self, migration: Migration) -> None:
         source, destination = migration.source, migration.destination
@@ -123,7 +123,7 @@ class Migrations:
         if destination.state == "ready" and not destination.runs:
             self._idle(destination)
 
-    def lost(self, instance: Instance) -> None:
+    def on_lost(self, instance: Instance) -> None:
         """Handle the loss of the source or destination with its node."""
         for migration in list(self._under_way.values()):
             if instance is migration.source:

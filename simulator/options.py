@@ -13,7 +13,7 @@ from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Capab
 from simulator.config import Batching
 from simulator.instances import SimDevice, SimModel
 from simulator.policies import hydraserve
-from simulator.policies.hydraserve_ledger import Ledger, accepts, begun, ended, share
+from simulator.policies.hydraserve_ledger import Ledger, accepts, record_begin, record_end, share
 from simulator.world import World
 
 _NEEDS: dict[str, Capability] = {"suspend": "suspend", "preempt": "preempt", "migrate": "migrate"}
@@ -29,28 +29,28 @@ class Options:
 
     def fetch_begun(self, node: str, key: str, nbytes: float, model: SimModel) -> None:
         now = self._world.clock.now
-        self.ledgers[node] = begun(self.ledgers[node], key, int(nbytes), now + model.group.slo_ttft, now)
+        self.ledgers[node] = record_begin(self.ledgers[node], key, int(nbytes), now + model.group.slo_ttft, now)
 
     def fetch_ended(self, node: str, key: str) -> None:
-        self.ledgers[node] = ended(self.ledgers[node], key, self._world.clock.now)
+        self.ledgers[node] = record_end(self.ledgers[node], key, self._world.clock.now)
 
-    def of(self, ask: Ask, model: SimModel) -> list[Option]:
+    def list_options(self, ask: Ask, model: SimModel) -> list[Option]:
         world = self._world
         found: list[Option] = []
         for node in model.nodes:
             if node.alive:
                 for device in node.devices:
                     if world.runtime.exclusive:
-                        found += self._exclusive(ask, model, device)
+                        found += self._iter_exclusive(ask, model, device)
                     elif not any(i.model is model for i in device.instances.values()):
-                        found += self._shared(ask, model, device)
+                        found += self._iter_shared(ask, model, device)
         if "pipeline" in world.can and not world.runtime.exclusive:
             found += self._pipelines(ask, model)
         return found
 
     # Devices that run one request at a time (Torpor).
 
-    def _exclusive(self, ask: Ask, model: SimModel, device: SimDevice) -> Iterator[Option]:
+    def _iter_exclusive(self, ask: Ask, model: SimModel, device: SimDevice) -> Iterator[Option]:
         if device.busy or device.starting:
             return
         world = self._world
@@ -71,7 +71,7 @@ class Options:
             ]
             if holders:
                 _, key, link = max(holders, key=lambda h: (h[0], h[1]))
-                took = device.node.network.expected((link,), model.weights)
+                took = device.node.network.estimate_seconds((link,), model.weights)
                 yield self._option(device, model, "peer_copy", clearance, {"load": took}, max(took, ask.exec_s), source=key)
                 return
         tier = device.node.tier(model.name)
@@ -81,7 +81,7 @@ class Options:
 
     # Devices that instances share by memory.
 
-    def _shared(self, ask: Ask, model: SimModel, device: SimDevice) -> Iterator[Option]:
+    def _iter_shared(self, ask: Ask, model: SimModel, device: SimDevice) -> Iterator[Option]:
         world, node = self._world, device.node
         kept = device.kept.get(model.name) if "reuse" in world.can else None
         resident = min(kept.nbytes, model.weights) if kept is not None else 0
@@ -92,21 +92,21 @@ class Options:
         clear = clearance.delay_s + (world.runtime.startup.leave_s if clearance.how != "none" else 0.0)
         snapshot = self.snapshots.get((node.name, model.name))
         if snapshot is not None and "suspend" in world.can:
-            took = node.network.expected(device.path, snapshot) + world.runtime.startup.restore_s
+            took = node.network.estimate_seconds(device.path, snapshot) + world.runtime.startup.restore_s
             phases = {"clear": clear, "restore": took, "prefill": first}
             yield self._option(device, model, "restore", clearance, phases, clear + took + first, source="snapshot")
         missing = model.weights - resident
         tier = node.tier(model.name)
         path = node.source(tier)
-        fetch = world.fetches.expected(node, None if resident else model.name, path, missing)
-        load = node.network.expected(device.path, missing)
+        fetch = world.fetches.estimate_seconds(node, None if resident else model.name, path, missing)
+        load = node.network.estimate_seconds(device.path, missing)
         merge = self.merge_seconds(device, model) if resident or device.kept else 0.0
         total = clear + world.startup_seconds(fetch, load) + merge + first
         phases = {"clear": clear, "fetch": fetch, "load": load, "merge": merge, "prefill": first}
         way: Way = "reuse" if resident else "load"
         yield self._option(device, model, way, clearance, phases, total, source=tier, resident=resident)
 
-    def plain(self, model: SimModel, device: SimDevice, tier: str) -> Option:
+    def make_plain(self, model: SimModel, device: SimDevice, tier: str) -> Option:
         """Return the option of loading where there is room."""
         total = self._world.start_seconds(device, model, model.weights)
         return Option((self._world.view(device),), "load", Cost(total), source=tier)

@@ -83,7 +83,7 @@ def requests_of(order: Order, models: Sequence[str], seed: int) -> list[Request]
     return synthetic(what, models, seed)
 
 
-def fitting(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> None:
+def check_fit(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> None:
     """Check that every model fits on some device.
 
     Raises:
@@ -106,7 +106,7 @@ def fitting(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) -> N
 def outcomes(order: Order, progress: Progress) -> list[tuple[str, int, Outcome]]:
     """Yield the outcome for each policy and seed; all policies get the same requests."""
     cluster, models = read(order.cluster, ClusterFile), read(order.models, ModelsFile).models
-    fitting(order.models, cluster, models)
+    check_fit(order.models, cluster, models)
     profiles = [profile_named(name) for name in order.policies]
     names = names_of(models)
     found = []

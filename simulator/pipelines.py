@@ -33,7 +33,7 @@ class Pipelines:
         if not able:
             # No stage has room for the rest yet: retry later, as long as the pipeline serves.
             self._make_room(instance)
-            world.clock.after(1.0, lambda: self._again(instance))
+            world.clock.call_later(1.0, lambda: self._consolidate_again(instance))
             return
         rest = model.weights * (len(instance.parts) - 1) / len(instance.parts)
         survivors = able[:wanted]
@@ -44,9 +44,9 @@ class Pipelines:
             world.touch(part.device)
         left = {id(p): p for p in survivors}
         for part in survivors:
-            self._fetch_rest(instance, part, rest, lambda p=part: self._whole(instance, p, left))  # type: ignore[misc]
+            self._fetch_rest(instance, part, rest, lambda p=part: self._split(instance, p, left))  # type: ignore[misc]
 
-    def _again(self, instance: Instance) -> None:
+    def _consolidate_again(self, instance: Instance) -> None:
         if instance.state == "ready" and len(instance.parts) > 1 and instance.runs:
             self.consolidate(instance)
 
@@ -75,7 +75,7 @@ class Pipelines:
         path = (*node.source(node.tier(instance.model.name)), *part.device.path)
         node.network.start(path, nbytes, done, background=True)
 
-    def _whole(self, instance: Instance, part: Part, left: dict[int, Part]) -> None:
+    def _split(self, instance: Instance, part: Part, left: dict[int, Part]) -> None:
         """Split the pipeline into instances; the first survivor takes the requests."""
         world = self._world
         if instance.state not in ("ready", "leaving") or part not in instance.parts:

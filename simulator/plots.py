@@ -20,7 +20,7 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 
 """Student's t for 1, 2 … degrees of freedom; beyond, 2."""
 
 
-def available() -> None:
+def check_available() -> None:
     """Check for matplotlib.
 
     Raises:
@@ -32,7 +32,7 @@ def available() -> None:
 
 def draw(runs: Sequence[Run], directory: Path) -> list[Path]:
     """Draw the plots and return the files."""
-    available()
+    check_available()
     import matplotlib
 
     matplotlib.use("Agg")
@@ -49,7 +49,7 @@ def draw(runs: Sequence[Run], directory: Path) -> list[Path]:
         ("tpot", "time per output token, s", lambda o: [s.tpot for s in o.served if s.tpot > 0]),
         ("startup", "start-up latency and pause, s", lambda o: [s.startup for s in o.served]),
     ):
-        series = {n: v for n in names if (v := _pooled(runs, n, values))}
+        series = {n: v for n in names if (v := _pool_values(runs, n, values))}
         if series:  # otherwise no request had such a figure
             made.append(_cdf(pyplot, directory / f"cdf_{title}.png", unit, series))
     for title, unit, figure in (
@@ -62,7 +62,7 @@ def draw(runs: Sequence[Run], directory: Path) -> list[Path]:
     return made
 
 
-def _pooled(runs: Sequence[Run], name: str, values: Callable[[Outcome], list[float]]) -> list[float]:
+def _pool_values(runs: Sequence[Run], name: str, values: Callable[[Outcome], list[float]]) -> list[float]:
     return sorted(v for n, _, outcome in runs if n == name for v in values(outcome))
 
 

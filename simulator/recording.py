@@ -76,7 +76,7 @@ def write(directory: Path, replay: bool) -> Recording:
     models = [m for m in view.models if m.card.spec.base is None]
     if not nodes or not models:
         raise InvalidRequest(f"The mesh has no {'node' if not nodes else 'model'}: there is nothing to simulate")
-    replayed = _replayed(view, requests)
+    replayed = _list_replayed(view, requests)
     if replay and not replayed:
         raise InvalidRequest(
             "The mesh has no trace of a request to a registered model. Send it requests first, or pass --workload synthetic"
@@ -90,7 +90,7 @@ def write(directory: Path, replay: bool) -> Recording:
     return Recording(ttft, sum(t.cold for t in replayed), len(requests) - len(replayed))
 
 
-def _replayed(view: ClusterView, requests: Iterable[RequestTrace]) -> list[RequestTrace]:
+def _list_replayed(view: ClusterView, requests: Iterable[RequestTrace]) -> list[RequestTrace]:
     """Return the requests with a token, those of LoRA adapters under their base's name."""
     bases = {m.card.name: m.card.spec.base or m.card.name for m in view.models}
     known = (t.model_copy(update={"model": bases[t.model]}) for t in requests if t.model in bases and t.ttft_ms is not None)
@@ -106,14 +106,16 @@ def _cluster(
 ) -> dict[str, Any]:
     weights = sum(need_of(m.card).weights for m in models)
     can = ["preempt", "migrate"]
-    if any(i.suspension.possible for n in nodes for i in n.instances) or any(_of(load.spans, Phase.RESTORE) for load in loads):
+    if any(i.suspension.possible for n in nodes for i in n.instances) or any(
+        _filter_spans(load.spans, Phase.RESTORE) for load in loads
+    ):
         can.append("suspend")
     runtime = {
         "startup": _startup(loads),
         "capabilities": can,
         "ssd_copies": "full",
         "share_compute": False,  # the measured times include what the mesh's instances took from each other
-        "decision_ms": _mean((_took(load.spans, Phase.SCHEDULE, process="scheduler") for load in loads), 0.0),
+        "decision_ms": _mean((_sum_ms(load.spans, Phase.SCHEDULE, process="scheduler") for load in loads), 0.0),
         "reply_ms": _mean((_reply(t) for t in requests if not t.cold), 0.0),
     }
     return {"nodes": [_node(n, weights) for n in nodes], "runtime": runtime}
@@ -149,14 +151,14 @@ def _startup(loads: Sequence[LoadTrace]) -> dict[str, float]:
     What overlaps counts once: initialisation only where no byte is loaded.
     """
     ready = [load for load in loads if load.outcome == "ready"]
-    starts = [load.spans for load in ready if _of(load.spans, Phase.INIT)]
-    resumed = [load.spans for load in ready if _of(load.spans, Phase.RESTORE)]
+    starts = [load.spans for load in ready if _filter_spans(load.spans, Phase.INIT)]
+    resumed = [load.spans for load in ready if _filter_spans(load.spans, Phase.RESTORE)]
     return {
-        "container_s": _mean((_took(s, *_START) for s in starts if not _with_new_zygote(s)), 0.0) / 1e3,
-        "init_s": _mean((_took(s, Phase.INIT, *_LOADING) - _took(s, *_LOADING) for s in starts), 0.0) / 1e3,
-        "warm_up_s": _mean((_took(s, *_WARM_UP) for s in starts), 0.0) / 1e3,
-        "leave_s": _mean((left for s in ready if (left := _took(s.spans, Phase.RESERVE, process="scheduler"))), 0.0) / 1e3,
-        "restore_s": _mean((_took(s, Phase.RESTORE) for s in resumed), 0.0) / 1e3,
+        "container_s": _mean((_sum_ms(s, *_START) for s in starts if not _with_new_zygote(s)), 0.0) / 1e3,
+        "init_s": _mean((_sum_ms(s, Phase.INIT, *_LOADING) - _sum_ms(s, *_LOADING) for s in starts), 0.0) / 1e3,
+        "warm_up_s": _mean((_sum_ms(s, *_WARM_UP) for s in starts), 0.0) / 1e3,
+        "leave_s": _mean((left for s in ready if (left := _sum_ms(s.spans, Phase.RESERVE, process="scheduler"))), 0.0) / 1e3,
+        "restore_s": _mean((_sum_ms(s, Phase.RESTORE) for s in resumed), 0.0) / 1e3,
     }
 
 
@@ -169,7 +171,7 @@ def _model(view: ModelView, requests: Sequence[RequestTrace]) -> dict[str, Any]:
     spec = card.spec
     mine = [t for t in requests if t.model == card.name] or requests
     warm = [t for t in mine if not t.cold] or mine
-    prompts = [(t.prompt_tokens, _took(t.spans, Phase.PREFILL)) for t in warm]
+    prompts = [(t.prompt_tokens, _sum_ms(t.spans, Phase.PREFILL)) for t in warm]
     spent = sum(ms for tokens, ms in prompts if tokens) / 1e3
     tokens = [(t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in mine if t.ttft_ms and t.completion_tokens > 1]
     return {
@@ -195,18 +197,18 @@ def _model(view: ModelView, requests: Sequence[RequestTrace]) -> dict[str, Any]:
     }
 
 
-def _of(spans: Iterable[PhaseSpan], *phases: Phase, process: str = "") -> list[PhaseSpan]:
+def _filter_spans(spans: Iterable[PhaseSpan], *phases: Phase, process: str = "") -> list[PhaseSpan]:
     return [s for s in spans if s.phase in phases and (not process or s.process == process)]
 
 
-def _took(spans: Iterable[PhaseSpan], *phases: Phase, process: str = "") -> float:
+def _sum_ms(spans: Iterable[PhaseSpan], *phases: Phase, process: str = "") -> float:
     """Return the milliseconds that any of the phases covers."""
-    return measure_covered((s.start_ms, s.end_ms) for s in _of(spans, *phases, process=process))
+    return measure_covered((s.start_ms, s.end_ms) for s in _filter_spans(spans, *phases, process=process))
 
 
 def _reply(t: RequestTrace) -> float:
     """Return the milliseconds of a warm TTFT that are neither computing nor waiting for it."""
-    return max(0.0, (t.ttft_ms or 0.0) - _took(t.spans, Phase.PREFILL, Phase.QUEUE))
+    return max(0.0, (t.ttft_ms or 0.0) - _sum_ms(t.spans, Phase.PREFILL, Phase.QUEUE))
 
 
 def _mean(values: Iterable[float], default: float) -> float:
@@ -229,13 +231,13 @@ def _lines(path: Path, parse: Callable[[str], Record]) -> list[Record]:
 
 
 def _dump(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(_HEADER + yaml.safe_dump(_rounded(document), sort_keys=False))
+    path.write_text(_HEADER + yaml.safe_dump(_round_values(document), sort_keys=False))
 
 
-def _rounded(value: Any) -> Any:
+def _round_values(value: Any) -> Any:
     """Return the document with at most six significant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    return [_rounded(v) for v in value] if isinstance(value, list) else value
+        return {k: _round_values(v) for k, v in value.items()}
+    return [_round_values(v) for v in value] if isinstance(value, list) else value

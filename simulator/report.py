@@ -84,22 +84,22 @@ class Outcome:
             "lost": self.lost,
             "ttft": spread(ttft),
             "tpot": spread(tpot),
-            "slo_attainment": rounded(sum(s.in_time for s in self.served) / total if total else None),
+            "slo_attainment": round_value(sum(s.in_time for s in self.served) / total if total else None),
             "loads": {tier: self.loads.get(tier, 0) for tier in TIERS},
             "startup": spread(startup),
             "pause": spread(pauses) | {"requests": len(pauses)},
-            "load_mean": rounded(mean(self.startup)),
+            "load_mean": round_value(mean(self.startup)),
             "functions": len(self.compliance()),
             "functions_compliant": sum(self.compliance().values()),
-            "device_load_variance": rounded(self.load_variance()),
+            "device_load_variance": round_value(self.load_variance()),
             "migrations": self.migrations,
             "preemptions": self.preemptions,
             "suspensions": self.suspensions,
             "restarts": self.restarts,
             "stops": self.stops,
-            "device_seconds": rounded(self.device_seconds),
-            "device_memory_seconds": rounded(self.device_memory_gb_seconds),
-            "prediction_error_p50": rounded(percentile(errors, 50)),
+            "device_seconds": round_value(self.device_seconds),
+            "device_memory_seconds": round_value(self.device_memory_gb_seconds),
+            "prediction_error_p50": round_value(percentile(errors, 50)),
             "decisions": self.decisions,
         }
 
@@ -132,12 +132,12 @@ def percentile(ordered: Sequence[float], p: float) -> float | None:
 
 
 def spread(ordered: Sequence[float]) -> dict[str, float | None]:
-    return {f"p{p}": rounded(percentile(ordered, p)) for p in (50, 95, 99)} | {"mean": rounded(mean(ordered))}
+    return {f"p{p}": round_value(percentile(ordered, p)) for p in (50, 95, 99)} | {"mean": round_value(mean(ordered))}
 
 
 def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def rounded(value: float | None) -> float | None:
+def round_value(value: float | None) -> float | None:
     return None if value is None else round(value, 6)

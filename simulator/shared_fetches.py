@@ -32,7 +32,7 @@ class Fetches:
         found = self._open.get(key)
         if found is None:
             waiting: dict[int, Done] = {}
-            flow = node.network.start(path, nbytes, lambda: self._arrived(key))
+            flow = node.network.start(path, nbytes, lambda: self._on_arrived(key))
             self._open[key] = found = (flow, waiting)
         flow, waiting = found
         waiting[number] = done
@@ -47,19 +47,19 @@ class Fetches:
     def under_way(self, key: Key) -> bool:
         return key in self._open
 
-    def expected(self, node: SimNode, whole: str | None, path: tuple[Link, ...], nbytes: float) -> float:
+    def estimate_seconds(self, node: SimNode, whole: str | None, path: tuple[Link, ...], nbytes: float) -> float:
         """Return the seconds until the bytes are in the node's memory.
 
         By a new fetch, or by the one under way for the model `whole`.
         """
         found = self._open.get((node.name, whole, 0, 1)) if whole is not None else None
-        alone = node.network.expected(path, nbytes) if path else 0.0
+        alone = node.network.estimate_seconds(path, nbytes) if path else 0.0
         if found is None:
             return alone
         flow = found[0]
         return min(alone, flow.left / flow.rate if flow.rate > 0 else inf)
 
-    def _arrived(self, key: Key) -> None:
+    def _on_arrived(self, key: Key) -> None:
         _, waiting = self._open.pop(key)
         for done in list(waiting.values()):
             done()

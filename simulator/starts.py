@@ -44,7 +44,7 @@ class Starts:
         """By device, starts that wait for memory, in order."""
         self.under_way: dict[str, Start] = {}
 
-    def new(
+    def create(
         self, model: SimModel, option: Option, key: str, finished: Callable[..., None], ready: Callable[[Instance], None]
     ) -> Start:
         """Promise the memory; `begin` starts once it is free."""
@@ -127,7 +127,7 @@ class Starts:
             context = instance.began + s.container_s + s.context_s
             engine = context + s.libraries_s
             self.expect(start)
-            world.clock.at(max(now, engine), lambda: self.arrived(start))
+            world.clock.at(max(now, engine), lambda: self.on_arrived(start))
             stages = len(instance.parts)
             missing = model.weights / stages if stages > 1 else model.weights - start.resident
             tier = instance.parts[0].device.node.tier(model.name)
@@ -135,7 +135,7 @@ class Starts:
             for part in instance.parts:
                 part.device.loading[instance.key] = model.group.heavy
                 Load(self._world, self._options, self, start, part, missing, max(now, context), max(now, engine))
-        self.arrived(start)
+        self.on_arrived(start)
 
     def _restore(self, start: Start) -> None:
         """Restore a snapshot from the node's memory."""
@@ -144,12 +144,12 @@ class Starts:
         self._count("snapshot")
         self.expect(start)
 
-        def restored() -> None:
+        def on_restored() -> None:
             node.dram.unpin(f"snapshot:{name}")
             node.dram.remove(f"snapshot:{name}")
-            world.clock.after(world.runtime.startup.restore_s, lambda: self.arrived(start))
+            world.clock.call_later(world.runtime.startup.restore_s, lambda: self.on_arrived(start))
 
-        start.flows.append(node.network.start(part.device.path, start.snapshot, restored))
+        start.flows.append(node.network.start(part.device.path, start.snapshot, on_restored))
 
     def _copy(self, start: Start) -> None:
         """Copy from one device to another of the same node."""
@@ -158,7 +158,7 @@ class Starts:
         self._count("peer")
         self.expect(start)
         path = (link,) if link is not None else device.path
-        start.flows.append(device.node.network.start(path, start.instance.model.weights, lambda: self.arrived(start)))
+        start.flows.append(device.node.network.start(path, start.instance.model.weights, lambda: self.on_arrived(start)))
 
     def _count(self, tier: str) -> None:
         loads = self._world.outcome.loads
@@ -167,14 +167,14 @@ class Starts:
     def expect(self, start: Start) -> None:
         start.outstanding += 1
 
-    def arrived(self, start: Start) -> None:
+    def on_arrived(self, start: Start) -> None:
         start.outstanding -= 1
         if start.outstanding == 0 and not start.given_up:
             cheap = start.way in ("restore", "peer_copy") or (self._world.runtime.exclusive and self._world.runtime.late_execution)
             s = self._world.runtime.startup
-            self._world.clock.after(0.0 if cheap else s.init_s + s.warm_up_s, lambda: self._ready(start))
+            self._world.clock.call_later(0.0 if cheap else s.init_s + s.warm_up_s, lambda: self._on_ready(start))
 
-    def _ready(self, start: Start) -> None:
+    def _on_ready(self, start: Start) -> None:
         if start.given_up:
             return
         world, instance = self._world, start.instance
@@ -264,33 +264,33 @@ class Load:
             return
         if self._shared:
             join = self._world.fetches.join
-            start.fetches.append(join(self._node, self._key, self._path, self._missing, self._fetched))
+            start.fetches.append(join(self._node, self._key, self._path, self._missing, self._on_fetched))
         else:
-            start.flows.append(self._node.network.start(self._path, self._missing, self._fetched))
+            start.flows.append(self._node.network.start(self._path, self._missing, self._on_fetched))
 
-    def _fetched(self) -> None:
+    def _on_fetched(self) -> None:
         world, now = self._world, self._world.clock.now
         self._options.fetch_ended(self._node.name, self._start.instance.key)
-        cached(world, self._node, self._model, self._tier, whole=len(self._start.instance.parts) == 1)
+        cache_weights(world, self._node, self._model, self._tier, whole=len(self._start.instance.parts) == 1)
         if world.runtime.startup.stream:
-            self._starts.arrived(self._start)
+            self._starts.on_arrived(self._start)
         else:
             world.clock.at(max(now, self._copy_at) + self._merge, self._copy)
 
     def _copy(self) -> None:
         if not self._start.given_up:
-            self._start.flows.append(self._node.network.start(self._part.device.path, self._missing, self._copied))
+            self._start.flows.append(self._node.network.start(self._part.device.path, self._missing, self._on_copied))
         elif not self._path:
             self._node.dram.unpin(self._model.name)
 
-    def _copied(self) -> None:
+    def _on_copied(self) -> None:
         if not self._path:
             self._node.dram.unpin(self._model.name)
         self._part.device.loading.pop(self._start.instance.key, None)
-        self._starts.arrived(self._start)
+        self._starts.on_arrived(self._start)
 
 
-def cached(world: World, node: SimNode, model: SimModel, tier: Tier, whole: bool) -> None:
+def cache_weights(world: World, node: SimNode, model: SimModel, tier: Tier, whole: bool) -> None:
     """Cache fetched weights in the node's memory and on its disk, if there is room."""
     if not whole:
         return

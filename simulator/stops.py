@@ -47,7 +47,7 @@ class Stops:
         for part in instance.parts:
             self._world.touch(part.device)
 
-    def emptied(self, instance: Instance) -> bool:
+    def on_emptied(self, instance: Instance) -> bool:
         """Handle the last finished request; return True if the instance stops for it."""
         if instance.key in self._suspending:
             self._suspending.discard(instance.key)
@@ -65,7 +65,7 @@ class Stops:
         if seconds < 0 or seconds == float("inf") or len(instance.model.instances) <= group.replicas_min:
             return
 
-        def over() -> None:
+        def on_expired() -> None:
             instance.keep_timer = None
             if instance.state == "ready" and not instance.runs and not instance.moving:
                 if "suspend" in world.can and self._resumes_faster(instance):
@@ -73,7 +73,7 @@ class Stops:
                 else:
                     self.leave(instance)
 
-        instance.keep_timer, instance.leaves_at = world.clock.after(seconds, over), world.clock.now + seconds
+        instance.keep_timer, instance.leaves_at = world.clock.call_later(seconds, on_expired), world.clock.now + seconds
 
     def _resumes_faster(self, instance: Instance) -> bool:
         """True if a snapshot restores faster than a new start.
@@ -92,9 +92,9 @@ class Stops:
         self._world.outcome.stops += 1
         seconds = self._world.runtime.startup.leave_s
         if seconds > 0:
-            self._world.clock.after(seconds, lambda: self._gone(instance))
+            self._world.clock.call_later(seconds, lambda: self._on_gone(instance))
         else:
-            self._gone(instance)
+            self._on_gone(instance)
 
     def _out_of_service(self, instance: Instance) -> None:
         instance.state = "leaving"
@@ -104,7 +104,7 @@ class Stops:
         for part in instance.parts:
             self._world.touch(part.device)
 
-    def _gone(self, instance: Instance, keep_weights: bool = True) -> None:
+    def _on_gone(self, instance: Instance, keep_weights: bool = True) -> None:
         if instance.state == "gone":
             return
         instance.state = "gone"
@@ -150,12 +150,12 @@ class Stops:
         self._out_of_service(instance)
         seconds = model.snapshot / min(link.bandwidth for link in part.device.path)
 
-        def over() -> None:
+        def on_suspended() -> None:
             if instance.state != "gone":
                 self._options.snapshots[node.name, model.name] = model.snapshot
-                self._gone(instance, keep_weights=False)
+                self._on_gone(instance, keep_weights=False)
 
-        world.clock.after(seconds + world.runtime.startup.leave_s, over)
+        world.clock.call_later(seconds + world.runtime.startup.leave_s, on_suspended)
 
     def count(self, instance: Instance) -> None:
         """Add what the instance held until now to the outcome."""
@@ -172,7 +172,7 @@ class Stops:
         if instance.state == "ready":
             self._out_of_service(instance)
         if instance.state == "leaving":
-            self._gone(instance, keep_weights=False)
+            self._on_gone(instance, keep_weights=False)
         return runs
 
 

@@ -42,7 +42,7 @@ class World:
         self._roomy_version = -1
         self.plans = 0
         self.arrived = 0
-        self.nodes = {name: SimNode(name, group, self.clock) for name, group in cluster.each()}
+        self.nodes = {name: SimNode(name, group, self.clock) for name, group in cluster.iter_nodes()}
         self.devices = {d.key: d for node in self.nodes.values() for d in node.devices}
         nodes = tuple(self.nodes.values())
         owners = [g for g in groups for _ in range(g.copies)]
@@ -98,9 +98,9 @@ class World:
 
     def _view(self, device: SimDevice) -> DeviceView:
         free = self.free(device)
-        residents = [self._resident(device, i) for i in device.instances.values()]
+        residents = [self._describe_resident(device, i) for i in device.instances.values()]
         coming = sum(r.nbytes for r in residents if r.state == "leaving")
-        residents += [self._kept(device, k) for k in device.kept]
+        residents += [self._describe_kept(device, k) for k in device.kept]
         loads = [heavy for d in device.neighbours for heavy in d.loading.values()]
         starting = self.runtime.exclusive and bool(device.starting)
         return DeviceView(
@@ -114,7 +114,7 @@ class World:
             "none" if not loads else "heavy" if any(loads) else "light",
         )
 
-    def _resident(self, device: SimDevice, instance: Instance) -> Resident:
+    def _describe_resident(self, device: SimDevice, instance: Instance) -> Resident:
         model, runs = instance.model, instance.runs
         parts = instance.parts
         nbytes = parts[0].nbytes if len(parts) == 1 else sum(p.nbytes for p in parts if p.device is device)
@@ -141,7 +141,7 @@ class World:
             is_heavy=model.group.heavy,
             sensitivity=model.group.sensitivity,
             miss_probability=self.popularity(model),
-            reuse_probability=self._again(model, instance.leaves_at),
+            reuse_probability=self._estimate_reuse(model, instance.leaves_at),
             reload_s=(reload := self.reload_seconds(device, model, model.weights)),
             delay_s=self._later_seconds(model, reload),
             resume_s=resume if not moves else min(m.total_s for m in moves),
@@ -149,10 +149,10 @@ class World:
             moves=moves,
             remaining_s=left,
             replicas=len(model.instances),
-            protected_reason=self._protected(instance, moves),
+            protected_reason=self._explain_protected(instance, moves),
         )
 
-    def _protected(self, instance: Instance, moves: tuple[MigrationTarget, ...]) -> str:
+    def _explain_protected(self, instance: Instance, moves: tuple[MigrationTarget, ...]) -> str:
         """Return why an instance must not be a victim; empty: it may.
 
         A serving instance is preempted only for a higher priority, or if its requests can continue
@@ -172,7 +172,7 @@ class World:
             return "min replicas"
         return ""
 
-    def _kept(self, device: SimDevice, name: str) -> Resident:
+    def _describe_kept(self, device: SimDevice, name: str) -> Resident:
         kept, model = device.kept[name], self.models[name]
         wanted = any(i.model is model and i.state == "starting" for i in device.instances.values())
         return Resident(
@@ -184,7 +184,7 @@ class World:
             sensitivity=model.group.sensitivity,
             is_heavy=model.group.heavy,
             miss_probability=self.popularity(model),
-            reuse_probability=self._again(model),
+            reuse_probability=self._estimate_reuse(model),
             reload_s=self.reload_seconds(device, model, kept.nbytes),
             replicas=len(model.instances) + 1,
             protected_reason="wanted" if wanted else "",
@@ -201,13 +201,13 @@ class World:
             for i in model.instances.values()
             if i is not instance and i.open and len(i.runs) + len(instance.runs) <= i.capacity
         ]
-        for other in self.roomy(model.need):
+        for other in self.list_roomy(model.need):
             if other is not device and other.node in model.nodes and not any(i.model is model for i in other.instances.values()):
                 seconds = resume + self.start_seconds(other, model, model.weights)
                 found.append(MigrationTarget(other.key, seconds, self.free(other)))
         return tuple(found)
 
-    def roomy(self, need: int) -> list[SimDevice]:
+    def list_roomy(self, need: int) -> list[SimDevice]:
         """Return the devices with that many free bytes."""
         if self._roomy_version != self.version:
             self._roomy_version = self.version
@@ -221,7 +221,7 @@ class World:
         """Return the model's share of the requests so far; equal shares before the first."""
         return model.total / self.arrived if self.arrived else 1.0 / len(self.models)
 
-    def _again(self, model: SimModel, leaves_at: float | None = None) -> float:
+    def _estimate_reuse(self, model: SimModel, leaves_at: float | None = None) -> float:
         """Return the probability of a request soon.
 
         Soon is within `HORIZON_S`, or before the instance would stop by itself. The live
@@ -252,8 +252,8 @@ class World:
     def start_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
         """Return the seconds until a start is ready, with queueing on its links (q + n/b)."""
         node = device.node
-        fetch = self.fetches.expected(node, model.name, node.source(node.tier(model.name)), nbytes)
-        return self.startup_seconds(fetch, node.network.expected(device.path, nbytes))
+        fetch = self.fetches.estimate_seconds(node, model.name, node.source(node.tier(model.name)), nbytes)
+        return self.startup_seconds(fetch, node.network.estimate_seconds(device.path, nbytes))
 
     def startup_seconds(self, fetch: float, load: float) -> float:
         """Return HydraServe's Eq.

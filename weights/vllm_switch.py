@@ -180,7 +180,7 @@ class SwitchWorker:
         kept: dict[str, torch.Tensor] = {}
         _point_at(self.vllm_config.model_config, model)
         with weights(source, socket) as coming:
-            self.reload_weights(weights_iterator=_kept(coming, comparable, kept, copies=socket is None))
+            self.reload_weights(weights_iterator=_iter_keeping(coming, comparable, kept, copies=socket is None))
         now = dict(self.model_runner.get_model().named_parameters())
         wrong = [name for name, rows in kept.items() if not bool((now[name][: len(rows)] == rows.to(now[name])).all())]
         if wrong:
@@ -200,7 +200,7 @@ def _comparable(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def _kept(
+def _iter_keeping(
     coming: Iterator[tuple[str, torch.Tensor]], comparable: frozenset[str], kept: dict[str, torch.Tensor], *, copies: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors, and keep the first rows of some that are comparable.

@@ -98,7 +98,7 @@ class Bed(Thaw):
             "models": [*models, *([model] if model else [])],
         }
         (self.home / "thaw.yaml").write_text(json.dumps(document))
-        self.up()
+        self.start_mesh()
         self.second_port = free_port()
         self.keepers = {
             "gateway": self._keep("gateway", THAW_GATEWAY_PORT=str(self.second_port)),
@@ -107,7 +107,7 @@ class Bed(Thaw):
         self.balancer = Balancer({"gateway.1": self.port, "gateway.2": self.second_port})
         self._http = httpx.Client(trust_env=False, timeout=20)
 
-    def served(self) -> tuple[Served, ...]:
+    def list_served(self) -> tuple[Served, ...]:
         """What clients ask for."""
         long, short = (16, 100, 400), (8, 24)
         found = [
@@ -121,7 +121,7 @@ class Bed(Thaw):
             found.append(Served("llama", 1.5, short, engine="hosted", resumes=False, near_ties=True))
         return tuple(found)
 
-    def up(self) -> None:
+    def start_mesh(self) -> None:
         """Start the mesh, or its supervisor alone where everything else lives."""
         self.json("up", "--detach", "--config", str(self.home / "thaw.yaml"))
 
@@ -200,7 +200,7 @@ class Bed(Thaw):
         found: dict[str, Any] = answer.json()
         return found
 
-    def live(self) -> list[dict[str, Any]]:
+    def list_live(self) -> list[dict[str, Any]]:
         """Instances that hold memory."""
         return [i for n in self.cluster()["nodes"] for i in n["instances"] if InstanceState(i["state"]).holds_memory]
 
@@ -215,14 +215,14 @@ class Bed(Thaw):
 
     def _victims(self, kind: str) -> list[psutil.Process]:
         if kind == "supervisor":
-            return self._existing([self.pid("supervisor")])
+            return self._find_existing([self.pid("supervisor")])
         if kind in ("nats", "postgres", "migrator"):
-            return self._existing([self.service_pid(kind)])
+            return self._find_existing([self.service_pid(kind)])
         if kind in ("nodeagent", "loader"):
-            return self._existing([self.service_pid(f"{kind}.{n}") for n in NODES])
+            return self._find_existing([self.service_pid(f"{kind}.{n}") for n in NODES])
         if kind in ("gateway", "scheduler"):
             kept = self.keepers[kind].process
-            return self._existing([self.service_pid(kind), kept.pid if kept and kept.poll() is None else None])
+            return self._find_existing([self.service_pid(kind), kept.pid if kept and kept.poll() is None else None])
         own = [(p, _command(p)) for p in self.processes()]
         if kind == "engine host":
             return [p for p, c in own if "services.enginehost" in c]
@@ -248,7 +248,7 @@ class Bed(Thaw):
         return None
 
     @staticmethod
-    def _existing(pids: list[int | None]) -> list[psutil.Process]:
+    def _find_existing(pids: list[int | None]) -> list[psutil.Process]:
         found = []
         for pid in pids:
             with contextlib.suppress(psutil.Error):
@@ -258,7 +258,7 @@ class Bed(Thaw):
 
     # What must hold.
 
-    def overbooked(self, cluster: dict[str, Any]) -> list[str]:
+    def find_overbooked(self, cluster: dict[str, Any]) -> list[str]:
         """Devices whose budget was granted twice.
 
         What an engine has grown to beyond its need is booked to it too, and may exceed the budget
@@ -295,7 +295,7 @@ class Bed(Thaw):
                 for d in node["devices"]
                 if d["reserved_bytes"] != booked
             ]
-        faults += self.overbooked(cluster)
+        faults += self.find_overbooked(cluster)
         engines = {p.pid for kind in ("engine", "engine host") for p in self.victims(kind)}
         if extra := engines - pids:
             faults.append(f"processes {sorted(extra)} belong to no live instance")

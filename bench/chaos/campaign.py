@@ -85,7 +85,7 @@ class Campaign:
         self._bed = bed
         self._seed = seed
         self._say = say
-        self._served = bed.served()
+        self._served = bed.list_served()
         self._references: dict[tuple[str, str, int], Reference] = {}
         self._findings = Findings(hosted=bed.hosted)
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Campaign:
         self._cluster: dict[str, Any] = {"nodes": []}
         self._stopped = threading.Event()
         self._clients = [
-            Client(n, bed.balancer.url, jobs(self._served, seed, n), bed.balancer.gateway_of, self._was_struck, self._done)
+            Client(n, bed.balancer.url, jobs(self._served, seed, n), bed.balancer.gateway_of, self._was_struck, self._finish)
             for n in range(clients)
         ]
         self._probes = 0
@@ -154,7 +154,7 @@ class Campaign:
 
     # What clients report.
 
-    def _done(self, exchange: Exchange) -> None:
+    def _finish(self, exchange: Exchange) -> None:
         exchange.ended = exchange.ended or time.monotonic()
         fate = judge(exchange, self._references.get(exchange.job.question))
         with self._lock:
@@ -290,7 +290,7 @@ class Campaign:
         time.sleep(_OPERATOR_S)
         for _ in range(5):
             try:
-                self._bed.up()
+                self._bed.start_mesh()
                 return
             except (AssertionError, OSError) as e:
                 self._say(f"  `thaw up` after the supervisor's death failed: {str(e)[:1500]}")
@@ -343,7 +343,7 @@ class Campaign:
         exchange.statuses = [s for s in asker.statuses if s >= 400]
         exchange.server_errors = sum(s >= 500 for s in asker.statuses)
         asker.close()
-        self._done(exchange)
+        self._finish(exchange)
         return exchange.answer.error is None
 
     def _cold_model(self) -> str:
@@ -360,7 +360,7 @@ class Campaign:
         while not self._stopped.wait(0.5):
             with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, OSError):
                 self._cluster = self._bed.cluster()
-                for fault in self._bed.overbooked(self._cluster):
+                for fault in self._bed.find_overbooked(self._cluster):
                     self._say(f"  OVERBOOKED: {fault}")
                     self._findings.overbooked.append(fault)
 
@@ -378,7 +378,7 @@ class Campaign:
             client.join(max(0.1, deadline - time.monotonic()))
             if client.is_alive() and (hanging := client.current) is not None:
                 hanging.answer = Answer(error=f"no answer after {time.monotonic() - hanging.sent:.0f} s")
-                self._done(hanging)
+                self._finish(hanging)
 
 
 def _continue(processes: list[psutil.Process]) -> None:

@@ -54,14 +54,14 @@ def rows(findings: Findings) -> list[Row]:
     for kind in ("kill", "stop", "pair"):
         groups[f"({kind})"] = [x for x in findings.struck if x.fault.kind == kind]
     every = list(zip(findings.exchanges, findings.fates, strict=True))
-    return [*(_row(name, struck, every) for name, struck in groups.items() if struck), _made("all", findings.struck, every)]
+    return [*(_row(name, struck, every) for name, struck in groups.items() if struck), _make_row("all", findings.struck, every)]
 
 
 def _row(name: str, struck: Sequence[Struck], every: Sequence[tuple[Exchange, Fate]]) -> Row:
-    return _made(name, struck, [(e, f) for e, f in every if any(e.sent <= x.until and e.ended >= x.at for x in struck)])
+    return _make_row(name, struck, [(e, f) for e, f in every if any(e.sent <= x.until and e.ended >= x.at for x in struck)])
 
 
-def _made(name: str, struck: Sequence[Struck], requests: Sequence[tuple[Exchange, Fate]]) -> Row:
+def _make_row(name: str, struck: Sequence[Struck], requests: Sequence[tuple[Exchange, Fate]]) -> Row:
     return Row(
         name=name,
         strikes=sum(len(x.fault.strikes) if name in ("all", "(pair)", "(kill)", "(stop)") else 1 for x in struck),

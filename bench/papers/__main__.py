@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.papers.constants import Constant
-from bench.papers.core import Options, printed, summary, write
+from bench.papers.core import Options, format_result, summary, write
 
 EXPERIMENTS = (
     *(f"serverlessllm_fig{n}" for n in (8, 9, 10, 11, 12)),
@@ -68,7 +68,7 @@ def main() -> None:
     for name in args.experiments or names:
         began = time.perf_counter()
         result = import_module(f"bench.papers.{name.replace('-', '_')}").run(options)
-        print(printed(result))
+        print(format_result(result))
         print(
             f"{name}: {time.perf_counter() - began:.0f} s, {options.seeds} seeds, runs {options.scale:g} times as long as stated\n",
             flush=True,

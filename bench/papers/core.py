@@ -91,7 +91,11 @@ class Estimate:
     def __str__(self) -> str:
         if math.isnan(self.mean):
             return "none"
-        return f"{_short(self.mean)} [{_short(self.low)}, {_short(self.high)}]" if self.seeds > 1 else _short(self.mean)
+        return (
+            f"{_format_short(self.mean)} [{_format_short(self.low)}, {_format_short(self.high)}]"
+            if self.seeds > 1
+            else _format_short(self.mean)
+        )
 
 
 def estimate(values: Iterable[float | None]) -> Estimate:
@@ -106,7 +110,7 @@ def estimate(values: Iterable[float | None]) -> Estimate:
     return Estimate(middle, middle - half, middle + half, len(found))
 
 
-def _short(value: float) -> str:
+def _format_short(value: float) -> str:
     size = abs(value)
     return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"
 
@@ -143,13 +147,13 @@ class Remembering(World):
         super().__init__(cluster, groups, profile, seed)
         self._seen: dict[str, tuple[tuple[object, ...], Resident]] = {}
 
-    def _resident(self, device: SimDevice, instance: Instance) -> Resident:
+    def _describe_resident(self, device: SimDevice, instance: Instance) -> Resident:
         model = instance.model
         stamp = (instance.state, len(instance.runs), instance.idle_since, instance.moving, len(model.instances), len(model.queue))
         seen = self._seen.get(instance.key)
         if seen is not None and seen[0] == stamp:
             return seen[1]
-        made = super()._resident(device, instance)
+        made = super()._describe_resident(device, instance)
         self._seen[instance.key] = (stamp, made)
         return made
 
@@ -186,7 +190,7 @@ class Row:
     def __getitem__(self, figure: str) -> Estimate:
         return estimate(r.get(figure) for r in self.runs)
 
-    def over(self, other: Row, figure: str) -> Estimate:
+    def divide_by(self, other: Row, figure: str) -> Estimate:
         """This one's figure over the other's, seed by seed."""
         pairs = zip(self.runs, other.runs, strict=True)
         return estimate(a[figure] / b[figure] if a.get(figure) is not None and b.get(figure) else None for a, b in pairs)
@@ -226,11 +230,11 @@ class Claim:
     def stated(self) -> str:
         """Return the paper's side as the table prints it."""
         if self.paper is not None:
-            return _short(self.paper)
+            return _format_short(self.paper)
         if self.low is not None and self.high is not None:
-            return f"{_short(self.low)} to {_short(self.high)}"
+            return f"{_format_short(self.low)} to {_format_short(self.high)}"
         signs = ((">=", self.at_least), ("<=", self.at_most), (">", self.above), ("<", self.below))
-        return next(f"{sign} {_short(bound)}" for sign, bound in signs if bound is not None)
+        return next(f"{sign} {_format_short(bound)}" for sign, bound in signs if bound is not None)
 
     @property
     def verdict(self) -> Verdict:
@@ -239,12 +243,12 @@ class Claim:
         if self.paper is not None:
             return self._number(self.paper)
         if self.low is not None and self.high is not None:
-            return self._within(self.low, self.high)
+            return self._judge_range(self.low, self.high)
         if self.above is not None:
             return self._order(self.above, 1)
         if self.below is not None:
             return self._order(self.below, -1)
-        return self._within(
+        return self._judge_range(
             -math.inf if self.at_least is None else self.at_least, math.inf if self.at_most is None else self.at_most
         )
 
@@ -258,7 +262,7 @@ class Claim:
             return "yes"
         return "unsure" if close or holds else "no"
 
-    def _within(self, low: float, high: float) -> Verdict:
+    def _judge_range(self, low: float, high: float) -> Verdict:
         ours = self.ours
         if low <= ours.mean <= high:
             return "yes" if ours.low >= low and ours.high <= high else "unsure"
@@ -285,7 +289,7 @@ class Result:
     def row(self, **label: str) -> Row:
         return next(r for r in self.rows if all(r.label.get(k) == v for k, v in label.items()))
 
-    def measured(self, cases: Iterable[Case], options: Options, measure: Measure) -> None:
+    def measure_cases(self, cases: Iterable[Case], options: Options, measure: Measure) -> None:
         for case in cases:
             self.rows.append(Row(dict(case.label), [measure(run(case, seed)) for seed in range(options.seeds)]))
 
@@ -300,12 +304,12 @@ class Result:
         """Add a share of `whole`, which is also judged by its difference in points."""
         self.claims.append(Claim(where, text, ours, paper, points=POINTS * whole))
 
-    def within(self, where: str, text: str, ours: Estimate, low: float, high: float) -> None:
+    def claim_within(self, where: str, text: str, ours: Estimate, low: float, high: float) -> None:
         self.claims.append(Claim(where, text, ours, low=low, high=high))
 
-    def alike(self, where: str, text: str, ours: Estimate) -> None:
+    def claim_alike(self, where: str, text: str, ours: Estimate) -> None:
         """Add a ratio of figures that the paper calls similar."""
-        self.within(where, text, ours, *ALIKE)
+        self.claim_within(where, text, ours, *ALIKE)
 
     def at_least(self, where: str, text: str, ours: Estimate, bound: float) -> None:
         self.claims.append(Claim(where, text, ours, at_least=bound))
@@ -313,10 +317,10 @@ class Result:
     def at_most(self, where: str, text: str, ours: Estimate, bound: float) -> None:
         self.claims.append(Claim(where, text, ours, at_most=bound))
 
-    def above(self, where: str, text: str, ours: Estimate, bound: float = 1.0, own: bool = False) -> None:
+    def claim_above(self, where: str, text: str, ours: Estimate, bound: float = 1.0, own: bool = False) -> None:
         self.claims.append(Claim(where, text, ours, above=bound, own=own))
 
-    def below(self, where: str, text: str, ours: Estimate, bound: float = 1.0, own: bool = False) -> None:
+    def claim_below(self, where: str, text: str, ours: Estimate, bound: float = 1.0, own: bool = False) -> None:
         self.claims.append(Claim(where, text, ours, below=bound, own=own))
 
     def document(self) -> dict[str, Any]:
@@ -327,12 +331,12 @@ class Result:
                 {
                     "label": r.label,
                     "figures": {f: _numbers(r[f]) for f in _figures([r])},
-                    "runs": {f: [_rounded(run_.get(f)) for run_ in r.runs] for f in _figures([r])},
+                    "runs": {f: [_round_value(run_.get(f)) for run_ in r.runs] for f in _figures([r])},
                     "paper": r.paper or "plot only",
                 }
                 for r in self.rows
             ],
-            "claims": [{**_stated(c), "agrees": c.verdict} for c in self.claims],
+            "claims": [{**_dump_claim(c), "agrees": c.verdict} for c in self.claims],
             "notes": self.notes,
         }
 
@@ -341,7 +345,7 @@ def label(**parts: str | float) -> tuple[tuple[str, str], ...]:
     return tuple((k, f"{v:g}" if isinstance(v, float) else str(v)) for k, v in parts.items())
 
 
-def varied(profile: Profile, name: str, **parts: Any) -> Profile:
+def vary_profile(profile: Profile, name: str, **parts: Any) -> Profile:
     """A profile with some of its functions replaced, for an ablation."""
     return replace(profile, name=name, **parts)
 
@@ -350,7 +354,7 @@ def _figures(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(f for r in rows for run_ in r.runs for f in run_))
 
 
-def printed(result: Result) -> str:
+def format_result(result: Result) -> str:
     """Format our figures with their intervals, then the paper's statements.
 
     The paper's figures are included, where it has any.
@@ -360,7 +364,7 @@ def printed(result: Result) -> str:
     labels = list(dict.fromkeys(k for r in result.rows for k in r.label))
     table = [[*labels, *figures]]
     for r in result.rows:
-        cells = [f"{r[f]}" + (f" (paper {_short(r.paper[f])})" if f in r.paper else "") for f in figures]
+        cells = [f"{r[f]}" + (f" (paper {_format_short(r.paper[f])})" if f in r.paper else "") for f in figures]
         table.append([*(r.label.get(k, "") for k in labels), *cells])
     lines += _table(table)
     if not any(r.paper for r in result.rows):
@@ -418,16 +422,16 @@ def summary(directory: Path) -> str:
     return "\n".join([f"Of {total} {agreeing}.", "", *_table(rows)])
 
 
-def _stated(claim: Claim) -> dict[str, Any]:
+def _dump_claim(claim: Claim) -> dict[str, Any]:
     plain = asdict(claim)
     kept = {k: v for k, v in plain.items() if v is not None and (k, v) not in (("neutral", 0.0), ("own", False))}
     return {**kept, "ours": _numbers(claim.ours)}
 
 
 def _numbers(figure: Estimate) -> dict[str, float | None]:
-    return {k: _rounded(v) for k, v in asdict(figure).items()}
+    return {k: _round_value(v) for k, v in asdict(figure).items()}
 
 
-def _rounded(value: float | None) -> float | None:
+def _round_value(value: float | None) -> float | None:
     """Return six digits; None for what a run has no value of."""
     return None if value is None or math.isnan(value) else value if isinstance(value, int) else float(f"{value:.6g}")

@@ -8,7 +8,7 @@ from itertools import product
 from statistics import fmean
 
 from bench.papers.constants import hydraserve as c
-from bench.papers.core import Case, Figures, label, varied
+from bench.papers.core import Case, Figures, label, vary_profile
 from bench.papers.traffic import azure_like
 from services.scheduler.domain.policies.autoscaling import scale
 from services.scheduler.domain.policies.common import evict_none, keep_setting
@@ -27,12 +27,12 @@ from simulator.policies import baselines, hydraserve, serverlessllm
 from simulator.report import Outcome
 from simulator.workloads.request import Request
 
-VLLM = varied(baselines.FIFO, "serverless-vllm", clear=evict_none, keep=keep_setting, scale=scale)
+VLLM = vary_profile(baselines.FIFO, "serverless-vllm", clear=evict_none, keep=keep_setting, scale=scale)
 """Section 8.1: "iterates through all GPU servers and selects the one with sufficient GPU
 resources"; the autoscaler is HydraServe's.
 """
-SLLM = varied(serverlessllm.PROFILE, "serverlessllm", keep=keep_setting, scale=scale)
-HYDRA = varied(hydraserve.PROFILE, "hydraserve", clear=evict_none)
+SLLM = vary_profile(serverlessllm.PROFILE, "serverlessllm", keep=keep_setting, scale=scale)
+HYDRA = vary_profile(hydraserve.PROFILE, "hydraserve", clear=evict_none)
 SYSTEMS = (VLLM, SLLM, HYDRA, replace(HYDRA, name="hydraserve-cache"))
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from bench.papers import hydraserve as h
 from bench.papers.constants import hydraserve as c
-from bench.papers.core import CLOSE, Case, Options, Result, estimate, label, varied
+from bench.papers.core import CLOSE, Case, Options, Result, estimate, label, vary_profile
 from services.scheduler.domain.policies.port import Profile
 from simulator.report import Outcome
 from simulator.workloads.request import Request
@@ -18,9 +18,9 @@ NAME = "hydraserve-fig7"
 PROFILES: dict[str, Profile] = {
     "serverless vLLM": h.VLLM,
     "ServerlessLLM": h.SLLM,
-    "ServerlessLLM, cached": varied(h.SLLM, "serverlessllm-cached"),
-    "HydraServe, one worker": varied(h.HYDRA, "hydraserve", choose=h.stages(1)),
-    "HydraServe": varied(h.HYDRA, "hydraserve", choose=h.stages(4)),
+    "ServerlessLLM, cached": vary_profile(h.SLLM, "serverlessllm-cached"),
+    "HydraServe, one worker": vary_profile(h.HYDRA, "hydraserve", choose=h.stages(1)),
+    "HydraServe": vary_profile(h.HYDRA, "hydraserve", choose=h.stages(4)),
 }
 PROMPT = 128
 """Tokens; not stated, and of little weight: 24 ms to 37 ms."""
@@ -45,7 +45,7 @@ def measure(outcome: Outcome) -> dict[str, float]:
 def run(options: Options) -> Result:
     result = Result(NAME, "one cold start (seconds to the first token)")
     cases = [case(k, m, s) for k, models in c.FIG7.items() for m in models for s in c.SYSTEMS]
-    result.measured(cases, Options(seeds=1), measure)
+    result.measure_cases(cases, Options(seeds=1), measure)
     errors = []
     for row in result.rows:
         kind, model, system = row.label["device"], row.label["model"], row.label["system"]
@@ -63,15 +63,15 @@ def run(options: Options) -> Result:
         single, cached = (
             result.row(device=kind, model="OPT-6.7B", system=s) for s in ("HydraServe, one worker", "ServerlessLLM, cached")
         )
-        less = single.over(cached, "ttft_s")
-        result.below("8.2", f"OPT-6.7B on {kind}: one worker quicker than ServerlessLLM with the model cached (ratio)", less)
+        less = single.divide_by(cached, "ttft_s")
+        result.claim_below("8.2", f"OPT-6.7B on {kind}: one worker quicker than ServerlessLLM with the model cached (ratio)", less)
     result.notes.append(
         f"The times beside the bytes come from the {c.CALIBRATION} rows (not compared otherwise); nothing is drawn: one run."
     )
     if options.sensitivity:
         for factor in (0.5, 1.5):
             part = Result("", "")
-            part.measured([case("a10", "Llama2-7B", s, factor) for s in c.SYSTEMS], Options(seeds=1), measure)
+            part.measure_cases([case("a10", "Llama2-7B", s, factor) for s in c.SYSTEMS], Options(seeds=1), measure)
             seconds = ", ".join(f"{r.label['system']} {r['ttft_s']}" for r in part.rows)
             result.notes.append(f"Sensitivity, times beside the bytes x {factor}, Llama2-7B on A10: {seconds}.")
     return result
@@ -87,7 +87,7 @@ def gains(result: Result, system: str) -> None:
         for model, values in models.items():
             if model != c.CALIBRATION:
                 slow, quick = (result.row(device=kind, model=model, system=s) for s in (system, "HydraServe"))
-                ours.append(slow.over(quick, "ttft_s").mean)
+                ours.append(slow.divide_by(quick, "ttft_s").mean)
                 paper.append(values[c.SYSTEMS.index(system)] / values[c.SYSTEMS.index("HydraServe")])
     for what, of in (("least", min), ("most", max)):
         result.ratio("8.2, artifact", f"{system} over HydraServe, the {what} of the models", estimate([of(ours)]), of(paper))

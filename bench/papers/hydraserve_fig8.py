@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from bench.papers import hydraserve as h
 from bench.papers.constants import hydraserve as c
-from bench.papers.core import Case, Options, Result, label, varied
+from bench.papers.core import Case, Options, Result, label, vary_profile
 from bench.papers.core import run as run_case
 from bench.papers.hydraserve_fig7 import PROMPT, measure
 from simulator.config import Startup
@@ -36,7 +36,7 @@ def case(kind: str, model: str, step: str, slower: float = 1.0) -> Case:
     machines = h.first_test_bed(kind, "serverless-vllm")
     machines = machines.model_copy(update={"runtime": machines.runtime.model_copy(update={"startup": start})})
     models = (h.group(model, model, "summarization", 1).model_copy(update={"kinds": frozenset()}),)
-    profile = varied(h.HYDRA, "hydraserve", choose=h.stages(4 if at == 4 else 1))
+    profile = vary_profile(h.HYDRA, "hydraserve", choose=h.stages(4 if at == 4 else 1))
     return Case(
         label(device=kind, model=model, step=step), machines, models, lambda seed: [Request(1.0, model, PROMPT, 8)], profile
     )
@@ -45,11 +45,11 @@ def case(kind: str, model: str, step: str, slower: float = 1.0) -> Case:
 def run(options: Options) -> Result:
     result = Result(NAME, "techniques one by one (seconds to the first token)")
     pairs = (("a10", "Llama2-7B"), ("v100", "Llama2-13B"))
-    result.measured((case(k, m, s) for k, m in pairs for s in STEPS), Options(seeds=1), measure)
+    result.measure_cases((case(k, m, s) for k, m in pairs for s in STEPS), Options(seeds=1), measure)
     for kind, model in pairs:
         for before, after in pairwise(STEPS):
-            ratio = result.row(device=kind, step=after).over(result.row(device=kind, step=before), "ttft_s")
-            result.below("8.2, Fig. 8", f"{model}, {after}: shorter than without (ratio)", ratio)
+            ratio = result.row(device=kind, step=after).divide_by(result.row(device=kind, step=before), "ttft_s")
+            result.claim_below("8.2, Fig. 8", f"{model}, {after}: shorter than without (ratio)", ratio)
     result.notes.append(
         "Overlap gains nothing here because fetching takes longer than container, context, libraries and loading in turn: 6.74 s and 6.71 s "
         "for Llama2-7B on A10, 13.0 s and 11.8 s for Llama2-13B on V100."

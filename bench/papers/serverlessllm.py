@@ -115,7 +115,7 @@ def ray_serve(
     return ClusterFile(nodes=(node.model_copy(update={"links": links}),), runtime=runtime)
 
 
-def whole(
+def build_case(
     system: str, model: str, dataset: str, rps: float, seconds: float, devices: int = int(c.DEVICES.value), **more: float
 ) -> Case:
     """One point of Fig. 10 to 12: ServerlessLLM, Ray Serve, or Ray Serve with a cache."""

@@ -26,8 +26,8 @@ read here as OPT-6.7B's.
 def run(options: Options) -> Result:
     result = Result(NAME, "start-up latency of serving systems (seconds)")
     seconds = options.seconds(c.DURATION_S.value)
-    cases = (s.whole(x, m, d, RATE, seconds) for d in c.DATASETS for m in c.COPIES for x in s.SYSTEMS)
-    result.measured(cases, options, s.measure)
+    cases = (s.build_case(x, m, d, RATE, seconds) for d in c.DATASETS for m in c.COPIES for x in s.SYSTEMS)
+    result.measure_cases(cases, options, s.measure)
     for (model, dataset), means in MEANS.items():
         for system, stated in means.items():
             row = result.row(model=model, dataset=dataset, system=system)
@@ -38,13 +38,15 @@ def run(options: Options) -> Result:
         lost = estimate(1 - r["served_share"] for r in row.runs)
         result.share("7.4", f"OPT-30B: not served within 300 s by {system} (GSM8K)", lost, 1 - stated)
     fast = Result("", "")
-    fast.measured([s.whole("Ray Serve", "OPT-6.7B", "GSM8K", RATE, seconds, network=c.FAST_NETWORK.value)], options, s.measure)
+    fast.measure_cases(
+        [s.build_case("Ray Serve", "OPT-6.7B", "GSM8K", RATE, seconds, network=c.FAST_NETWORK.value)], options, s.measure
+    )
     result.number("7.4", "OPT-6.7B, GSM8K: mean of Ray Serve with 100 Gbps", fast.rows[0]["mean_s"], 3.8)
     result.notes.append(f"The rate is not stated; {RATE} requests per second here.")
     if options.sensitivity:
         for rate in (RATE / 2, RATE * 1.5):
             part = Result("", "")
-            part.measured((s.whole(x, "OPT-6.7B", "GSM8K", rate, seconds) for x in s.SYSTEMS), options.few, s.measure)
+            part.measure_cases((s.build_case(x, "OPT-6.7B", "GSM8K", rate, seconds) for x in s.SYSTEMS), options.few, s.measure)
             means_ = ", ".join(f"{x} {part.row(system=x)['mean_s']}" for x in s.SYSTEMS)
             result.notes.append(f"Sensitivity, {rate:g} requests per second, OPT-6.7B on GSM8K, mean: {means_}.")
     return result

@@ -18,17 +18,17 @@ BEST = ("ServerlessLLM", "Ray Serve with cache")
 def run(options: Options) -> Result:
     result = Result(NAME, "GPUs per server, and number of models, OPT-6.7B on GSM8K (seconds)")
     seconds = options.seconds(c.DURATION_S.value)
-    result.measured(
-        (s.whole(x, "OPT-6.7B", "GSM8K", RATE, seconds, devices=n) for n in (1, 2, 3, 4) for x in BEST), options, s.measure
+    result.measure_cases(
+        (s.build_case(x, "OPT-6.7B", "GSM8K", RATE, seconds, devices=n) for n in (1, 2, 3, 4) for x in BEST), options, s.measure
     )
-    result.measured(
-        (s.whole(x, "OPT-6.7B", "GSM8K", RATE, seconds, copies=n) for n in MODELS if n != 32 for x in BEST), options, s.measure
+    result.measure_cases(
+        (s.build_case(x, "OPT-6.7B", "GSM8K", RATE, seconds, copies=n) for n in MODELS if n != 32 for x in BEST), options, s.measure
     )
     one, four = (result.row(devices=n, models="32", system=x) for n, x in (("1", BEST[0]), ("4", BEST[1])))
     result.number("7.4, Fig. 12a", "ServerlessLLM with one GPU per server: 4 s", one["mean_s"], 4.0)
     result.number("7.4, Fig. 12a", "Ray Serve with cache with four: 12 s", four["mean_s"], 12.0)
-    less = one.over(four, "mean_s")
-    result.below("7.4, Fig. 12a", "ServerlessLLM with one GPU is below Ray Serve with cache with four (ratio)", less)
+    less = one.divide_by(four, "mean_s")
+    result.claim_below("7.4, Fig. 12a", "ServerlessLLM with one GPU is below Ray Serve with cache with four (ratio)", less)
     few, _, many = gaps = [[result.row(devices="4", models=str(n), system=x) for x in reversed(BEST)] for n in MODELS]
     for text, unit, gap in (
         ("seconds between ServerlessLLM and Ray Serve with cache", "s", sub),
@@ -36,7 +36,7 @@ def run(options: Options) -> Result:
     ):
         grown = estimate(gap(*last) / gap(*first) for first, last in zip(_means(few), _means(many), strict=True))
         claim = f"the gap widens with the number of models: {text}, at {MODELS[-1]} models over that at {MODELS[0]}"
-        result.above("7.4, Fig. 12b", claim, grown)
+        result.claim_above("7.4, Fig. 12b", claim, grown)
         each = ", ".join(
             f"{n} models {estimate(gap(*pair) for pair in _means(rows))}" for n, rows in zip(MODELS, gaps, strict=True)
         )

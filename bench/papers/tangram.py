@@ -7,7 +7,7 @@ from random import Random
 from statistics import fmean
 
 from bench.papers.constants import tangram as c
-from bench.papers.core import Case, Figures, label, varied
+from bench.papers.core import Case, Figures, label, vary_profile
 from services.scheduler.domain.policies.common import evict_lru
 from services.scheduler.domain.policies.port import Profile
 from simulator.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
@@ -24,9 +24,9 @@ def release(keep_alive: float, load_s: float) -> float:
     return 0.0
 
 
-TANGRAM = varied(tangram.PROFILE, "tangram", keep=release)
-SLLM_CM = varied(tangram.PROFILE, "sllm-cm", keep=release, uses=frozenset(), clear=evict_lru)
-RANDOM = varied(SLLM_CM, "sllm-cm", choose=baselines.any_device)
+TANGRAM = vary_profile(tangram.PROFILE, "tangram", keep=release)
+SLLM_CM = vary_profile(tangram.PROFILE, "sllm-cm", keep=release, uses=frozenset(), clear=evict_lru)
+RANDOM = vary_profile(SLLM_CM, "sllm-cm", choose=baselines.any_device)
 """Section 5.6: "SLLM-CM's random GPU selection"."""
 
 
@@ -88,12 +88,12 @@ def sequence(names: Sequence[str], level: str, count: int, gap: float, seed: int
     return found
 
 
-def named(models: Sequence[c.Model]) -> list[str]:
+def name_copies(models: Sequence[c.Model]) -> list[str]:
     """Several copies of a model are different models."""
     return [f"{m.name}-{n}" for n, m in enumerate(models)]
 
 
-def single(
+def build_single_device(
     profile: Profile,
     level: str,
     batch: float,
@@ -103,7 +103,7 @@ def single(
     more: Mapping[str, float] | None = None,
 ) -> Case:
     """Fig. 8 and 12: one device. `more`: other constants of `cluster`."""
-    ours, names = profile is TANGRAM, named(models)
+    ours, names = profile is TANGRAM, name_copies(models)
     gap = c.GAP_S.value
     parts = label(locality=level, batch=f"{batch:g}", pool=shown or f"{sum(m.gb for m in models):.0f} GB", policy=profile.name)
     traffic: Callable[[int], Sequence[Request]] = lambda seed: sequence(names, level, count, gap, seed, gap)  # noqa: E731  # it is a field

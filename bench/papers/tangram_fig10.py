@@ -13,7 +13,7 @@ from time import perf_counter
 from bench.papers import tangram as t
 from bench.papers.constants import tangram as c
 from bench.papers.core import Options, Result, Row, estimate
-from simulator.policies.tangram_packing import Packing, Region, evict, merge_all, pack, without
+from simulator.policies.tangram_packing import Packing, Region, evict, merge_all, pack, remove_evicted
 
 NAME = "tangram-fig10"
 LAYERS = {"gpt20B": 44, "opt13B": 40, "yi9B": 48, "llama8B": 32, "opt6.7B": 32, "llama3B": 28, "qwen3B": 36, "opt1.3B": 24}
@@ -75,7 +75,9 @@ def play(strategy: Strategy, seed: int, count: int, level: str = "L3") -> dict[s
         freed = evict(active, sum(missing.values())) if by_cost else drop_any(active, sum(missing.values()), random)
         packing = packed(freed, missing) if freed is not None else None
         while packing is None and any(r.movable for r in freed or active):  # walls of the model's own tensors: more has to go
-            freed = without(freed or active, {next(r.key for r in sorted(freed or active, key=lambda r: r.cost) if r.movable)})
+            freed = remove_evicted(
+                freed or active, {next(r.key for r in sorted(freed or active, key=lambda r: r.cost) if r.movable)}
+            )
             packing = packed(freed, missing)
         took = perf_counter() - began
         assert packing is not None
@@ -97,7 +99,7 @@ def drop_any(regions: list[Region], need: int, random: Random) -> list[Region] |
     while short > 0 and drawn:
         evicted.add(drawn.pop())
         short = need - sum(r.size for r in regions if not r.key) - sum(sizes[k] for k in evicted)
-    return without(regions, evicted) if short <= 0 else None
+    return remove_evicted(regions, evicted) if short <= 0 else None
 
 
 def run(options: Options) -> Result:
@@ -115,8 +117,8 @@ def run(options: Options) -> Result:
     packing, merging, drawn = (result.row(strategy=s, model="all") for s in ("MCE+PGP", "MCE+GM", "Rand+GM"))
     off = estimate(1 - a["merge_s"] / b["merge_s"] for a, b in zip(packing.runs, merging.runs, strict=True))
     result.share("5.4.1, Fig. 10", "share of merging that packing saves", off, 0.93)
-    less = merging.over(drawn, "load_s")
-    result.below("5.4.1, Fig. 10", "eviction by cost loads less than eviction by chance (ratio)", less)
+    less = merging.divide_by(drawn, "load_s")
+    result.claim_below("5.4.1, Fig. 10", "eviction by cost loads less than eviction by chance (ratio)", less)
     whole = sum(m.gb for m in c.MODELS) / len(c.MODELS) / c.PCIE.value
     result.notes.append(f"Without reuse a request loads {whole:.2f} s on average over the eight models.")
     result.notes.append("compute_ms is of Python on whatever machine this ran on; the paper's is below 1 ms in C++.")

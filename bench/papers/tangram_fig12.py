@@ -24,9 +24,16 @@ def run(options: Options) -> Result:
     result = Result(NAME, "mean time of loading (seconds)")
     count = max(40, round(500 * options.scale))
     profiles = (t.SLLM_CM, t.TANGRAM)
-    result.measured((t.single(p, level, b, count) for level in c.CV for b in BATCHES for p in profiles), options, part)
-    result.measured(
-        (t.single(p, level, 16, count, pool(gb), f"grown {gb} GB") for level in c.CV for gb in POOLS for p in profiles),
+    result.measure_cases(
+        (t.build_single_device(p, level, b, count) for level in c.CV for b in BATCHES for p in profiles), options, part
+    )
+    result.measure_cases(
+        (
+            t.build_single_device(p, level, 16, count, pool(gb), f"grown {gb} GB")
+            for level in c.CV
+            for gb in POOLS
+            for p in profiles
+        ),
         options,
         part,
     )
@@ -36,18 +43,18 @@ def run(options: Options) -> Result:
         return Row({}, [{"ratio": a["load_s"] / b["load_s"]} for a, b in zip(mine.runs, other.runs, strict=True)])
 
     worst = ratio("L1", 64)["ratio"]
-    result.alike("5.5, Fig. 12a", "L1, batch 64: as SLLM (ratio)", worst)
+    result.claim_alike("5.5, Fig. 12a", "L1, batch 64: as SLLM (ratio)", worst)
     by_level = [ratio(level, 16) for level in c.CV]
-    result.above(
+    result.claim_above(
         "5.5, Fig. 12a",
         "less locality, less gain (load over SLLM's: L1 over L4, batch 16)",
-        by_level[0].over(by_level[-1], "ratio"),
+        by_level[0].divide_by(by_level[-1], "ratio"),
     )
     by_batch = [ratio("L3", b) for b in BATCHES]
-    result.above(
+    result.claim_above(
         "5.5, Fig. 12a",
         "larger batches, less gain (load over SLLM's: batch 64 over 1, L3)",
-        by_batch[-1].over(by_batch[0], "ratio"),
+        by_batch[-1].divide_by(by_batch[0], "ratio"),
     )
     large = [ratio(level, 16, pool=f"grown {POOLS[-1]} GB")["ratio"] for level in c.CV]
     least, most = min(large, key=lambda e: e.mean), max(large, key=lambda e: e.mean)
@@ -58,8 +65,8 @@ def run(options: Options) -> Result:
         for factor in (0.5, 1.5):
             c.REPEATED.update({k: min(0.95, v * factor) for k, v in base.items()})
             again = Result("", "")
-            again.measured((t.single(p, "L3", 16, count) for p in profiles), options.few, part)
-            gain = again.row(policy="tangram").over(again.row(policy="sllm-cm"), "load_s")
+            again.measure_cases((t.build_single_device(p, "L3", 16, count) for p in profiles), options.few, part)
+            gain = again.row(policy="tangram").divide_by(again.row(policy="sllm-cm"), "load_s")
             result.notes.append(
                 f"Sensitivity, how likely the same model is requested again (L3) x {factor}: load over SLLM-CM's {gain}."
             )

@@ -18,7 +18,7 @@ MODELS = tuple(m for m in c.MODELS if m.gb < 20)
 
 
 def case(profile: Profile, rate: float, devices: int, seconds: float, level: str = "L3") -> Case:
-    ours, names = profile.name == "tangram", t.named(MODELS)
+    ours, names = profile.name == "tangram", t.name_copies(MODELS)
     gb = c.SMALL_DEVICE_GB.value
     count = max(10, round(rate * seconds))
     shown = label(rps=rate, devices=str(devices), policy=profile.name)
@@ -29,20 +29,20 @@ def case(profile: Profile, rate: float, devices: int, seconds: float, level: str
 def run(options: Options) -> Result:
     result = Result(NAME, "99th percentile of the TTFT (seconds)")
     seconds = options.seconds(SECONDS)
-    result.measured((case(p, r, d, seconds) for r in RATES for d in DEVICES for p in (t.RANDOM, t.TANGRAM)), options, part)
+    result.measure_cases((case(p, r, d, seconds) for r in RATES for d in DEVICES for p in (t.RANDOM, t.TANGRAM)), options, part)
     for rate in RATES:
         for devices in DEVICES:
             ours, base = (result.row(rps=f"{rate:g}", devices=str(devices), policy=p.name) for p in (t.TANGRAM, t.RANDOM))
-            ratio = ours.over(base, "p99_ttft_s")
+            ratio = ours.divide_by(base, "p99_ttft_s")
             if rate == 0.4:
-                result.below("5.6, Fig. 13", f"0.4 RPS, {devices} devices: Tangram below SLLM-CM (ratio)", ratio)
+                result.claim_below("5.6, Fig. 13", f"0.4 RPS, {devices} devices: Tangram below SLLM-CM (ratio)", ratio)
             elif devices >= 6:
-                result.within("5.6, Fig. 13", f"1.6 RPS, {devices} devices: 8 to 54 % lower (ratio)", ratio, 0.46, 0.92)
+                result.claim_within("5.6, Fig. 13", f"1.6 RPS, {devices} devices: 8 to 54 % lower (ratio)", ratio, 0.46, 0.92)
             elif devices == 1:
-                result.alike("5.6, Fig. 13", "1.6 RPS, few devices: both converge, queueing dominates (ratio)", ratio)
+                result.claim_alike("5.6, Fig. 13", "1.6 RPS, few devices: both converge, queueing dominates (ratio)", ratio)
     for p in (t.RANDOM, t.TANGRAM):
-        flat = result.row(rps="0.4", devices="8", policy=p.name).over(
+        flat = result.row(rps="0.4", devices="8", policy=p.name).divide_by(
             result.row(rps="0.4", devices="4", policy=p.name), "p99_ttft_s"
         )
-        result.alike("5.6, Fig. 13", f"0.4 RPS: {p.name} no better beyond 4 devices (8 over 4)", flat)
+        result.claim_alike("5.6, Fig. 13", f"0.4 RPS: {p.name} no better beyond 4 devices (8 over 4)", flat)
     return result

@@ -15,11 +15,11 @@ def run(options: Options) -> Result:
     result = Result(NAME, "time to the first token and of loading, by model (seconds)")
     count = max(40, round(600 * options.scale))
     batch = c.BATCH.value
-    result.measured([t.single(p, LEVEL, batch, count) for p in (t.SLLM_CM, t.TANGRAM)], options, t.measure)
+    result.measure_cases([t.build_single_device(p, LEVEL, batch, count) for p in (t.SLLM_CM, t.TANGRAM)], options, t.measure)
     base, ours = result.row(policy="sllm-cm"), result.row(policy="tangram")
-    names = t.named(c.MODELS)
-    faster = {n: base.over(ours, f"load {n}").mean for n in names}
-    shorter = {n: 1 - ours.over(base, f"ttft {n}").mean for n in names}
+    names = t.name_copies(c.MODELS)
+    faster = {n: base.divide_by(ours, f"load {n}").mean for n in names}
+    shorter = {n: 1 - ours.divide_by(base, f"ttft {n}").mean for n in names}
     result.ratio("5.2, Fig. 8", "loading is faster, the least of the models", estimate([min(faster.values())]), 1.8)
     result.ratio("5.2, Fig. 8", "loading is faster, the most of the models", estimate([max(faster.values())]), 6.2)
     result.share("5.2, Fig. 8", "TTFT is shorter, the least of the models (share)", estimate([min(shorter.values())]), 0.14)
@@ -33,12 +33,15 @@ def run(options: Options) -> Result:
         for name, constant in (("pcie", c.PCIE), ("merge", c.MERGE)):
             for factor in (0.5, 1.5):
                 part = Result("", "")
-                part.measured(
-                    [t.single(p, LEVEL, batch, count, more={name: constant.value * factor}) for p in (t.SLLM_CM, t.TANGRAM)],
+                part.measure_cases(
+                    [
+                        t.build_single_device(p, LEVEL, batch, count, more={name: constant.value * factor})
+                        for p in (t.SLLM_CM, t.TANGRAM)
+                    ],
                     options,
                     t.measure,
                 )
                 mine, other = part.row(policy="tangram"), part.row(policy="sllm-cm")
-                gain, ttft = other.over(mine, "load_s"), mine.over(other, "ttft_s")
+                gain, ttft = other.divide_by(mine, "load_s"), mine.divide_by(other, "ttft_s")
                 result.notes.append(f"Sensitivity, {name} x {factor}: loading {gain} times as fast, TTFT over SLLM-CM's {ttft}.")
     return result

@@ -18,9 +18,9 @@ from bench.papers import torpor as o
 from bench.papers.constants import hydraserve as hc
 from bench.papers.constants import serverlessllm as sc
 from bench.papers.constants import torpor as oc
-from bench.papers.core import Case, Figures, Measure, Options, Result, Row, label, varied
+from bench.papers.core import Case, Figures, Measure, Options, Result, Row, label, vary_profile
 from bench.papers.tangram_fig12 import part
-from bench.simulator import mixed
+from bench.simulator import build_mixed_case
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Profile
 from simulator.config import names_of
@@ -116,7 +116,7 @@ def settings(options: Options) -> list[Setting]:
 
 
 def on_mixed(profile: Profile, options: Options) -> Case:
-    case = mixed()
+    case = build_mixed_case()
     names = names_of(case.models)
     workload = replace(case.workload, seconds=options.seconds(case.workload.seconds))
     return Case(label(policy=profile.name), case.cluster, case.models, lambda seed: synthetic(workload, names, seed), profile)
@@ -127,7 +127,7 @@ def ours_on_tangram(profile: Profile, options: Options) -> Case:
 
     The machine allocates KV blocks on demand.
     """
-    case = tangram_fig13.case(varied(t.TANGRAM, "tangram"), 0.4, 4, options.seconds(tangram_fig13.SECONDS))
+    case = tangram_fig13.case(vary_profile(t.TANGRAM, "tangram"), 0.4, 4, options.seconds(tangram_fig13.SECONDS))
     return replace(case, profile=replace(profile, keep=t.release), label=(*case.label[:-1], ("policy", profile.name)))
 
 
@@ -142,7 +142,7 @@ def run(options: Options) -> Result:
     for setting in settings(options):
         if options.only.lower() in setting.name.lower():
             every = Result("", "")
-            every.measured([setting.case(p) for p in (thaw.PROFILE, *setting.others)], options, setting.measure)
+            every.measure_cases([setting.case(p) for p in (thaw.PROFILE, *setting.others)], options, setting.measure)
             compare(result, setting, every.rows)
     result.notes.append("Not in any paper: the same machines and requests, with Thaw's profile in the place of the paper's policy.")
     return result
@@ -157,6 +157,6 @@ def compare(result: Result, setting: Setting, rows: Sequence[Row]) -> None:
     ours, *others = rows
     for theirs in others:
         for figure, more in setting.better:
-            ratio = ours.over(theirs, figure)
-            add = result.above if more else result.below
+            ratio = ours.divide_by(theirs, figure)
+            add = result.claim_above if more else result.claim_below
             add("ours", f"{setting.name}: {figure}, thaw's over {theirs.label['policy']}'s", ratio, own=True)

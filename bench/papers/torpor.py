@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from bench.papers.constants import torpor as c
-from bench.papers.core import Case, Figures, label, varied
+from bench.papers.core import Case, Figures, label, vary_profile
 from bench.papers.traffic import bursts
 from services.scheduler.domain.policies.common import arrivals, evict_lru
 from services.scheduler.domain.policies.port import Ask, Option, Profile, draw_number
@@ -40,12 +40,14 @@ def random_swap(ask: Ask, options: Sequence[Option], seed: str) -> Option | None
 NO_LINKS = torpor.PROFILE.uses - {"peer_copy"}
 VARIANTS = (
     torpor.PROFILE,
-    varied(torpor.PROFILE, "torpor-fifo", order=arrivals, slo_queue=False),
-    varied(torpor.PROFILE, "torpor-random", choose=random_swap, uses=NO_LINKS),
-    varied(torpor.PROFILE, "torpor-lru", clear=evict_lru),
+    vary_profile(torpor.PROFILE, "torpor-fifo", order=arrivals, slo_queue=False),
+    vary_profile(torpor.PROFILE, "torpor-random", choose=random_swap, uses=NO_LINKS),
+    vary_profile(torpor.PROFILE, "torpor-lru", clear=evict_lru),
 )
-SIMPLE = varied(torpor.PROFILE, "simple-swap", order=arrivals, slo_queue=False, choose=random_swap, clear=evict_lru, uses=NO_LINKS)
-NONSWAP = varied(baselines.NATIVE, "nonswap")
+SIMPLE = vary_profile(
+    torpor.PROFILE, "simple-swap", order=arrivals, slo_queue=False, choose=random_swap, clear=evict_lru, uses=NO_LINKS
+)
+NONSWAP = vary_profile(baselines.NATIVE, "nonswap")
 
 
 def cluster(

@@ -19,8 +19,8 @@ FUNCTIONS = 160
 def run(options: Options) -> Result:
     result = Result(NAME, "160 functions on four V100")
     seconds = options.seconds(c.DURATION_S.value)
-    result.measured([t.case(FUNCTIONS, p, seconds) for p in (t.VARIANTS[0], baselines.NATIVE)], options, t.measure)
-    result.measured([t.case(FUNCTIONS, baselines.INFLESS_KA, seconds, keep_s=keep_alive(seconds))], options, t.measure)
+    result.measure_cases([t.case(FUNCTIONS, p, seconds) for p in (t.VARIANTS[0], baselines.NATIVE)], options, t.measure)
+    result.measure_cases([t.case(FUNCTIONS, baselines.INFLESS_KA, seconds, keep_s=keep_alive(seconds))], options, t.measure)
     ours, native, infless = (result.row(policy=p) for p in ("torpor", "native", "infless-ka"))
     for row, executed, compliant in ((ours, 160, 160), (native, c.NATIVE_OF_160, None), (infless, 112, 7)):
         name = row.label["policy"]
@@ -42,11 +42,11 @@ def run(options: Options) -> Result:
     if options.sensitivity:
         for cv in (0.5, 1.5):
             part = Result("", "")
-            part.measured([t.case(FUNCTIONS, t.VARIANTS[0], seconds, cv=cv)], options.few, t.measure)
+            part.measure_cases([t.case(FUNCTIONS, t.VARIANTS[0], seconds, cv=cv)], options.few, t.measure)
             result.notes.append(f"Sensitivity, arrivals with CV {cv}: Torpor's functions that comply {part.rows[0]['compliant']}.")
         for factor in (0.5, 1.5):
             part = Result("", "")
-            part.measured([t.case(FUNCTIONS, t.VARIANTS[0], seconds, nvlink=c.NVLINK.value * factor)], options.few, t.measure)
+            part.measure_cases([t.case(FUNCTIONS, t.VARIANTS[0], seconds, nvlink=c.NVLINK.value * factor)], options.few, t.measure)
             result.notes.append(f"Sensitivity, NVLink x {factor}: Torpor's functions that comply {part.rows[0]['compliant']}.")
     return result
 

@@ -21,7 +21,7 @@ def cases(options: Options) -> list[Case]:
 
 def run(options: Options) -> Result:
     result = Result(NAME, "share of functions that comply, by policy")
-    result.measured(cases(options), options, t.measure)
+    result.measure_cases(cases(options), options, t.measure)
     few = result.row(functions=str(FEW), policy="torpor")["compliant_share"]
     result.at_least("1", "Torpor meets the objectives of all of 480 functions on four GPUs (99 % of them)", few, 0.99)
     rows = {v.name: result.row(functions=str(MANY), policy=v.name) for v in t.VARIANTS}
@@ -29,12 +29,12 @@ def run(options: Options) -> Result:
     share = whole["compliant_share"]
     result.at_least("7.3, Fig. 11", "over 80 % of 560 functions comply with the whole of Torpor", share, 0.8)
     for name, row in rows.items():
-        less = row.over(whole, "compliant_share")
-        result.below("7.3, Fig. 11", f"{name} is below the whole of Torpor (560; ratio of shares)", less)
+        less = row.divide_by(whole, "compliant_share")
+        result.claim_below("7.3, Fig. 11", f"{name} is below the whole of Torpor (560; ratio of shares)", less)
     random = rows.pop("torpor-random")
     nearest = min(rows.values(), key=lambda r: r["compliant_share"].mean)
-    worst = random.over(nearest, "compliant_share")
-    result.below("7.3, Fig. 11", f"torpor-random is the worst (over the next, {nearest.label['policy']})", worst)
+    worst = random.divide_by(nearest, "compliant_share")
+    result.claim_below("7.3, Fig. 11", f"torpor-random is the worst (over the next, {nearest.label['policy']})", worst)
     result.notes.append(
         "Torpor-Block is not here: it is about the time that CUDA's allocator takes, which the simulator has no model of."
     )

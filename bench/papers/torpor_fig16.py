@@ -17,11 +17,11 @@ def run(options: Options) -> Result:
     seconds = options.seconds(c.DURATION_S.value)
     policies = (t.VARIANTS[0], t.VARIANTS[1])
     cases = (t.case(FUNCTIONS, p, seconds, deadline, kinds=KINDS) for deadline in DEADLINES for p in policies)
-    result.measured(cases, options, t.measure)
+    result.measure_cases(cases, options, t.measure)
     for deadline in DEADLINES:
         ms = str(round(deadline * 1e3))
         aware, fifo = (result.row(deadline_ms=ms, policy=p.name) for p in policies)
-        less = fifo.over(aware, "compliant_share")
-        result.below("A.3, Fig. 16", f"{ms} ms: FIFO complies less than SLO-aware queueing (ratio)", less)
+        less = fifo.divide_by(aware, "compliant_share")
+        result.claim_below("A.3, Fig. 16", f"{ms} ms: FIFO complies less than SLO-aware queueing (ratio)", less)
     result.notes.append("The request rates of this experiment are not stated; those of section 7.3 here.")
     return result

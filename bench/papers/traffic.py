@@ -38,9 +38,9 @@ class Lengths:
     source: str = ""
 
     def draw(self, random: Random) -> tuple[int, int]:
-        return self._one(random, self.prompt), self._one(random, self.output)
+        return self._draw_length(random, self.prompt), self._draw_length(random, self.output)
 
-    def _one(self, random: Random, mean: float) -> int:
+    def _draw_length(self, random: Random, mean: float) -> int:
         if self.cv == 0:
             return max(1, round(mean))
         variance = log(1 + self.cv**2)

@@ -21,7 +21,7 @@ INTERVAL_S = 1.0
 class StatusReporter:
     """Holds the published state of the engine.
 
-    `changed` may be called often: simultaneous changes produce one report.
+    `notify_changed` may be called often: simultaneous changes produce one report.
     """
 
     def __init__(self, mesh: Mesh, start: EngineStart, timeline: Timeline, load: Callable[[], EngineLoad]) -> None:

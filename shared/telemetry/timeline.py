@@ -73,9 +73,6 @@ class Timeline:
             MeasuredPhase(s.phase, base + s.start_ms / 1e3, base + s.end_ms / 1e3, s.process, dict(s.detail)) for s in spans
         )
 
-    def list_measured(self) -> tuple[MeasuredPhase, ...]:
-        return tuple(self._closed)
-
     def spans(self, origin: float | None = None) -> tuple[PhaseSpan, ...]:
         """Return all closed phases, with `start_ms` relative to `origin`.
 

@@ -25,13 +25,13 @@ LOADS_COALESCE_S = 0.1
 class Listener(Protocol):
     """The gateway's side, as agents call it."""
 
-    def routed(self, instance: MeshInstance) -> None:
+    def on_routed(self, instance: MeshInstance) -> None:
         """The instance accepts requests."""
 
-    def unrouted(self, instance: MeshInstance) -> None:
+    def on_unrouted(self, instance: MeshInstance) -> None:
         """The instance accepts no new requests."""
 
-    def answered(self, run: Run) -> None:
+    def on_answered(self, run: Run) -> None:
         """A request has got its last token."""
 
 
@@ -96,7 +96,7 @@ class Agents:
     def loads_changed(self, node: MeshNode) -> None:
         if node.name not in self._dirty:
             self._dirty[node.name] = None
-            self._world.clock.after(LOADS_COALESCE_S, lambda: self.report(node) if node.name in self._dirty else None)
+            self._world.clock.call_later(LOADS_COALESCE_S, lambda: self.report(node) if node.name in self._dirty else None)
 
     # Commands.
 
@@ -111,7 +111,7 @@ class Agents:
             return
         world, model = self._world, self._world.models[command.card.name]
         engine = Instance(
-            command.instance_id, model, [Part(device, command.reserve_bytes)], world.clock, world.runtime, self._answered
+            command.instance_id, model, [Part(device, command.reserve_bytes)], world.clock, world.runtime, self._on_answered
         )
         instance = MeshInstance(command, engine, device, world.clock.now, can_suspend="suspend" in world.can, phases=before)
         instance.resume_s = world.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in device.path)
@@ -139,21 +139,21 @@ class Agents:
         early = self._world.runtime.startup.compute_while_loading
         outstanding = [3]
 
-        def arrived(phase: Phase) -> None:
+        def on_arrived(phase: Phase) -> None:
             if self._by_engine.get(instance.key) is not instance:
                 return
             instance.phases += ((phase, now, clock.now),)
             if phase is Phase.CONTAINER and early:
-                clock.after(times.init, lambda: initialised(clock.now - times.init))
+                clock.call_later(times.init, lambda: on_initialised(clock.now - times.init))
                 return
             outstanding[0] -= 1
             if not outstanding[0]:
                 if early:
-                    warmed_up(clock.now)
+                    on_warmed_up(clock.now)
                 else:
-                    clock.after(times.init, lambda: initialised(clock.now - times.init))
+                    clock.call_later(times.init, lambda: on_initialised(clock.now - times.init))
 
-        def initialised(began: float) -> None:
+        def on_initialised(began: float) -> None:
             if self._by_engine.get(instance.key) is not instance:
                 return
             instance.phases += ((Phase.INIT, began, clock.now),)
@@ -161,17 +161,17 @@ class Agents:
                 self._accept_early(node, instance)
                 outstanding[0] -= 1
                 if not outstanding[0]:
-                    warmed_up(clock.now)
+                    on_warmed_up(clock.now)
                 return
-            clock.after(times.warm_up, lambda: warmed_up(clock.now - times.warm_up))
+            clock.call_later(times.warm_up, lambda: on_warmed_up(clock.now - times.warm_up))
 
-        def warmed_up(began: float) -> None:
+        def on_warmed_up(began: float) -> None:
             if clock.now > began:
                 instance.phases += ((Phase.PROFILE, began, clock.now),)
-            clock.after(times.more, lambda: self._started(node, instance))
+            clock.call_later(times.more, lambda: self._on_started(node, instance))
 
-        self.weights.load(node, instance, arrived)
-        clock.after(times.engine, lambda: arrived(Phase.CONTAINER))
+        self.weights.load(node, instance, on_arrived)
+        clock.call_later(times.engine, lambda: on_arrived(Phase.CONTAINER))
 
     def _accept_early(self, node: MeshNode, instance: MeshInstance) -> None:
         """Accept requests, whose results wait for the weights."""
@@ -181,16 +181,16 @@ class Agents:
         instance.engine.withhold()
         self._open(node, instance)
 
-    def _started(self, node: MeshNode, instance: MeshInstance) -> None:
+    def _on_started(self, node: MeshNode, instance: MeshInstance) -> None:
         instance.engine.release()
         if self._by_engine.get(instance.key) is not instance or instance.then == "stop":
             return
         self._world.outcome.startup.append(self._world.clock.now - instance.began)
-        self._ready(node, instance)
+        self._on_ready(node, instance)
         if instance.command.park and instance.can_suspend:
             self._drain(node, instance, "suspend")
 
-    def _ready(self, node: MeshNode, instance: MeshInstance) -> None:
+    def _on_ready(self, node: MeshNode, instance: MeshInstance) -> None:
         instance.state = InstanceState.READY
         if instance.accepts_early:
             self.report(node)
@@ -203,7 +203,7 @@ class Agents:
         instance.engine.state = "ready"
         instance.engine.ready_at = instance.engine.idle_since = clock.now
         self.report(node)
-        clock.after(self._delay, lambda: self.listener.routed(instance) if instance.engine.state == "ready" else None)
+        clock.call_later(self._delay, lambda: self.listener.on_routed(instance) if instance.engine.state == "ready" else None)
 
     def stop(self, node: MeshNode, command: StopInstance) -> None:
         self._asked_to_leave(node, command.instance_id, "stop", command.only_if_idle)
@@ -220,7 +220,7 @@ class Agents:
             return
         if instance.state.parked:
             if then == "stop":
-                self._gone(node, instance)
+                self._on_gone(node, instance)
             return
         if instance.state is not InstanceState.READY:
             if not instance.engine.runs:  # those that have joined the load are answered first
@@ -229,25 +229,25 @@ class Agents:
         self._drain(node, instance, then if instance.can_suspend else "stop")
 
     def _drain(self, node: MeshNode, instance: MeshInstance, then: str) -> None:
-        self.listener.unrouted(instance)
+        self.listener.on_unrouted(instance)
         instance.state, instance.then = InstanceState.DRAINING, "suspend" if then == "suspend" else "stop"
         instance.engine.state = "leaving"
         self.report(node)
         if not instance.engine.runs:
-            self._drained(node, instance)
+            self._on_drained(node, instance)
 
-    def _drained(self, node: MeshNode, instance: MeshInstance) -> None:
+    def _on_drained(self, node: MeshNode, instance: MeshInstance) -> None:
         """Suspend a drained instance to host memory if there is room, else stop it."""
         world, model, s = self._world, self._world.models[instance.model], self._world.runtime.startup
         if instance.then == "suspend" and node.sim.dram.add(f"snapshot:{instance.key}", model.snapshot):
             node.sim.dram.pin(f"snapshot:{instance.key}")
             seconds = s.leave_s + model.snapshot / min(link.bandwidth for link in instance.device.path)
-            world.clock.after(seconds, lambda: self._suspended(node, instance))
+            world.clock.call_later(seconds, lambda: self._on_suspended(node, instance))
             return
         world.outcome.stops += 1
-        world.clock.after(s.leave_s, lambda: self._gone(node, instance))
+        world.clock.call_later(s.leave_s, lambda: self._on_gone(node, instance))
 
-    def _suspended(self, node: MeshNode, instance: MeshInstance) -> None:
+    def _on_suspended(self, node: MeshNode, instance: MeshInstance) -> None:
         if self._by_engine.get(instance.key) is not instance:
             return
         self.count(instance)
@@ -278,10 +278,10 @@ class Agents:
         world.outcome.loads["snapshot"] = world.outcome.loads.get("snapshot", 0) + 1
         self.report(node)
 
-        def back() -> None:
-            world.clock.after(world.runtime.startup.restore_s, restored)
+        def restore_later() -> None:
+            world.clock.call_later(world.runtime.startup.restore_s, on_restored)
 
-        def restored() -> None:
+        def on_restored() -> None:
             if self._by_engine.get(instance.key) is not instance or instance.state is not InstanceState.RESUMING:
                 return
             self._drop_snapshot(node, instance)
@@ -289,34 +289,34 @@ class Agents:
             instance.phases = (*before, (Phase.RESTORE, began, world.clock.now))
             instance.resume_s = world.clock.now - began
             world.outcome.startup.append(world.clock.now - began)
-            self._ready(node, instance)
+            self._on_ready(node, instance)
 
-        instance.flows.append(node.sim.network.start(instance.device.path, instance.snapshot, back))
+        instance.flows.append(node.sim.network.start(instance.device.path, instance.snapshot, restore_later))
 
     # What becomes of requests and instances.
 
-    def _answered(self, run: Run) -> None:
+    def _on_answered(self, run: Run) -> None:
         assert run.instance is not None
         instance = self._by_engine[run.instance.key]
         instance.completed += 1
-        self.listener.answered(run)
-        self.emptied(instance)
+        self.listener.on_answered(run)
+        self.on_emptied(instance)
 
-    def emptied(self, instance: MeshInstance) -> None:
+    def on_emptied(self, instance: MeshInstance) -> None:
         """Handle an instance whose last request has left it."""
         node = self._nodes[instance.node.name]
         self.loads_changed(node)
         if instance.state is InstanceState.DRAINING and not instance.engine.runs:
-            self._drained(node, instance)
+            self._on_drained(node, instance)
 
-    def _gone(self, node: MeshNode, instance: MeshInstance) -> None:
+    def _on_gone(self, node: MeshNode, instance: MeshInstance) -> None:
         if self._by_engine.pop(instance.key, None) is None:
             return
         if instance.state.parked or instance.snapshot:
             self._drop_snapshot(node, instance)
         else:
             self.count(instance)
-        self.weights.released(node, instance)
+        self.weights.release(node, instance)
         instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
         instance.device.instances.pop(instance.key, None)
         self.report(node)
@@ -336,7 +336,7 @@ class Agents:
         """
         runs: list[Run] = []
         for instance in list(node.instances.values()):
-            self.listener.unrouted(instance)
+            self.listener.on_unrouted(instance)
             self.weights.end(instance)
             for run in list(instance.engine.runs):
                 instance.engine.take(run)

@@ -64,7 +64,7 @@ class Gateway:
         queue.arrivals_at.append(self._world.clock.now)
         self._dispatch(queue)
         if run.waiting:
-            self._world.clock.after(self._world.runtime.timeout_s, lambda: self._timed_out(queue, run))
+            self._world.clock.call_later(self._world.runtime.timeout_s, lambda: self._timed_out(queue, run))
 
     def requeue(self, runs: list[Run]) -> None:
         """Queue requests that lost their instance before all others of their model."""
@@ -74,15 +74,15 @@ class Gateway:
         for name in dict.fromkeys(r.model.name for r in runs):
             self._dispatch(self._queues[name])
 
-    def routed(self, instance: MeshInstance) -> None:
+    def on_routed(self, instance: MeshInstance) -> None:
         queue = self._queues[instance.model]
         queue.routes[instance.key] = instance
         self._dispatch(queue)
 
-    def unrouted(self, instance: MeshInstance) -> None:
+    def on_unrouted(self, instance: MeshInstance) -> None:
         self._queues[instance.model].routes.pop(instance.key, None)
 
-    def answered(self, run: Run) -> None:
+    def on_answered(self, run: Run) -> None:
         now, model = self._world.clock.now, run.model
         assert run.begun is not None
         first = (run.first_at if run.first_at is not None else now) + self._world.runtime.reply_ms / 1e3
@@ -113,7 +113,7 @@ class Gateway:
         for part in critical_path(measured, 0.0, (first - arrived) * 1e3):
             path[part.phase.value] = path.get(part.phase.value, 0.0) + part.duration_ms / 1e3
 
-    def failed(self, name: str) -> None:
+    def fail_waiting(self, name: str) -> None:
         """Fail the waiting requests of a model that the scheduler cannot make ready."""
         queue = self._queues[name]
         for run in queue.waiting:
@@ -173,6 +173,6 @@ class Gateway:
         )
         if waiting:
             reported = queue.reported_at
-            self._world.clock.after(
+            self._world.clock.call_later(
                 DEMAND_INTERVAL_S, lambda: self._report_demand(queue) if queue.reported_at == reported else None
             )

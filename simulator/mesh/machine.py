@@ -84,11 +84,11 @@ class MeshNode:
     def device(self, device_id: str) -> SimDevice:
         return self.sim.devices[int(device_id.partition(":")[2])]
 
-    def reserved(self, device: SimDevice) -> int:
+    def sum_reserved(self, device: SimDevice) -> int:
         return sum(i.reserved for i in self.instances.values() if i.device is device)
 
     def fits(self, device: SimDevice, nbytes: int) -> bool:
-        return self.reserved(device) + nbytes <= device.budget
+        return self.sum_reserved(device) + nbytes <= device.budget
 
     def status(self, now: float) -> NodeStatus:
         self.seq += 1
@@ -98,7 +98,10 @@ class MeshNode:
             seq=self.seq,
             devices=tuple(
                 DeviceStatus(
-                    device_id=f"cuda:{d.index}", kind="cuda", budget_bytes=d.budget, reserved_bytes=min(d.budget, self.reserved(d))
+                    device_id=f"cuda:{d.index}",
+                    kind="cuda",
+                    budget_bytes=d.budget,
+                    reserved_bytes=min(d.budget, self.sum_reserved(d)),
                 )
                 for d in self.sim.devices
             ),
@@ -138,7 +141,7 @@ class MeshNode:
 
 def _link(name: str, node: SimNode, link: Link) -> LinkStatus:
     queued = sum(f.left for f in link.flows)
-    finish = node.network.expected((link,), 0.0) if link.sequential else queued / link.bandwidth
+    finish = node.network.estimate_seconds((link,), 0.0) if link.sequential else queued / link.bandwidth
     return LinkStatus(
         link=name, bytes_per_second=link.bandwidth, queued_bytes=int(queued), loads=len(link.flows), finish_ms=finish * 1e3
     )

@@ -22,7 +22,7 @@ class Migrator:
     def __init__(self, world: World, agents: Agents, gateway: Gateway, post: Callable[[Event], None]) -> None:
         self._world, self._agents, self._gateway, self._post = world, agents, gateway, post
 
-    def ordered(self, record: MigrationRecord) -> None:
+    def start_migration(self, record: MigrationRecord) -> None:
         _Migration(self._world, self._agents, self._gateway, self._post, record).round()
 
 
@@ -59,7 +59,7 @@ class _Migration:
             self._prepared[run] = self._prepared.get(run, 0) + gap
             took = model.resume_seconds(gap) * 1e3
             self._rounds.append(MigrationRound(request_id=str(run.number), number=self._number, tokens=gap, took_ms=took, gap=0))
-        self._world.clock.after(seconds, self.round)
+        self._world.clock.call_later(seconds, self.round)
 
     def _hand_over(self, source: MeshInstance, destination: MeshInstance) -> None:
         """Hand off.
@@ -77,7 +77,7 @@ class _Migration:
             else:
                 homeless.append(run)
         self._gateway.requeue(homeless)
-        self._agents.emptied(source)
+        self._agents.on_emptied(source)
         self._end("done", tuple(moved))
 
     def _end(self, state: MigrationState, moved: tuple[MovedRequest, ...] = ()) -> None:

@@ -58,7 +58,7 @@ class Residency:
             self._device.keep(model, self._nbytes[model], now)
         self._incomplete.discard(model)
 
-    def there(self, model: str) -> int:
+    def count_there(self, model: str) -> int:
         """Return the bytes that another device can copy from here."""
         if model in self._holders:
             return 0 if model in self._incomplete else self._nbytes[model]

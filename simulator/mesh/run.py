@@ -41,7 +41,7 @@ from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import NODE_LOST_AFTER_S, STATUS_INTERVAL_S
 from shared.contracts.phases import Phase
 from simulator.config import GB, ClusterFile, ModelGroup
-from simulator.failures import drawn
+from simulator.failures import schedule_failures
 from simulator.instances import Run, SimNode
 from simulator.mesh.agents import Agents, Recorded, Spans, StartTimes
 from simulator.mesh.gateway import Gateway
@@ -122,10 +122,10 @@ class Simulation:
         self._pending_events: list[Event] = []
         self._deciding, self._sent = False, 0
         self.nodes = {name: MeshNode(sim) for name, sim in self.world.nodes.items()}
-        self.agents = Agents(self.world, self.nodes, self._later, usual, recorded)
+        self.agents = Agents(self.world, self.nodes, self._receive_later, usual, recorded)
         self._gateway = Gateway(self.world, self._send_demand, lambda i: self.agents.loads_changed(self.nodes[i.node.name]))
         self.agents.listener = self._gateway
-        self._migrator = Migrator(self.world, self.agents, self._gateway, self._later)
+        self._migrator = Migrator(self.world, self.agents, self._gateway, self._receive_later)
         self.state = ClusterState(epoch=1, recovered_at=-1e6)
         apply(self.state, [Put(Model(card_of(m.name, m.group))) for m in self.world.models.values()])
         for node in self.nodes.values():
@@ -142,10 +142,10 @@ class Simulation:
         for node in self.nodes.values():
             self.agents.report_loader(node)
             self.agents.report(node)
-        self._clock.after(STATUS_INTERVAL_S, self._beat)
+        self._clock.call_later(STATUS_INTERVAL_S, self._beat)
         for number, request in enumerate(requests):
             self._clock.at(request.at, partial(self._arrive, request, number))
-        drawn(self.world, self._fail)
+        schedule_failures(self.world, self._fail)
         self._coming = len(requests)
         if requests:
             self._clock.run(until=lambda: not self._coming and not self._gateway.open)
@@ -175,7 +175,7 @@ class Simulation:
                 self.agents.report(node)
                 if node.sim.network.flows:
                     self.agents.report_loader(node)
-        self._clock.after(STATUS_INTERVAL_S, self._beat)
+        self._clock.call_later(STATUS_INTERVAL_S, self._beat)
 
     # Nodes that fail.
 
@@ -189,8 +189,8 @@ class Simulation:
             for run in runs:
                 run.pause += self._clock.now - run.admitted_at if run.tokens else 0.0
                 run.tokens = 0
-        self._clock.after(self.world.runtime.noticed_s, lambda: self._requeue(runs))
-        self._clock.after(seconds, lambda: self.agents.recover(node))
+        self._clock.call_later(self.world.runtime.noticed_s, lambda: self._requeue(runs))
+        self._clock.call_later(seconds, lambda: self.agents.recover(node))
 
     def _requeue(self, runs: list[Run]) -> None:
         self._gateway.requeue(runs)
@@ -199,10 +199,10 @@ class Simulation:
 
     def _send_demand(self, demand: Demand) -> None:
         delay = self.world.runtime.gateway_ms / 1e3 + self._delay
-        self._clock.after(delay, lambda: self._receive(DemandReceived(self._clock.now, demand, "w")))
+        self._clock.call_later(delay, lambda: self._receive(DemandReceived(self._clock.now, demand, "w")))
 
-    def _later(self, event: Event) -> None:
-        self._clock.after(self._delay, lambda: self._receive(event))
+    def _receive_later(self, event: Event) -> None:
+        self._clock.call_later(self._delay, lambda: self._receive(event))
 
     def _receive(self, event: Event) -> None:
         """Queue events that arrive during a decision; consecutive demand is merged
@@ -211,7 +211,7 @@ class Simulation:
         self._pending_events.append(event)
         if not self._deciding:
             self._deciding = True
-            self._clock.after(0.0, self._turn)
+            self._clock.call_later(0.0, self._turn)
 
     def _turn(self) -> None:
         events, self._pending_events = self._pending_events, []
@@ -222,11 +222,11 @@ class Simulation:
             for event in (DemandBatch(self._clock.now, demands),) if is_demand and len(some) > 1 else some:
                 self._decide(event)
         if self._sent > before or self._pending_events:
-            self._clock.after(self._decision if self._sent > before else 0.0, self._turned)
+            self._clock.call_later(self._decision if self._sent > before else 0.0, self._on_turned)
         else:
             self._deciding = False
 
-    def _turned(self) -> None:
+    def _on_turned(self) -> None:
         if self._pending_events:
             self._turn()
         else:
@@ -244,9 +244,9 @@ class Simulation:
         agents, nodes = self.agents, self.nodes
         match effect:
             case SendStart(node=node, command=start):
-                self._send(partial(agents.start, nodes[node], start, self._before(effect)))
+                self._send(partial(agents.start, nodes[node], start, self._list_earlier_phases(effect)))
             case SendResume(node=node, command=resume):
-                self._send(partial(agents.resume, nodes[node], resume, self._before(effect)))
+                self._send(partial(agents.resume, nodes[node], resume, self._list_earlier_phases(effect)))
             case SendStop(node=node, command=stop):
                 self._send(partial(agents.stop, nodes[node], stop))
             case SendSuspend(node=node, command=suspend):
@@ -259,9 +259,9 @@ class Simulation:
             case SendCancelPrefetch(node=node, command=cancelled):
                 self._send(partial(agents.weights.cancel_prefetch, nodes[node], cancelled.weights_id))
             case OrderMigration(record=record):
-                self._send(partial(self._migrator.ordered, record))
+                self._send(partial(self._migrator.start_migration, record))
             case PublishLoadFailed(event=failed):
-                self._send(partial(self._gateway.failed, failed.model))
+                self._send(partial(self._gateway.fail_waiting, failed.model))
             case LoadEnded(plan=plan) if plan.outcome == "ready" and plan.chosen and plan.chosen.predicted_ms and plan.measured_ms:
                 self.outcome.prediction_errors.append((plan.measured_ms - plan.chosen.predicted_ms) / 1e3)
             case CancelMigration():
@@ -271,9 +271,9 @@ class Simulation:
 
     def _send(self, job: Job) -> None:
         self._sent += 1
-        self._clock.after(self._decision + self._delay, job)
+        self._clock.call_later(self._decision + self._delay, job)
 
-    def _before(self, effect: SendStart | SendResume) -> Spans:
+    def _list_earlier_phases(self, effect: SendStart | SendResume) -> Spans:
         """Return the phases until the start was sent.
 
         services/scheduler/adapters/outbox.py records the same phases.

@@ -32,7 +32,7 @@ class Weights:
         world.outcome.loads[instance.tier] = world.outcome.loads.get(instance.tier, 0) + 1
         missing = self.drop_prefetches(node).get(name, float(nbytes))
 
-        def fetched() -> None:
+        def on_fetched() -> None:
             sim.dram.add(name, nbytes)
             sim.ssd.add(name, nbytes)
             self.hold(instance)
@@ -40,10 +40,10 @@ class Weights:
 
         path = sim.source(instance.tier) if instance.tier != "dram" else ()
         if path:
-            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, missing, fetched))
+            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, missing, on_fetched))
         else:
             sim.dram.touch(name)
-            world.clock.after(0.0, fetched)
+            world.clock.call_later(0.0, on_fetched)
         instance.flows.append(sim.network.start(instance.device.path, nbytes, lambda: arrived(Phase.LOAD)))
 
     def _load_units(self, node: MeshNode, instance: MeshInstance, arrived: Arrived) -> None:
@@ -57,7 +57,7 @@ class Weights:
         world.outcome.loads[way] = world.outcome.loads.get(way, 0) + 1
         lacking = min(missing, self.drop_prefetches(node).get(name, missing))
 
-        def fetched() -> None:
+        def on_fetched() -> None:
             if missing == nbytes:
                 sim.dram.add(name, nbytes)
                 sim.ssd.add(name, nbytes)
@@ -65,14 +65,14 @@ class Weights:
 
         path = sim.source(instance.tier) if instance.tier != "dram" else ()
         if path and lacking:
-            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, lacking, fetched))
+            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, lacking, on_fetched))
         else:
             sim.dram.touch(name)
-            world.clock.after(0.0, fetched)
+            world.clock.call_later(0.0, on_fetched)
         shares = self._shares(node, instance, missing)
         outstanding = [len(shares)]
 
-        def copied() -> None:
+        def on_copied() -> None:
             outstanding[0] -= 1
             if not outstanding[0]:
                 mine.complete(name)
@@ -81,9 +81,9 @@ class Weights:
 
         def copy() -> None:
             if not instance.ended:
-                instance.flows += [sim.network.start(way, part, copied) for way, part in shares]
+                instance.flows += [sim.network.start(way, part, on_copied) for way, part in shares]
 
-        world.clock.after(world.runtime.startup.copy_s, copy)
+        world.clock.call_later(world.runtime.startup.copy_s, copy)
 
     @staticmethod
     def _shares(node: MeshNode, instance: MeshInstance, missing: int) -> list[tuple[tuple[Link, ...], float]]:
@@ -93,7 +93,7 @@ class Weights:
         """
         sim, device = node.sim, instance.device
         found = [
-            (link, node.residency[other.key].there(instance.model))
+            (link, node.residency[other.key].count_there(instance.model))
             for other in sim.devices
             if other is not device and (link := sim.peer(other, device)) is not None
         ]
@@ -126,7 +126,7 @@ class Weights:
             instance.holds = True
             instance.node.dram.pin(instance.model)
 
-    def released(self, node: MeshNode, instance: MeshInstance) -> None:
+    def release(self, node: MeshNode, instance: MeshInstance) -> None:
         """Give up what an instance that has ended held of its device and of its node's memory."""
         self.unpin(instance)
         if node.residency:
@@ -148,14 +148,14 @@ class Weights:
         if not path or (command.tier == "ssd" and name in sim.ssd):
             return
 
-        def there() -> None:
+        def on_prefetched() -> None:
             del self._prefetches[node.name, name]
             if command.tier == "dram":
                 sim.dram.add(name, nbytes)
             sim.ssd.add(name, nbytes)
             self._report(node)
 
-        self._prefetches[node.name, name] = sim.network.start(path, nbytes, there, background=True)
+        self._prefetches[node.name, name] = sim.network.start(path, nbytes, on_prefetched, background=True)
 
     def cancel_prefetch(self, node: MeshNode, name: str) -> None:
         if (flow := self._prefetches.pop((node.name, name), None)) is not None:

@@ -121,14 +121,14 @@ def schemes(nbytes: int, whole: int, servers: Sequence[Server], t: Times, *, ove
     ranked = sorted(servers, key=lambda x: (x.ratio, x.sharing, -x.free, x.key))
     for s in range(1, STAGES + 1):
         for w in range(s + 1):
-            full = _best(ranked, w, whole, ())
-            low = _best(ranked, s - w, -(-whole // s), full)
+            full = _choose_best(ranked, w, whole, ())
+            low = _choose_best(ranked, s - w, -(-whole // s), full)
             if len(full) + len(low) == s:
                 group = (*full, *low)
                 yield Scheme(s, w, group, ttft(nbytes, s, w, group, t), tpot(s, w, t))
 
 
-def _best(ranked: Sequence[Server], count: int, need: int, taken: tuple[Server, ...]) -> tuple[Server, ...]:
+def _choose_best(ranked: Sequence[Server], count: int, need: int, taken: tuple[Server, ...]) -> tuple[Server, ...]:
     nodes = {x.node for x in taken}
     found: list[Server] = []
     for server in ranked:

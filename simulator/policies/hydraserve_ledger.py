@@ -33,7 +33,7 @@ class Ledger:
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
 
 
-def settled(ledger: Ledger, now: float) -> Ledger:
+def settle(ledger: Ledger, now: float) -> Ledger:
     """Return Eq. 4, S_i' = S_i - B/N · (T - T'), without finished fetches."""
     if not ledger.fetches:
         return replace(ledger, changed_at=now)
@@ -44,7 +44,7 @@ def settled(ledger: Ledger, now: float) -> Ledger:
 
 def share(ledger: Ledger, now: float) -> float:
     """Return B / (N + 1) in bytes per second: the b of Eq. 1 and 5 for one more fetch."""
-    return ledger.bandwidth / (len(settled(ledger, now).fetches) + 1)
+    return ledger.bandwidth / (len(settle(ledger, now).fetches) + 1)
 
 
 def accepts(ledger: Ledger, now: float) -> bool:
@@ -53,16 +53,16 @@ def accepts(ledger: Ledger, now: float) -> bool:
     The newcomer's own deadline is covered by Eq. 1 with `share`.
     """
     each = share(ledger, now)
-    return all(f.pending <= each * (f.deadline - now) for f in settled(ledger, now).fetches.values())
+    return all(f.pending <= each * (f.deadline - now) for f in settle(ledger, now).fetches.values())
 
 
-def begun(ledger: Ledger, key: str, nbytes: int, deadline: float, now: float) -> Ledger:
+def record_begin(ledger: Ledger, key: str, nbytes: int, deadline: float, now: float) -> Ledger:
     """Return the ledger after a worker was assigned."""
-    at = settled(ledger, now)
+    at = settle(ledger, now)
     return replace(at, fetches={**at.fetches, key: Fetch(float(nbytes), deadline)})
 
 
-def ended(ledger: Ledger, key: str, now: float) -> Ledger:
+def record_end(ledger: Ledger, key: str, now: float) -> Ledger:
     """Return the ledger after a fetch ended or was cancelled."""
-    at = settled(ledger, now)
+    at = settle(ledger, now)
     return replace(at, fetches={k: f for k, f in at.fetches.items() if k != key})

@@ -92,10 +92,10 @@ def evict(regions: Sequence[Region], need: int) -> list[Region] | None:
             break
         evicted.add(r.key)
         short -= r.size
-    return without(regions, evicted) if short <= 0 else None
+    return remove_evicted(regions, evicted) if short <= 0 else None
 
 
-def without(regions: Sequence[Region], evicted: set[str]) -> list[Region]:
+def remove_evicted(regions: Sequence[Region], evicted: set[str]) -> list[Region]:
     """Return the regions after those of `evicted` are freed."""
     left: list[Region] = []
     for r in regions:
@@ -111,15 +111,15 @@ def pack(regions: Sequence[Region], tensors: Mapping[str, int]) -> Packing | Non
 
     None: the islands between fixed regions cannot hold the tensors.
     """
-    return _packed(regions, tensors, _partition)
+    return _pack_regions(regions, tensors, _partition)
 
 
 def merge_all(regions: Sequence[Region], tensors: Mapping[str, int]) -> Packing | None:
     """ "GlobalMerge" of §5.4.1: move every allocated region of an island to one end."""
-    return _packed(regions, tensors, lambda space, mine: [(space, mine)], needlessly=True)
+    return _pack_regions(regions, tensors, lambda space, mine: [(space, mine)], needlessly=True)
 
 
-def _packed(
+def _pack_regions(
     regions: Sequence[Region],
     tensors: Mapping[str, int],
     partition: Callable[[_Space, Tensors], list[tuple[_Space, Tensors]]],
@@ -230,7 +230,7 @@ def _settle(space: _Space, tensors: Tensors, places: dict[str, int], moves: dict
     if not needlessly and (found := _as_is(space, tensors)) is not None:
         places.update(found)
         return
-    downwards, upwards = _slid(space, up=False), _slid(space, up=True)
+    downwards, upwards = _slide(space, up=False), _slide(space, up=True)
     sizes = {r.key: r.size for r in space.regions}
     up = sum(sizes[k] for k in upwards) < sum(sizes[k] for k in downwards)
     moves.update(upwards if up else downwards)
@@ -258,7 +258,7 @@ def _as_is(space: _Space, tensors: Tensors) -> dict[str, int] | None:
     return found
 
 
-def _slid(space: _Space, *, up: bool) -> dict[str, int]:
+def _slide(space: _Space, *, up: bool) -> dict[str, int]:
     """Return the new offsets when all allocated regions are moved to one end."""
     new = space.offset + (space.free if up else 0)
     old = space.offset

@@ -119,7 +119,7 @@ def synthetic(what: Synthetic, models: Sequence[str], seed: int) -> list[Request
     if what.models_shuffled:
         random.shuffle(shares)
     if what.each:
-        return _each(what, models, shares, random)
+        return _draw_each(what, models, shares, random)
     choose = _runs(models, shares, what.run, random)
     found: list[Request] = []
     for at in _arrivals(what, what.requests_per_second, random):
@@ -129,7 +129,7 @@ def synthetic(what: Synthetic, models: Sequence[str], seed: int) -> list[Request
     return found
 
 
-def _each(what: Synthetic, models: Sequence[str], shares: Sequence[float], random: Random) -> list[Request]:
+def _draw_each(what: Synthetic, models: Sequence[str], shares: Sequence[float], random: Random) -> list[Request]:
     found = []
     for model, share in zip(models, shares, strict=True):
         for at in _arrivals(what, what.requests_per_second * share, random, settled=True):

@@ -46,7 +46,7 @@ def read_trace(path: Path, models: Sequence[str], seed: int = 0, speed: float = 
         raise InvalidRequest("--speed must be positive")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            found = list(_recorded(path, file, models) if path.suffix == ".jsonl" else _table(path, file, models, seed, zipf))
+            found = list(_read_recorded(path, file, models) if path.suffix == ".jsonl" else _table(path, file, models, seed, zipf))
     except OSError as e:
         raise InvalidRequest(f"{path} cannot be read: {e}") from e
     except UnicodeDecodeError as e:
@@ -62,7 +62,7 @@ def _table(path: Path, file: Iterator[str], models: Sequence[str], seed: int, zi
     columns = set(rows.fieldnames or ())
     take: Callable[[Row], Request | None]
     if columns.issuperset(OURS):
-        take = _ours
+        take = _parse_row
     elif columns.issuperset(AZURE):
         take = _Azure(models, seed, zipf)
     elif columns.issuperset(BURSTGPT):
@@ -91,7 +91,7 @@ def _table(path: Path, file: Iterator[str], models: Sequence[str], seed: int, zi
         yield request
 
 
-def _ours(row: Row) -> Request:
+def _parse_row(row: Row) -> Request:
     return Request(float(row["at"]), row["model"], int(row["prompt_tokens"]), int(row["output_tokens"]))
 
 
@@ -125,7 +125,7 @@ class _BurstGPT:
         return Request(float(row["Timestamp"]), model, int(row["Request tokens"]), answer)
 
 
-def _recorded(path: Path, file: Iterator[str], models: Sequence[str]) -> Iterator[Request]:
+def _read_recorded(path: Path, file: Iterator[str], models: Sequence[str]) -> Iterator[Request]:
     known = set(models)
     for number, line in enumerate(file, start=1):
         if not line.strip():

@@ -15,8 +15,8 @@ import openai
 import pytest
 import yaml
 
-from bench.fidelity import FIRST, exported, recorded
-from bench.fidelity_replay import NAMES, compared
+from bench.fidelity import FIRST, collect_traces, filter_export
+from bench.fidelity_replay import NAMES, compare_replay
 from tests.support.launcher import Thaw, until
 from thaw.demo.models import make_demo_model
 
@@ -44,8 +44,8 @@ def test_a_recorded_run_is_replayed(mesh: Thaw, client: openai.OpenAI, admin: ht
         time.sleep(PAUSE_S)
     export = tmp_path / "run.jsonl"
     assert mesh.json("trace", "--export", str(export))["requests"] >= len(ORDER)
-    exported(export)
-    found = compared(*recorded(mesh.url, mesh.endpoints["admin_key"], export), export, policy=POLICY)
+    filter_export(export)
+    found = compare_replay(*collect_traces(mesh.url, mesh.endpoints["admin_key"], export), export, policy=POLICY)
     report = json.dumps(found, indent=1)
     assert found["requests"] == len(ORDER), report
     # No request joined a start: each one waited for the previous response.

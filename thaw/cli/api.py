@@ -45,7 +45,7 @@ class Api(Gateway):
         A mesh is called without the environment's proxies, but with its authorities
         (SSL_CERT_FILE).
         """
-        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, verify=self._trusted())
+        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, verify=self._make_ssl_context())
 
     def _get(self, reply: type[M], method: str, path: str, body: BaseModel | None = None, **options: Any) -> M:
         data = self.request(method, path, body.model_dump_json() if body is not None else None, **options)
@@ -54,7 +54,7 @@ class Api(Gateway):
         except ValidationError as e:
             raise CommandError(f"The gateway's answer to {path} is not understood.", "Is it of another version of Thaw?") from e
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the gateway says it can serve."""
         try:
             with self.client(_TIMEOUT) as client:

@@ -41,8 +41,8 @@ def await_ready(api: Api, home: Home, out: Console, plan: MeshPlan | None = None
     while time.monotonic() < deadline:
         if (status := read_status(home)) is not None:
             check_crashes(home, status)
-        if api.ready():
-            missing = _missing(api, names)
+        if api.is_ready():
+            missing = _describe_missing(api, names)
             if not missing:
                 return
         time.sleep(_POLL_S)
@@ -53,7 +53,7 @@ def await_ready(api: Api, home: Home, out: Console, plan: MeshPlan | None = None
     )
 
 
-def _missing(api: Api, names: set[str]) -> str:
+def _describe_missing(api: Api, names: set[str]) -> str:
     try:
         cluster = api.cluster()
     except CommandError:

@@ -70,7 +70,7 @@ def stream_chat(
                         completion.ttft_ms = (time.monotonic() - began) * 1e3
                     yield text
     except httpx.ConnectError as e:
-        raise api.unreachable(e) from e
+        raise api.explain_unreachable(e) from e
     except httpx.HTTPError as e:
         raise CommandError(
             f"The stream broke off ({type(e).__name__}).", "`thaw logs gateway` says why; ask again.", code="stream_broken"

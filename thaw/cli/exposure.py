@@ -43,7 +43,7 @@ def of_home(home: Home) -> Finding:
     It is the endpoint of the mesh under `home`, or else that of this shell's variables.
     """
     try:
-        return of_running(Api.local(home), read_plan(home)) if running_status(home) else of_wanted(Wanted(mesh=MeshConfig()))
+        return of_running(Api.from_home(home), read_plan(home)) if running_status(home) else of_wanted(Wanted(mesh=MeshConfig()))
     except (CommandError, ValueError) as e:
         return Finding(
             _SUBJECT, "warn", f"cannot determine who may use the endpoint: {e}", "`thaw ps` shows whether the gateway runs."

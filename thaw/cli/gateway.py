@@ -81,11 +81,11 @@ class Gateway:
             if not url.startswith(("http://", "https://")):
                 raise CommandError(f"THAW_URL is {url!r}.", "Set it to http://HOST:PORT of a gateway.", code="bad_setting")
             return cls(url, key, os.environ.get("THAW_API_KEY"))
-        local = cls.local(home or Home.from_environment())
+        local = cls.from_home(home or Home.from_environment())
         return cls(local.url, key or local._admin_key, local.api_key, own=True)
 
     @classmethod
-    def local(cls, home: Home) -> Self:
+    def from_home(cls, home: Home) -> Self:
         """Return the gateway of the mesh under `home`.
 
         THAW_URL and THAW_ADMIN_KEY are ignored, because they may be another mesh's.
@@ -95,7 +95,7 @@ class Gateway:
             raise NotRunning(home.root)
         return cls(str(endpoints["url"]), str(endpoints["admin_key"]), os.environ.get("THAW_API_KEY"), own=True)
 
-    def _trusted(self) -> ssl.SSLContext | bool:
+    def _make_ssl_context(self) -> ssl.SSLContext | bool:
         if self.own or not self.url.startswith("https:"):
             return False
         named = any(os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"))
@@ -161,7 +161,7 @@ class Gateway:
             try:
                 connection.connect()
             except OSError as e:
-                raise self.unreachable(e) from e
+                raise self.explain_unreachable(e) from e
             connection.sock.settimeout(timeout)
             connection.request(method, urlsplit(self.url).path + path, content.encode() if content is not None else None, headers)
             response = connection.getresponse()
@@ -174,11 +174,11 @@ class Gateway:
         host = parts.hostname or ""
         if parts.scheme != "https":
             return http.client.HTTPConnection(host, parts.port, timeout=_CONNECT_S)
-        trusted = self._trusted()
+        trusted = self._make_ssl_context()
         context = trusted if isinstance(trusted, ssl.SSLContext) else _context(check=trusted)
         return http.client.HTTPSConnection(host, parts.port, timeout=_CONNECT_S, context=context)
 
-    def unreachable(self, error: Exception) -> CommandError:
+    def explain_unreachable(self, error: Exception) -> CommandError:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return CommandError(
                 f"The certificate of {self.url} is not trusted: {error}",

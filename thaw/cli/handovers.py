@@ -43,16 +43,18 @@ def lanes(trace: RequestTrace) -> list[Lane]:
     if not trace.handovers:
         return []
     first = trace.handovers[0]
-    found = [Lane(first.source_instance, 0.0, trace.ttft_ms if first.since_ms is not None else None, _left(first))]
+    found = [Lane(first.source_instance, 0.0, trace.ttft_ms if first.since_ms is not None else None, _find_last_token_ms(first))]
     for number, handover in enumerate(trace.handovers):
-        left = _left(handover)
+        left = _find_last_token_ms(handover)
         began = left + handover.pause_ms if handover.pause_ms is not None else None
         later = trace.handovers[number + 1 :]
-        found.append(Lane(handover.instance_id, left, began, _left(later[0]) if later else trace.duration_ms, handover))
+        found.append(
+            Lane(handover.instance_id, left, began, _find_last_token_ms(later[0]) if later else trace.duration_ms, handover)
+        )
     return found
 
 
-def _left(handover: HandoverTrace) -> float:
+def _find_last_token_ms(handover: HandoverTrace) -> float:
     """When the last token of the instance before had arrived."""
     return handover.since_ms if handover.since_ms is not None else handover.at_ms
 
@@ -75,7 +77,7 @@ def _bar(lane: Lane, whole_ms: float, width: int) -> Text:
     return text
 
 
-def _how(lane: Lane) -> str:
+def _describe_handover(lane: Lane) -> str:
     handover = lane.handover
     if handover is None:
         return ""
@@ -99,7 +101,7 @@ def handovers_chart(trace: RequestTrace, console: Console) -> RenderableType | N
     table.add_column("", no_wrap=True, min_width=width)
     table.add_column("reached by")
     for lane in found:
-        table.add_row(lane.instance_id, _bar(lane, trace.duration_ms, width), Text(_how(lane), "dim"))
+        table.add_row(lane.instance_id, _bar(lane, trace.duration_ms, width), Text(_describe_handover(lane), "dim"))
     legend = Text(f"{SERVED} answered by it  {PAUSED} the client waited; {_seconds(trace.duration_ms)} in all", "dim")
     return Group(Text("continued on another instance", "bold"), table, legend)
 

@@ -47,7 +47,7 @@ def add(
     out = screen(as_json)
     out.print(f"[green]✓[/] {made.name} ({made.scope}); only its hash is kept, so write it down now:")
     out.print(f"  [bold]{key}[/]", soft_wrap=True)
-    if made.scope == "inference" and not _any(before) and not before.required:
+    if made.scope == "inference" and not _has_inference_key(before) and not before.required:
         out.print("[yellow]every request needs a key now; `thaw chat` reads it from THAW_API_KEY[/]")
     return made.model_dump(mode="json") | {"key": key}
 
@@ -69,7 +69,7 @@ def list_keys(as_json: Json = False) -> Document:
     out.print(table)
     if found.configured:
         out.print(f"[dim]and {found.configured} from the gateway's settings[/]")
-    if not _any(found):
+    if not _has_inference_key(found):
         out.print(f"[dim]no key for inference: {_without_keys(found)}[/]")
     return found.model_dump(mode="json")
 
@@ -84,12 +84,14 @@ def revoke(name: Name, as_json: Json = False) -> Document:
     api, out = Api.find(), screen(as_json)
     revoked = ApiKey.model_validate(api.request("DELETE", f"/admin/v1/keys/{quote(name, safe='')}"))
     out.print(f"[green]✓[/] {revoked.name} is not valid any more")
-    if revoked.scope == "inference" and not _any(left := KeyList.model_validate(api.request("GET", "/admin/v1/keys"))):
+    if revoked.scope == "inference" and not _has_inference_key(
+        left := KeyList.model_validate(api.request("GET", "/admin/v1/keys"))
+    ):
         out.print(f"[yellow]it was the last one for inference: {_without_keys(left)}[/]")
     return revoked.model_dump(mode="json")
 
 
-def _any(keys: KeyList) -> bool:
+def _has_inference_key(keys: KeyList) -> bool:
     return bool(keys.configured) or any(key.scope == "inference" for key in keys.keys)
 
 

@@ -34,7 +34,7 @@ class Entry:
         """Import the module and return the command."""
         found = getattr(importlib.import_module(f"thaw.cli.{self.module}"), self.attribute)
         holder = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-        holder.callback()(_nothing)
+        holder.callback()(_do_nothing)
         if isinstance(found, typer.Typer):
             holder.add_typer(found, name=self.name, hidden=self.hidden)
         else:
@@ -44,7 +44,7 @@ class Entry:
         return group.commands[self.name]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Makes a holder of one command a group."""
 
 

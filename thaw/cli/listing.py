@@ -36,18 +36,18 @@ def adapters_after_bases(views: Iterable[ModelView]) -> list[ModelView]:
 
 
 def shown_name(card: ModelCard) -> str:
-    """An adapter as requests may also call it."""
+    """Return the name that requests may also use for a LoRA adapter."""
     return card.spec.name if card.spec.base is None else f"{card.spec.base}:{card.spec.name}"
 
 
 def park_line(name: str, park: ParkView) -> str:
-    """One model's progress, for people."""
+    """Describe the progress of parking one model."""
     reason = f": {park.reason}" if park.reason else ""
     return f"[{PARK_COLOURS.get(park.state, 'dim')}]{escape(name)} {WORDS[park.state]}[/][dim]{escape(reason)}[/]"
 
 
 def show_migrations(out: Console, records: Iterable[MigrationRecord]) -> None:
-    """Those under way, and what became of the others."""
+    """Print the migrations in progress, and the outcomes of the others."""
     going = [r for r in records if r.state not in FINAL]
     if not going:
         _show_over(out, records)

@@ -51,11 +51,11 @@ def logs(
     found = {name: tail(path, lines) for name, path in files.items()}
     for name, written in found.items():
         for line in written:
-            out.print(_readable(line, name if len(files) > 1 else ""), soft_wrap=True)
+            out.print(_format_line(line, name if len(files) > 1 else ""), soft_wrap=True)
     if follow:
         _follow(out, files)
         return None
-    return {"logs": {name: [_parsed(line) for line in written] for name, written in found.items()}}
+    return {"logs": {name: [_parse_line(line) for line in written] for name, written in found.items()}}
 
 
 def log_files(home: Home, service: str) -> dict[str, Path]:
@@ -87,7 +87,7 @@ def _follow(out: Console, files: dict[str, Path]) -> None:
         while True:
             for name, path in files.items():
                 for line in _new_lines(name, path, positions, rest):
-                    out.print(_readable(line, name if len(files) > 1 else ""), soft_wrap=True)
+                    out.print(_format_line(line, name if len(files) > 1 else ""), soft_wrap=True)
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
         return
@@ -107,17 +107,17 @@ def _new_lines(name: str, path: Path, positions: dict[str, int], rest: dict[str,
     yield from complete
 
 
-def _parsed(line: str) -> Any:
+def _parse_line(line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError:
         return {"message": line}
 
 
-def _readable(line: str, name: str) -> Text:
+def _format_line(line: str, name: str) -> Text:
     """A JSON log line for people; any other line as it is."""
     line = _CONTROL.sub("", line)
-    entry = _parsed(line)
+    entry = _parse_line(line)
     if not isinstance(entry, dict) or "time" not in entry:
         return Text(f"{name} {line}" if name else line)
     level = str(entry.get("level", ""))

@@ -22,7 +22,7 @@ from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.park import park_cell
 from thaw.cli.paths import local_path, model_directory
 from thaw.config import load_config
-from thaw.config.faults import dotted, message_of
+from thaw.config.faults import format_path, message_of
 from thaw.errors import CommandError
 from thaw.units import format_size, parse_duration, parse_size, written_duration
 
@@ -195,7 +195,7 @@ def _spec(name: str, source: str, options: dict[str, Any]) -> ModelSpec:
     try:
         return ModelSpec(name=name, source=source, **options)
     except ValidationError as e:
-        faults = [(dotted(d["loc"]), message_of(d, ModelSpec)) for d in e.errors()]
+        faults = [(format_path(d["loc"]), message_of(d, ModelSpec)) for d in e.errors()]
         raise typer.BadParameter("; ".join(f"{where}: {what}" if where else what for where, what in faults)) from e
 
 

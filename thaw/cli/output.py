@@ -41,14 +41,14 @@ def show_error(error: CommandError, as_json: bool) -> None:
     if as_json:
         print(json.dumps(error.body()))
         return
-    _errors.print(f"[bold red]✗ {escape(runnable(error.what))}[/]")
+    _errors.print(f"[bold red]✗ {escape(qualify_commands(error.what))}[/]")
     for line in error.lines():
-        _errors.print(f"  {escape(runnable(line))}")
+        _errors.print(f"  {escape(qualify_commands(line))}")
     if error.remedy:
-        _errors.print(f"  {escape(runnable(error.remedy))}")
+        _errors.print(f"  {escape(qualify_commands(error.remedy))}")
 
 
-def runnable(text: str) -> str:
+def qualify_commands(text: str) -> str:
     """Return `text` with its `thaw …` commands as they run in this shell."""
     return text.replace("`thaw ", f"`{program()} ")
 

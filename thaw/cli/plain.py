@@ -21,15 +21,15 @@ class Plain:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return plain(self._fields.get(name))
+        return to_plain(self._fields.get(name))
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield names and values, as a message does."""
-        return ((name, plain(value)) for name, value in self._fields.items())
+        return ((name, to_plain(value)) for name, value in self._fields.items())
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return `value` with objects as `Plain`."""
     if isinstance(value, dict):
         return Plain(value)
-    return [plain(item) for item in value] if isinstance(value, list) else value
+    return [to_plain(item) for item in value] if isinstance(value, list) else value

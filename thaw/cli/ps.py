@@ -16,7 +16,7 @@ from shared.contracts.states import FINAL, InstanceState
 from thaw.cli.gateway import Gateway
 from thaw.cli.listing import adapters_after_bases, park_line, show_migrations, shown_name, summary
 from thaw.cli.output import Document, Json, screen, verb
-from thaw.cli.plain import plain
+from thaw.cli.plain import to_plain
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.identity import Identity
 from thaw.units import format_duration, format_size
@@ -57,8 +57,8 @@ def ps(
     gateway = Gateway.find()
     document: Document = gateway.request("GET", "/admin/v1/cluster")
     found = gateway.request("GET", "/admin/v1/migrations", limit="50")["migrations"]
-    cluster: ClusterView = plain(document)
-    migrations: list[MigrationRecord] = plain(found)
+    cluster: ClusterView = to_plain(document)
+    migrations: list[MigrationRecord] = to_plain(found)
     out = screen(as_json)
     show_models(out, cluster, migrations)
     show_devices(out, cluster)
@@ -66,7 +66,7 @@ def ps(
         show_memory(out, cluster)
     show_migrations(out, migrations)
     services = _services(gateway)
-    show_hangs(out, plain(services), time.time())
+    show_hangs(out, to_plain(services), time.time())
     document["services"] = services
     document["migrated"] = summary(migrations)
     document["migrations"] = [m for m in found if m["state"] not in FINAL]
@@ -88,7 +88,7 @@ def _services(gateway: Gateway) -> dict[str, Any]:
     """
     status = read_json(Home.from_environment().supervisor_file) if gateway.own else None
     try:
-        if status is None or not Identity(**status["supervisor"]).alive():
+        if status is None or not Identity(**status["supervisor"]).is_alive():
             return {}
         return dict(status["services"])
     except (KeyError, TypeError, ValueError):  # of another version of Thaw

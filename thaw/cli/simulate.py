@@ -154,7 +154,7 @@ def simulate(
             order |= {"recording": directory} | {what: order[what] or path for what, path in made.items()}
         document = _simulate(order, out)
     if (recorded := document.get("recorded")) is not None and chosen is Workload.TRACE:
-        out.print(_recorded(recorded))
+        out.print(_describe_recorded(recorded))
     for table in _tables(document["runs"]):
         out.print(table)
     for path in document["plots"]:
@@ -167,7 +167,7 @@ def simulate(
     return document
 
 
-def _recorded(found: dict[str, Any]) -> str:
+def _describe_recorded(found: dict[str, Any]) -> str:
     """Return what the mesh itself did with the requests, to compare the simulation with."""
     times = ", ".join(f"{p} {_seconds(value)}" for p, value in found["ttft"].items())
     left_out = f"; left out {found['left_out']} without a token or a registered model" if found["left_out"] else ""
@@ -237,7 +237,7 @@ def _tables(runs: Runs) -> tuple[Table, Table]:
         mine = [r for r in runs if r["policy"] == name]
         for shown in [mine] if several else [[r] for r in mine]:
             whose = (name, f"{len(shown)} seeds" if several else str(shown[0]["seed"]))
-            fared.add_row(*whose, *_fared(shown))
+            fared.add_row(*whose, *_format_row(shown))
             counts = [("loads", t) for t in tiers] + [("migrations",), ("preemptions",), ("suspensions",)]
             held = (("device_seconds",), ("device_memory_seconds",))
             took.add_row(*whose, *(f"{_mean(shown, *keys) or 0:,.0f}" for keys in (*counts, *held)))
@@ -255,7 +255,7 @@ def _mean(runs: Runs, *keys: str) -> float | None:
     return fmean(values) if values else None
 
 
-def _fared(runs: Runs) -> list[str]:
+def _format_row(runs: Runs) -> list[str]:
     ttft = [_seconds(_mean(runs, "ttft", p)) for p in ("p50", "p95", "p99")]
     tpot = ["" if (t := _mean(runs, "tpot", p)) is None else f"{t * 1e3:.0f} ms" for p in ("p50", "p95", "p99")]
     attained = _mean(runs, "slo_attainment")

@@ -74,14 +74,14 @@ def up(
     supervisor, document = started
     if detach:
         if not as_json:
-            _follow(Api.local(home), out)
+            _follow(Api.from_home(home), out)
         return document
     try:
         if as_json:
             print(json.dumps(document), flush=True)
         out.print("\n[dim]Ctrl-C stops the mesh.[/]")
         if not as_json:
-            follow_parking(Api.local(home), out)
+            follow_parking(Api.from_home(home), out)
         _stay(home, supervisor)
         out.print("The mesh was stopped.")
     except KeyboardInterrupt:
@@ -98,7 +98,7 @@ def _follow(api: Api, out: Console) -> None:
 
 
 def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> Document:
-    api = Api.local(home)
+    api = Api.from_home(home)
     out.print(f"The mesh is running already: [bold]{api.url}/v1[/]  [dim](`{program()} down` stops it)[/]")
     waiting = differences(home, wanted)
     for key in waiting:
@@ -154,8 +154,8 @@ def _furnish(
     home: Home, file: ThawFile | None, plan: MeshPlan, specs: tuple[ModelSpec, ...], budget: int, out: Console
 ) -> Document:
     """Register the models in a new mesh, and run the demo if there are demo `specs`."""
-    api = Api.local(home)
-    document: Document = {"endpoint": f"{plan.gateway_url}/v1", "already_running": False, "nodes": _described(plan.nodes)}
+    api = Api.from_home(home)
+    document: Document = {"endpoint": f"{plan.gateway_url}/v1", "already_running": False, "nodes": _dump_nodes(plan.nodes)}
     document["models"] = _apply_file(api, home, file, out)
     if specs:
         apply_models(api, home, specs, out, declared=False)
@@ -191,7 +191,7 @@ def _apply_file(api: Api, home: Home, file: ThawFile | None, out: Console) -> Do
     return apply_models(api, home, file.models, out)
 
 
-def _described(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:
+def _dump_nodes(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:
     return [n.model_dump(mode="json") for n in nodes]
 
 
@@ -219,7 +219,7 @@ def _launch(home: Home, plan: MeshPlan, out: Console, *, survives: bool) -> Iden
 
             supervisor = control.launch(home, plan)
             control.await_running(home, supervisor, report)
-            await_ready(Api.local(home), home, out, plan)
+            await_ready(Api.from_home(home), home, out, plan)
         names = ", ".join(n.name for n in plan.nodes)
         out.print(
             f"[green]✓[/] the mesh is up: {len(shown)} processes, {len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''} ({names})"
@@ -243,7 +243,7 @@ def _stay(home: Home, supervisor: Identity) -> None:
     """
     try:
         process = psutil.Process(supervisor.pid)
-        while supervisor.alive():
+        while supervisor.is_alive():
             try:
                 process.wait(timeout=1.0)
             except psutil.TimeoutExpired:

@@ -40,10 +40,10 @@ def nothing_left(cluster: ClusterView, model: str) -> str:
     if not parked:
         return f"{escape(model)} has no instance on a device: nothing to do."
     left = sum(i.memory.reserved for i in parked)
-    return f"{escape(model)} is suspended already: {_left(left)}"
+    return f"{escape(model)} is suspended already: {_describe_left(left)}"
 
 
-def _left(nbytes: int) -> str:
+def _describe_left(nbytes: int) -> str:
     return (
         f"{format_size(nbytes)} of its device stay reserved, which suspending could not free."
         if nbytes

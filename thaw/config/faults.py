@@ -18,7 +18,7 @@ EXAMPLE = pathlib.Path(__file__).parents[1] / "thaw.example.yaml"
 """Every key of a thaw.yaml, explained; part of the wheel."""
 
 
-def dotted(path: Sequence[str | int]) -> str:
+def format_path(path: Sequence[str | int]) -> str:
     """("models", 1, "keep_alive") as models[1].keep_alive."""
     text = ""
     for part in path:
@@ -37,7 +37,7 @@ class Fault:
 
     def text(self, file: str) -> str:
         place = f"{file}:{self.line}:{self.column}" if self.line else file
-        where = dotted(self.path)
+        where = format_path(self.path)
         return f"{place}: {where}: {self.message}" if where else f"{place}: {self.message}"
 
 
@@ -46,14 +46,14 @@ class ConfigError(CommandError):
 
     def __init__(self, file: str, faults: Iterable[Fault], remedy: str = "") -> None:
         self.file = file
-        self.faults = tuple(sorted(set(faults), key=lambda f: (f.line, f.column, dotted(f.path), f.message)))
+        self.faults = tuple(sorted(set(faults), key=lambda f: (f.line, f.column, format_path(f.path), f.message)))
         count = len(self.faults)
         super().__init__(
             f"{file} has {count} fault{'s' if count != 1 else ''}; nothing was started or changed.",
             remedy or f"Correct them; {EXAMPLE} shows every key.",
             code="invalid_config",
             details=[
-                {"file": file, "line": f.line, "column": f.column, "path": dotted(f.path), "message": f.message}
+                {"file": file, "line": f.line, "column": f.column, "path": format_path(f.path), "message": f.message}
                 for f in self.faults
             ],
         )
@@ -79,11 +79,11 @@ def message_of(error: ErrorDetails, schema: type[BaseModel]) -> str:
     if kind == "missing":
         return "is required"
     if kind == "value_error" and isinstance(given, dict | BaseModel):
-        return _plain(error["msg"])  # about several keys; their values are not shown, since they may be credentials
+        return _strip_prefix(error["msg"])  # about several keys; their values are not shown, since they may be credentials
     if kind == "value_error":
-        return f"given {_shown(given)}; {_plain(error['msg'])}"
-    allowed = _allowed(kind, context) or _plain(error["msg"])
-    return f"given {_shown(given)}; allowed: {allowed}"
+        return f"given {_format_value(given)}; {_strip_prefix(error['msg'])}"
+    allowed = _describe_bound(kind, context) or _strip_prefix(error["msg"])
+    return f"given {_format_value(given)}; allowed: {allowed}"
 
 
 _BOUNDS = {
@@ -111,16 +111,16 @@ _BOUNDS = {
 }
 
 
-def _allowed(kind: str, context: dict[str, Any]) -> str | None:
+def _describe_bound(kind: str, context: dict[str, Any]) -> str | None:
     template = _BOUNDS.get(kind)
     return None if template is None else template.format(**context)
 
 
-def _plain(message: str) -> str:
+def _strip_prefix(message: str) -> str:
     return message.removeprefix("Value error, ")
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
 

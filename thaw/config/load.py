@@ -192,7 +192,7 @@ class _Check:
                 continue
             entry = dict(entry)
             adapters = entry.pop("adapters", None)
-            self._unique(entry, path, names)
+            self._check_unique(entry, path, names)
             spec = self._model(entry, path, {} if entry.get("base") else defaults)
             if spec is not None:
                 specs.append(spec)
@@ -221,7 +221,7 @@ class _Check:
                 self._tree.fault((*path, name), message_of(e.errors()[0], ModelSpec))
         return specs
 
-    def _unique(self, entry: dict[str, Any], path: KeyPath, names: dict[str, KeyPath]) -> None:
+    def _check_unique(self, entry: dict[str, Any], path: KeyPath, names: dict[str, KeyPath]) -> None:
         aliases = entry.get("aliases")
         uses: list[tuple[object, KeyPath]] = [(entry.get("name"), (*path, "name"))]
         uses += [(a, (*path, "aliases", i)) for i, a in enumerate(aliases)] if isinstance(aliases, list) else []
@@ -412,14 +412,14 @@ class _Check:
             loc = detail["loc"]
             bad |= {str(p) for p in loc[:1]}
             in_file = (*path, *loc)
-            inherited = path[0] == "models" and loc and loc[:1] != ("name",) and not _covered(self._tree, in_file)
+            inherited = path[0] == "models" and loc and loc[:1] != ("name",) and not _is_covered(self._tree, in_file)
             if inherited and ("defaults", *loc[:1]) in self._tree.keys:
                 in_file = ("defaults", *loc)
             self._tree.fault(in_file, message_of(detail, schema))
         return bad
 
 
-def _covered(tree: Tree, path: KeyPath) -> bool:
+def _is_covered(tree: Tree, path: KeyPath) -> bool:
     return path[:3] in tree.keys
 
 

@@ -94,7 +94,7 @@ class _Builder:
             key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
             place = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
             if key == _MERGE:
-                merged |= self._merged(value_node, path)
+                merged |= self._merge(value_node, path)
                 continue
             here = (*path, key)
             if key in result:
@@ -105,7 +105,7 @@ class _Builder:
             result[key] = self.build(value_node, here)
         return {**merged, **result}
 
-    def _merged(self, node: yaml.Node, path: Path) -> dict[str, Any]:
+    def _merge(self, node: yaml.Node, path: Path) -> dict[str, Any]:
         """The value of a `<<` key: a mapping, or a list of them of which earlier ones win."""
         nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Any] = {}

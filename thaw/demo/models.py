@@ -156,7 +156,7 @@ def _quantiles() -> npt.NDArray[np.float32]:
     return np.array(half + [-x for x in reversed(half)], dtype=np.float32)
 
 
-def _stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+def _encode_values(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
     """Return `values` as stored in the file.
 
     bfloat16 is the upper half of a float32, rounded.
@@ -194,9 +194,9 @@ def _write_weights(path: Path, shape: _Shape, seed: int, progress: Callable[[flo
 
 def _values(count: int, deviation: float | None, dtype: str, random: np.random.Generator) -> Iterator[npt.NDArray[Any]]:
     if deviation is None:
-        yield _stored(np.ones(count, np.float32), dtype)
+        yield _encode_values(np.ones(count, np.float32), dtype)
         return
-    table = _stored(_quantiles() * np.float32(deviation), dtype)
+    table = _encode_values(_quantiles() * np.float32(deviation), dtype)
     for start in range(0, count, _CHUNK):
         picked = np.frombuffer(random.bytes(2 * min(_CHUNK, count - start)), dtype=np.uint16)
         yield table[picked]

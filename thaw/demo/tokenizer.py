@@ -68,7 +68,7 @@ def train(vocab_size: int) -> str:
     return text
 
 
-def trained(vocab_size: int, cache: Path) -> str:
+def train_tokenizer(vocab_size: int, cache: Path) -> str:
     """Train a tokenizer once for all models whose directories are under `cache`."""
     kept = cache / f".tokenizer-{vocab_size}.json"
     try:
@@ -85,7 +85,7 @@ def trained(vocab_size: int, cache: Path) -> str:
 
 def write_tokenizer(directory: Path, vocab_size: int, context_length: int, cache: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
-    (directory / "tokenizer.json").write_text(trained(vocab_size, cache))
+    (directory / "tokenizer.json").write_text(train_tokenizer(vocab_size, cache))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -18,7 +18,7 @@ import psutil
 from thaw.errors import CommandError
 from thaw.launcher import servers, swap, unprivileged
 from thaw.launcher.control import check_port
-from thaw.launcher.engine_checks import installed
+from thaw.launcher.engine_checks import find_installed
 from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.leftovers import SHM, find_leftovers
@@ -52,7 +52,7 @@ def examine(home: Home) -> Iterator[Finding]:
 
 
 def _engines() -> Iterator[Finding]:
-    found, faults = installed()
+    found, faults = find_installed()
     yield Finding("engines", "ok", ", ".join(found))
     for fault in faults:
         yield Finding("engines", "warn", fault, "Name an interpreter or program that has it; see docs/engines.md.")

@@ -57,7 +57,7 @@ def launch(home: Home, plan: MeshPlan) -> Identity:
     Survivors of a killed supervisor are taken over if the plan is theirs, and ended first if not.
     Raises `CommandError` if it does not even start.
     """
-    survivors = _adoptable(home, plan)
+    survivors = _find_adoptable(home, plan)
     if survivors is None:
         sweep(home)
         forget(home)
@@ -92,7 +92,7 @@ def _await_supervisor(home: Home, process: subprocess.Popen[bytes]) -> Identity:
                 if not status.has_survivors:  # the next start adopts them
                     forget(home)
                 raise CommandError(status.error, status.remedy, code="start_failed")
-            if status.supervisor.alive():
+            if status.supervisor.is_alive():
                 return status.supervisor
         if process.poll() is not None:
             raise CommandError(
@@ -130,10 +130,10 @@ def check_unused(home: Home, host: str, port: int) -> None:
 
 def has_survivors(home: Home, plan: MeshPlan) -> bool:
     """Whether `launch` would take over the processes of a supervisor that was killed."""
-    return _adoptable(home, plan) is not None
+    return _find_adoptable(home, plan) is not None
 
 
-def _adoptable(home: Home, plan: MeshPlan) -> MeshPlan | None:
+def _find_adoptable(home: Home, plan: MeshPlan) -> MeshPlan | None:
     """Return the plan of the mesh that survived its supervisor.
 
     None if `plan` differs from it in more than the values chosen at random.
@@ -172,7 +172,7 @@ def check_port(host: str, port: int) -> None:
             code="port_forbidden",
         )
     raise CommandError(
-        f"Port {port} on {host} is taken{_named(_taker(port))}.",
+        f"Port {port} on {host} is taken{_name_process(_taker(port))}.",
         f"Stop that, or choose another port: `thaw up --port {(other := free_port())}`, "
         f"THAW_GATEWAY_PORT={other}, or mesh.port in thaw.yaml.",
         code="port_taken",
@@ -190,7 +190,7 @@ def _taker(port: int) -> int | None:
     return None
 
 
-def _named(pid: int | None) -> str:
+def _name_process(pid: int | None) -> str:
     """Return words that name the process `pid`, for a message; none if it is gone."""
     with contextlib.suppress(psutil.Error):
         if pid is not None:
@@ -205,7 +205,7 @@ def await_running(home: Home, supervisor: Identity, progress: Progress) -> MeshS
     """
     deadline = time.monotonic() + _START_BOUND_S
     while time.monotonic() < deadline:
-        if not supervisor.alive():
+        if not supervisor.is_alive():
             raise CommandError(f"The supervisor is gone: {_last_words(home, 'supervisor')}", "`thaw up` starts it again.")
         status = read_status(home)
         if status is not None:
@@ -239,7 +239,7 @@ def await_stopped(status: MeshStatus) -> None:
     Raises `CommandError` if it does not.
     """
     deadline = time.monotonic() + _STOP_BOUND_S
-    while status.supervisor.alive():
+    while status.supervisor.is_alive():
         if time.monotonic() > deadline:
             raise CommandError("The mesh that runs here is stopping and does not end.", "`thaw down` ends it.")
         time.sleep(_POLL_S)
@@ -254,7 +254,7 @@ def stop(home: Home, progress: Progress) -> Leftovers:
     if status is not None:
         status.supervisor.send(signal.SIGTERM)
         deadline = time.monotonic() + _STOP_BOUND_S
-        while status.supervisor.alive() and time.monotonic() < deadline:
+        while status.supervisor.is_alive() and time.monotonic() < deadline:
             if (now := read_status(home)) is not None:
                 progress(now)
             time.sleep(_POLL_S)

@@ -39,7 +39,7 @@ PLACES = (
 )
 
 
-def installed() -> tuple[list[str], list[str]]:
+def find_installed() -> tuple[list[str], list[str]]:
     """Describe the installed engines, and faults of engines that a variable names."""
     found, faults = ["builtin"], []
     for place in PLACES:

@@ -102,11 +102,11 @@ class Home:
                 code="state_directory",
             )
         if not self.existing.is_dir() or not os.access(self.existing, os.W_OK | os.X_OK):
-            raise self._unwritable("permission denied" if self.existing.is_dir() else f"{self.existing} is a file")
+            raise self._make_unwritable_error("permission denied" if self.existing.is_dir() else f"{self.existing} is a file")
         try:
             self._require_ours()
         except OSError as e:
-            raise self._untrusted(e) from e
+            raise self._make_untrusted_error(e) from e
 
     def _require_ours(self) -> None:
         """Raise `UntrustedDirectory` if another user can write to the state directory.
@@ -121,14 +121,14 @@ class Home:
             if os.path.lexists(directory):
                 require_private(directory, 0o700 if directory == self.run else 0o755)
 
-    def _untrusted(self, why: OSError) -> CommandError:
+    def _make_untrusted_error(self, why: OSError) -> CommandError:
         return CommandError(
             f"The state directory {self.root} cannot be trusted: {why}.",
             "Set THAW_HOME to a directory of your own that no other user can write (chmod 0700), and name it itself, not a link to it.",
             code="state_directory",
         )
 
-    def _unwritable(self, why: str) -> CommandError:
+    def _make_unwritable_error(self, why: str) -> CommandError:
         return CommandError(
             f"The state directory {self.root} cannot be written: {why}.",
             "Set THAW_HOME to a directory of yours, or correct the permissions of this one.",
@@ -145,9 +145,9 @@ class Home:
             with tempfile.TemporaryFile(dir=self.run):
                 pass
         except UntrustedDirectory as e:
-            raise self._untrusted(e) from e
+            raise self._make_untrusted_error(e) from e
         except OSError as e:
-            raise self._unwritable(str(e.strerror)) from e
+            raise self._make_unwritable_error(str(e.strerror)) from e
 
 
 def write_private(path: Path, text: str) -> None:

@@ -21,12 +21,12 @@ class Identity:
     pid: int
     started: float
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return start_time(self.pid) == self.started and not _is_zombie(self.pid)
 
     def send(self, signum: int, *, group: bool = False) -> None:
         """Signal the process, or the group it leads; harmless if it is gone."""
-        if not self.alive():
+        if not self.is_alive():
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if group and os.getpgid(self.pid) == self.pid:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared.contracts.segment import segment_prefix
 from thaw.launcher.home import Home
-from thaw.launcher.processes import Identity, descendants, end, identify, marked
+from thaw.launcher.processes import Identity, descendants, end, find_marked, identify
 from thaw.launcher.servers import postgres_directories
 from thaw.launcher.status import read_status
 
@@ -53,8 +53,8 @@ def find_segments(home: Home) -> list[Path]:
 def _processes(home: Home) -> list[Identity]:
     status = read_status(home)
     supervisor = status.supervisor if status else None
-    found = {p.pid: p for p in marked(home.root)}
-    roots = [p for p in (status.processes() if status else []) if p.alive()]
+    found = {p.pid: p for p in find_marked(home.root)}
+    roots = [p for p in (status.processes() if status else []) if p.is_alive()]
     if (postmaster := running_postgres(home)) is not None:  # PostgreSQL overwrites its environment with its process titles
         roots.append(postmaster)
     for root in [*roots, *found.values()]:
@@ -92,7 +92,7 @@ def sweep(home: Home) -> Leftovers:
     server_pids = {s.pid for s in servers}
     end([p for p in before.processes if p.pid not in children | server_pids], _ENOUGH_S)
     end(servers, _ENOUGH_S, signal.SIGINT)
-    end([p for p in before.processes if p.alive()], 0.0)
+    end([p for p in before.processes if p.is_alive()], 0.0)
     for segment in find_segments(home):
         with contextlib.suppress(FileNotFoundError):
             segment.unlink()

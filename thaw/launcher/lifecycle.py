@@ -128,7 +128,7 @@ class Mesh:
     stopping: bool = False
 
     @classmethod
-    def of(cls, services: Iterable[Service]) -> Mesh:
+    def from_services(cls, services: Iterable[Service]) -> Mesh:
         return cls({s.name: s for s in services})
 
     @property
@@ -155,19 +155,19 @@ def decide(mesh: Mesh, event: Event, now: float) -> tuple[Mesh, tuple[Effect, ..
         case Ready(name) if name in services and services[name].status == "starting":
             services[name] = replace(services[name], status="ready")
         case Exited(name, returncode) if name in services and services[name].status in RUNNING:
-            services[name] = _exited(services[name], returncode, now, stopping)
+            services[name] = _handle_exit(services[name], returncode, now, stopping)
         case Hung(name, reason) if not stopping and name in services and services[name].status in ("starting", "ready"):
             services[name] = _hung(services[name], reason, now)
             return Mesh(services), (Abort(name),)
         case _:
             pass
-    killed = tuple(Kill(s.name, group=False) for s in services.values() if s.status == "hung" and _due(s, now))
+    killed = tuple(Kill(s.name, group=False) for s in services.values() if s.status == "hung" and _is_due(s, now))
     services |= {k.name: replace(services[k.name], status="killed", deadline=None) for k in killed}
     after, effects = (_stop if stopping else _start)(Mesh(services, stopping), now)
     return after, (*killed, *effects)
 
 
-def _due(service: Service, now: float) -> bool:
+def _is_due(service: Service, now: float) -> bool:
     return service.deadline is not None and service.deadline <= now
 
 
@@ -175,7 +175,7 @@ def _hung(service: Service, reason: str, now: float) -> Service:
     return replace(service, status="hung", deadline=now + DUMP_S, hangs=service.hangs + 1, last_hang=reason)
 
 
-def _exited(service: Service, returncode: int | None, now: float, stopping: bool) -> Service:
+def _handle_exit(service: Service, returncode: int | None, now: float, stopping: bool) -> Service:
     if stopping:
         return replace(service, status="stopped", since=now, deadline=None, last_exit=returncode)
     failures = 1 if now - service.since >= STEADY_AFTER_S else service.failures + 1
@@ -193,7 +193,7 @@ def _start(mesh: Mesh, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
     services = dict(mesh.services)
     effects: list[Effect] = []
     for service in mesh.services.values():
-        due = service.status == "backing_off" and _due(service, now)
+        due = service.status == "backing_off" and _is_due(service, now)
         first = service.status == "waiting" and all(mesh.services[n].status == "ready" for n in service.starts_after)
         if due or first:
             restarts = service.restarts + (1 if due else 0)
@@ -218,7 +218,7 @@ def _stop(mesh: Mesh, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
         if service.status in ("starting", "ready"):
             services[service.name] = replace(service, status="terminating", deadline=now + service.stop_bound_s)
             effects.append(Terminate(service.name))
-        elif service.status == "terminating" and _due(service, now):
+        elif service.status == "terminating" and _is_due(service, now):
             services[service.name] = replace(service, status="killed", deadline=None)
             effects.append(Kill(service.name))
     return Mesh(services, True), tuple(effects)

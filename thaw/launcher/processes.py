@@ -21,7 +21,7 @@ that merely has THAW_HOME exported.
 """
 
 
-def marked(home: Path) -> list[Identity]:
+def find_marked(home: Path) -> list[Identity]:
     """Return all living processes that a supervisor of `home` started or forked.
 
     This process and its ancestors are never included.
@@ -37,12 +37,12 @@ def marked(home: Path) -> list[Identity]:
             continue
         if environment.get(MARK) and environment.get("THAW_HOME") == str(home) and (known := identify(process.pid)):
             found.append(known)
-    return [p for p in found if p.alive()]
+    return [p for p in found if p.is_alive()]
 
 
 def descendants(identity: Identity) -> list[Identity]:
     """Living children of a living process, and theirs."""
-    if not identity.alive():
+    if not identity.is_alive():
         return []
     try:
         children = psutil.Process(identity.pid).children(recursive=True)
@@ -59,7 +59,7 @@ def end(processes: Iterable[Identity], within_s: float, signum: int = signal.SIG
     Returns:
         Number of processes that were killed.
     """
-    remaining = [p for p in processes if p.alive()]
+    remaining = [p for p in processes if p.is_alive()]
     for process in remaining:
         process.send(signum)
     remaining = _await_end(remaining, within_s)
@@ -76,4 +76,4 @@ def _await_end(processes: list[Identity], within_s: float) -> list[Identity]:
         with contextlib.suppress(psutil.Error):
             handles.append(psutil.Process(process.pid))
     psutil.wait_procs(handles, timeout=within_s)
-    return [p for p in processes if p.alive()]
+    return [p for p in processes if p.is_alive()]

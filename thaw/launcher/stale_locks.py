@@ -80,14 +80,14 @@ def remove_stale_locks(postgres: Postgres) -> None:
 def _is_server(pid: int, data: Path) -> bool:
     """Whether `pid` is a living server of `data`; also True if that cannot be found out."""
     identity = identify(pid)
-    if identity is None or not identity.alive():
+    if identity is None or not identity.is_alive():
         return False
     try:
         if Path(f"/proc/{pid}/comm").read_text().strip() not in _SERVERS:
             return False
         return Path(f"/proc/{pid}/cwd").samefile(data)  # a server works in its data directory
     except OSError:
-        return identity.alive()
+        return identity.is_alive()
 
 
 def _await_unused(segment: tuple[int, int], data: Path) -> bool:

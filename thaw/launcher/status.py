@@ -48,7 +48,7 @@ class MeshStatus(BaseModel):
     @property
     def has_survivors(self) -> bool:
         """True if a service's process is alive, even after the death of the supervisor."""
-        return any(p.alive() for p in self.processes())
+        return any(p.is_alive() for p in self.processes())
 
     def processes(self) -> list[Identity]:
         return [s.process for s in self.services.values() if s.process is not None]
@@ -77,4 +77,4 @@ def running_status(home: Home) -> MeshStatus | None:
     A stale file (its pid is dead, or reused by another process) is ignored.
     """
     status = read_status(home)
-    return status if status is not None and status.supervisor.alive() else None
+    return status if status is not None and status.supervisor.is_alive() else None

@@ -74,7 +74,7 @@ class Supervisor:
         self._home = home
         self._programs = {p.name: p for p in programs}
         self._survivors = survivors
-        self._mesh = Mesh.of(p.service for p in programs)
+        self._mesh = Mesh.from_services(p.service for p in programs)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._processes: dict[str, Identity] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -146,7 +146,7 @@ class Supervisor:
     async def _launch(self, program: Program) -> None:
         heartbeat = self._watcher.prepare(program)
         survivor = self._survivors.pop(program.name, None)
-        if survivor is not None and survivor.alive():
+        if survivor is not None and survivor.is_alive():
             log.info("taking over %s (pid %d)", program.name, survivor.pid)
             self._processes[program.name] = survivor
             self._watcher.begin(program, survivor.pid)
@@ -154,7 +154,7 @@ class Supervisor:
             return
         if program.prepare is not None:
             await asyncio.to_thread(program.prepare)
-        handed = self._handed(program)
+        handed = self._name_socket(program)
         try:
             with self._home.log(program.name).open("ab") as output:
                 child = await asyncio.create_subprocess_exec(
@@ -179,7 +179,7 @@ class Supervisor:
         log.info("started %s (pid %d)", program.name, child.pid)
         self._watch(program, child.wait)
 
-    def _handed(self, program: Program) -> dict[str, str]:
+    def _name_socket(self, program: Program) -> dict[str, str]:
         """Return the variable that names a process's socket, if it has one."""
         if program.listens is None:
             return {}
@@ -211,7 +211,7 @@ class Supervisor:
 
     def _signal(self, name: str, signum: signal.Signals, *, group: bool = False) -> None:
         process = self._processes.get(name)
-        if process is None or not process.alive():
+        if process is None or not process.is_alive():
             return
         process.send(signum, group=group)
 
@@ -252,7 +252,7 @@ def _until_gone(process: Identity) -> Wait:
 
     async def wait() -> int | None:
         if not hasattr(os, "pidfd_open"):  # macOS has no event for the end of a process that is not a child
-            while process.alive():  # noqa: ASYNC110
+            while process.is_alive():  # noqa: ASYNC110
                 await asyncio.sleep(0.25)
             return None
         try:
@@ -263,7 +263,7 @@ def _until_gone(process: Identity) -> Wait:
         loop = asyncio.get_running_loop()
         loop.add_reader(handle, gone.set)
         try:
-            if process.alive():
+            if process.is_alive():
                 await gone.wait()
         finally:
             loop.remove_reader(handle)

@@ -8,7 +8,7 @@ import psutil
 
 from thaw.launcher.home import Home
 from thaw.launcher.leftovers import running_postgres
-from thaw.launcher.processes import MARK, Identity, identify, marked
+from thaw.launcher.processes import MARK, Identity, find_marked, identify
 from thaw.launcher.services import Program
 from thaw.launcher.status import MeshStatus
 
@@ -24,7 +24,7 @@ def find_survivors(home: Home, programs: Iterable[Program], status: MeshStatus |
     Args:
         status: The last status of the previous supervisor.
     """
-    known = {name: s.process for name, s in status.services.items() if s.process and s.process.alive()} if status else {}
+    known = {name: s.process for name, s in status.services.items() if s.process and s.process.is_alive()} if status else {}
     unknown = {p.name: p for p in programs if p.name not in known}
     if not unknown:
         return known
@@ -36,7 +36,7 @@ def find_survivors(home: Home, programs: Iterable[Program], status: MeshStatus |
 
 def _by_environment(home: Home, programs: dict[str, Program]) -> dict[str, Identity]:
     candidates: dict[int, tuple[str, int]] = {}
-    for process in marked(home.root):
+    for process in find_marked(home.root):
         try:
             handle = psutil.Process(process.pid)
             name, arguments, parent = handle.environ().get(MARK, ""), handle.cmdline(), handle.ppid()

@@ -99,8 +99,8 @@ def _llama(words: Sequence[str], program: tuple[str, str] | None) -> Server:
     if "hf_repo" in given or "model" not in given:
         raise NotTranslatable("llama-server downloads the model itself")
     server.options["source"] = given.pop("model").value
-    slots = _whole(given.pop("parallel", None)) or 1
-    context = _whole(given.pop("ctx_size", None))
+    slots = _parse_whole(given.pop("parallel", None)) or 1
+    context = _parse_whole(given.pop("ctx_size", None))
     if context:
         server.options["max_model_len"] = context // slots
     server.options["max_concurrency"] = slots  # llama-server divides its context among its slots
@@ -112,7 +112,7 @@ def _llama(words: Sequence[str], program: tuple[str, str] | None) -> Server:
 
 def _vllm(words: Sequence[str], program: tuple[str, str] | None) -> Server:
     server = Server("vllm", program=program)
-    words, model = _positional(words)
+    words, model = _split_positional(words)
     given = _collect(words, _VLLM_SHORT)
     model = given.pop("model").value if "model" in given else model
     _python_server(server, given, model, context="max_model_len", concurrency="max_num_seqs")
@@ -140,9 +140,9 @@ def _python_server(server: Server, given: dict[str, Option], model: str | None, 
         raise NotTranslatable("the command names no model")
     revision = given.pop("revision", None)
     server.options["source"] = _hub_or_path(model, revision.value if revision else None)
-    if length := _whole(given.pop(context, None)):
+    if length := _parse_whole(given.pop(context, None)):
         server.options["max_model_len"] = length
-    if sequences := _whole(given.pop(concurrency, None)):
+    if sequences := _parse_whole(given.pop(concurrency, None)):
         server.options["max_concurrency"] = sequences
     if dtype := given.pop("dtype", None):
         server.options["dtype"] = _DTYPES.get(dtype.value, dtype.value)
@@ -154,7 +154,7 @@ def _python_server(server: Server, given: dict[str, Option], model: str | None, 
         server.losses.append((f"cmd {flag}", "Thaw reserves memory per model: set memory, or engine_args.kv_cache_bytes"))
 
 
-def _positional(words: Sequence[str]) -> tuple[Sequence[str], str | None]:
+def _split_positional(words: Sequence[str]) -> tuple[Sequence[str], str | None]:
     return (words[1:], words[0]) if words and not words[0].startswith("-") else (words, None)
 
 
@@ -194,7 +194,7 @@ def _hub_or_path(model: str, revision: str | None) -> str:
     return f"hf://{model}" + (f"@{revision}" if revision else "")
 
 
-def _whole(option: Option | None) -> int | None:
+def _parse_whole(option: Option | None) -> int | None:
     """Return the number of an option as vLLM reads it; None without the option.
 
     32k is 32,000 and 32K is 32,768.

@@ -69,7 +69,7 @@ class Macros:
         whole = MACRO.fullmatch(text.strip())
         if whole is not None:
             return value_of(whole[1])  # a number stays a number
-        return MACRO.sub(lambda match: _written(value_of(match[1])), text)
+        return MACRO.sub(lambda match: _format_value(value_of(match[1])), text)
 
     def _variable(self, name: str, keep: bool) -> str:
         if keep:
@@ -79,5 +79,5 @@ class Macros:
         return self._environment[name]
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

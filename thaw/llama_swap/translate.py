@@ -119,7 +119,7 @@ class _Translation:
             return {}
         return found
 
-    def _whole(self, holder: Mapping[str, Any], key: str, path: KeyPath = ()) -> int | None:
+    def _read_whole(self, holder: Mapping[str, Any], key: str, path: KeyPath = ()) -> int | None:
         found = holder.get(key)
         if found is None or (isinstance(found, int) and not isinstance(found, bool)):
             return found
@@ -133,9 +133,9 @@ class _Translation:
         draft.mesh["port"] = 8080  # llama-swap's own default
         if keys := self._keys(root.get("apiKeys")):
             draft.mesh["api_keys"] = keys
-        ttl = self._whole(root, "globalTTL") or 0
+        ttl = self._read_whole(root, "globalTTL") or 0
         draft.defaults["keep_alive"] = _keep_alive(ttl)
-        if limit := self._whole(root, "healthCheckTimeout"):
+        if limit := self._read_whole(root, "healthCheckTimeout"):
             draft.defaults["init_timeout"] = f"{max(limit, _MIN_HEALTH_TIMEOUT_S)}s"
         for key in root:
             if key in _FILE_LOSSES:
@@ -174,15 +174,15 @@ class _Translation:
             draft.losses.append(Loss(f"models.{given}.{key}", reason))
         self._aliases(draft, given, macros.expand(entry.get("aliases") or []))
         self._variables(draft, given, macros.expand(entry.get("env") or [], keep_environment=True))
-        ttl = self._whole(entry, "ttl", path)
+        ttl = self._read_whole(entry, "ttl", path)
         if ttl is not None and ttl >= 0 and _keep_alive(ttl) != self._draft.defaults["keep_alive"]:
             draft.options["keep_alive"] = _keep_alive(ttl)
-        if limit := self._whole(entry, "concurrencyLimit", path):
+        if limit := self._read_whole(entry, "concurrencyLimit", path):
             draft.options["queue"] = {"max_waiting": limit}
         self._health(draft, server, given, macros.expand(entry.get("checkEndpoint")))
         self._capabilities(draft, server, self._mapping(entry, "capabilities", path), given)
         self._losses(draft, server, given, entry)
-        self._required(draft)
+        self._set_required(draft)
         return draft
 
     def _name(self, given: str, path: KeyPath) -> str:
@@ -282,7 +282,7 @@ class _Translation:
             reason = f"Thaw chooses the port: write {{port}} into command where the server takes it ({proxy or 'no proxy given'})"
             draft.losses.append(Loss(f"{where}.proxy", reason))
 
-    def _required(self, draft: ModelDraft) -> None:
+    def _set_required(self, draft: ModelDraft) -> None:
         if str(draft.options["source"]).startswith("engine://"):
             if self._memory is not None:
                 draft.options["memory"] = self._memory

@@ -40,7 +40,7 @@ _REST_BYTES = 8 * 1024 * 1024
 class CachingTier:
     """A cache in front of the remote tier `inner`.
 
-    Memory given to `read` is read until `settled`, or `close`.
+    Memory given to `read` is read until the event of `get_settled_event` is set, or `close`.
     """
 
     def __init__(

@@ -46,6 +46,6 @@ def find_elbow(points: Sequence[Point], near_peak: float = NEAR_PEAK) -> int:
     return best
 
 
-def limited(points: Sequence[Point], bytes_per_second: float | None) -> list[Point]:
+def cap_curve(points: Sequence[Point], bytes_per_second: float | None) -> list[Point]:
     """Return the curve of a link that brings at most `bytes_per_second`; None: without a limit."""
     return [Point(p.nbytes, min(p.bytes_per_second, bytes_per_second or p.bytes_per_second)) for p in points]

@@ -113,7 +113,7 @@ class PoolMemory:
             os.posix_fallocate(self._fd, offset, length)
 
     def populate(self, offset: int, length: int, *, huge: bool = False) -> Pages | None:
-        """`allocate`, and map the pages at once: reads into them fault no more.
+        """`allocate`, and map the pages at once: later reads into them do not fault.
 
         Within one chunk; `offset` starts a page.
 
@@ -123,7 +123,7 @@ class PoolMemory:
                 there are fewer pages to look up, map and unmap.
 
         Returns:
-            The kind of pages added; None if these bytes had memory.
+            The kind of pages added; None if these bytes already had memory.
         """
         chunk, end = offset // self.chunk_bytes, offset % self.chunk_bytes + length
         if self._ready.get(chunk, 0) >= end:
@@ -199,7 +199,7 @@ class PoolMemory:
     def punch(self, chunks: Iterable[int]) -> int:
         """Free the memory of `chunks`.
 
-        Returns the bytes that the file has less afterwards, read back.
+        Returns by how many bytes the file shrank, read back from the kernel.
         """
         freed = 0
         for offset, length in _runs(sorted(chunks), self.chunk_bytes):
@@ -219,8 +219,8 @@ class PoolMemory:
     def discard(self, offset: int, length: int) -> int:
         """Free the memory of some bytes of chunks that stay in use.
 
-        Returns the bytes that the file has less afterwards, read back. Whole pages are freed, and
-        the rest of partial ones is zeroed.
+        Returns by how many bytes the file shrank, read back from the kernel. Whole pages
+        are freed, and the rest of partial ones is zeroed.
         """
         for chunk in range(offset // self.chunk_bytes, -(-(offset + length) // self.chunk_bytes)):
             self._ready.pop(chunk, None)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ctypes import addressof, c_char
 
 from shared.contracts.segment import SegmentTensor
-from weights.devices.curve import FALLBACK_BYTES, KIB, Point, find_elbow, limited
+from weights.devices.curve import FALLBACK_BYTES, KIB, Point, cap_curve, find_elbow
 from weights.devices.probe import measure_rounds
 from weights.store.memory import PageMemory
 from weights.store.missing import Missing, digests_of
@@ -68,6 +68,6 @@ def group_bytes(device_id: str, bytes_per_second: float | None = None) -> int:
         return FALLBACK_BYTES
     finally:
         memory.close()
-    chosen = find_elbow(limited(points, bytes_per_second))
+    chosen = find_elbow(cap_curve(points, bytes_per_second))
     log.info("copies are grouped", extra={"device": device_id, "group_bytes": chosen})
     return chosen

@@ -51,7 +51,7 @@ def test_no_copy_reaches_over_two_registrations(group: int) -> None:
     bench = Bench(driver, [driver.facts(0)], 3 * CHUNK, group)
     driver.gate.clear()  # ranges queue behind the first copies, and are joined
     threading.Timer(0.2, driver.gate.set).start()
-    assert bench.loaded(bench.devices, CHUNK // 4) > 0
+    assert bench.measure_loaded(bench.devices, CHUNK // 4) > 0
     bench.close()
     assert (driver.memory, driver.pinned, driver.unpinned_copies) == ({}, {}, 0)
 
@@ -73,5 +73,5 @@ def test_missing_bytes_on_the_device_are_detected(monkeypatch: pytest.MonkeyPatc
     real = driver.copy
     monkeypatch.setattr(driver, "copy", lambda to, source, nbytes, stream: real(to, source + 16, nbytes - 16, stream))
     with pytest.raises(DeviceFailed, match="does not hold"):
-        bench.loaded(bench.devices)
+        bench.measure_loaded(bench.devices)
     bench.close()

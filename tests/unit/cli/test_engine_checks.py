@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thaw.launcher.engine_checks import PLACES, installed
+from thaw.launcher.engine_checks import PLACES, find_installed
 
 
 @pytest.fixture(autouse=True)
@@ -19,16 +19,16 @@ def nothing_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_only_the_builtin_engine_is_found_by_default() -> None:
-    assert installed() == (["builtin"], [])
+    assert find_installed() == (["builtin"], [])
 
 
 def test_llama_server_is_found_only_if_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = tmp_path / "llama-server"
     server.write_text("#!/bin/sh\n")
     server.chmod(0o755)
-    assert installed() == (["builtin"], [])
+    assert find_installed() == (["builtin"], [])
     monkeypatch.setenv("THAW_LLAMACPP_SERVER", str(server))
-    assert installed() == (["builtin", f"llamacpp ({server})"], [])
+    assert find_installed() == (["builtin", f"llamacpp ({server})"], [])
 
 
 def test_configured_engines_are_found_and_unusable_ones_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -36,6 +36,6 @@ def test_configured_engines_are_found_and_unusable_ones_reported(monkeypatch: py
     ollama.write_text("#!/bin/sh\n")
     ollama.chmod(0o755)
     monkeypatch.setenv("THAW_SGLANG_PYTHON", sys.executable)
-    found, faults = installed()
+    found, faults = find_installed()
     assert found == ["builtin", "ollama (ollama, not run by us)"]
     assert faults == [f"THAW_SGLANG_PYTHON={sys.executable} has no sglang"]

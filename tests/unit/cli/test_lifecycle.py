@@ -47,12 +47,12 @@ def play(mesh: Mesh, events: Iterable[Event], now: float = 0.0) -> tuple[Mesh, l
 
 def running() -> Mesh:
     events: list[Event] = [Tick(), *(Ready(s.name) for s in SERVERS), *(Ready(s.name) for s in REST)]
-    mesh, _ = play(Mesh.of((*SERVERS, *REST)), events)
+    mesh, _ = play(Mesh.from_services((*SERVERS, *REST)), events)
     return mesh
 
 
 def test_services_start_as_soon_as_their_servers_are_ready() -> None:
-    mesh, effects = play(Mesh.of((*SERVERS, *REST)), [Tick()])
+    mesh, effects = play(Mesh.from_services((*SERVERS, *REST)), [Tick()])
     assert effects == [Launch("postgres"), Launch("nats")]
     mesh, effects = play(mesh, [Ready("nats")])
     assert effects == []
@@ -169,7 +169,7 @@ class Supervision(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mesh = Mesh.of((*SERVERS, *REST))
+        self.mesh = Mesh.from_services((*SERVERS, *REST))
         self.now = 0.0
         self.alive: set[str] = set()
         self.finished = False

@@ -22,7 +22,7 @@ from tests.unit.cli.test_migrate import DONE
 from tests.unit.cli.test_ps import VIEW, instance
 from thaw.cli.gateway import Gateway
 from thaw.cli.listing import show_migrations, summary
-from thaw.cli.plain import plain
+from thaw.cli.plain import to_plain
 from thaw.cli.ps import facts_of, show_devices, show_models
 from thaw.errors import CommandError
 
@@ -49,7 +49,7 @@ def cluster() -> ClusterView:
 
 
 def as_json(message: Frozen) -> object:
-    return plain(json.loads(message.model_dump_json()))
+    return to_plain(json.loads(message.model_dump_json()))
 
 
 def shown(view: ClusterView, migrations: list[object]) -> str:
@@ -72,7 +72,7 @@ def test_json_is_shown_as_the_messages_are() -> None:
 
 
 def test_field_missing_from_an_older_gateway_is_none() -> None:
-    assert plain({"a": [{"b": 1}]}).a[0].c is None
+    assert to_plain({"a": [{"b": 1}]}).a[0].c is None
 
 
 class _Answers(BaseHTTPRequestHandler):

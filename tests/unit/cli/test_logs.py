@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thaw.cli.gateway import error_of
-from thaw.cli.logs import _new_lines, _readable, log_files
+from thaw.cli.logs import _format_line, _new_lines, log_files
 from thaw.errors import CommandError
 from thaw.launcher import logfiles
 from thaw.launcher.home import Home
@@ -73,8 +73,8 @@ def test_logs_are_rotated_at_the_size_limit(home: Home, monkeypatch: pytest.Monk
 
 def test_json_lines_are_for_people() -> None:
     line = '{"time": "2026-11-20T10:30:22.036Z", "level": "info", "service": "s", "logger": "l", "message": "hello", "pid": 3}'
-    assert _readable(line, "").plain == "10:30:22.036 info    hello pid=3"
-    assert _readable("plain [x] text", "nats").plain == "nats plain [x] text"
+    assert _format_line(line, "").plain == "10:30:22.036 info    hello pid=3"
+    assert _format_line("plain [x] text", "nats").plain == "nats plain [x] text"
 
 
 def test_remedy_of_an_engine_failure_names_its_own_log() -> None:
@@ -84,13 +84,13 @@ def test_remedy_of_an_engine_failure_names_its_own_log() -> None:
 
 
 def test_terminal_sequences_of_libraries_are_not_shown() -> None:
-    assert _readable("\x1b[32mINFO\x1b[0m:     started\x07", "").plain == "INFO:     started"
+    assert _format_line("\x1b[32mINFO\x1b[0m:     started\x07", "").plain == "INFO:     started"
     line = '{"time": "2026-01-01T00:00:00.000Z", "level": "info", "message": "\\u001b[1mhi", "color": "\\u001b[31mred"}'
-    assert _readable(line, "").plain.endswith("hi color=red")
+    assert _format_line(line, "").plain.endswith("hi color=red")
 
 
 def test_fields_without_a_value_are_not_shown() -> None:
     line = (
         '{"time": "2026-01-01T00:00:00.000Z", "level": "info", "message": "m", "error": null, "status": 200, "color_message": "m"}'
     )
-    assert _readable(line, "").plain == "00:00:00.000 info    m status=200"
+    assert _format_line(line, "").plain == "00:00:00.000 info    m status=200"

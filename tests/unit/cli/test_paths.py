@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thaw.cli.app import main
-from thaw.cli.output import runnable
+from thaw.cli.output import qualify_commands
 from thaw.cli.paths import local_path, model_directory, program
 from thaw.config import ConfigError, load_config
 
@@ -73,7 +73,7 @@ def test_hints_name_the_program_as_the_shell_finds_it(tmp_path: Path, monkeypatc
     monkeypatch.setattr("sys.argv", [str(installed)])
     monkeypatch.setenv("PATH", "/nowhere")
     assert program() == ".venv/bin/thaw"
-    assert runnable("Start it with `thaw up --demo`.") == "Start it with `.venv/bin/thaw up --demo`."
+    assert qualify_commands("Start it with `thaw up --demo`.") == "Start it with `.venv/bin/thaw up --demo`."
     monkeypatch.setenv("PATH", str(installed.parent))
     assert program() == "thaw"
     monkeypatch.setattr("sys.argv", ["/usr/lib/python3/thaw/__main__.py"])

@@ -154,3 +154,20 @@ def test_refused_test_name_fails_the_check(repository: Path, words: ModuleType, 
     write(repository, "tests/unit/test_a.py", "def test_it_fails(): ...\n")
     assert words.main() == 1
     assert "test_it_fails: begin the name with the subject" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def _answered(): ...", ["_answered"]),
+        ("class A:\n    async def whole(self): ...", ["whole"]),
+        ("def record_answered(): ...", []),
+        ("def feed(): ...", []),
+        ("class A:\n    @property\n    def whole(self): ...", []),
+        ("@contextlib.contextmanager\ndef attached(): ...", []),
+    ],
+)
+def test_function_named_by_a_bare_state_is_found(words: ModuleType, source: str, found: list[str]) -> None:
+    findings = words.function_names("lib/a.py", source, ("whole",), ("feed",))
+
+    assert [f.text for f in findings] == found

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from bench.papers.core import Claim, Estimate, Options, Result, Row, claims_of, estimate, printed, summary, write
+from bench.papers.core import Claim, Estimate, Options, Result, Row, claims_of, estimate, format_result, summary, write
 from bench.papers.traffic import SHAREGPT, azure_like, bursts, shares
 
 
@@ -89,14 +89,14 @@ def test_comparison_of_thaw_with_itself_can_be_equal() -> None:
 
 def test_ratios_are_computed_per_seed() -> None:
     one, two = Row({}, [{"x": 2.0}, {"x": 30.0}]), Row({}, [{"x": 1.0}, {"x": 10.0}])
-    assert one.over(two, "x").mean == 2.5
+    assert one.divide_by(two, "x").mean == 2.5
 
 
 def test_results_as_a_table_and_as_json(tmp_path: Path) -> None:
     result = Result("name", "title", [Row({"policy": "a"}, [{"x": 1.0}, {"x": 2.0}], {"x": 3.0})])
     result.number("§1", "stated", result.rows[0]["x"], 1.5)
-    result.below("§1", "missing", estimate([]))
-    text = printed(result)
+    result.claim_below("§1", "missing", estimate([]))
+    text = format_result(result)
     assert "| a | 1.50 [-4.85, 7.85] (paper 3.00) |" in text
     assert "| §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | unsure |" in text
     write([result], tmp_path, {"seeds": 2})
@@ -108,7 +108,7 @@ def test_results_as_a_table_and_as_json(tmp_path: Path) -> None:
     assert document["settings"] == {"seeds": 2}
     assert "| name (2 x 1) | §1 | stated | 1.50 | 1.50 [-4.85, 7.85] | unsure |" in summary(tmp_path)
     assert summary(tmp_path).startswith("Of 2 statements of the papers 0 agree, 0 do not, and 2 are unsure.")
-    assert "plot only" in printed(Result("n", "t", [Row({}, [{"x": 1.0}])]))
+    assert "plot only" in format_result(Result("n", "t", [Row({}, [{"x": 1.0}])]))
 
 
 def test_generated_requests_have_the_rate_and_depend_on_the_seed_alone() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.papers.__main__ import EXPERIMENTS, constants
-from bench.papers.core import Options, printed
+from bench.papers.core import Options, format_result
 
 ROOT = Path(__file__).parents[3]
 LARGE = {"torpor_fig10": 16, "torpor_fig16": 16, "thaw_beside": 16}
@@ -32,7 +32,7 @@ def test_experiment_prints_the_papers_figures_beside_the_measured_ones(name: str
     assert result.name == module.NAME == name.replace("_", "-")
     assert result.rows
     assert result.claims
-    text = printed(result)
+    text = format_result(result)
     assert "| where | the paper says |" in text
     assert "(paper " in text or "plot only" in text
     json.dumps(result.document(), default=str)

@@ -51,7 +51,7 @@ def test_torpor_meets_more_objectives_than_simple_swap() -> None:
 def test_tangram_loads_faster_than_its_baseline(level: str) -> None:
     """Section 5.5, Fig. 12a."""
     loads = [
-        mean_of(lambda p: tangram.single(p, level, 16, 60), p, tangram.measure, "load_s")
+        mean_of(lambda p: tangram.build_single_device(p, level, 16, 60), p, tangram.measure, "load_s")
         for p in (tangram.TANGRAM, tangram.SLLM_CM)
     ]
     assert loads[0] < loads[1]

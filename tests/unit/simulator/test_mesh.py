@@ -116,7 +116,7 @@ def test_no_request_is_lost_and_no_memory_overbooked_under_any_workload(
     booked: list[int] = []
 
     def watched(node: MeshNode, now: float) -> object:
-        booked.extend(node.reserved(d) for d in node.sim.devices)
+        booked.extend(node.sum_reserved(d) for d in node.sim.devices)
         return before(node, now)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -159,7 +159,7 @@ def test_no_request_is_lost_with_any_set_of_capabilities(
     before, booked = MeshNode.status, list[int]()
 
     def watched(node: MeshNode, now: float) -> object:
-        booked.extend(node.reserved(d) for d in node.sim.devices)
+        booked.extend(node.sum_reserved(d) for d in node.sim.devices)
         return before(node, now)
 
     with pytest.MonkeyPatch.context() as patch:

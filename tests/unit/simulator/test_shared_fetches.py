@@ -47,7 +47,7 @@ def test_fetch_continues_for_remaining_readers_and_stops_with_the_last() -> None
     assert not fetches.under_way(WHOLE)
 
     alone = fetches.join(node, WHOLE, (node.nic,), 10e9, lambda: completed.append("third"))
-    assert fetches.expected(node, "a", (node.nic,), 10e9) == pytest.approx(10.0)
+    assert fetches.estimate_seconds(node, "a", (node.nic,), 10e9) == pytest.approx(10.0)
     alone()
     assert not node.network.flows
     assert completed == ["second"]

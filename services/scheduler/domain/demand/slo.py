@@ -32,11 +32,11 @@ def apply_objectives(tx: Transaction, event: ObjectivesReported) -> None:
         model = tx.state.serving_model(counts.model)
         if model is not None:
             known = tx.state.slo_counts.get(model.key) or SloCounts(model.key)
-            tx.put(_counted(known, counts, AppliedReport(report.gateway, report.number, tx.now), tx.now))
+            tx.put(_add_counts(known, counts, AppliedReport(report.gateway, report.number, tx.now), tx.now))
     tx.emit(ReplyTo(event.waiter, Done()))
 
 
-def _counted(known: SloCounts, counts: ObjectiveCounts, report: AppliedReport, now: float) -> SloCounts:
+def _add_counts(known: SloCounts, counts: ObjectiveCounts, report: AppliedReport, now: float) -> SloCounts:
     if any(a.gateway == report.gateway and a.number >= report.number for a in known.applied):
         return known
     hour = int(now // 3600)

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import DeviceFailed
 from tests.unit.loader.devices.fake_driver import FakeDriver
-from weights.devices.curve import FALLBACK_BYTES, Point, find_elbow, limited
+from weights.devices.curve import FALLBACK_BYTES, Point, cap_curve, find_elbow
 from weights.devices.probe import group_bytes, measure, measure_rounds
 
 KIB, MIB = 1024, 1024 * 1024
@@ -39,8 +39,8 @@ def test_elbow_of_a_curve_is_found(points: list[Point], expected: int) -> None:
 
 def test_a_paced_link_needs_no_larger_groups_than_its_pace() -> None:
     curve = bus(4e-6, 25e9)
-    assert limited(curve, None) == curve
-    assert find_elbow(limited(curve, 12e9)) == 128 * KIB
+    assert cap_curve(curve, None) == curve
+    assert find_elbow(cap_curve(curve, 12e9)) == 128 * KIB
 
 
 class SlowBus:

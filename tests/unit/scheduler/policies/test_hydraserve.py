@@ -15,7 +15,7 @@ from services.scheduler.domain.policies.autoscaling import groups, scale
 from services.scheduler.domain.policies.port import Demand
 from simulator.policies import hydraserve
 from simulator.policies.hydraserve import Server, Times, allocate, schemes, tpot, ttft_in_turn, ttft_overlapped
-from simulator.policies.hydraserve_ledger import Ledger, accepts, begun, ended, settled, share
+from simulator.policies.hydraserve_ledger import Ledger, accepts, record_begin, record_end, settle, share
 from tests.unit.scheduler.policies.views import ask, option
 
 GB = 10**9
@@ -120,21 +120,21 @@ def test_server_accepts_another_fetch_only_if_all_fetches_keep_their_deadlines()
 
     2 GB/s. 8 GB until 5 s: alone it needs 4 s; with another from the start it would need 8 s.
     """
-    ledger = begun(Ledger(2.0 * GB), "a", 8 * GB, 5.0, 0.0)
+    ledger = record_begin(Ledger(2.0 * GB), "a", 8 * GB, 5.0, 0.0)
     assert share(ledger, 0.0) == 1.0 * GB
     assert not accepts(ledger, 0.0)
     assert accepts(ledger, 3.5)  # 1 GB is left, and 1.5 s at 1 GB/s
-    assert settled(ledger, 3.0).fetches["a"].pending == pytest.approx(2 * GB)
-    assert not settled(ledger, 4.1).fetches
+    assert settle(ledger, 3.0).fetches["a"].pending == pytest.approx(2 * GB)
+    assert not settle(ledger, 4.1).fetches
 
 
 def test_equation_4_over_changes_of_the_number_of_fetches() -> None:
-    ledger = begun(Ledger(2.0 * GB), "a", 8 * GB, 99.0, 0.0)
-    ledger = begun(ledger, "b", 4 * GB, 99.0, 1.0)  # a has 6 GB left
-    at = settled(ledger, 3.0)
+    ledger = record_begin(Ledger(2.0 * GB), "a", 8 * GB, 99.0, 0.0)
+    ledger = record_begin(ledger, "b", 4 * GB, 99.0, 1.0)  # a has 6 GB left
+    at = settle(ledger, 3.0)
     assert {k: f.pending for k, f in at.fetches.items()} == pytest.approx({"a": 4 * GB, "b": 2 * GB})
-    alone = ended(at, "b", 3.0)
-    assert settled(alone, 4.0).fetches["a"].pending == pytest.approx(2 * GB)
+    alone = record_end(at, "b", 3.0)
+    assert settle(alone, 4.0).fetches["a"].pending == pytest.approx(2 * GB)
     assert share(alone, 5.0) == 2.0 * GB
 
 

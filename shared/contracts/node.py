@@ -110,6 +110,11 @@ class ResumeInstance(Request):
     phases: tuple[PhaseSpan, ...] = Field(default=(), description="What went before (schedule), relative to the sending.")
     priority: int = 0
     wait_ms: int = Field(default=0, ge=0, description="As of `StartInstance`.")
+    device_ids: tuple[str, ...] = Field(
+        default=(),
+        description="Restore it onto these devices of the node (`Suspension.moves_to`); none: onto those that it had. A move that the node "
+        "refuses is answered with `restore_failed`, and the instance stays suspended.",
+    )
 
 
 NodeCommand = Annotated[StartInstance | StopInstance | SuspendInstance | ResumeInstance, Field(discriminator="kind")]
@@ -164,6 +169,9 @@ class Suspension(Frozen):
     resume_ms: float | None = Field(default=None, description="Expected: as measured, before the first from its bytes.")
     resumes: int = 0
     fell_back: ErrorBody | None = Field(default=None, description="Why the last restore failed; it was started cold then.")
+    moves_to: tuple[str, ...] = Field(
+        default=(), description="Other devices of the node, of the same kind, that its snapshot could be restored onto."
+    )
 
 
 class InstanceStatus(Frozen):

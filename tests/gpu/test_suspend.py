@@ -18,13 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from services.nodeagent.devices.cuda import CudaDevice, load_nvml
 from services.nodeagent.suspend.cgroups import Cgroups, open_cgroups
 from services.nodeagent.suspend.cuda import CudaCheckpoint, State, open_driver
+from services.nodeagent.suspend.gpu_pairs import gpus_of, others_of_kind
 from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
 
@@ -135,6 +136,28 @@ async def test_process_frees_device_memory_and_restores_it(
             f"{moved / MIB:.0f} MiB: suspended in {suspended_ms:.0f} ms, restored in {restored_ms:.0f} ms "
             f"({moved / restored_ms / 1e6:.1f} GB/s)\n"
         )
+
+
+async def test_a_snapshot_is_restored_onto_another_gpu(device: CudaDevice, groups: Cgroups) -> None:
+    nvml = load_nvml()
+    driver, reason = open_driver(nvml)
+    if driver is None or not driver.can_move():
+        pytest.skip(reason or "this driver or cuda-bindings cannot restore onto another GPU (580 and 13.0 can)")
+    gpus = gpus_of(nvml, [f"cuda:{i}" for i in range(nvml.nvmlDeviceGetCount())] if nvml is not None else [])
+    if not (others := others_of_kind(gpus, "cuda:0")):
+        pytest.skip("no second GPU of the kind of cuda:0")
+    other = CudaDevice(nvml, int(others[0].removeprefix("cuda:")), 0.9, None)
+    way = CudaCheckpoint(driver, reason, groups, MemoryUsage({"cuda:0": device, others[0]: other}), gpus)
+    with computing(groups, 256) as (process, target):
+        before = process.ask()
+        assert others[0] in way.outlook(target).moves_to
+        taken = await way.suspend(target)
+        assert taken.left_bytes == 0, "what stays on the old GPU forbids a move"
+        moved = replace(target, device_ids=(others[0],), moved_from=("cuda:0",))
+        await way.resume(moved)
+        assert process.ask() == before
+        assert device.private_bytes(target.pids) == {}
+        assert sum(other.private_bytes(target.pids).values()) >= 256 * MIB
 
 
 async def test_a_snapshot_is_paged_out_and_restored(way: CudaCheckpoint, groups: Cgroups) -> None:

@@ -34,7 +34,7 @@ def settle(transition: Transition) -> None:
             transition.change(instance, process=Process.FORKING, booked=True, progress_at=transition.now, phase=None)
             transition.emit(Fork(instance.instance_id))
         else:
-            resuming.begin_resume(transition, instance)
+            resuming.begin_resume(transition, instance, granted.device_ids)
 
 
 def _give_up(transition: Transition, r: Reservation) -> None:

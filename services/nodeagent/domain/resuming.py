@@ -16,7 +16,7 @@ from services.nodeagent.domain.transition import Transition
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
-from shared.errors import EngineFailed, InsufficientMemory, NotFound
+from shared.errors import EngineFailed, InsufficientMemory, NotFound, RestoreFailed
 
 WEIGHT_OF_NEWEST = 0.3
 SETTLED_S = 1.0
@@ -31,7 +31,8 @@ def on_resume(transition: Transition, event: ResumeCommand) -> None:
     3. Ready, starting or resuming: done.
     4. Paused, not frozen yet: serves again.
     5. Being frozen: resumed as soon as it is frozen.
-    6. Suspended: reserved and resumed, or queued, or refused.
+    6. Suspended, and to be restored onto devices that its snapshot cannot go to: refused.
+    7. Suspended: reserved and resumed, or queued, or refused.
     """
     command, instance = event.command, transition.find(event.command.instance_id)
     refused = check_stale(transition, command.token, instance)
@@ -61,20 +62,40 @@ def on_resume(transition: Transition, event: ResumeCommand) -> None:
         transition.reply(event.reply)
     elif any(r.instance_id == instance.instance_id for r in transition.state.queue):
         transition.reply(event.reply)
-    else:  # 6
-        error = reserve_and_resume(transition, instance, command.wait_ms / 1000, command.priority)
+    elif why := cannot_move(instance, command.device_ids):  # 6
+        transition.reply(event.reply, RestoreFailed(why))
+    else:  # 7
+        error = reserve_and_resume(transition, instance, command.wait_ms / 1000, command.priority, command.device_ids)
         transition.emit(Reply(event.reply, error))
 
 
-def reserve_and_resume(transition: Transition, instance: Instance, wait_s: float, priority: int) -> ErrorBody | None:
-    """Reserve memory and resume, or queue (None), or return the error."""
+def cannot_move(instance: Instance, device_ids: tuple[str, ...]) -> str:
+    """Why a suspended instance cannot be restored onto these devices; empty if it can."""
+    p = instance.suspend_state
+    if not device_ids or device_ids == instance.command.device_ids:
+        return ""
+    where = ", ".join(device_ids)
+    if p.left_bytes:
+        return f"{instance.instance_id} still has memory of its devices and cannot be restored onto {where}"
+    if len(device_ids) != len(instance.command.device_ids) or not set(device_ids) <= set(p.outlook.moves_to):
+        possible = ", ".join((*instance.command.device_ids, *p.outlook.moves_to))
+        return f"The snapshot of {instance.instance_id} cannot be restored onto {where}, only onto {possible}"
+    return ""
+
+
+def reserve_and_resume(
+    transition: Transition, instance: Instance, wait_s: float, priority: int, device_ids: tuple[str, ...] = ()
+) -> ErrorBody | None:
+    """Reserve memory and resume, or queue (None), or return the error.
+
+    `device_ids`: other devices to restore onto; none: those that it had.
+    """
     need = max(instance.suspend_state.need_bytes, instance.suspend_state.left_bytes)
-    reservation = Reservation(
-        instance.instance_id, instance.command.device_ids, need, priority, transition.now, transition.now + wait_s
-    )
+    devices = device_ids or instance.command.device_ids
+    reservation = Reservation(instance.instance_id, devices, need, priority, transition.now, transition.now + wait_s)
     refusal = transition.reserve(reservation)
     if refusal is None:
-        begin_resume(transition, transition.state.instances[instance.instance_id])
+        begin_resume(transition, transition.state.instances[instance.instance_id], devices)
         return None
     if wait_s > 0 and isinstance(refusal, InsufficientMemory) and refusal.should_retry:
         transition.enqueue(reservation)
@@ -82,10 +103,17 @@ def reserve_and_resume(transition: Transition, instance: Instance, wait_s: float
     return refusal.body()
 
 
-def begin_resume(transition: Transition, instance: Instance) -> None:
-    """Resume an instance whose memory is booked."""
+def begin_resume(transition: Transition, instance: Instance, device_ids: tuple[str, ...]) -> None:
+    """Resume an instance whose memory is booked on `device_ids`.
+
+    The devices that the snapshot is of are recorded until it is restored.
+    """
+    before = instance.command.device_ids
+    moved_from = before if device_ids != before else ()
     instance = instance.model_copy(update={"state": InstanceState.RESUMING, "phase": Phase.RESTORE, "progress_at": transition.now})
-    transition.park(instance, begun_at=transition.now, spilled="")
+    if moved_from:
+        instance = instance.model_copy(update={"command": instance.command.model_copy(update={"device_ids": device_ids})})
+    transition.park(instance, begun_at=transition.now, spilled="", moved_from=moved_from)
     transition.emit(Resume(instance.instance_id, instance.suspend_state.outlook.way))
 
 
@@ -115,7 +143,7 @@ def on_resumed(transition: Transition, event: Resumed) -> None:
             "fell_back": None,
         }
     instance = instance.model_copy(update={"state": InstanceState.READY, "phase": None, "progress": 1.0, "adopt_until": None})
-    transition.park(instance, freezing=False, resume_requested=False, snapshot_bytes=0, **more)
+    transition.park(instance, freezing=False, resume_requested=False, snapshot_bytes=0, moved_from=(), **more)
     # Reading its memory now would compete with the request that it was resumed for.
     after_s = SETTLED_S if frozen and instance.instance_id not in transition.state.deferred_suspends else 0.0
     transition.emit(Assess(instance.instance_id, after_s), Measure(instance.instance_id, after_s))

@@ -61,6 +61,7 @@ class Outlook(Frozen):
         left_bytes: Device memory that stays in use.
         snapshot_bytes: Charged to the snapshot budget.
         resume_s: Duration of a resume.
+        moves_to: Other devices of the node that a snapshot could be restored onto.
     """
 
     way: SuspendWay | None = None
@@ -68,6 +69,7 @@ class Outlook(Frozen):
     left_bytes: int = 0
     snapshot_bytes: int = 0
     resume_s: float = 0.0
+    moves_to: tuple[str, ...] = ()
 
     @property
     def is_assessed(self) -> bool:
@@ -91,6 +93,7 @@ class SuspendState(Frozen):
         resumes: Number of resumes.
         fell_back: Error of the resume that led to a cold start.
         no_memory_error: The last resume waited in vain for memory.
+        moved_from: The devices of the snapshot, while it is restored onto others.
     """
 
     outlook: Outlook = Outlook()
@@ -112,6 +115,7 @@ class SuspendState(Frozen):
     resume_s: float | None = None
     fell_back: ErrorBody | None = None
     no_memory_error: ErrorBody | None = Field(default=None, validation_alias=AliasChoices("no_memory_error", "no_room"))
+    moved_from: tuple[str, ...] = ()
 
 
 class Instance(Frozen):

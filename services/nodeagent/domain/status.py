@@ -73,6 +73,7 @@ def suspension(state: NodeState, instance: Instance) -> Suspension:
         resume_ms=expected * 1e3 if p.outlook.way is not None else None,
         resumes=p.resumes,
         fell_back=p.fell_back,
+        moves_to=p.outlook.moves_to if not p.left_bytes else (),
     )
 
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 from enum import IntEnum
 from importlib import import_module
 from typing import Any, Protocol
+from uuid import UUID
 
 from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.cgroups import Cgroups
 from services.nodeagent.suspend.estimates import SuspendEstimates
+from services.nodeagent.suspend.gpu_pairs import Gpu, Pairs, others_of_kind, pairs
 from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import UNPROVABLE, SuspendResult, Target
 from shared.contracts.node import SuspendWay
@@ -28,7 +31,10 @@ from shared.errors import CannotSuspend, EngineFailed, PermissionDenied, Restore
 
 log = logging.getLogger(__name__)
 LEAST_DRIVER = 570
+LEAST_MOVING_DRIVER = 580
+"""The first driver that restores onto another GPU."""
 _LOCK_TIMEOUT_MS = 10_000
+_UUID_BYTES = 16
 _LEAST_FREED = 0.5
 _FOR_SPILLING = {memory.CAP_SYS_NICE: "CAP_SYS_NICE", memory.CAP_SYS_PTRACE: "CAP_SYS_PTRACE"}
 _SINGLE_PROCESS_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -68,8 +74,15 @@ class CheckpointDriver(Protocol):
 
     def lock(self, pid: int, timeout_ms: int) -> None: ...
     def checkpoint(self, pid: int) -> None: ...
-    def restore(self, pid: int) -> None: ...
+    def restore(self, pid: int, pairs: Pairs = ()) -> None:
+        """Restore a process; with `pairs`, which name every GPU, onto other GPUs."""
+        ...
+
     def unlock(self, pid: int) -> None: ...
+
+    def can_move(self) -> bool:
+        """True if `restore` takes pairs."""
+        ...
 
 
 class CudaBindings:
@@ -101,8 +114,28 @@ class CudaBindings:
     def checkpoint(self, pid: int) -> None:
         self._call("cuCheckpointProcessCheckpoint", pid, None)
 
-    def restore(self, pid: int) -> None:
-        self._call("cuCheckpointProcessRestore", pid, None)
+    def restore(self, pid: int, pairs: Pairs = ()) -> None:
+        args = None
+        if pairs:
+            args = self._driver.CUcheckpointRestoreArgs()
+            args.gpuPairs = [self._pair(old, new) for old, new in pairs]
+            args.gpuPairsCount = len(pairs)
+        self._call("cuCheckpointProcessRestore", pid, args)
+
+    def can_move(self) -> bool:
+        # Earlier bindings have the arguments without this type.
+        return hasattr(self._driver, "CUcheckpointGpuPair") and self.version() >= LEAST_MOVING_DRIVER
+
+    def _pair(self, old: str, new: str) -> Any:
+        pair = self._driver.CUcheckpointGpuPair()
+        pair.oldUuid, pair.newUuid = self._uuid(old), self._uuid(new)
+        return pair
+
+    def _uuid(self, text: str) -> Any:
+        """Return NVML's text of a UUID ("GPU-8f4022ba-…") as CUDA's structure."""
+        found = self._driver.CUuuid()
+        ctypes.memmove(found.getPtr(), UUID(text.removeprefix("GPU-")).bytes, _UUID_BYTES)
+        return found
 
     def unlock(self, pid: int) -> None:
         self._call("cuCheckpointProcessUnlock", pid, None)
@@ -138,8 +171,17 @@ class CudaCheckpoint:
 
     name: SuspendWay = "cuda"
 
-    def __init__(self, driver: CheckpointDriver | None, reason: str, cgroups: Cgroups, memory_usage: MemoryUsage) -> None:
+    def __init__(
+        self,
+        driver: CheckpointDriver | None,
+        reason: str,
+        cgroups: Cgroups,
+        memory_usage: MemoryUsage,
+        gpus: tuple[Gpu, ...] = (),
+    ) -> None:
+        """Create the method. `gpus`: the machine's, onto which snapshots may be restored."""
         self._driver = driver
+        self._gpus = gpus
         self._reason = reason
         self._cgroups = cgroups
         self._memory_usage = memory_usage
@@ -157,7 +199,22 @@ class CudaCheckpoint:
         if used == 0:
             return Outlook(reason=UNPROVABLE)
         left = int(used * self._estimates.left)
-        return Outlook(way="cuda", left_bytes=left, snapshot_bytes=used - left, resume_s=self._estimates.resume_s(used - left))
+        return Outlook(
+            way="cuda",
+            left_bytes=left,
+            snapshot_bytes=used - left,
+            resume_s=self._estimates.resume_s(used - left),
+            moves_to=self._moves_to(target),
+        )
+
+    def _moves_to(self, target: Target) -> tuple[str, ...]:
+        """Return the other GPUs that a snapshot of the engine could be restored onto.
+
+        A container sees only the GPUs that it was started with.
+        """
+        if self._driver is None or len(target.device_ids) != 1 or target.in_container or not self._driver.can_move():
+            return ()
+        return others_of_kind(self._gpus, target.device_ids[0])
 
     async def suspend(self, target: Target) -> SuspendResult:
         taken = await asyncio.to_thread(self._suspend, target)
@@ -248,9 +305,10 @@ class CudaCheckpoint:
         for pid, state in states.items():
             if state in (State.FAILED, State.CHECKPOINTING, State.RESTORING):
                 raise EngineFailed(f"The driver failed for pid {pid}: its state is {state.name.lower()}")
+        moved = pairs(self._gpus, target.moved_from, target.device_ids) if target.moved_from else ()
         for pid, state in states.items():
             if state is State.CHECKPOINTED:
-                driver.restore(pid)
+                driver.restore(pid, moved)
         for pid in states:
             if driver.state(pid) is State.LOCKED:
                 driver.unlock(pid)

@@ -13,6 +13,7 @@ from services.nodeagent.settings_syntax import parse_bytes
 from services.nodeagent.suspend.cgroups import open_cgroups
 from services.nodeagent.suspend.cpu import PageOut
 from services.nodeagent.suspend.cuda import CudaCheckpoint, open_driver
+from services.nodeagent.suspend.gpu_pairs import gpus_of
 from services.nodeagent.suspend.memory import swap_space
 from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import SuspendMethod
@@ -49,7 +50,7 @@ def open_suspender(settings: NodeagentSettings, devices: Mapping[str, Device], m
         if settings.suspend == "auto" and "cpu" in kinds:
             ways["cpu"] = PageOut(cgroups)
         if settings.suspend == "auto" and "cuda" in kinds:
-            ways["cuda"] = cuda = CudaCheckpoint(*open_driver(load_nvml()), cgroups, memory_usage)
+            ways["cuda"] = cuda = CudaCheckpoint(*open_driver(nvml := load_nvml()), cgroups, memory_usage, gpus_of(nvml, devices))
             ways["sleep_cuda"] = SleepThenCheckpoint(cuda, sleep, memory_usage)
         ways["sleep"] = EngineSleep(memory_usage, sleep, snapshot_budget(settings))
     log.info(

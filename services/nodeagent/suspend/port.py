@@ -21,6 +21,8 @@ class Target:
         pids: All of its processes, without the host.
         hosted: It has a host, which keeps running.
         environment: Variables set by the operator.
+        moved_from: Devices of its snapshot, to be restored onto `device_ids`; none: onto the same.
+        in_container: Its processes see the devices that their container was started with.
     """
 
     instance_id: str
@@ -30,6 +32,8 @@ class Target:
     hosted: bool = False
     sleep_levels: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    moved_from: tuple[str, ...] = ()
+    in_container: bool = False
 
     @property
     def on_cuda(self) -> bool:

@@ -51,6 +51,7 @@ class SleepThenCheckpoint:
             left_bytes=alone.left_bytes,
             snapshot_bytes=snapshot,
             resume_s=self._estimates.resume_s(snapshot),
+            moves_to=alone.moves_to,
         )
 
     async def suspend(self, target: Target) -> SuspendResult:

@@ -101,6 +101,8 @@ class Suspender:
             hosted=hosted,
             sleep_levels=instance.sleep_levels,
             environment=spec.env,
+            moved_from=instance.suspend_state.moved_from,
+            in_container=spec.container is not None,
         )
 
     async def assess(self, instance: Instance) -> tuple[Outlook, int]:

@@ -91,7 +91,11 @@ class World:
 
     def suspended(self, instance_id: str = "i", pid: int = 7, left: int = 10, snapshot: int = 50, **more: Any) -> Instance:
         self.ready(instance_id, pid, **more)
+        return self.suspended_again(instance_id, left, snapshot)
+
+    def suspended_again(self, instance_id: str = "i", left: int = 10, snapshot: int = 50) -> Instance:
+        """Suspend a ready instance."""
         self.hear(e.SuspendCommand(suspend(instance_id), 2))
         self.hear(e.PauseAnswered(instance_id, False))
-        self.hear(e.Suspended(instance_id, freed_bytes=50, left_bytes=left, used_bytes=60, snapshot_bytes=snapshot))
+        self.hear(e.Suspended(instance_id, freed_bytes=60 - left, left_bytes=left, used_bytes=60, snapshot_bytes=snapshot))
         return self[instance_id]

@@ -43,7 +43,7 @@ from shared.contracts.node import (
     StartInstance,
     Suspension,
 )
-from shared.errors import InstanceBusy, InsufficientMemory, NotFound, StaleToken
+from shared.errors import InstanceBusy, InsufficientMemory, NotFound, RestoreFailed, StaleToken
 from shared.unit_charges import SharedUnits, booked_weights, units_by_device
 from tests.support.fake_node import MIB, model_info
 
@@ -172,6 +172,10 @@ class Agent:
         r = self.instances.get(effect.command.instance_id)
         if r is None or not r.state.parked:
             return NotFound(f"{effect.command.instance_id} is not here").body()
+        if effect.command.device_ids and not set(effect.command.device_ids) <= set(r.suspension.moves_to):
+            return RestoreFailed("its snapshot cannot be restored there").body()
+        if effect.command.device_ids:
+            r.command = r.command.model_copy(update={"device_ids": effect.command.device_ids})
         r.token, r.error = effect.command.token, None
         more = r.suspension.need_bytes - r.left
         if not self.fits(r.command, more):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.nodeagent.devices.port import DeviceInfo
 from services.nodeagent.suspend.cuda import State
+from services.nodeagent.suspend.gpu_pairs import Pairs
 from shared.errors import EngineFailed
 
 LEGAL = {
@@ -18,7 +19,7 @@ class FakeDriver:
     """A fake driver.
 
     `fails` holds calls that fail, as (call, pid). Device bytes exist while a process is not
-    checkpointed.
+    checkpointed. `uuids` are the GPUs that a restore may be mapped to.
     """
 
     def __init__(self, held: dict[int, int]) -> None:
@@ -27,6 +28,8 @@ class FakeDriver:
         self.calls: list[tuple[str, int]] = []
         self.fails: set[tuple[str, int]] = set()
         self.keeps = False
+        self.uuids: set[str] = set()
+        self.restored_by: dict[int, Pairs] = {}
 
     def version(self) -> int:
         return 580
@@ -40,8 +43,16 @@ class FakeDriver:
     def checkpoint(self, pid: int) -> None:
         self._call("checkpoint", pid)
 
-    def restore(self, pid: int) -> None:
+    def restore(self, pid: int, pairs: Pairs = ()) -> None:
+        """Restore as the driver does: the pairs must have every GPU, each once on either side."""
+        if pairs and not ({o for o, _ in pairs} == {n for _, n in pairs} == self.uuids):
+            self.calls.append(("restore", pid))
+            raise EngineFailed(f"restore of pid {pid} failed: CUDA_ERROR_INVALID_VALUE")
         self._call("restore", pid)
+        self.restored_by[pid] = pairs
+
+    def can_move(self) -> bool:
+        return bool(self.uuids)
 
     def unlock(self, pid: int) -> None:
         self._call("unlock", pid)

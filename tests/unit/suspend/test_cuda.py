@@ -5,6 +5,7 @@ tests/gpu has the real driver.
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,11 +217,26 @@ class Api:
         if not name.startswith("cuCheckpointProcess"):
             raise AttributeError(name)
 
-        def call(pid: int, args: None) -> tuple[int]:
-            self.asked.append((name, pid))
+        def call(pid: int, args: Any) -> tuple[int]:
+            self.asked.append((name, pid) if args is None else (name, pid, args))
             return (self.code,)
 
         return call
+
+    class CUuuid:
+        def __init__(self) -> None:
+            self.raw = ctypes.create_string_buffer(16)
+
+        def getPtr(self) -> int:
+            return ctypes.addressof(self.raw)
+
+    class CUcheckpointGpuPair:
+        oldUuid: Api.CUuuid
+        newUuid: Api.CUuuid
+
+    class CUcheckpointRestoreArgs:
+        gpuPairs: tuple[Api.CUcheckpointGpuPair, ...] = ()
+        gpuPairsCount = 0
 
 
 def bindings(api: Api, version: str = "580.12.3") -> CudaBindings:
@@ -246,6 +262,41 @@ def test_the_binding_calls_the_driver_as_documented() -> None:
     api.code = 801
     with pytest.raises(EngineFailed, match="cuCheckpointProcessLock of pid 1 failed: 801"):
         found.lock(1, 500)
+
+
+def test_pairs_are_passed_as_the_drivers_structures() -> None:
+    api = Api()
+    old, new = "GPU-8f4022ba-e0cb-1298-286e-225c953a7feb", "GPU-5449fdd5-fb83-f4ed-37a3-ea1057d82160"
+    bindings(api).restore(1, ((old, new), (new, old)))
+    [(_, pid, args)] = api.asked
+    assert isinstance(args, Api.CUcheckpointRestoreArgs)
+    assert (pid, args.gpuPairsCount, len(args.gpuPairs)) == (1, 2, 2)
+    assert args.gpuPairs[0].oldUuid.raw.raw.hex() == old.removeprefix("GPU-").replace("-", "")
+    assert args.gpuPairs[0].newUuid.raw.raw == args.gpuPairs[1].oldUuid.raw.raw
+
+
+@pytest.mark.parametrize(("version", "expected"), [("575.57", False), ("580.65.06", True), ("595.1", True)])
+def test_snapshots_move_from_driver_580_on(version: str, expected: bool) -> None:
+    assert bindings(Api(), version).can_move() == expected
+
+
+def test_bindings_without_pairs_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Api, "CUcheckpointGpuPair")
+    assert not bindings(Api()).can_move()
+
+
+def test_the_package_takes_pairs_as_thaw_passes_them() -> None:
+    api = pytest.importorskip("cuda.bindings.driver")
+    if not hasattr(api, "CUcheckpointGpuPair"):
+        pytest.skip("this cuda-bindings has no GPU pairs (13.0 or later is needed)")
+    found = CudaBindings.__new__(CudaBindings)
+    found._driver = api
+    uuid = "8f4022ba-e0cb-1298-286e-225c953a7feb"
+    pair = found._pair(f"GPU-{uuid}", "GPU-5449fdd5-fb83-f4ed-37a3-ea1057d82160")
+    assert bytes(pair.oldUuid.bytes).hex() == uuid.replace("-", "")
+    args = api.CUcheckpointRestoreArgs()
+    args.gpuPairs, args.gpuPairsCount = [pair], 1
+    assert bytes(args.gpuPairs[0].oldUuid.bytes) == bytes(pair.oldUuid.bytes)
 
 
 def test_cuda_bindings_package_has_the_functions_that_thaw_calls() -> None:

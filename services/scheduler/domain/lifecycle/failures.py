@@ -17,7 +17,7 @@ from services.scheduler.domain.state.volatile import Cooldown, FailureHistory, M
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import LoadFailed
-from shared.errors import EngineKilled, InsufficientMemory, InvalidModel, Unavailable, from_body
+from shared.errors import EngineKilled, InsufficientMemory, InvalidModel, RestoreFailed, Unavailable, from_body
 
 MAX_ATTEMPTS, MAX_KILLED = 2, 6
 """Starts tried before the waiting requests fail.
@@ -123,11 +123,21 @@ def on_start_refused(tx: Transaction, i: Instance) -> None:
 
 
 def on_resume_refused(tx: Transaction, i: Instance, error: ErrorBody) -> None:
-    """Cancel a resumption without memory; if the instance is gone, another one is started."""
-    if error.code == InsufficientMemory.code:
+    """Cancel a refused resumption.
+
+    1. No memory: its devices are not tried again for a while.
+    2. It cannot be restored onto that device: the report of the node was old.
+    3. The instance is gone: another one is started.
+    """
+    if error.code == InsufficientMemory.code:  # 1
         cancel_resume(tx, i, error.message)
         _cool_down_devices(tx, i)
-    else:
+    elif error.code == RestoreFailed.code:  # 2
+        cancel_resume(tx, i, error.message)
+        if (report := tx.state.reports.get(i.instance_id)) is not None:
+            suspension = report.status.suspension.model_copy(update={"moves_to": ()})
+            tx.put(replace(report, status=report.status.model_copy(update={"suspension": suspension})))
+    else:  # 3
         remove_instance(tx, i, "cancelled", error.message, error)
 
 

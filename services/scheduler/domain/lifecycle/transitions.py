@@ -48,7 +48,7 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
     if placement.resume is None:
         instance = _new_instance(tx, model, chosen, plan_id, number, trigger, since)
     else:
-        instance = _claim_suspended(tx, placement.resume, plan_id, number, trigger, since)
+        instance = _claim_suspended(tx, placement.resume, chosen.device_ids, plan_id, number, trigger, since)
     plan = create_unchecked(
         PlanRecord,
         {
@@ -104,10 +104,13 @@ def _new_instance(
     )
 
 
-def _claim_suspended(tx: Transaction, instance_id: str, plan_id: str, number: int, trigger: str, since: float) -> Instance:
+def _claim_suspended(
+    tx: Transaction, instance_id: str, device_ids: tuple[str, ...], plan_id: str, number: int, trigger: str, since: float
+) -> Instance:
     parked = tx.state.instances[instance_id]
     return replace(
         parked,
+        device_ids=device_ids,
         state=InstanceState.RESUMING,
         reserve_bytes=resume_need_bytes(tx.state, parked),
         plan_id=plan_id,
@@ -143,7 +146,10 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     beside = (i for device in sent.device_ids for i in tx.state.on_device(sent.node, device))
     wait_ms = int(tx.policy.grant_wait_s * 1e3) if any(i.leaving != "no" for i in beside) else 0
     if sent.state is InstanceState.RESUMING:
+        report = tx.state.reports.get(sent.instance_id)
+        moves = report is not None and report.status.device_ids != sent.device_ids
         resume = ResumeInstance(
+            device_ids=sent.device_ids if moves else (),
             token=sent.token,
             plan_id=sent.plan_id,
             instance_id=sent.instance_id,
@@ -301,7 +307,8 @@ def cancel_resume(tx: Transaction, i: Instance, reason: str) -> None:
     plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending" and plan.instance_id == i.instance_id:
         finish_plan(tx, i, plan.model_copy(update={"outcome": "cancelled", "reason": f"{plan.reason}; cancelled: {reason}"}))
-    set_suspended(tx, replace(i, ready_at=i.ready_at or i.planned_at), state)
+    device_ids = report.status.device_ids if report is not None else i.device_ids
+    set_suspended(tx, replace(i, device_ids=device_ids, ready_at=i.ready_at or i.planned_at), state)
 
 
 def reply_awake(tx: Transaction, w: Waiter, ready: Instance) -> None:

@@ -33,7 +33,8 @@ _LEAVING = Clearance("leaving")
 class FeasiblePlacement(NamedTuple):
     """An option with what its execution and its record need.
 
-    `short_bytes`: bytes that its victims have to free.
+    `short_bytes`: bytes that its victims have to free. `moves`: the suspended instance `resume` is
+    restored onto another device than it had.
     """
 
     option: Option
@@ -43,6 +44,7 @@ class FeasiblePlacement(NamedTuple):
     prediction: Prediction
     short_bytes: int = 0
     resume: str | None = None
+    moves: bool = False
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -153,6 +155,39 @@ def resume_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidat
     way: Way = "wake" if i.state is InstanceState.ASLEEP else "restore"
     option = Option(tuple([f.device for f in fits]), way, _cost(prediction, clearance), clearance, source="snapshot")
     return FeasiblePlacement(option, i.node, i.device_ids, need, prediction, max([f.short_bytes for f in fits]), i.instance_id)
+
+
+def move_options(tx: Transaction, r: PlacementRequest, i: Instance) -> list[FeasiblePlacement]:
+    """Return the options of resuming a suspended instance on other devices of its node.
+
+    They are of the same kind, and free now: clearing one for a move has no advantage over clearing
+    the instance's own.
+    """
+    report = tx.state.reports.get(i.instance_id)
+    need = resume_need_bytes(tx.state, i)
+    found = []
+    for device_id in report.status.suspension.moves_to if report is not None else ():
+        b = tx.state.bookings.get(device_key(i.node, device_id))
+        if b is None or not b.is_reachable or need > b.free_bytes or (r.excludes is not None and r.excludes(b)):
+            continue
+        if r.has_cooldowns and tx.is_cooling_down(b.key):
+            continue
+        prediction = r.forecast.predict_resume(i, leaving=False)
+        view = device_view(b, failed=b.key in r.avoid)
+        option = Option((view,), "restore", _cost(prediction, NOTHING_TO_CLEAR), NOTHING_TO_CLEAR, source="snapshot")
+        found.append(FeasiblePlacement(option, i.node, (device_id,), need, prediction, 0, i.instance_id, moves=True))
+    return found
+
+
+def resume_options(tx: Transaction, r: PlacementRequest, i: Instance) -> list[Candidate | FeasiblePlacement]:
+    """Return the options of resuming a suspended instance.
+
+    1. Its own devices have room: there. 2. Else also on another device that has it.
+    """
+    own = resume_option(tx, r, i)
+    if isinstance(own, FeasiblePlacement) and own.option.clearance is NOTHING_TO_CLEAR:  # 1
+        return [own]
+    return [own, *move_options(tx, r, i)]  # 2
 
 
 def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceFit | str:

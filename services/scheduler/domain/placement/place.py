@@ -28,7 +28,7 @@ from services.scheduler.domain.estimates.memory_needs import device_count, start
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.constraints import confine_to, placement_rule
-from services.scheduler.domain.placement.options import FeasiblePlacement, device_sets, load_option, resume_option
+from services.scheduler.domain.placement.options import FeasiblePlacement, device_sets, load_option, resume_options
 from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.placement.shortlist import SHORTLIST_SIZE, shortlists
 from services.scheduler.domain.policies import thaw
@@ -110,7 +110,7 @@ def place(
         excludes if only is None else confine_to(*only, excludes),
     )
     considered: list[Candidate | FeasiblePlacement] = (
-        [] if extra else [resume_option(tx, request, i) for i in tx.state.suspended_instances(model)]
+        [] if extra else [option for i in tx.state.suspended_instances(model) for option in resume_options(tx, request, i)]
     )
     for sets in _shortlists(tx, request):
         considered += (found := [load_option(tx, request, devices) for devices in sets])
@@ -274,6 +274,8 @@ def _explain_choice(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
     if best.resume is not None:
         gone = f" once these are evicted: {labels}" if labels else ""
+        if best.moves:
+            return f"{best.resume} is suspended, its device has no room, and it is restored onto {at}"
         return f"{best.resume} is suspended on {at} and resumes soonest{gone}"
     match best.option.clearance.how:
         case "none":

@@ -18,6 +18,8 @@ from thaw.launcher.processes import MARK
 from thaw.launcher.servers import Postgres, nats_environment, nats_program
 from thaw.launcher.stale_locks import remove_stale_locks
 
+SERVICES = ("services.nodeagent", "services.loader", "services.scheduler", "services.gateway", "services.migrator")
+"""The modules of the services."""
 _RANKS = {"gateway": 0, "migrator": 0, "nodeagent": 1, "loader": 2, "scheduler": 3, "postgres": 4, "nats": 5}
 _BOUNDS_S = {
     "gateway": 40.0,
@@ -53,9 +55,21 @@ class Program:
     prepare: Callable[[], None] | None = None
 
     @property
+    def module(self) -> str | None:
+        """The service's module; None for a program that is not one of `SERVICES`."""
+        module = self.command[-1]
+        return module if self.command[1:-1] == ("-m",) and module in SERVICES else None
+
+    @property
     def service(self) -> Service:
         kind = self.name.split(".")[0]
         return Service(self.name, self.starts_after, _RANKS[kind], _BOUNDS_S[kind])
+
+
+def common_environment(home: Home, plan: MeshPlan) -> dict[str, str]:
+    """What every service has in its environment."""
+    marks = {MARK: "1", "THAW_HOME": str(home.root)}
+    return {**plan.environment, **marks, "THAW_NATS_URL": plan.effective_nats_url, "PYTHONUNBUFFERED": "1"}
 
 
 def programs_of(home: Home, plan: MeshPlan, postgres: Postgres | None) -> tuple[Program, ...]:
@@ -64,7 +78,7 @@ def programs_of(home: Home, plan: MeshPlan, postgres: Postgres | None) -> tuple[
     `postgres` is None where the database is external.
     """
     marks = {MARK: "1", "THAW_HOME": str(home.root)}
-    common = {**plan.environment, **marks, "THAW_NATS_URL": plan.effective_nats_url, "PYTHONUNBUFFERED": "1"}
+    common = common_environment(home, plan)
     servers: list[Program] = []
     if plan.nats_url is None:
         servers.append(

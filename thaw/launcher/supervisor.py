@@ -18,10 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 
-import thaw
 from thaw.errors import CommandError
 from thaw.launcher.home import Home, write_private
 from thaw.launcher.leftovers import forget, running_postgres, sweep
@@ -46,8 +43,9 @@ from thaw.launcher.plan import MeshPlan, read_plan
 from thaw.launcher.probes import until_ready
 from thaw.launcher.processes import MARK, Identity, descendants, identify
 from thaw.launcher.servers import Postgres, locate_postgres, prepare_postgres, write_nats_config
-from thaw.launcher.services import Program, programs_of
+from thaw.launcher.services import Program, common_environment, programs_of
 from thaw.launcher.stale_locks import remove_stale_locks
+from thaw.launcher.starting import Starter, Wait, until_gone
 from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
 from thaw.launcher.survivors import find_survivors
 from thaw.launcher.watching import LOOK_S, Watcher, limits_of
@@ -58,7 +56,6 @@ _PATIENCE = 3
 """Failures in a row after which those who connect are refused rather than kept waiting for the next
 start.
 """
-Wait = Callable[[], Awaitable[int | None]]
 
 
 class Supervisor:
@@ -68,9 +65,12 @@ class Supervisor:
         programs: What to run.
         survivors: Processes of a supervisor that was killed, by name.
         watcher: Finds those that hang.
+        starter: Starts processes.
     """
 
-    def __init__(self, home: Home, programs: tuple[Program, ...], survivors: dict[str, Identity], watcher: Watcher) -> None:
+    def __init__(
+        self, home: Home, programs: tuple[Program, ...], survivors: dict[str, Identity], watcher: Watcher, starter: Starter
+    ) -> None:
         self._home = home
         self._programs = {p.name: p for p in programs}
         self._survivors = survivors
@@ -81,6 +81,7 @@ class Supervisor:
         self._finished = False
         self._listeners = Listeners()
         self._watcher = watcher
+        self._starter = starter
         self._hung_at: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -150,34 +151,24 @@ class Supervisor:
             log.info("taking over %s (pid %d)", program.name, survivor.pid)
             self._processes[program.name] = survivor
             self._watcher.begin(program, survivor.pid)
-            self._watch(program, _until_gone(survivor), survived=True)
+            self._watch(program, until_gone(survivor), survived=True)
             return
         if program.prepare is not None:
             await asyncio.to_thread(program.prepare)
         handed = self._name_socket(program)
         try:
-            with self._home.log(program.name).open("ab") as output:
-                child = await asyncio.create_subprocess_exec(
-                    *program.command,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env={**_environment(program), **heartbeat, **handed},
-                    pass_fds=tuple(int(fd) for fd in handed.values()),
-                    cwd=self._home.root,
-                    start_new_session=True,
-                )
+            started = await self._starter.start(program, heartbeat, handed)
         except OSError as e:
             log.error("%s cannot be started: %s", program.name, e)
             self._events.put_nowait(Exited(program.name, None))
             return
-        identity = identify(child.pid)
+        identity = identify(started.pid)
         if identity is not None:
             self._processes[program.name] = identity
             self._write_status()  # at once: this supervisor may be killed while it launches the others
-        self._watcher.begin(program, child.pid)
-        log.info("started %s (pid %d)", program.name, child.pid)
-        self._watch(program, child.wait)
+        self._watcher.begin(program, started.pid)
+        log.info("started %s (pid %d)", program.name, started.pid)
+        self._watch(program, started.wait)
 
     def _name_socket(self, program: Program) -> dict[str, str]:
         """Return the variable that names a process's socket, if it has one."""
@@ -244,46 +235,6 @@ class Supervisor:
         _publish_status(self._home, MeshStatus(supervisor=_self(), stopping=self._mesh.stopping, services=services))
 
 
-def _until_gone(process: Identity) -> Wait:
-    """Wait for the end of a process that is not our child.
-
-    Its exit status cannot be known.
-    """
-
-    async def wait() -> int | None:
-        if not hasattr(os, "pidfd_open"):  # macOS has no event for the end of a process that is not a child
-            while process.is_alive():  # noqa: ASYNC110
-                await asyncio.sleep(0.25)
-            return None
-        try:
-            handle = os.pidfd_open(process.pid)
-        except ProcessLookupError:
-            return None
-        gone = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(handle, gone.set)
-        try:
-            if process.is_alive():
-                await gone.wait()
-        finally:
-            loop.remove_reader(handle)
-            os.close(handle)
-        return None
-
-    return wait
-
-
-def _environment(program: Program) -> dict[str, str]:
-    """Return this process's environment with the program's.
-
-    The packages are found from a checkout, too.
-    """
-    source = str(Path(thaw.__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    path = source if not inherited else f"{source}{os.pathsep}{inherited}"
-    return {**os.environ, "PYTHONPATH": path, **program.environment, MARK: program.name}
-
-
 def _self() -> Identity:
     identity = identify(os.getpid())
     assert identity is not None, "a process always finds itself"
@@ -321,22 +272,29 @@ def main() -> int:
 
 def _supervise(home: Home) -> int:
     before: MeshStatus | None = None
+    starter: Starter | None = None
     try:
         before = read_status(home)
         plan = read_plan(home)
         bound_logs(home)
+        starter = Starter(home, common_environment(home, plan))
+        if before is None or not before.has_survivors:
+            starter.prepare()  # its imports go on beside the preparation and the start of the servers
         postgres = _prepare(home, plan)
         programs = programs_of(home, plan, postgres)
         survivors = find_survivors(home, programs, before)
         limits = limits_of({**os.environ, **plan.environment})
     except CommandError as e:
         log.error("%s %s", e.what, e.remedy)
+        if starter is not None:
+            starter.close()
         # Survivors stay known, for the next supervisor to adopt.
         services = {} if before is None else before.services
         _publish_status(home, MeshStatus(supervisor=_self(), stopping=True, error=e.what, remedy=e.remedy, services=services))
         return 1
     write_private(home.endpoints_file, json.dumps(plan.endpoints(), indent=1))
-    asyncio.run(Supervisor(home, programs, survivors, Watcher(home, limits)).run())
+    asyncio.run(Supervisor(home, programs, survivors, Watcher(home, limits), starter).run())
+    starter.close()
     left = sweep(home)
     if left:
         log.warning("cleaned up %d processes and %d segments", len(left.processes), len(left.segments))

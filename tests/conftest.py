@@ -14,6 +14,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support import forking
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
@@ -61,6 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
     tie_to_this_process()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    forking.install()
+
+
+def pytest_unconfigure() -> None:
+    forking.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,17 +14,19 @@ import pytest
 from services.nodeagent.engines.launcher import engine_environment
 from services.nodeagent.settings import NodeagentSettings
 from shared.settings import NodeSettings
+from tests.support.forking import executed
 
 
 def run_agent(home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "services.nodeagent"],
-        env={**os.environ, "THAW_HOME": str(home), "THAW_NODE": "n", "THAW_LOG_FORMAT": "text", **settings},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    with executed():
+        return subprocess.run(
+            [sys.executable, "-m", "services.nodeagent"],
+            env={**os.environ, "THAW_HOME": str(home), "THAW_NODE": "n", "THAW_LOG_FORMAT": "text", **settings},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
 
 
 @pytest.mark.parametrize(

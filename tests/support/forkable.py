@@ -1,4 +1,4 @@
-"""A module that a fork server runs in tests: prints what it has, and ends as it is told."""
+"""A module for fork servers: prints what it has, and exits with the status that it reads."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def main() -> int:
     }
     sys.stdout.write(json.dumps(known) + "\n")
     sys.stdout.flush()
-    told = sys.stdin.readline().strip()
-    return int(told or 0)
+    return int(sys.stdin.readline().strip() or 0)
 
 
 if __name__ == "__main__":

@@ -279,7 +279,7 @@ def _supervise(home: Home) -> int:
         bound_logs(home)
         starter = Starter(home, common_environment(home, plan))
         if before is None or not before.has_survivors:
-            starter.prepare()  # its imports go on beside the preparation and the start of the servers
+            starter.prepare()  # it imports while the servers are prepared and start
         postgres = _prepare(home, plan)
         programs = programs_of(home, plan, postgres)
         survivors = find_survivors(home, programs, before)

@@ -21,6 +21,7 @@ from thaw.launcher.home import Home
 from thaw.launcher.processes import MARK, identify
 from thaw.launcher.servers import postgres_directories
 from thaw.launcher.services import Program
+from thaw.launcher.starting import Starter
 from thaw.launcher.status import read_status
 from thaw.launcher.supervisor import Supervisor
 from thaw.launcher.watching import Watcher, limits_of
@@ -67,7 +68,7 @@ def test_adopted_service_that_waits_for_its_turn_stays_in_the_status(tmp_path: P
     survivor = identify(psutil.Process().pid)
     assert survivor is not None
     programs = (Program("nats", ("true",)), Program("gateway", ("true",), starts_after=("nats",)))
-    supervisor = Supervisor(home, programs, {"gateway": survivor}, Watcher(home, limits_of({})))
+    supervisor = Supervisor(home, programs, {"gateway": survivor}, Watcher(home, limits_of({})), Starter(home, {}))
     supervisor._write_status()
     status = read_status(home)
     assert status is not None

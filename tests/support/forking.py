@@ -1,7 +1,7 @@
-"""Fork the services that tests start, instead of importing them for each process.
+"""Fork the services and the command lines that tests start, instead of importing them each time.
 
-Importing a service takes half to a whole CPU second, and the suite starts some thousand of them.
-`install` makes `subprocess.Popen` fork `[sys.executable, "-m", SERVICE, ...]` from a fork server
+Importing a service takes half to a whole CPU second, and the suite starts hundreds of them.
+`install` makes `subprocess.Popen` fork `[sys.executable, "-m", MODULE, ...]` from a fork server
 (`thaw.launcher.forkserver`), which a test process starts when it first needs it. The new process is
 a child of the test process and runs the module as `python -m` does. Other commands, and those with
 unusual options, are executed.
@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from thaw.launcher.forkserver.client import ForkServer
+from thaw.launcher.forkserver.cloning import supports_cloning
 from thaw.launcher.services import SERVICES
 
 ROOT = Path(__file__).resolve().parents[2]
-FORKED = (*SERVICES, "services.enginehost")
+FORKED = (*SERVICES, "services.enginehost", "thaw.cli.app")
+_COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
+"""Modules that the command line imports when they are used."""
 _READY_WITHIN_S = 60.0
 _execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # no public hook has its place
 _server: ForkServer | None = None
@@ -29,14 +32,13 @@ _is_enabled = True
 
 
 def install() -> None:
-    """Fork services from here on; where a system has no fork server, execute them."""
-    if sys.platform.startswith("linux"):
-        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    """Fork from here on; where a system has no fork server, commands are executed."""
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def executed() -> Iterator[None]:
-    """Execute services inside the block, as users do."""
+    """Execute all commands inside the block, as users do."""
     global _is_enabled
     before, _is_enabled = _is_enabled, False
     try:
@@ -72,7 +74,7 @@ def _execute_child(
     environment = dict(os.environ if env is None else env)
     _, *identity, start_new_session, process_group = rest
     is_usual = preexec_fn is None and close_fds and not shell and process_group < 0 and _are_unset(identity)
-    is_forked = is_usual and _is_enabled and _is_service(args) and _has_same_interpreter(environment)
+    is_forked = is_usual and _is_enabled and _is_forked(args) and _has_same_interpreter(environment)
     server = _fork_server() if is_forked else None
     if server is None:
         _execute(
@@ -91,14 +93,14 @@ def _execute_child(
 
 def _fork_server() -> ForkServer | None:
     """Return this process's fork server; None where the kernel does not support it."""
-    global _server, _is_enabled
-    if _server is None:
-        _server = ForkServer(FORKED, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT)
-        _is_enabled = _server.await_ready(_READY_WITHIN_S)
-    return _server if _is_enabled else None
+    global _server
+    if _server is None and supports_cloning():
+        _server = ForkServer(FORKED + _COMMANDS, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT)
+        assert _server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for a minute"
+    return _server
 
 
-def _is_service(args: Any) -> bool:
+def _is_forked(args: Any) -> bool:
     return isinstance(args, (list, tuple)) and len(args) > 2 and tuple(args[:2]) == (sys.executable, "-m") and args[2] in FORKED
 
 

@@ -169,7 +169,8 @@ def test_services_of_a_mesh_restart_with_and_without_the_fork_server() -> None:
 
 
 def _fork_servers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if client.MODULE in p.cmdline()]
+    children = psutil.Process().children()
+    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and client.MODULE in p.cmdline()]
 
 
 def _servers(thaw: Thaw) -> list[psutil.Process]:

@@ -77,10 +77,12 @@ def _become(start: Start, files: list[int]) -> None:
 def _import(modules: tuple[str, ...]) -> None:
     with uncollected_imports():
         for module in modules:
-            name = f"{module}.__main__" if hasattr(importlib.import_module(module), "__path__") else module
-            importlib.import_module(name)
-            # It runs again in each process, under the name __main__.
-            del sys.modules[name]
+            importlib.import_module(_main_of(module))
+
+
+def _main_of(module: str) -> str:
+    """Return the name of the module that `python -m MODULE` runs."""
+    return f"{module}.__main__" if hasattr(importlib.import_module(module), "__path__") else module
 
 
 def main() -> Start | None:
@@ -104,4 +106,6 @@ def main() -> Start | None:
 
 if __name__ == "__main__":
     if (task := main()) is not None:
+        # It runs a second time, under the name __main__.
+        sys.modules.pop(_main_of(task.module), None)
         runpy.run_module(task.module, run_name="__main__", alter_sys=True)

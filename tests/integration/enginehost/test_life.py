@@ -18,6 +18,7 @@ from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.phases import Phase
 from shared.processes import end_all
+from tests.support.forking import executed
 from tests.support.hosted import FAKE, MIB, Hosts, fake_card, hosted_card, reapers, token_of
 from tests.support.stopping import stop
 
@@ -257,6 +258,7 @@ async def test_credentials_of_the_mesh_are_not_the_engines(hosts: Hosts) -> None
 
 
 async def test_a_host_is_small(hosts: Hosts) -> None:
-    start = hosts.host(fake_card())
+    with executed():  # a forked host shares the memory of its imports
+        start = hosts.host(fake_card())
     report = await hosts.settled(start.instance_id)
     assert psutil.Process(report.pid).memory_info().rss < 80 * MIB

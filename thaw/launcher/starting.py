@@ -126,7 +126,7 @@ def _until_exited(pid: int) -> Wait:
 
     async def wait() -> int | None:
         while (status := exit_status(pid)) is None:
-            await _readable(os.pidfd_open(pid))
+            await _await_readable(os.pidfd_open(pid))
         return status
 
     return wait
@@ -148,7 +148,7 @@ def until_gone(process: Identity) -> Wait:
         except ProcessLookupError:
             return None
         if process.is_alive():
-            await _readable(handle)
+            await _await_readable(handle)
         else:
             os.close(handle)
         return None
@@ -156,7 +156,7 @@ def until_gone(process: Identity) -> Wait:
     return wait
 
 
-async def _readable(handle: int) -> None:
+async def _await_readable(handle: int) -> None:
     """Wait until a file descriptor is readable, and close it."""
     ready = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -275,7 +275,7 @@ def machines(m: Measured, separate: SeparateDevices | None = None) -> tuple[Clus
         message_ms=m.message * 1e3,
         reply_ms=m.reply * 1e3,
         decision_ms=m.decision * 1e3,
-        capabilities=CAN | ({"suspend"} if m.restore else set()) | ({"reuse"} if separate else set()),
+        capabilities=CAN | ({"suspend"} if m.restore else set()) | ({"reuse", "peer_copy"} if separate else set()),
         in_dram=True,
         share_compute=False,  # engines of one thread each, on cores of their own
     )

@@ -103,11 +103,16 @@ class Gateway:
         arrived, queue = run.arrived, self._queues[run.model.name]
         route = queue.routes.get(run.instance.key) if run.instance is not None else None
         begun = run.begun if run.begun is not None else first
-        spans = [(Phase.PREFILL, begun, first)]
         if run.cold and route is not None:
-            spans += [*route.phases, (Phase.QUEUE, route.engine.ready_at, begun)]
+            # A prompt that is computed during the load waits for the weights until its end.
+            loaded = max((end for phase, _, end in route.phases if phase is Phase.LOAD), default=begun)
+            spans = [
+                *route.phases,
+                (Phase.QUEUE, route.engine.ready_at, begun),
+                (Phase.PREFILL, max(begun, min(loaded, first)), first),
+            ]
         else:
-            spans += [(Phase.QUEUE, arrived, begun)]
+            spans = [(Phase.QUEUE, arrived, begun), (Phase.PREFILL, begun, first)]
         measured = (PhaseSpan(phase=p, start_ms=(b - arrived) * 1e3, duration_ms=max(0.0, e - b) * 1e3) for p, b, e in spans)
         path = self._world.outcome.paths[run.number] = {}
         for part in critical_path(measured, 0.0, (first - arrived) * 1e3):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.scheduler.domain.cost.links import PEER_LINK
 from shared.contracts.engine import EngineLoad
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus, StartInstance, Suspension
@@ -84,6 +85,11 @@ class MeshNode:
     def device(self, device_id: str) -> SimDevice:
         return self.sim.devices[int(device_id.partition(":")[2])]
 
+    def _peers(self, device: SimDevice) -> dict[str, Residency]:
+        """Return the devices that weights are copied to `device` from."""
+        others = [d for d in self.sim.devices if d is not device and self.sim.peer(d, device) is not None]
+        return {f"cuda:{d.index}": self.residency[d.key] for d in others}
+
     def sum_reserved(self, device: SimDevice) -> int:
         return sum(i.reserved for i in self.instances.values() if i.device is device)
 
@@ -121,6 +127,9 @@ class MeshNode:
         cached += [CachedModel(weights_id=w, tier="ssd", nbytes=n) for w, n in sim.ssd.held.items()]
         links = [_link("remote:store", sim, sim.nic), _link("ssd:disk", sim, sim.disk)]
         links += [_link(f"bus:cuda:{d.index}", sim, d.link) for d in sim.devices]
+        if self.residency:
+            pairs = [(a, b, sim.peer(a, b)) for a in sim.devices for b in sim.devices if a is not b]
+            links += [_link(f"{PEER_LINK}:cuda:{a.index}>cuda:{b.index}", sim, link) for a, b, link in pairs if link is not None]
         return LoaderStatus(
             node=self.name,
             boot_id=f"b{self.boot}",
@@ -131,7 +140,7 @@ class MeshNode:
                 if w in held
             ),
             links=tuple(links),
-            memory=tuple(r.memory() for r in self.residency.values()),
+            memory=tuple(self.residency[d.key].memory(self._peers(d)) for d in sim.devices if self.residency),
             cached=tuple(cached),
             dram_budget_bytes=sim.dram.capacity,
             ssd_bytes=sim.ssd.used,

@@ -76,8 +76,8 @@ class Residency:
         self._holders.clear()
         self._incomplete.clear()
 
-    def memory(self) -> DeviceMemory:
-        """Return the loader's report."""
+    def memory(self, others: Mapping[str, Residency]) -> DeviceMemory:
+        """Return the loader's report. `others`: the node's other devices that copies come from."""
         mapped, kept = self.mapped_bytes, self._device.kept_bytes
         here = sorted({*self._holders, *self._device.kept})
         return DeviceMemory(
@@ -86,14 +86,21 @@ class Residency:
             free_bytes=self._device.budget - mapped - kept,
             mapped_bytes=mapped,
             reusable_bytes=kept,
-            weights=tuple(self._on_device(m) for m in here),
+            weights=tuple(self._on_device(m, others) for m in here),
         )
 
-    def _on_device(self, model: str) -> WeightsOnDevice:
+    def _on_device(self, model: str, others: Mapping[str, Residency]) -> WeightsOnDevice:
         total, kept = self._nbytes[model], self._device.kept.get(model)
         if model in self._holders:
             return WeightsOnDevice(
                 weights_id=model, total_bytes=total, missing_bytes=0, read_bytes=0, unmapped_bytes=0, exclusive_bytes=total
             )
         missing = total - (kept.nbytes if kept is not None else 0)
-        return WeightsOnDevice(weights_id=model, total_bytes=total, missing_bytes=missing, read_bytes=missing, unmapped_bytes=total)
+        return WeightsOnDevice(
+            weights_id=model,
+            total_bytes=total,
+            missing_bytes=missing,
+            read_bytes=missing,
+            unmapped_bytes=total,
+            peer_bytes={device_id: n for device_id, other in others.items() if (n := min(missing, other.there(model)))},
+        )

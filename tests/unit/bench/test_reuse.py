@@ -101,10 +101,9 @@ def test_models_of_the_engines_have_the_paper_s_sizes(tmp_path: Path) -> None:
     assert reuse_models.device_bytes(list(models.values())) == pytest.approx(sizes[1] * 45 / 41.1, abs=PAGE_BYTES)
 
 
-@pytest.mark.parametrize("kind", reuse_zygote.KINDS)
-def test_kv_caches_are_booked_or_elastic(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_BORROWS_PAGES", app._BORROWS_PAGES)
-    reuse_zygote.apply(kind)
-    assert app._BORROWS_PAGES is (kind == "elastic")
+def test_engines_of_the_booked_way_borrow_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.Engine, "_borrow", app.Engine._borrow)
+    reuse_zygote.apply("booked")
+    assert app.Engine._borrow(Mock(), Mock(), Mock()) is None
     with pytest.raises(ValueError, match="allowed: booked, elastic"):
         reuse_zygote.apply("other")

@@ -129,7 +129,7 @@ def test_memory_is_conserved(steps: list[tuple[str, bool]]) -> None:
             running[model] = completes
             if completes:
                 found.complete(model)
-        memory = found.memory()
+        memory = found.memory({})
         assert memory.free_bytes >= 0
         assert memory.free_bytes + memory.mapped_bytes + memory.reusable_bytes == memory.total_bytes
         assert memory.mapped_bytes == 9 * GB * len(running)

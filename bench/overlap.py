@@ -1,7 +1,7 @@
 """Computing while loading: the time to the first token, by model, prompt and copy group.
 
     python -m bench.overlap [--sizes 60m 250m] [--prompts 128 512] [--groups 2 8 32 128 1024]
-        [--rounds 5] [--threads 1] [--json PATH]
+        [--rounds 5] [--threads 1] [--touched] [--json PATH]
 
 A loader process copies a model to a separate cpu device, and this process computes a prompt on the
 device's pages with the engine's code. The link is PACED: its bandwidth is set so that the load
@@ -15,6 +15,9 @@ process and the tokenizer are there. `load` and `prefill` are measured in the wa
 figures are medians over the rounds, and of the rounds' ratios. A first token that differs between
 the ways ends the run with an error. The sweep repeats the overlapped way with each group size (MiB)
 for the largest model and longest prompt (the shape of Torpor's Fig. 7).
+
+The device's pages are fresh: the kernel zeroes each during the copy, which may take longer than the
+link. With --touched they have been used before, as on a node that has served for a while.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ class Case:
     prompt: list[int]
     group_bytes: int
     bytes_per_second: float
+    touched: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class LoaderProcess:
     def __init__(self, case: Case, home: Path) -> None:
         command = [sys.executable, "-m", "bench.overlap_loader", str(home), str(case.model), str(case.group_bytes)]
         self._process = subprocess.Popen(
-            [*command, str(case.bytes_per_second)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, str(case.bytes_per_second), str(int(case.touched))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.card = ModelCard.model_validate_json(self._line())
         self.complete: WeightsAttached | None = None
@@ -167,7 +171,7 @@ def balance_link(case: Case) -> Case:
     """Return the case with a link that is as slow as the prefill."""
     found = measure(case, "waiting")
     nbytes = sum(f.stat().st_size for f in case.model.glob("*.safetensors"))
-    return Case(case.model, case.prompt, case.group_bytes, nbytes / found.prefill)
+    return replace(case, bytes_per_second=nbytes / found.prefill)
 
 
 def compare_ways(case: Case, rounds: int) -> dict[str, float]:
@@ -198,7 +202,7 @@ def sweep_groups(case: Case, groups: list[int], rounds: int) -> dict[str, float]
     found: dict[int, list[float]] = {group: [] for group in groups}
     for number in range(rounds):
         for group in groups if number % 2 else reversed(groups):
-            one = Case(case.model, case.prompt, group * MIB, case.bytes_per_second)
+            one = replace(case, group_bytes=group * MIB)
             found[group].append(measure(one, "overlapped").ttft)
     return {f"{group}_mib_ms": median(times) * 1e3 for group, times in found.items()}
 
@@ -214,7 +218,7 @@ def run(args: argparse.Namespace, models: Path) -> dict[str, float]:
     for size in args.sizes:
         model = make_demo_model(models / size, size)
         for length in args.prompts:
-            last = balance_link(Case(model, prompt_of(length, 8192), 2 * MIB, 0.0))
+            last = balance_link(Case(model, prompt_of(length, 8192), 2 * MIB, 0.0, args.touched))
             found = compare_ways(last, args.rounds)
             print(f"{size}, {length} tokens, paced: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()), flush=True)
             figures |= {f"paced.{size}.{length}.{name}": value for name, value in found.items()}
@@ -232,6 +236,7 @@ def arguments(text: list[str] | None = None) -> Any:
     parser.add_argument("--groups", nargs="*", type=int, default=[2, 8, 32, 128, 1024], metavar="MIB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="computing threads")
+    parser.add_argument("--touched", action="store_true", help="the device's pages have been used before")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(text)
 

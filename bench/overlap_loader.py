@@ -1,15 +1,16 @@
 """A loader without a mesh, for `bench.overlap`: one load to one separate cpu device.
 
-    python -m bench.overlap_loader HOME MODEL GROUP_BYTES BYTES_PER_SECOND
+    python -m bench.overlap_loader HOME MODEL GROUP_BYTES BYTES_PER_SECOND TOUCHED
 
 It prints the model's card, waits for a line, loads, and prints the reply to an attach until the
 index and until the last byte. It ends with its standard input. BYTES_PER_SECOND paces the copies; 0
-does not.
+does not. TOUCHED is 1 if the device's pages have memory before the load.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,25 +35,29 @@ from weights.sources.sources import Sources
 from weights.store.generations import file_name
 from weights.store.node_devices import NodeDevices
 from weights.store.separate import SeparateDevice
+from weights.store.units import PAGE_BYTES
 
 NODE, INSTANCE, DEVICE = "bench", "instance", "cpu:1"
 _POOL_BYTES = 4 << 30
 
 
-async def serve(home: Path, model: str, group_bytes: int, bytes_per_second: float) -> None:
+async def serve(home: Path, model: str, group_bytes: int, bytes_per_second: float, touched: bool) -> None:
     node = home / "nodes" / NODE
     (node / "loader" / "weights").mkdir(parents=True)
     records = Records(node / "loader", segment_prefix(home, NODE))
     sources = Sources(SsdCache(home / "cache", 0), (home / "small",))
     pool = PoolMemory(records.pool_name, _POOL_BYTES)
     pages = file_name(records.prefix, DEVICE, "bench")
+    weights_bytes = sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
     device = SeparateDevice(
         DEVICE,
-        _POOL_BYTES,
+        2 * weights_bytes + PAGE_BYTES,
         pages,
         host_bytes_per_second=bytes_per_second or None,
         group_bytes=group_bytes,
     )
+    if touched:
+        allocate(SHM / pages)
 
     def workers(emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
         copies = Copies(NodeDevices({DEVICE: device}), pool, emit)
@@ -79,9 +84,18 @@ async def serve(home: Path, model: str, group_bytes: int, bytes_per_second: floa
         (SHM / pages).unlink(missing_ok=True)  # an engine still maps it, so that closing keeps it
 
 
+def allocate(file: Path) -> None:
+    """Give all pages of a file their memory."""
+    fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+
+
 def main() -> None:
-    home, model, group, rate = sys.argv[1:]
-    asyncio.run(serve(Path(home), model, int(group), float(rate)))
+    home, model, group, rate, touched = sys.argv[1:]
+    asyncio.run(serve(Path(home), model, int(group), float(rate), touched == "1"))
 
 
 if __name__ == "__main__":

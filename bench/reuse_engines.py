@@ -56,7 +56,7 @@ from weights.store.units import PAGE_BYTES, pages_of
 
 WITHIN_S = 120.0
 DEVICE, UNIFIED = "cpu:1", "cpu:0"
-PROMPT_TOKENS = (16, 48)
+PROMPT_TOKENS = (4, 12)
 OUTPUT_TOKENS = 8
 _EPOCH = 1 << 32
 Tokens = list[int]

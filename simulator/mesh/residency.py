@@ -102,5 +102,5 @@ class Residency:
             missing_bytes=missing,
             read_bytes=missing,
             unmapped_bytes=total,
-            peer_bytes={device_id: n for device_id, other in others.items() if (n := min(missing, other.there(model)))},
+            peer_bytes={device_id: n for device_id, other in others.items() if (n := min(missing, other.count_there(model)))},
         )

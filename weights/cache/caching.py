@@ -13,6 +13,7 @@ A load has one of three roles, which may change:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -66,6 +67,7 @@ class CachingTier:
         self._behind = WriteBehind()
         self._rest: threading.Thread | None = None
         self._following = True
+        self._in_turn: Callable[[int, Callable[[], None]], None] = lambda _, read: read()
         self._old: list[PartialModel] = []
         self._closed = False
         self._begin()
@@ -97,6 +99,16 @@ class CachingTier:
             if self._rest is None and not self._closed:
                 self._rest = threading.Thread(target=self._complete, name="cache-rest", daemon=True)
                 self._rest.start()
+
+    def complete(self, in_turn: Callable[[int, Callable[[], None]], None], cancelled: threading.Event) -> None:
+        """Fetch all that the cache lacks, in the background. Nothing was read before.
+
+        Args:
+            in_turn: Called with the bytes and the function of each read, which it calls.
+            cancelled: Ends it soon. `close` sets it too.
+        """
+        self._in_turn, self._stop = in_turn, cancelled
+        self.finish()
 
     def get_settled_event(self) -> threading.Event:
         return self._settled
@@ -282,7 +294,8 @@ class CachingTier:
                 raise Cancelled
             if self._verifier.is_hashed(file.name):
                 return
-            self.read(file, offset, memoryview(bytearray(min(_REST_BYTES, file.size - offset))), self._stop)
+            into = memoryview(bytearray(min(_REST_BYTES, file.size - offset)))
+            self._in_turn(len(into), functools.partial(self.read, file, offset, into, self._stop))
             self._verifier.drain(self._stop)
 
     def _promote(self) -> None:

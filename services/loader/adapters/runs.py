@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.adapters.arrivals import Arrivals
+from services.loader.adapters.cache_fill import CacheFill
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
 from services.loader.adapters.run import Run, RunContext, Threads
@@ -18,6 +19,7 @@ from shared.errors import ThawError
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
 from weights.pool.memory import PoolMemory
+from weights.sources.open import is_remote
 from weights.sources.sources import Sources
 from weights.tiers.port import Cancelled
 from weights.transfer.link_queue import Order
@@ -52,6 +54,7 @@ class Runs:
         """
         self.copies = copies
         self._context = RunContext(pool, sources, emit, threads, Links(order), Progress(emit), copies, verify, free_memory)
+        self._fill = CacheFill(sources, self._context.links, threads.remote)
         self._runs: dict[int, Run] = {}
         self._lock = threading.Lock()
         self.read_bytes = 0
@@ -92,6 +95,7 @@ class Runs:
             found.is_reused = True
 
     def start(self, order: StartRun) -> None:
+        self._fill.cancel(order.weights_id)
         run = self._runs[order.run] = Run(order, self._context, background=order.background)
         self._loads.submit(self._run_guarded, run)
 
@@ -145,6 +149,7 @@ class Runs:
         for run in list(self._runs):
             self.cancel(run)
         self._loads.shutdown(cancel_futures=True)
+        self._fill.close()
         self._context.links.close()
         self._context.progress.close()
         for found in list(self._runs.values()):
@@ -183,6 +188,8 @@ class Runs:
         )
         self._context.emit(Completed(order.weights_id, order.run, run.kept_bytes))
         self._settle(run)
+        if run.kept_bytes is not None and is_remote(order.card.info.source):
+            self._fill.begin(order)
 
     def _settle(self, run: Run) -> None:
         """Close the tier after its copy to the disk, and unmap the loaded bytes.

@@ -96,8 +96,13 @@ class SeparateLoader:
 
 
 @asynccontextmanager
-async def separate_loader(server: NatsServer, home: Path, devices: str, node: str) -> AsyncIterator[SeparateLoader]:
-    """Run a loader that checks every reused and copied unit. `devices`: as THAW_DEVICES."""
+async def separate_loader(
+    server: NatsServer, home: Path, devices: str, node: str, cache_bytes: int = 0
+) -> AsyncIterator[SeparateLoader]:
+    """Run a loader that checks every reused and copied unit.
+
+    `devices`: as THAW_DEVICES. `cache_bytes`: of its SSD cache, under `home`.
+    """
     mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
     await mesh.start()
     loader = SeparateLoader(mesh, node)
@@ -108,7 +113,8 @@ async def separate_loader(server: NatsServer, home: Path, devices: str, node: st
         home=home,
         node=node,
         dram_bytes=0,
-        cache_bytes=0,
+        cache_bytes=cache_bytes,
+        cache_dir=home / "cache",
         peer_host="",
         verify=True,
         devices=f"cpu:0=1GiB,{devices}",

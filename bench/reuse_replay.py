@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     chosen = grown_pool(options.pool)
-    sizes = {n: max(1, round(m.gb * 1e9 / SCALE / PAGE_BYTES)) for n, m in zip(t.named(chosen), chosen, strict=True)}
+    sizes = {n: max(1, round(m.gb * 1e9 / SCALE / PAGE_BYTES)) for n, m in zip(t.name_copies(chosen), chosen, strict=True)}
     models = {n: [Unit(f"{n}/{i}", i * PAGE_BYTES, PAGE_BYTES) for i in range(pages)] for n, pages in sizes.items()}
     figures: dict[str, float] = {}
     for workload in WORKLOADS:

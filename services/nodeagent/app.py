@@ -101,6 +101,7 @@ class Nodeagent:
             newest_epoch=records.epoch(),
             snapshot_budget=snapshot_budget(settings),
             spills=self.suspender.can_spill(),
+            templates=settings.templates,
         )
         self.loop = Loop(state, lambda effect: self.effects.perform(effect))
         self.meter = Meter(

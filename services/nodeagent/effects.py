@@ -23,7 +23,7 @@ from services.nodeagent.loop import Loop
 from services.nodeagent.suspend.suspender import Suspender
 from shared.contracts import subjects
 from shared.contracts.base import Done, ErrorBody, Message, Request
-from shared.contracts.engine import DrainEngine, EngineReport, EngineStart, PingEngine
+from shared.contracts.engine import ChangeModel, DrainEngine, EngineReport, EngineStart, PingEngine
 from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.node import InstanceState
 from shared.errors import ThawError, Unavailable, from_body
@@ -99,6 +99,9 @@ class EffectRunner:
                 self._signal(effect)
             case e.Fork():
                 self._spawn("fork", effect.instance_id, self._fork(effect.instance_id))
+            case e.Take():
+                self.processes.hand_over(effect.template, effect.instance_id)
+                self._spawn("take", effect.instance_id, self._take(effect))
             case e.Ping():
                 self._spawn("ping", effect.instance_id, self._ping(effect.instance_id))
             case e.RequestDrain():
@@ -148,9 +151,9 @@ class EffectRunner:
         else:
             future.set_exception(from_body(error))
 
-    async def _fork(self, instance_id: str) -> None:
+    def _engine_start(self, instance_id: str) -> EngineStart:
         command = self._loop.state.instances[instance_id].command
-        start = EngineStart(
+        return EngineStart(
             instance_id=instance_id,
             node=self._node,
             card=command.card,
@@ -163,6 +166,31 @@ class EffectRunner:
             environment=self._environment,
             cgroup_procs=self._suspender.group_for(self._loop.state.instances[instance_id]),
         )
+
+    async def _take(self, effect: e.Take) -> None:
+        """Wake a template's engine and have its host become the instance.
+
+        The host reports the outcome under the new id.
+        """
+        instances = self._loop.state.instances
+        instance, template = instances[effect.instance_id], instances[effect.template]
+        self._timelines.get_timeline(effect.instance_id).forking("template")
+        request = ChangeModel(start=self._engine_start(effect.instance_id))
+        try:
+            await self._suspender.hand_over(template, instance)
+            await self._ask(subjects.engine_control(effect.template), request, Done)
+        except ThawError as error:
+            log.error(
+                "failed to take a template's engine; starting it cold",
+                extra={"instance": effect.instance_id, "error": error.message},
+            )
+            self._post(e.TakeFailed(effect.instance_id, error.body()))
+            return
+        log.info("took a template's engine", extra={"instance": effect.instance_id, "template": effect.template})
+
+    async def _fork(self, instance_id: str) -> None:
+        command = self._loop.state.instances[instance_id].command
+        start = self._engine_start(instance_id)
         self._timelines.get_timeline(instance_id).forking(self._launcher.name_for(start))
         try:
             pid = await self._launcher.launch(start)

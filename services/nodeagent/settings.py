@@ -37,6 +37,11 @@ class NodeagentSettings(NodeSettings):
         description="Engines of which an interpreter waits with its imports done, joined by commas: vllm. Starts are sooner; it holds some "
         "500 MB of host memory.",
     )
+    templates: int = Field(
+        default=4,
+        ge=0,
+        description="Suspended engines, one of each template key, that may change their model for one that has none; 0: none may.",
+    )
     engine_threads: int = Field(
         default_factory=lambda: os.cpu_count() or 1, ge=1, description="Compute threads of an engine on cpu; all cores by default."
     )

@@ -55,6 +55,11 @@ class StartInstance(Request):
         "`insufficient_memory` of `RESERVATION`; a resumption as suspended, with that error and this command's token.",
     )
     park: bool = Field(default=False, description="Suspend it as soon as it is ready.")
+    template: str | None = Field(
+        default=None,
+        description="A suspended instance of the node, of the same template key, that ends: its engine changes its model and becomes this one. "
+        "If it is gone, this one starts cold.",
+    )
 
 
 class StopInstance(Request):
@@ -168,7 +173,9 @@ class Suspension(Frozen):
     need_bytes: int = Field(default=0, description="To be reserved for a resumption, what is left included.")
     resume_ms: float | None = Field(default=None, description="Expected: as measured, before the first from its bytes.")
     resumes: int = 0
-    fell_back: ErrorBody | None = Field(default=None, description="Why the last restore failed; it was started cold then.")
+    fell_back: ErrorBody | None = Field(
+        default=None, description="Why the last restore, or the change of a template's model, failed; it was started cold then."
+    )
     moves_to: tuple[str, ...] = Field(
         default=(), description="Other devices of the node, of the same kind, that its snapshot could be restored onto."
     )
@@ -201,6 +208,10 @@ class InstanceStatus(Frozen):
     started: Timing | None = None
     suspended: Timing | None = None
     resumed: Timing | None = None
+    template_key: str = Field(
+        default="", description="While it is suspended: a model of this template key may take its engine. Empty: none may."
+    )
+    template: str | None = Field(default=None, description="The instance whose engine it took.")
 
 
 WEIGHTS_ON_GPU = "weights:cuda"

@@ -12,9 +12,10 @@ from pydantic import Field
 from shared.contracts.base import ErrorBody, Frozen
 from shared.contracts.phases import PhaseSpan, measure_covered
 
-Way = Literal["warm", "load", "evict_then_load", "restore", "evict_then_restore", "wait", "impossible"]
-ReadyBy = Literal["ready", "wake", "restore", "reuse", "load", "peer_copy", "pipeline"]
-"""How a model becomes ready on a device set: it is; from sleep; from a snapshot; the missing
+Way = Literal["warm", "load", "evict_then_load", "restore", "evict_then_restore", "template", "wait", "impossible"]
+ReadyBy = Literal["ready", "wake", "restore", "template", "reuse", "load", "peer_copy", "pipeline"]
+"""How a model becomes ready on a device set: it is; from sleep; from a snapshot; in the suspended
+engine of another model of its template key; the missing
 tensors loaded; all of it loaded (from DRAM, SSD or remote); copied from another device; its layers
 over several devices.
 """
@@ -61,6 +62,7 @@ class Candidate(Frozen):
     others_ms: float = Field(
         default=0.0, description="What it is expected to cost those that leave, weighted by how likely they are wanted."
     )
+    template: str | None = Field(default=None, description="With `template`: the suspended instance whose engine it takes.")
     took_ms: float | None = Field(default=None, description="Of the chosen one that became ready: from the decision until then.")
 
     @property

@@ -15,6 +15,7 @@ from services.nodeagent.adapters.meter import Meter
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.devices.inventory import device_status
 from services.nodeagent.devices.port import Device
+from services.nodeagent.domain import templates
 from services.nodeagent.domain.state import NodeState
 from services.nodeagent.domain.status import instance_status
 from shared.contracts import subjects
@@ -89,6 +90,7 @@ class Publisher:
     def status(self) -> NodeStatus:
         state = self._state()
         wall = time.time() - time.monotonic()
+        keys = templates.offered(state)
         return NodeStatus(
             node=self._node,
             boot_id=self._boot_id,
@@ -105,6 +107,7 @@ class Publisher:
                     self._meter.weights(instance.instance_id),
                     self._timelines.spans(instance),
                     wall,
+                    keys.get(instance.instance_id, ""),
                 )
                 for instance in state.instances.values()
             ),

@@ -22,6 +22,7 @@ from services.nodeagent.domain import (
     stopping,
     suspending,
     teardown,
+    templates,
     termination,
 )
 from services.nodeagent.domain.events import (
@@ -49,6 +50,7 @@ from services.nodeagent.domain.events import (
     SuspendCommand,
     Suspended,
     SuspendFailed,
+    TakeFailed,
     Tick,
     WeightsReleased,
 )
@@ -85,6 +87,8 @@ def _dispatch(transition: Transition, event: Event) -> None:
             starting.on_forked(transition, event)
         case ForkFailed():
             starting.on_fork_failed(transition, event)
+        case TakeFailed():
+            templates.on_take_failed(transition, event)
         case EngineReported():
             starting.on_report(transition, event.report)
         case LoaderReported():

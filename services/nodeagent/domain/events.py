@@ -142,6 +142,14 @@ class ForkFailed:
 
 
 @dataclass(frozen=True)
+class TakeFailed:
+    """The engine of a template was not handed over."""
+
+    instance_id: str
+    error: ErrorBody
+
+
+@dataclass(frozen=True)
 class EngineReported:
     report: EngineReport
 
@@ -246,6 +254,7 @@ Event = (
     | Measured
     | EngineForked
     | ForkFailed
+    | TakeFailed
     | EngineReported
     | EngineExited
     | DrainAnswered
@@ -262,6 +271,17 @@ Event = (
 @dataclass(frozen=True)
 class Fork:
     instance_id: str
+
+
+@dataclass(frozen=True)
+class Take:
+    """Wake the engine of the ended instance `template`, and have it become `instance_id`.
+
+    The process is that of `template`. If it cannot be handed over, `TakeFailed` follows.
+    """
+
+    instance_id: str
+    template: str
 
 
 @dataclass(frozen=True)
@@ -389,6 +409,7 @@ class Publish:
 
 Effect = (
     Fork
+    | Take
     | RequestDrain
     | PauseEngine
     | Suspend

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import process_exit, resuming
-from services.nodeagent.domain.events import Fork
+from services.nodeagent.domain import process_exit, resuming, templates
 from services.nodeagent.domain.reservations import Reservation, grant
 from services.nodeagent.domain.state import Process
 from services.nodeagent.domain.transition import Transition
@@ -31,8 +30,8 @@ def settle(transition: Transition) -> None:
         )
         instance = transition.state.instances[granted.instance_id]
         if instance.process is Process.QUEUED:
-            transition.change(instance, process=Process.FORKING, booked=True, progress_at=transition.now, phase=None)
-            transition.emit(Fork(instance.instance_id))
+            granted_now = {"process": Process.FORKING, "booked": True, "progress_at": transition.now, "phase": None}
+            templates.begin(transition, instance.model_copy(update=granted_now))
         else:
             resuming.begin_resume(transition, instance, granted.device_ids)
 

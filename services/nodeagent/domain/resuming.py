@@ -161,8 +161,14 @@ def on_resume_failed(transition: Transition, event: ResumeFailed) -> None:
 
 
 def restarts(instance: Instance) -> bool:
-    """True if a cold start follows this exit, because the resume failed."""
-    return instance.state is InstanceState.RESUMING and not instance.stop_asked
+    """True if a cold start follows this exit.
+
+    A resume failed, or a template's process ended before it served its new model.
+    """
+    if instance.stop_asked:
+        return False
+    changing = instance.taken_from is not None and instance.state in (InstanceState.PREPARING, InstanceState.LOADING)
+    return instance.state is InstanceState.RESUMING or changing
 
 
 def restart(transition: Transition, instance: Instance, error: ErrorBody | None) -> ErrorBody | None:

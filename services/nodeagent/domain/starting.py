@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import process_exit, suspending, teardown, termination
+from services.nodeagent.domain import process_exit, suspending, teardown, templates, termination
 from services.nodeagent.domain.events import (
     Assess,
     EngineForked,
-    Fork,
     ForkFailed,
     LoaderReported,
     Measure,
@@ -39,7 +38,7 @@ def on_start(transition: Transition, event: StartCommand) -> None:
     3. Shutting down: refused.
     4. Does not fit: queued if it may wait, else refused; weights that the loader holds for it are
        released.
-    5. Booked, recorded, forked.
+    5. Booked, recorded, forked; or the engine of its template is taken (templates.py).
     """
     command, known = event.command, transition.find(event.command.instance_id)
     refused = check_stale(transition, command.token, known)
@@ -71,7 +70,11 @@ def on_start(transition: Transition, event: StartCommand) -> None:
     new = Instance(
         command=command, token=command.token, progress_at=transition.now, suspend_state=SuspendState(begun_at=transition.now)
     )
+    before = transition.state.ledger
+    transition.set_ledger(templates.ledger_without_template(transition.state, command))
     refusal = transition.reserve(reservation)
+    if refusal is not None:
+        transition.set_ledger(before)
     if refusal is not None and command.wait_ms and isinstance(refusal, InsufficientMemory) and refusal.should_retry:  # 4
         transition.enqueue(reservation)
         transition.change(new.model_copy(update={"process": Process.QUEUED, "booked": False, "phase": Phase.RESERVE}))
@@ -81,8 +84,7 @@ def on_start(transition: Transition, event: StartCommand) -> None:
         transition.emit(Release(command.instance_id))
         transition.reply(event.reply, refusal)
         return
-    transition.change(new)  # 5
-    transition.emit(Fork(command.instance_id))
+    templates.begin(transition, new)  # 5
     transition.reply(event.reply)
 
 
@@ -138,6 +140,9 @@ def on_report(transition: Transition, report: EngineReport) -> None:
             "progress_at": transition.now if progressed or not was.has_reported else was.progress_at,
         }
     )
+    if report.fell_back is not None and instance.suspend_state.fell_back is None:
+        state = instance.suspend_state.model_copy(update={"fell_back": report.fell_back})
+        instance = instance.model_copy(update={"suspend_state": state})
     transition.put(instance)
     if instance.suspend_state.pausing:
         suspending.on_idle_report(transition, instance)

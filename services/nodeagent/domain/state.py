@@ -149,6 +149,8 @@ class Instance(Frozen):
     sleep_levels: tuple[int, ...] = ()
     suspend_state: SuspendState = Field(default=SuspendState(), validation_alias=AliasChoices("suspend_state", "parking"))
     booked: bool = True
+    taken_from: str | None = None
+    """The suspended instance whose engine, and process, this one took."""
 
     @property
     def instance_id(self) -> str:
@@ -211,6 +213,8 @@ class NodeState:
     stopping: bool = False
     queue: tuple[Reservation, ...] = ()
     snapshot_budget: int = 0
+    templates: int = 0
+    """How many suspended engines are offered to other models of their template key."""
     spills: bool = False
     """Whether snapshots in host memory can be written to swap."""
 

@@ -9,7 +9,13 @@ from shared.contracts.phases import PhaseSpan
 
 
 def instance_status(
-    state: NodeState, instance: Instance, private: int, weights: int, phases: tuple[PhaseSpan, ...], wall: float
+    state: NodeState,
+    instance: Instance,
+    private: int,
+    weights: int,
+    phases: tuple[PhaseSpan, ...],
+    wall: float,
+    template_key: str = "",
 ) -> InstanceStatus:
     """The status of one instance.
 
@@ -18,6 +24,7 @@ def instance_status(
         weights: Measured bytes of weight segments.
         phases: Phases of its start.
         wall: Unix time minus monotonic time.
+        template_key: Its template key, if other models may take its engine.
     """
     command, card = instance.command, instance.command.card
     booking = state.ledger.bookings.get(instance.instance_id)
@@ -54,6 +61,8 @@ def instance_status(
         started=_timing(instance.suspend_state.started, wall),
         suspended=_timing(instance.suspend_state.suspended, wall),
         resumed=_timing(instance.suspend_state.resumed, wall),
+        template_key=template_key,
+        template=instance.taken_from,
     )
 
 

@@ -61,7 +61,8 @@ def not_suspendable_reason(state: NodeState, instance: Instance) -> str:
     if leaks(suspend_state):
         return f"its engine leaks memory: it used {_mib(suspend_state.base_bytes)} after its start and {_mib(suspend_state.used_bytes)} now"
     expected = suspend_state.resume_s if suspend_state.resume_s is not None else outlook.resume_s
-    if suspend_state.started is not None and expected >= suspend_state.started.took_s:
+    is_cold = instance.taken_from is None  # the seconds of a change say nothing of a cold start
+    if is_cold and suspend_state.started is not None and expected >= suspend_state.started.took_s:
         return f"a resume ({expected:.2f} s) is no faster than a cold start ({suspend_state.started.took_s:.2f} s)"
     return ""
 

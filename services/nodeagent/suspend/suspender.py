@@ -207,6 +207,28 @@ class Suspender:
             self._ways[name].learn(instance.suspend_state.snapshot_bytes, asyncio.get_running_loop().time() - begun)
         return used
 
+    async def hand_over(self, template: Instance, instance: Instance) -> None:
+        """Thaw a suspended engine, and move its processes to the control group of `instance`.
+
+        An engine that sleeps by its own means still sleeps.
+
+        Raises:
+            RestoreFailed: The engine cannot be thawed.
+        """
+        known = self._frozen.pop(template.instance_id, None)
+        target = known if known is not None else await asyncio.to_thread(self.target, template)
+        way = template.suspend_state.outlook.way
+        if way is not None:
+            await self._ways[way].resume(target)
+        await asyncio.to_thread(self._move, template.instance_id, instance.instance_id, target.pids)
+        for method in self._ways.values():
+            method.forget(template.instance_id)
+
+    def _move(self, old: str, new: str, pids: tuple[int, ...]) -> None:
+        for pid in sorted({*pids, *self.cgroups.pids(old)}):
+            self.cgroups.add(new, pid)
+        self.cgroups.remove(old)
+
     async def _wake(self, instance: Instance) -> EngineProbed:
         """Wake the engine, retrying while it is unreachable.
 

@@ -22,9 +22,19 @@ READY_WITHIN_S = 300.0
 
 
 async def start_hosted(
-    node: Node, card: ModelCard, *, mib: int, park: bool = False, within: float = READY_WITHIN_S
+    node: Node,
+    card: ModelCard,
+    *,
+    mib: int,
+    park: bool = False,
+    within: float = READY_WITHIN_S,
+    template: str | None = None,
 ) -> InstanceStatus:
-    """Start an instance that its node can suspend, or a parked one."""
+    """Start an instance that its node can suspend, or a parked one.
+
+    Args:
+        template: The suspended instance whose engine it takes.
+    """
     command = StartInstance(
         token=node.next_token(),
         plan_id="p1",
@@ -34,6 +44,7 @@ async def start_hosted(
         reserve_bytes=mib * MIB,
         kv_bytes=64 * MIB,
         park=park,
+        template=template,
     )
     await node.mesh.request(subjects.node_command(node.name), command, Done)
     wanted = InstanceState.SUSPENDED if park else InstanceState.READY

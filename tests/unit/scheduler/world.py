@@ -43,7 +43,9 @@ from shared.contracts.node import (
     StartInstance,
     Suspension,
 )
+from shared.contracts.phases import PhaseSpan
 from shared.errors import InstanceBusy, InsufficientMemory, NotFound, RestoreFailed, StaleToken
+from shared.template_key import template_key
 from shared.unit_charges import SharedUnits, booked_weights, units_by_device
 from tests.support.fake_node import MIB, model_info
 
@@ -64,6 +66,7 @@ class Running:
     left: int = 0
     accepts_requests: bool = False
     private: int = 0
+    phases: tuple[PhaseSpan, ...] = ()
     suspension: Suspension = Suspension()
     token: int = 0
     """The last command's token, if that was a resumption."""
@@ -125,6 +128,8 @@ class Agent:
         assert fits or command.wait_ms, "the scheduler booked more than there is"
         state = InstanceState.LOADING if fits else InstanceState.PREPARING
         until = None if fits else now + command.wait_ms / 1e3
+        if command.template is not None and (taken := self.instances.get(command.template)) is not None and taken.state.parked:
+            taken.state = InstanceState.STOPPED
         self.instances.setdefault(command.instance_id, Running(command, state=state, queued_until=until))
         return None
 
@@ -232,6 +237,9 @@ def _status(r: Running, now: float) -> InstanceStatus:
         capacity=c.card.spec.max_concurrency,
         load=EngineLoad(active=r.active, completed=r.completed, idle_ms=0 if r.active else max(0, int((now - r.idle_since) * 1e3))),
         error=r.error,
+        phases=r.phases,
+        template_key=template_key(c.card) if r.state.parked else "",
+        template=c.template,
     )
 
 
@@ -321,8 +329,11 @@ class World:
         self.send(Tick(self.now))
 
     def model(self, name: str, weights: int = 100 * MIB, **options: Any) -> None:
+        """Register a model; `shape` is that of its files."""
+        shape = options.pop("shape", "")
         spec = ModelSpec(name=name, source=f"/m/{name}", **options)
-        answer = self.admin(AddModelsRequested(self.now, self._waiter(), (spec,), {name: model_info(spec.source, weights)}, False))
+        info = model_info(spec.source, weights).model_copy(update={"shape": shape})
+        answer = self.admin(AddModelsRequested(self.now, self._waiter(), (spec,), {name: info}, False))
         assert not isinstance(answer, ErrorBody), answer
 
     def _waiter(self) -> str:

@@ -37,6 +37,7 @@ from shared.contracts.loader import LoaderStatus, WeightsOnDevice
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, measure_covered
 from shared.contracts.plans import RESTORES, Candidate, PlanRecord
+from shared.template_key import template_key
 
 NODES_KEPT = 64
 """Nodes with their own measurements of a model; the oldest is dropped beyond this.
@@ -47,10 +48,12 @@ PRIOR_MS = {"schedule": 10.0, "reserve": 5.0, "container": 50.0, "init": 500.0, 
 DEFAULT_RESUME_MS = 300.0
 LEAVING_MS = 500.0
 """Prior for the time until a victim's memory is free."""
-LEAVING, RESUMING, REUSING = "leaving", "resuming", "reusing"
-"""Quantities besides the phases: ms until victims are gone, until an instance has resumed, and
-until weights that are whole on a separate device are checked and mapped.
+LEAVING, RESUMING, REUSING, CHANGING = "leaving", "resuming", "reusing", "changing"
+"""Quantities besides the phases: ms until victims are gone, until an instance has resumed, until
+weights that are whole on a separate device are checked and mapped, and until a template's engine,
+woken, serves another model.
 """
+DEFAULT_CHANGE_MS = 500.0
 DEFAULT_REUSE_MS = 20.0
 LEAST_MS = 10.0
 """Smaller differences do not matter."""
@@ -129,7 +132,7 @@ class Forecast:
         self._loads_itself = card.spec.loads_itself
         self.is_remote = "://" in card.info.source
         """Nodes without its bytes load them over their links to remote sources."""
-        self._anywhere = _values(state, card.name, ANYWHERE)
+        self._anywhere = _values(state, card.name, ANYWHERE) or _of_a_template(state, card)
         self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
         """Milliseconds of the phases that load no weights, on nodes without measurements."""
         self._before, self._engine, self._after = _parts(self._fixed) if self._anywhere else _PRIOR_PARTS
@@ -189,6 +192,21 @@ class Forecast:
             phases["reserve"] += self._leaving_ms(i.node)
         ms = sum(phases.values())
         return Prediction(phases, ms, _cost(phases, ms, spread))
+
+    def predict_template(self, i: Instance, *, leaving: bool) -> Prediction:
+        """Return the prediction for taking the engine of the suspended instance `i`.
+
+        Waking it takes as long as its resume; the change is learned by node, of all models.
+        """
+        report = self._state.reports.get(i.instance_id)
+        known = report.status.suspension.resume_ms if report is not None else None
+        phases = {k: PRIOR_MS[k] for k in BEFORE} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
+        learned = _values(self._state, "", i.node).get(CHANGING) or _values(self._state, "", ANYWHERE).get(CHANGING)
+        phases["load"] = learned.value if learned is not None else DEFAULT_CHANGE_MS
+        if leaving:
+            phases["reserve"] += self._leaving_ms(i.node)
+        ms = sum(phases.values())
+        return Prediction(phases, ms, _cost(phases, ms, learned.error if learned is not None else 0.0), "template")
 
     def _leaving_ms(self, node: str) -> float:
         known = _values(self._state, "", node).get(LEAVING) or _values(self._state, "", ANYWHERE).get(LEAVING)
@@ -327,6 +345,20 @@ def _prior(load_ms: float, source: str) -> Prediction:
     return Prediction(phases, ms, _cost(phases, ms, 0.0), source)
 
 
+def _of_a_template(state: ClusterState, card: ModelCard) -> Mapping[str, Parameter]:
+    """Return what was learned of the starts of another model of the same template key.
+
+    A model that has never run would otherwise be predicted to start as the built-in engine does.
+    """
+    if not state.by_template or not (key := template_key(card)):
+        return _NONE
+    for instance_id in state.by_template.get(key, ()):
+        i = state.instances.get(instance_id)
+        if i is not None and (found := _values(state, i.model, ANYWHERE)):
+            return found
+    return _NONE
+
+
 def _values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:
     found = state.estimates.get(estimate_key(model, node))
     return found.parameters if found is not None else _NONE
@@ -385,6 +417,13 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
     found = []
     if chosen.clearing in ("evict", "suspend", "preempt", "migrate") and reserved is not None:
         found += [_estimate_moved(state, "", node, {LEAVING: reserved}, {LEAVING: LEAVING_MS}) for node in (chosen.node, ANYWHERE)]
+    if plan.way == "template":
+        if Phase.INIT.value not in phases:  # else it fell back to a cold start
+            ready_ms = sum(phases.get(p.value, 0.0) for p in (Phase.CONTAINER, Phase.LOAD, Phase.PROFILE))
+            woke = chosen.predicted.get(Phase.RESTORE.value, 0.0)
+            changed = {CHANGING: max(0.0, ready_ms - woke)}
+            found += [_estimate_moved(state, "", node, changed, {CHANGING: DEFAULT_CHANGE_MS}) for node in (chosen.node, ANYWHERE)]
+        return found
     if plan.way in RESTORES:
         if (took := phases.get(Phase.RESTORE.value)) is not None:
             found.append(_estimate_moved(state, plan.model, chosen.node, {RESUMING: took}, {RESUMING: DEFAULT_RESUME_MS}))

@@ -73,6 +73,10 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
     tx.put(instance)
     demand = tx.state.demand.get(model.key)
     tx.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
+    if chosen.template is not None and (template := tx.state.instances.get(chosen.template)) is not None:
+        # Its node ends it when it receives the start; until then nothing else may use it.
+        reason = f"its engine is taken by {model.key}"
+        tx.put(replace(template, leaving="drain", leave_reason=reason, stop_at=tx.now))
     if placement.victims:
         _stop_victims(tx, [tx.state.instances[v] for v in placement.victims], placement.short_bytes, f"makes room for {model.key}")
     for victim, device in placement.migrations:
@@ -170,7 +174,9 @@ def send_start(tx: Transaction, instance: Instance) -> None:
             device=sent.device_ids[0] if maps_units else None,
         )
         tx.emit(SendPrepare(sent.node, prepare))
+    plan = tx.state.plans.get(sent.plan_id)
     command = StartInstance(
+        template=plan.chosen.template if plan is not None and plan.chosen is not None else None,
         token=sent.token,
         plan_id=sent.plan_id,
         instance_id=sent.instance_id,

@@ -25,9 +25,13 @@ from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import Candidate
 from shared.contracts.plans import Way as PlanWay
+from shared.sizing import need_of
+from shared.template_key import template_key
 
 _SEVERITY = ("none", "leaving", "evict", "suspend", "migrate", "preempt")
 _LEAVING = Clearance("leaving")
+_MOST_TEMPLATES = 8
+"""Templates that are considered for one model."""
 
 
 class FeasiblePlacement(NamedTuple):
@@ -45,6 +49,7 @@ class FeasiblePlacement(NamedTuple):
     short_bytes: int = 0
     resume: str | None = None
     moves: bool = False
+    template: str | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -188,6 +193,38 @@ def resume_options(tx: Transaction, r: PlacementRequest, i: Instance) -> list[Ca
     if isinstance(own, FeasiblePlacement) and own.option.clearance is NOTHING_TO_CLEAR:  # 1
         return [own]
     return [own, *move_options(tx, r, i)]  # 2
+
+
+def template_options(tx: Transaction, r: PlacementRequest) -> Iterator[Candidate | FeasiblePlacement]:
+    """Yield the options of taking the engine of a suspended instance of the same template key."""
+    if not tx.state.by_template or "template" not in tx.policy.capabilities & r.profile.uses:
+        return
+    card = r.model.card
+    for instance_id in tx.state.by_template.get(template_key(card), ())[:_MOST_TEMPLATES]:
+        i = tx.state.instances.get(instance_id)
+        if i is not None and i.state.parked and i.leaving == "no" and i.kv_bytes == need_of(card).kv:
+            yield _template_option(tx, r, i)
+
+
+def _template_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidate | FeasiblePlacement:
+    """Return the option of taking the engine of the suspended instance `i`.
+
+    Its own bytes are not counted on: the node replaces its booking when it receives the start.
+    """
+    fits: list[DeviceFit] = []
+    for device_id in i.device_ids:
+        fit = _open_for(tx, r, booking_of(tx.state, i.node, device_id))
+        if isinstance(fit, Candidate):
+            return fit
+        if i.instance_id in fit.clearance.victims:
+            b = booking_of(tx.state, i.node, device_id)
+            return excluded_candidate(b, r.need_bytes, f"its template {i.instance_id} would have to leave")
+        fits.append(fit)
+    clearance = combine([f.clearance for f in fits])
+    prediction = r.forecast.predict_template(i, leaving=clearance is not NOTHING_TO_CLEAR)
+    option = Option(tuple([f.device for f in fits]), "template", _cost(prediction, clearance), clearance, source="template")
+    short = max([f.short_bytes for f in fits])
+    return FeasiblePlacement(option, i.node, i.device_ids, r.need_bytes, prediction, short, template=i.instance_id)
 
 
 def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceFit | str:

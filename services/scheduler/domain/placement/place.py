@@ -5,7 +5,7 @@
 3. No device of a live node could hold the model even when empty: fail at once
    (`InsufficientMemory`).
 4. A device has room. A suspended instance of the model is one more option, on its own devices, with
-   the memory that it lacks.
+   the memory that it lacks. So is a suspended engine of another model of its template key.
 5. A device has room once the stopping instances are gone: claim it.
 6. A device has room once idle instances are evicted (victims.py): claim their memory.
 7. The model has waited longer than `preempt_after_s`: as 6, but serving instances may be drained.
@@ -28,7 +28,13 @@ from services.scheduler.domain.estimates.memory_needs import device_count, start
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.constraints import confine_to, placement_rule
-from services.scheduler.domain.placement.options import FeasiblePlacement, device_sets, load_option, resume_options
+from services.scheduler.domain.placement.options import (
+    FeasiblePlacement,
+    device_sets,
+    load_option,
+    resume_options,
+    template_options,
+)
 from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.placement.shortlist import SHORTLIST_SIZE, shortlists
 from services.scheduler.domain.policies import thaw
@@ -112,6 +118,7 @@ def place(
     considered: list[Candidate | FeasiblePlacement] = (
         [] if extra else [option for i in tx.state.suspended_instances(model) for option in resume_options(tx, request, i)]
     )
+    considered += template_options(tx, request)
     for sets in _shortlists(tx, request):
         considered += (found := [load_option(tx, request, devices) for devices in sets])
         if any(isinstance(f, FeasiblePlacement) for f in found):
@@ -230,8 +237,10 @@ def describe_impossible(name: str, need: int, largest: int) -> str:
 def _record_candidate(p: FeasiblePlacement) -> Candidate:
     option, prediction, clearance = p.option, p.prediction, p.option.clearance
     free = clearance.how == "none"
-    if p.resume is None:
-        way: Way = "load" if free else "evict_then_load"
+    if p.template is not None:
+        way: Way = "template"
+    elif p.resume is None:
+        way = "load" if free else "evict_then_load"
     else:
         way = "restore" if free else "evict_then_restore"
     return create_unchecked(
@@ -259,6 +268,7 @@ def _record_candidate(p: FeasiblePlacement) -> Candidate:
             "spread_ms": option.cost.spread_s * 1e3,
             "queued_ms": prediction.queued_ms,
             "others_ms": clearance.penalty_s * 1e3,
+            "template": p.template,
             "took_ms": None,
         },
     )
@@ -277,6 +287,9 @@ def _explain_choice(best: FeasiblePlacement) -> str:
         if best.moves:
             return f"{best.resume} is suspended, its device has no room, and it is restored onto {at}"
         return f"{best.resume} is suspended on {at} and resumes soonest{gone}"
+    if best.template is not None:
+        gone = f" once these are evicted: {labels}" if labels else ""
+        return f"the suspended engine {best.template} on {at} has its template key and changes its model soonest{gone}"
     match best.option.clearance.how:
         case "none":
             chosen = _record_candidate(best)

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from services.scheduler.domain.cost.cost import Clearing, Cost, Way
 from services.scheduler.domain.values import value
 
-Capability = Literal["sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate"]
+Capability = Literal["sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate", "template"]
 """What the executing side can do besides loading and evicting idle instances."""
 
 

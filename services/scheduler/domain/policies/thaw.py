@@ -238,7 +238,7 @@ PROFILE = Profile(
     choose=choose,
     keep=keep,
     scale=scale,
-    uses=frozenset({"sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate"}),
+    uses=frozenset({"sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate", "template"}),
     slo_queue=True,
     about="Thaw's own policy: the least total time under the cost model.",
 )

@@ -93,6 +93,8 @@ class ClusterState:
     """By node: when the queue of its links will be empty. Nodes with idle links are absent."""
     measured_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By model: nodes with an estimate of their own."""
+    by_template: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By template key: suspended instances whose engines other models may take."""
     bookings: Table[Booking] = field(default_factory=BookingTable)
     deadlines: Table[float] = field(default_factory=DueTimes)
     """By instance: when the passing of time may next change it. The timer skips all others."""

@@ -90,7 +90,7 @@ class Publisher:
     def status(self) -> NodeStatus:
         state = self._state()
         wall = time.time() - time.monotonic()
-        keys = templates.offered(state)
+        keys = templates.find_offered(state)
         return NodeStatus(
             node=self._node,
             boot_id=self._boot_id,

@@ -16,7 +16,7 @@ from shared.contracts.phases import Phase
 from shared.template_key import template_key
 
 
-def offered(state: NodeState) -> dict[str, str]:
+def find_offered(state: NodeState) -> dict[str, str]:
     """Return the template keys of the suspended instances that other models may take, by instance.
 
     One for each key, the latest suspended, and no more than `THAW_TEMPLATES`.

@@ -158,8 +158,8 @@ def test_latest_suspended_engine_of_each_key_is_offered_up_to_the_limit() -> Non
     cards = [card("a"), card("b"), card("c", max_concurrency=2), card("d", max_concurrency=3)]
     for n, each in enumerate(cards):
         suspended(w, each.name, each.name, pid=n + 7, card=each, device_ids=(f"cpu:{n}",))
-    assert set(templates.offered(w.state)) == {"c", "d"}
+    assert set(templates.find_offered(w.state)) == {"c", "d"}
     w.state = type(w.state)(**{**w.state.__dict__, "templates": 3})
-    assert set(templates.offered(w.state)) == {"b", "c", "d"}, "a and b have one key"
+    assert set(templates.find_offered(w.state)) == {"b", "c", "d"}, "a and b have one key"
     w.state = type(w.state)(**{**w.state.__dict__, "templates": 0})
-    assert templates.offered(w.state) == {}
+    assert templates.find_offered(w.state) == {}

@@ -40,7 +40,7 @@ async def there_and_back(groups):
     before = line("digest")
     target = Target("i", "vllm", ("cpu:0",), groups.gather("i", tree.pid, include_host=True))
     taken = await way.suspend(target)
-    frozen = groups.frozen("i")
+    frozen = groups.is_frozen("i")
     await way.resume(target)
     return {"frozen": frozen, "freed": taken.freed_bytes / taken.used_bytes, "same": line("digest") == before}
 

@@ -23,10 +23,7 @@ def apply(kind: str) -> None:
     """
     if kind not in KINDS:
         raise ValueError(f"{VARIABLE} is {kind!r}; allowed: {', '.join(KINDS)}")
-    if kind == "booked":
-        setattr(app.Engine, "_borrow", lambda *_: None)  # noqa: B010  # of this process alone; mypy refuses an assignment
-    else:
-        setattr(app, "_BORROWS_PAGES", True)  # noqa: B010  # where borrowing is off by default
+    app.borrows_pages = lambda start: kind == "elastic" and start.separate_memory
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from shared.contracts.models import ModelCard
 
 MIB = 1024 * 1024
 MIN_KV_BYTES = 32 * MIB
+FLOOR_TOKENS = 1024
+"""The floor of a KV cache that borrows pages has room for a sequence of this many tokens."""
+PAGE_BYTES = 2 * MIB
 FULL_CONTEXTS = 2
 """KV for this many sequences of full length by default (fewer if `max_concurrency` is less);
 shorter ones share it.
@@ -20,12 +23,16 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes by kind; `total` is what is reserved."""
+    """Bytes by kind; `total` is what is reserved.
+
+    `kv_floor` is the part of `kv` that an instance needs for itself where KV caches borrow pages.
+    """
 
     weights: int
     converted: int
     kv: int
     runtime: int
+    kv_floor: int = 0
 
     @property
     def total(self) -> int:
@@ -64,15 +71,18 @@ def _compute_need(card: ModelCard) -> Need:
             weights, converted = converted, 0
     elif spec.engine != "builtin" and not spec.loads_itself:
         converted = weights
-    kv = 0
+    kv = floor = 0
     if info.task == "generate":
         contexts = min(FULL_CONTEXTS, spec.max_concurrency)
         per_token = info.kv_bytes_per_token
         if spec.dtype != "auto" and info.dtype in _ITEM_BYTES:  # keys and values are of the type that is computed in
             per_token = per_token * _ITEM_BYTES[spec.dtype] // _ITEM_BYTES[info.dtype]
         kv = max(MIN_KV_BYTES, card.context_length * per_token * contexts)
-        kv = int(spec.engine_args.get("kv_cache_bytes", kv)) + int(spec.engine_args.get("adapter_cache_bytes", 0))
-    need = Need(weights, converted, kv, card.capabilities.runtime_bytes)
+        adapters = int(spec.engine_args.get("adapter_cache_bytes", 0))
+        kv = int(spec.engine_args.get("kv_cache_bytes", kv)) + adapters
+        floor = min(card.context_length, FLOOR_TOKENS) * per_token + adapters
+        floor = min(kv, -(-floor // PAGE_BYTES) * PAGE_BYTES) if per_token else kv
+    need = Need(weights, converted, kv, card.capabilities.runtime_bytes, floor)
     return need if spec.memory is None else _fit_to_memory(need, spec.memory)
 
 
@@ -85,4 +95,4 @@ def _fit_to_memory(need: Need, memory: int) -> Need:
     converted = min(need.converted, memory - weights)
     rest = memory - weights - converted
     kv = min(need.kv, max(rest - need.runtime, rest // 2))
-    return Need(weights, converted, kv, rest - kv)
+    return Need(weights, converted, kv, rest - kv, min(need.kv_floor, kv))

@@ -1,9 +1,12 @@
-"""Charge the weights that instances of a separate device share once (ADR 0055).
+"""Charge what instances of a separate device share once: weights, and room for KV caches.
 
 An instance books the bytes of its weights. Instances of a separate device share units, so that less
 memory suffices for several of them. How much less follows from one report of the loader, whatever
 its age: the units of any instances are either among those that were mapped then, or among those
-of their weights that were not. The sum of both is an upper bound.
+of their weights that were not. The sum of both is an upper bound (ADR 0055).
+
+Where KV caches borrow pages, each instance needs its floor, and all together need what the largest
+cache may have beyond its floor: they get it in turns (ADR 0056).
 """
 
 from __future__ import annotations
@@ -18,15 +21,29 @@ from shared.sizing import need_of
 
 
 class BookedWeights(NamedTuple):
-    """The weights of one instance, and the bytes that it books for them."""
+    """The part of an instance's booking that it shares with others.
+
+    Attributes:
+        nbytes: Of its weights.
+        elastic_bytes: Of its KV cache beyond the floor.
+    """
 
     weights_id: str
     nbytes: int
+    elastic_bytes: int = 0
 
 
-def booked_weights(card: ModelCard) -> BookedWeights | None:
-    """Return the weights that an instance has in a separate device's pages; None: it has none."""
-    return BookedWeights(card.info.revision, need_of(card).weights) if card.spec.engine == "builtin" else None
+def booked_weights(card: ModelCard, kv_bytes: int) -> BookedWeights | None:
+    """Return what an instance has in a separate device's pages; None: nothing.
+
+    Args:
+        card: The instance's model.
+        kv_bytes: Bytes of its KV cache.
+    """
+    if card.spec.engine != "builtin":
+        return None
+    need = need_of(card)
+    return BookedWeights(card.info.revision, need.weights, max(0, kv_bytes - need.kv_floor))
 
 
 @dataclass(frozen=True)
@@ -38,11 +55,13 @@ class SharedUnits:
         unmapped: By weights, pages of their other units. Weights without an entry may have no unit
             on the device.
         exclusive: By weights, pages of mapped units that no other weights have.
+        is_lending: The KV caches of the device's instances borrow pages.
     """
 
     mapped_bytes: int = 0
     unmapped: Mapping[str, int] = field(default_factory=dict)
     exclusive: Mapping[str, int] = field(default_factory=dict)
+    is_lending: bool = False
 
     def saving(self, weights: Collection[BookedWeights], gone: Collection[BookedWeights] = ()) -> int:
         """Return the bytes by which instances need less than they book together.
@@ -55,15 +74,17 @@ class SharedUnits:
         left = {w.weights_id for w in gone} - each.keys()
         bound = self.mapped_bytes - sum(self.exclusive.get(w, 0) for w in left)
         bound += sum(self.unmapped.get(w, nbytes) for w, nbytes in each.items())
-        return max(0, sum(w.nbytes for w in weights) - bound)
+        elastic = [w.elastic_bytes for w in weights] if self.is_lending else []
+        return max(0, sum(w.nbytes for w in weights) - bound) + sum(elastic) - max(elastic, default=0)
 
 
 def shared_units(memory: DeviceMemory) -> SharedUnits:
     """Return the units of a device as its loader reports them."""
     return SharedUnits(
-        memory.mapped_bytes + memory.lent_bytes,
+        memory.mapped_bytes + memory.lent_bytes - sum(k.lent_bytes for k in memory.kv),
         {w.weights_id: w.unmapped_bytes for w in memory.weights},
         {w.weights_id: w.exclusive_bytes for w in memory.weights},
+        memory.is_lending,
     )
 
 

@@ -48,10 +48,16 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Lent:
-    """The lease has got `more` pages. `is_answer`: the loader has seen the latest demand."""
+    """The lease has got `more` pages.
+
+    Attributes:
+        is_answer: The loader has seen the latest demand.
+        turn: The turn that the lease has; 0: none. None: the loader knows no turns.
+    """
 
     more: int
     is_answer: bool
+    turn: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,14 @@ class KvLease:
     """Pages that this process borrows. Its methods may be called from any thread."""
 
     def __init__(
-        self, path: Path, device: str, instance_id: str, floor_pages: int, deliver: Callable[[Lent | Shrink], None]
+        self,
+        path: Path,
+        device: str,
+        instance_id: str,
+        floor_pages: int,
+        deliver: Callable[[Lent | Shrink], None],
+        *,
+        model: str = "",
     ) -> None:
         """Connect in the background, again and again while the loader is away.
 
@@ -80,14 +93,15 @@ class KvLease:
             path: The loader's socket.
             floor_pages: Pages that are booked for the instance.
             deliver: Called on the lease's thread.
+            model: Name of the instance's model, for the loader's status.
         """
         self._path, self._deliver = path, deliver
-        self._ask = SocketBorrow(device=device, instance_id=instance_id, floor_pages=floor_pages)
+        self._ask = SocketBorrow(device=device, instance_id=instance_id, floor_pages=floor_pages, model=model)
         self._lock = threading.Lock()
         self._claims: list[_Claim] = []
         self._connection: socket.socket | None = None
         self._file = ""
-        self._demand = floor_pages
+        self._demand, self._turn, self._turn_pages = floor_pages, 0, 0
         self._number = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-lease", daemon=True)
@@ -98,10 +112,16 @@ class KvLease:
         with self._lock:
             return len(self._claims)
 
-    def demand(self, pages: int) -> None:
-        """Ask for `pages` in all; `Lent` follows. Fewer than before bound what is lent later."""
+    def demand(self, pages: int, turn: int = 0, turn_pages: int = 0) -> None:
+        """Ask for `pages` in all; `Lent` follows. Fewer than before bound what is lent later.
+
+        Args:
+            pages: Pages in all.
+            turn: Number of the turn that the engine waits for or has; 0: none.
+            turn_pages: Pages that it needs for that.
+        """
         with self._lock:
-            self._demand = pages
+            self._demand, self._turn, self._turn_pages = pages, turn, turn_pages
             self._send_demand()
 
     def give_back(self, pages: int) -> None:
@@ -169,11 +189,11 @@ class KvLease:
                 with self._lock:
                     self._file = file
                     self._send_demand()
-            case SocketLent(number=number, pages=pages):
+            case SocketLent(number=number, pages=pages, turn=turn):
                 with self._lock:
                     claims = self._mapped(pages)
                     self._claims += claims
-                    event = Lent(len(claims), number == self._number)
+                    event = Lent(len(claims), number == self._number, turn)
                 self._deliver(event)
             case SocketShrink(pages=pages):
                 with self._lock:
@@ -211,7 +231,8 @@ class KvLease:
         if self._file:
             self._number += 1
             earlier = sum(c.file != self._file for c in self._claims)
-            self._send(SocketDemand(number=self._number, pages=max(0, self._demand - earlier)))
+            pages, turn_pages = max(0, self._demand - earlier), max(0, self._turn_pages - earlier)
+            self._send(SocketDemand(number=self._number, pages=pages, turn=self._turn, turn_pages=turn_pages))
 
     def _send(self, message: Message) -> None:
         if self._connection is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from services.engine.domain.elastic_kv import KV_FLOOR_BYTES, Lease
+from services.engine.domain.elastic_kv import Demand, Lease
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Event
@@ -63,8 +62,9 @@ The remainder, up to the warm-up, is the share of loaded bytes.
 """
 
 
-_BORROWS_PAGES: bool = False
-"""Borrow the KV cache from the loader (ADR 0056): off until it is tested on a whole node."""
+def borrows_pages(start: EngineStart) -> bool:
+    """True if the KV cache takes its memory from the device's pages (ADR 0056)."""
+    return start.separate_memory
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Engine(InstanceProcess):
         """Start the computing thread, and open the server."""
         ttft_s = self._start.card.spec.slo.ttft
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver, ttft_s)
-        if computable.runner is not None and self._start.separate_memory and _BORROWS_PAGES:
+        if computable.runner is not None and borrows_pages(self._start):
             self._lease = self._borrow(self._batcher, computable)
         if computable.runner is not None:
             bind = partial(loading.bind_lora, computable)
@@ -220,18 +220,19 @@ class Engine(InstanceProcess):
     def _borrow(self, batcher: Batcher, computable: loading.ReadyModel) -> KvLease:
         """Take the KV cache's memory from the device's pages, as sequences need it."""
         ceiling = computable.room.granted
-        floor = -(-min(ceiling, KV_FLOOR_BYTES) // PAGE_BYTES)
-        spread = zlib.crc32(self._start.instance_id.encode()) / 2**32
-        lease = Lease(floor, -(-ceiling // PAGE_BYTES), computable.block_bytes, PAGE_BYTES, asked=floor, spread=spread)
+        booked = self._start.kv_floor_bytes
+        floor = -(-(ceiling if booked is None else min(ceiling, booked)) // PAGE_BYTES)
+        lease = Lease(floor, -(-ceiling // PAGE_BYTES), computable.block_bytes, PAGE_BYTES, asked=Demand(floor))
 
         def deliver(event: Lent | Shrink) -> None:
             if isinstance(event, Lent):
-                batcher.on_lent(event.more, is_answer=event.is_answer)
+                batcher.on_lent(event.more, is_answer=event.is_answer, turn=event.turn)
             else:
                 batcher.shrink(event.keep)
 
         path = loader_socket(self._settings.node_state)
-        lender = KvLease(path, self._start.device, self._start.instance_id, floor, deliver)
+        model = self._start.card.name
+        lender = KvLease(path, self._start.device, self._start.instance_id, floor, deliver, model=model)
         batcher.borrow(KvPages(lease, lender, ceiling // computable.block_bytes))
         return lender
 

@@ -80,6 +80,7 @@ class Auditor:
             reusable_pages=store.reusable_pages,
             lent_pages=store.lent_pages,
             held_back_pages=audit.held_back_pages,
+            unclaimed_pages=audit.unclaimed_pages,
             units=len(store.units),
             instances=instances,
             missing_instances=missing,

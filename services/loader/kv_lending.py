@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +28,14 @@ from shared.contracts.loader_socket import (
     SocketShrink,
 )
 from shared.errors import InvalidRequest, NotFound
+from weights.store.lending import Borrower, Turn
 from weights.store.separate import SeparateDevice
 
 log = logging.getLogger(__name__)
 _UNMAP_POLL_S = 0.1
 """The kernel reports no unmapping. A killed engine has unmapped before its socket closes."""
+_LACKING_POLL_S = 1.0
+"""How often pages that a borrower is guaranteed are looked for again, if processes unmap some."""
 
 
 @dataclass
@@ -39,6 +44,7 @@ class _Borrower:
     device: SeparateDevice
     demand: SocketDemand | None = None
     answered: int = 0
+    sent_turn: int = 0
     asked_to_keep: int | None = None
     is_open: bool = True
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,7 +81,7 @@ class KvLending:
         if device is None:
             raise NotFound(f"{ask.device} has no memory of its own on this node: see THAW_DEVICES")
         borrower = self._borrowers[name] = _Borrower(name, device)
-        device.lender.open(name, ask.floor_pages)
+        device.lender.open(name, Borrower(ask.floor_pages, ask.instance_id, ask.model, _peer(writer)))
         log.info("lending pages to a KV cache", extra={"instance": ask.instance_id, "device": ask.device})
         is_stopping = False
         granting = asyncio.create_task(self._grant(borrower, writer), name=f"{name}-lending")
@@ -116,13 +122,17 @@ class KvLending:
         """Lend what is demanded as soon as it is there, and ask for what others need."""
         lender = borrower.device.lender
         while borrower.is_open:
-            await borrower.changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LACKING_POLL_S if lender.lacks(borrower.name) else None):
+                    await borrower.changed.wait()
             borrower.changed.clear()
             if (demand := borrower.demand) is not None:
-                pages = await asyncio.to_thread(lender.lend, borrower.name, demand.pages)
-                if pages or demand.number > borrower.answered:
-                    borrower.answered = demand.number
-                    await _send(writer, SocketLent(number=demand.number, pages=pages))
+                wanted = Turn(demand.turn, demand.turn_pages) if demand.turn else None
+                pages = await asyncio.to_thread(lender.lend, borrower.name, demand.pages, wanted)
+                turn = demand.turn if lender.has_turn(borrower.name) else 0
+                if pages or demand.number > borrower.answered or turn != borrower.sent_turn:
+                    borrower.answered, borrower.sent_turn = demand.number, turn
+                    await _send(writer, SocketLent(number=demand.number, pages=pages, turn=turn))
             keep = lender.target(borrower.name)
             if keep is not None and keep != borrower.asked_to_keep:
                 await _send(writer, SocketShrink(pages=keep))
@@ -133,6 +143,15 @@ class KvLending:
         while left := await asyncio.to_thread(borrower.device.lender.take_back, borrower.name):
             log.debug("a process still maps lent pages", extra={"borrower": borrower.name, "pages": left})
             await asyncio.sleep(_UNMAP_POLL_S)
+
+
+def _peer(writer: asyncio.StreamWriter) -> int | None:
+    """Return the process at the other end of a Unix socket."""
+    connected = writer.get_extra_info("socket")
+    if connected is None:
+        return None
+    found: int = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+    return found or None
 
 
 async def _send(writer: asyncio.StreamWriter, message: Message) -> None:

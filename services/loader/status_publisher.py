@@ -16,6 +16,7 @@ from services.loader.domain.state import Entry, Stage, State
 from shared.contracts.loader import (
     CachedModel,
     DeviceMemory,
+    KvOnDevice,
     LoaderStatus,
     ModelUnits,
     PretouchStatus,
@@ -106,6 +107,17 @@ def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]
             paced_bytes_per_second=p.paced_bytes_per_second,
             peer_bytes=p.peer_bytes,
             numa_node=p.numa_node,
+            is_lending=True,
+            kv=tuple(
+                KvOnDevice(
+                    instance_id=k.instance_id,
+                    model=k.model,
+                    floor_bytes=k.floor_bytes,
+                    lent_bytes=k.lent_bytes,
+                    wanted_bytes=k.wanted_bytes,
+                )
+                for k in p.kv
+            ),
             models=tuple(
                 ModelUnits(
                     model=m.model,

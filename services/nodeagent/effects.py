@@ -28,6 +28,7 @@ from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.node import InstanceState
 from shared.errors import ThawError, Unavailable, from_body
 from shared.messaging import Mesh
+from shared.sizing import need_of
 from shared.tasks import end
 
 R = TypeVar("R", bound=Message)
@@ -161,6 +162,7 @@ class EffectRunner:
             devices=command.device_ids,
             separate_memory=self._meter.is_separate(command.device_ids[0]),
             kv_bytes=command.kv_bytes,
+            kv_floor_bytes=min(command.kv_bytes, need_of(command.card).kv_floor),
             traceparent=command.traceparent,
             log_path=str(self.log_path(instance_id)),
             environment=self._environment,

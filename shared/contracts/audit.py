@@ -26,6 +26,7 @@ class DeviceAudit(Frozen):
     reusable_pages: int
     lent_pages: int
     held_back_pages: int = Field(default=0, description="Of the reusable ones: a process still maps them.")
+    unclaimed_pages: int = Field(default=0, description="Of the lent ones: the borrower's process does not map them (yet).")
     units: int = 0
     instances: tuple[str, ...] = Field(default=(), description="Whose units are mapped.")
     missing_instances: tuple[str, ...] = Field(

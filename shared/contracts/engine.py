@@ -35,6 +35,11 @@ class EngineStart(Message):
         default=False, description="`device` is a cpu device with memory of its own: the loader copies the weights there."
     )
     kv_bytes: int = Field(description="Bytes of KV cache the engine may hold.")
+    kv_floor_bytes: int | None = Field(
+        default=None,
+        description="Of these, what is booked for the instance alone: on a device whose pages the KV cache borrows, it may be asked for "
+        "the others. None: all are booked for it.",
+    )
     traceparent: str | None = None
     log_path: str
     environment: dict[str, str] = Field(default_factory=dict, description="THAW_ settings for the engine process.")
@@ -89,6 +94,7 @@ class EngineLoad(Frozen):
     completed: int = 0
     generated_tokens: int = 0
     kv_bytes_used: int = 0
+    kv_bytes_wanted: int = Field(default=0, description="Of a KV cache that borrows pages: what its sequences need, known so far.")
     idle_ms: int = Field(default=0, description="Since the last request ended; 0 while there is one.")
     adapters: tuple[LoadedAdapter, ...] = ()
 

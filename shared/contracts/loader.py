@@ -248,6 +248,16 @@ class ModelUnits(Frozen):
     shared_bytes: int = Field(description="Of both: units that another model has as well.")
 
 
+class KvOnDevice(Frozen):
+    """The KV cache of one instance, in bytes of whole pages that it borrows from a device."""
+
+    instance_id: str
+    model: str = ""
+    floor_bytes: int = Field(description="Booked for it: others cannot ask for these pages.")
+    lent_bytes: int = Field(description="What it has.")
+    wanted_bytes: int = Field(default=0, description="What its sequences need, known so far; at least the floor.")
+
+
 class WeightsOnDevice(Frozen):
     """What a device has of the units of some weights, loaded or not.
 
@@ -279,7 +289,7 @@ class DeviceMemory(Frozen):
     free_bytes: int
     mapped_bytes: int
     reusable_bytes: int
-    lent_bytes: int = Field(default=0, description="Of engines that map pages of an earlier loader.")
+    lent_bytes: int = Field(default=0, description="Of KV caches, and of engines that map pages of an earlier loader.")
     copied_bytes: int = Field(default=0, description="Copied to it since the loader's start.")
     peer_bytes: int = Field(default=0, description="Of `copied_bytes`, from other devices of the node.")
     reused_bytes: int = Field(default=0, description="Wanted there since then, and not copied, because it had them.")
@@ -290,6 +300,8 @@ class DeviceMemory(Frozen):
         description="Weights of which the device has units, most bytes first. Their hashes are in the checkpoint's "
         "index, or known from an earlier load.",
     )
+    is_lending: bool = Field(default=False, description="Engines of this device borrow pages for their KV caches.")
+    kv: tuple[KvOnDevice, ...] = Field(default=(), description="KV caches that borrow pages; their part of `lent_bytes`.")
     paced_bytes_per_second: float | None = Field(
         default=None, description="Copies from host memory are slowed to it, for an experiment (`bandwidth` in thaw.yaml)."
     )

@@ -27,7 +27,11 @@ An engine on a device with memory of its own borrows pages for its KV cache:
     engine → loader    one `SocketBorrow`, then `SocketDemand` and `SocketReturn` as it needs more
                        or less
     loader → engine    `SocketBorrowing`; `SocketLent` in answer to each demand, and again when more
-                       pages can be lent; `SocketShrink` when others need pages
+                       pages can be lent or the engine's turn begins; `SocketShrink` when others
+                       need pages
+
+Engines that lack pages for any sequence ask for a turn. One of them has it at a time, in the order
+in which they asked: its `turn_pages` are as safe as its floor, and others return pages for them.
 
 The engine maps lent pages without access (a mark in /proc/PID/maps, which no kill can leave behind)
 and uses as much memory of its own. Pages are taken back when the engine has unmapped and returned
@@ -150,6 +154,7 @@ class SocketBorrow(Message):
     device: str
     instance_id: str
     floor_pages: int = Field(ge=0, description="Booked pages: the loader does not ask for them back.")
+    model: str = Field(default="", description="Name of the instance's model.")
 
 
 class SocketDemand(Message):
@@ -158,6 +163,10 @@ class SocketDemand(Message):
     kind: Literal["demand"] = "demand"
     number: int = Field(ge=1, description="Increases with each demand of a connection.")
     pages: int = Field(ge=0)
+    turn: int = Field(default=0, ge=0, description="Number of the turn that the engine waits for or has; 0: none.")
+    turn_pages: int = Field(
+        default=0, ge=0, description="What the oldest sequence needs: guaranteed while it is the engine's turn."
+    )
 
 
 class SocketReturn(Message):
@@ -181,6 +190,7 @@ class SocketLent(Message):
     kind: Literal["lent"] = "lent"
     number: int = Field(description="The latest demand that the loader has seen.")
     pages: tuple[int, ...] = ()
+    turn: int | None = Field(default=None, description="The turn that the engine has; 0: none. None: the loader knows no turns.")
 
 
 class SocketShrink(Message):

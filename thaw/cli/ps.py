@@ -294,17 +294,25 @@ def _peer_links(node: NodeView, device_id: str) -> str:
 
 
 def show_memory(out: Console, cluster: ClusterView) -> None:
-    """Draw each device with memory of its own: units by model, shared, reusable and free bytes."""
+    """Draw each device with memory of its own: units by model, shared, reusable, KV and free."""
     drawn = False
     for node in cluster.nodes:
         for device in node.loader.memory if node.loader is not None else ():
             drawn = True
-            parts = ((device.mapped_bytes, "cyan", "█"), (device.reusable_bytes, "blue", "▒"), (device.lent_bytes, "yellow", "▓"))
+            kv_bytes = sum(k.lent_bytes for k in device.kv)
+            earlier_bytes = device.lent_bytes - kv_bytes
+            parts = (
+                (device.mapped_bytes, "cyan", "█"),
+                (device.reusable_bytes, "blue", "▒"),
+                (kv_bytes, "magenta", "▚"),
+                (earlier_bytes, "yellow", "▓"),
+            )
             bar, rest = "", _DRAWN
             for nbytes, colour, character in parts:
                 width = min(rest, max(1, round(_DRAWN * nbytes / device.total_bytes))) if nbytes else 0
                 bar, rest = bar + f"[{colour}]{character * width}[/]", rest - width
-            lent = f", {format_size(device.lent_bytes)} of an earlier loader" if device.lent_bytes else ""
+            lent = f", {format_size(kv_bytes)} KV" if kv_bytes else ""
+            lent += f", {format_size(earlier_bytes)} of an earlier loader" if earlier_bytes else ""
             pace = device.paced_bytes_per_second
             paced = f"; paced to {format_size(int(pace))}/s from host memory" if pace else ""
             out.print(
@@ -315,11 +323,17 @@ def show_memory(out: Console, cluster: ClusterView) -> None:
                 soft_wrap=True,
             )
             table = Table(box=None, header_style="dim")
-            for column in ("MODEL", "MAPPED", "REUSABLE", "SHARED"):
+            for column in ("MODEL", "MAPPED", "REUSABLE", "SHARED", "KV", "KV FLOOR", "KV WANTED"):
                 table.add_column(column, justify="left" if column == "MODEL" else "right")
-            for m in device.models:
-                table.add_row(escape(m.model), *map(format_size, (m.mapped_bytes, m.reusable_bytes, m.shared_bytes)))
-            if device.models:
+            units, caches = {m.model: m for m in device.models}, defaultdict(list)
+            for k in device.kv:
+                caches[k.model].append(k)
+            for model in dict.fromkeys((*units, *caches)):
+                u, kv = units.get(model), caches[model]
+                of_units = (u.mapped_bytes, u.reusable_bytes, u.shared_bytes) if u is not None else (0, 0, 0)
+                of_kv = (sum(part) for part in zip(*((k.lent_bytes, k.floor_bytes, k.wanted_bytes) for k in kv), strict=True))
+                table.add_row(escape(model), *map(format_size, (*of_units, *(of_kv if kv else (0, 0, 0)))))
+            if table.row_count:
                 out.print(table)
     if not drawn:
         out.print("\nNo device has memory of its own: `memory: separate` of a cpu device in thaw.yaml (docs/device-memory.md).")

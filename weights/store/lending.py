@@ -4,6 +4,9 @@ A borrower has booked a floor of pages. What it has beyond it is lent until othe
 that lacks pages names how many, the service asks borrowers to shrink, and the load waits for them.
 A borrower below its floor lacks pages in the same way. While pages are lacking, nothing beyond the
 floors is lent.
+
+Borrowers whose floor does not suffice for any sequence ask for a turn. The first of them has it:
+the pages that it names are guaranteed like a floor, until it names none or asks for another turn.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 from weights.store.memory import PageMemory
 from weights.store.pages import Cost, Store, give_back, lend, lendable_pages
@@ -35,6 +38,34 @@ def shrink_targets(held: Mapping[str, int], floors: Mapping[str, int], short: in
             targets[borrower] = held[borrower] - given
             short -= given
     return targets
+
+
+class Turn(NamedTuple):
+    """A turn that a borrower waits for or has: its number, and the pages that it needs for it."""
+
+    number: int
+    pages: int
+
+
+@dataclass(frozen=True)
+class Borrower:
+    """A KV cache.
+
+    Attributes:
+        floor: Pages that are booked for it.
+        instance_id: Whose cache it is; empty: unknown.
+        model: Name of the instance's model; empty: unknown.
+        pid: Its process, which maps the pages; None: unknown.
+        wanted: Pages that it wants to have.
+        is_open: It is connected. Others have pages that a process may still map.
+    """
+
+    floor: int
+    instance_id: str = ""
+    model: str = ""
+    pid: int | None = None
+    wanted: int = 0
+    is_open: bool = True
 
 
 class LendingDevice(Protocol):
@@ -61,36 +92,50 @@ class Lender:
     device: LendingDevice
     memory: PageMemory
     on_change: Callable[[], None] = lambda: None
-    _floors: dict[str, int] = field(default_factory=dict)
+    _borrowers: dict[str, Borrower] = field(default_factory=dict)
+    _turns: dict[str, Turn] = field(default_factory=dict)
     _short: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     # -- borrowers ---------------------------------------------------------------------------------
 
-    def open(self, borrower: str, floor_pages: int) -> None:
+    def open(self, name: str, borrower: Borrower) -> None:
         """Add a borrower, which has no pages yet."""
         with self.device.changed:
-            self._floors[borrower] = floor_pages
+            self._borrowers[name] = borrower
 
-    def lend(self, borrower: str, wanted: int) -> tuple[int, ...]:
+    @property
+    def borrowers(self) -> Mapping[str, Borrower]:
+        """Return all borrowers by name. The caller has the device's lock."""
+        return dict(self._borrowers)
+
+    def lend(self, borrower: str, wanted: int, turn: Turn | None = None) -> tuple[int, ...]:
         """Lend pages until `borrower` has `wanted`, or as many as there are.
 
         Reusable units are reclaimed as needed. Pages have no memory when they are lent.
+
+        Args:
+            borrower: Who borrows.
+            wanted: Pages in all.
+            turn: The turn that it waits for or has.
 
         Returns:
             The additional pages.
         """
         with self.device.changed:
+            self._note_turn(borrower, turn)
+            self._change(borrower, wanted=wanted)
             store = self.device.store()
             had = store.lent.get(borrower, ())
             if self._short:
-                wanted = min(wanted, self._floors.get(borrower, 0))
+                wanted = min(wanted, self._guaranteed().get(borrower, 0))
             more = wanted - len(had)
             if more <= 0:
+                self.settled(borrower)
                 return ()
             keep = self.device.kept_units() if more > len(store.free) else ()
             store = self.device.store()  # pages of earlier loaders may be free now
             more = min(more, lendable_pages(store, keep))
-            self._note_floor(borrower, len(had) + more, wanted)
+            self._note_lacking(borrower, len(had) + more, wanted)
             found = lend(store, borrower, more, self.device.cost(), keep) if more > 0 else None
             if found is None:
                 return ()
@@ -102,14 +147,33 @@ class Lender:
             log.info("reclaimed units for a KV cache", extra={"borrower": borrower, "units": len(reclaimed)})
         return granted
 
-    def _note_floor(self, borrower: str, held: int, wanted: int) -> None:
-        """Let others shrink for pages that `borrower` has booked and wants."""
-        lacking = min(wanted, self._floors.get(borrower, 0)) - held
+    def _note_turn(self, borrower: str, turn: Turn | None) -> None:
+        """Put a borrower behind the others that wait for a turn, or end its turn."""
+        first, before = next(iter(self._turns), None), self._turns.get(borrower)
+        if before is not None and (turn is None or turn.number != before.number):
+            del self._turns[borrower]
+        if turn is not None and borrower in self._borrowers:
+            self._turns[borrower] = turn
+        if next(iter(self._turns), None) != first:
+            self.changed()
+
+    def _guaranteed(self) -> dict[str, int]:
+        """Return the pages of each borrower that others cannot ask for."""
+        first = next(iter(self._turns), None)
+        floors = {name: b.floor for name, b in self._borrowers.items() if b.is_open}
+        return {b: max(floor, self._turns[b].pages) if b == first else floor for b, floor in floors.items()}
+
+    def _change(self, borrower: str, **values: Any) -> None:
+        if borrower in self._borrowers:
+            self._borrowers[borrower] = replace(self._borrowers[borrower], **values)
+
+    def _note_lacking(self, borrower: str, held: int, wanted: int) -> None:
+        """Let others shrink for pages that `borrower` is guaranteed and wants."""
+        lacking = min(wanted, self._guaranteed().get(borrower, 0)) - held
         if lacking <= 0:
             self.settled(borrower)
         elif self._short.get(borrower, (0, 0.0))[0] != lacking:
-            self._short[borrower] = (lacking, self.device.now())
-            self.changed()
+            self.lack(borrower, lacking, self.device.now())
 
     def take_back(self, borrower: str, pages: Collection[int] | None = None) -> int:
         """Take back `pages` (None: all) that no process maps.
@@ -125,13 +189,30 @@ class Lender:
             if returned:
                 self.device.replace_store(give_back(self.device.store(), borrower, returned))
                 self.changed()
+            self._forget_closed(borrower)
             return len(had) - len(returned)
 
     def close(self, borrower: str) -> None:
-        """Remove a borrower. Its pages stay lent until they are taken back."""
+        """End a borrower. Its pages stay lent until they are taken back."""
         with self.device.changed:
-            self._floors.pop(borrower, None)
+            self._note_turn(borrower, None)
+            self._change(borrower, is_open=False, wanted=0)
             self.settled(borrower)
+            self._forget_closed(borrower)
+
+    def _forget_closed(self, borrower: str) -> None:
+        known = self._borrowers.get(borrower)
+        if known is not None and not known.is_open and borrower not in self.device.store().lent:
+            del self._borrowers[borrower]
+
+    def has_turn(self, borrower: str) -> bool:
+        with self.device.changed:
+            return next(iter(self._turns), None) == borrower
+
+    def lacks(self, borrower: str) -> bool:
+        """True if the borrower has less than it is guaranteed and wants."""
+        with self.device.changed:
+            return borrower in self._short
 
     def held(self, borrower: str) -> int:
         with self.device.changed:
@@ -141,7 +222,7 @@ class Lender:
         """Return how many pages `borrower` is to keep while a load lacks pages; None: all."""
         with self.device.changed:
             held = {b: len(p) for b, p in self.device.store().lent.items()}
-            return shrink_targets(held, self._floors, sum(pages for pages, _ in self._short.values())).get(borrower)
+            return shrink_targets(held, self._guaranteed(), sum(pages for pages, _ in self._short.values())).get(borrower)
 
     # -- loads -------------------------------------------------------------------------------------
 
@@ -154,14 +235,18 @@ class Lender:
         now = self.device.now()
         _, since = self._short.get(load, (0, now))
         held = {b: len(p) for b, p in self.device.store().lent.items()}
-        excess = sum(max(0, held.get(b, 0) - floor) for b, floor in self._floors.items())
+        excess = sum(max(0, held.get(b, 0) - floor) for b, floor in self._guaranteed().items())
         if excess < short or now - since >= _LOAD_WAITS_S:
             self.settled(load)
             return False
-        self._short[load] = (short, since)
-        self.changed()
+        self.lack(load, short, since)
         self.device.changed.wait(_LOAD_WAITS_S - (now - since))
         return True
+
+    def lack(self, name: str, pages: int, since: float = 0.0) -> None:
+        """Ask borrowers for `pages` that a load or borrower lacks. The caller has the lock."""
+        self._short[name] = (pages, since)
+        self.changed()
 
     def settled(self, load: str) -> None:
         """Forget that a load lacked pages. The caller has the device's lock."""

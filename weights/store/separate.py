@@ -42,7 +42,7 @@ from weights.store.pages import Cost, Store, StoredUnit
 from weights.store.peers import TYPICAL_BYTES_PER_SECOND, PeerLink, PeerThread
 from weights.store.residency import KnownUnits, LoadingWeights, bytes_on_peers, residency
 from weights.store.units import PAGE_BYTES, Unit, cut_units, tensors_of
-from weights.store.usage import PagesInUse
+from weights.store.usage import PagesInUse, kv_in_use
 
 log = logging.getLogger(__name__)
 
@@ -389,6 +389,7 @@ class SeparateDevice:
         """Return how the pages are used now."""
         with self.changed:
             used, store = self._pages.in_use(), self._pages.store
+            kv = kv_in_use(store, self.lender.borrowers)
             loading = [
                 LoadingWeights(
                     a.place.weights_id,
@@ -400,12 +401,14 @@ class SeparateDevice:
             ]
         on_peers = bytes_on_peers(self._from_peers.complete_units(), store, self._known)
         weights = residency(store, self._known, loading, on_peers)
-        return replace(used, weights=weights, paced_bytes_per_second=self.paced_bytes_per_second, numa_node=self._numa_node)
+        return replace(used, weights=weights, kv=kv, paced_bytes_per_second=self.paced_bytes_per_second, numa_node=self._numa_node)
 
     def snapshot(self) -> Snapshot:
         """Return the records of this moment, for an audit."""
         with self.changed:
-            return Snapshot(self._device_id, self._pages.store, frozenset(self._arenas), frozenset(self._opening))
+            borrowers: dict[str, int | None] = {name: b.pid for name, b in self.lender.borrowers.items()}
+            borrowers |= dict.fromkeys((e.name for e in self._pages.earlier), None)
+            return Snapshot(self._device_id, self._pages.store, frozenset(self._arenas), frozenset(self._opening), borrowers)
 
     def audit(self) -> list[str]:
         """Return the violations of conservation in the records."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weights.store.lending import Borrower
 from weights.store.pages import Store
 from weights.store.residency import ResidentWeights
 from weights.store.units import PAGE_BYTES
@@ -27,6 +28,23 @@ class UnitsOf:
 
 
 @dataclass(frozen=True)
+class KvOf:
+    """The pages of one instance's KV cache, in bytes.
+
+    Attributes:
+        floor_bytes: Booked for it.
+        lent_bytes: What it has.
+        wanted_bytes: What it wants to have.
+    """
+
+    instance_id: str
+    model: str
+    floor_bytes: int
+    lent_bytes: int
+    wanted_bytes: int
+
+
+@dataclass(frozen=True)
 class PagesInUse:
     """A device's pages in bytes: free, mapped, reusable and lent are `total_bytes` together.
 
@@ -35,6 +53,7 @@ class PagesInUse:
         reused_bytes: Not copied since then, because the device had them.
         weights: What it has of each weights' units, loaded or not.
         peer_bytes: Of `copied_bytes`, from other devices.
+        kv: The KV caches that have or want pages. The rest of the lent pages is of earlier loaders.
         paced_bytes_per_second: Copies from host memory are slowed to it, for an experiment.
         numa_node: NUMA node that the memory is bound to; None: to none.
     """
@@ -52,6 +71,7 @@ class PagesInUse:
     paced_bytes_per_second: float | None = None
     numa_node: int | None = None
     peer_bytes: int = 0
+    kv: tuple[KvOf, ...] = ()
 
 
 def pages_in_use(
@@ -74,6 +94,21 @@ def pages_in_use(
         reused_bytes=reused_bytes,
         models=tuple(_units_of(store, w, m, k, users) for w, (m, k) in sorted(members.items(), key=lambda item: item[1][0])),
     )
+
+
+def kv_in_use(store: Store, borrowers: Mapping[str, Borrower]) -> tuple[KvOf, ...]:
+    """Return what each KV cache has and wants, by model."""
+    found = [
+        KvOf(
+            b.instance_id,
+            b.model,
+            floor_bytes=b.floor * PAGE_BYTES,
+            lent_bytes=len(store.lent.get(name, ())) * PAGE_BYTES,
+            wanted_bytes=b.wanted * PAGE_BYTES,
+        )
+        for name, b in borrowers.items()
+    ]
+    return tuple(sorted(found, key=lambda k: (k.model, k.instance_id)))
 
 
 def _units_of(store: Store, weights_id: str, model: str, keys: frozenset[str], users: Counter[str]) -> UnitsOf:

@@ -38,9 +38,9 @@ def free_blocks(running: Iterable[SequenceView], waiting: Iterable[SequenceView]
     return limits.kv_blocks - sum(blocks_for(s.length) + 1 for s in (*running, *waiting))
 
 
-def blocks_to_evict(after: Iterable[SequenceView], ahead: int, limits: Limits) -> int:
-    """Rule 1: prepared blocks that running sequences need `after` the step."""
-    return max(0, sum(blocks_for(s.computed) for s in after) + ahead - limits.kv_blocks)
+def unused_blocks(after: Iterable[SequenceView], ahead: int, limits: Limits) -> int:
+    """Rule 1: blocks that nothing uses `after` the step; negative: prepared blocks to evict."""
+    return limits.kv_blocks - sum(blocks_for(s.computed) for s in after) - ahead
 
 
 def prefill_tokens(plan: StepPlan, limits: Limits) -> int:

@@ -4,8 +4,9 @@
 2. It asks for what its sequences are known to need, and a margin, so that decoding rarely waits.
 3. It returns pages that were not needed for `RETURN_AFTER_S`: a short lull costs no round trip.
 4. When others need pages it returns them at once, and preempts sequences if it must.
-5. If no sequence can run with the pages that it has, and there are no more, it returns all beyond
-   its floor and asks again later: two such engines do not wait for each other's pages.
+5. If no sequence can run, or the oldest has been preempted `MAX_PREEMPTIONS` times, the engine asks
+   for a turn. One engine of a device has the turn at a time, in the order in which they asked. The
+   pages that its oldest sequence needs are then as safe as its floor, until that sequence ends.
 """
 
 from __future__ import annotations
@@ -15,12 +16,41 @@ from dataclasses import dataclass, replace
 
 from services.engine.domain.step_planning import Limits, SequenceView, blocks_for
 
-KV_FLOOR_BYTES = 32 * 1024 * 1024
-"""Bytes of pages that an engine keeps from its start to its end."""
 RETURN_AFTER_S = 2.0
-_FIRST_BACKOFF_S, _BACKOFF_DOUBLES = 0.1, 5
 _MARGIN = 8
 """The margin is one part in this many of the need, and at least a page."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of one engine, asked for or granted.
+
+    Attributes:
+        number: Increases with each turn of the engine.
+        key: The sequence that it is for.
+        pages: What the sequence needs now.
+        is_granted: The loader has granted it.
+    """
+
+    number: int
+    key: int
+    pages: int = 0
+    is_granted: bool = False
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What an engine asks the loader for.
+
+    Attributes:
+        pages: Pages in all.
+        turn: Number of the turn that it wants or has; 0: none.
+        turn_pages: What the sequence of the turn needs of them.
+    """
+
+    pages: int
+    turn: int = 0
+    turn_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,12 +63,11 @@ class Lease:
         block_bytes: Bytes of a block of tokens.
         page_bytes: Bytes of a page.
         held: Pages that the engine has.
-        asked: Pages that it has asked for in all.
+        asked: Its latest demand.
         is_answered: The loader has answered that.
         low_since: Since when fewer pages were needed than asked for, in monotonic seconds.
-        spread: From 0 to 1, different for each engine: how long it waits by rule 5.
-        stalls: How often rule 5 has applied since sequences last ran.
-        retry_at: Until then it asks for its floor only, in monotonic seconds.
+        turn: The turn that it wants or has.
+        turns: How many turns it has asked for so far.
     """
 
     floor: int
@@ -46,20 +75,48 @@ class Lease:
     block_bytes: int
     page_bytes: int
     held: int = 0
-    asked: int = 0
+    asked: Demand = Demand(0)
     is_answered: bool = True
     low_since: float | None = None
-    spread: float = 0.0
-    stalls: int = 0
-    retry_at: float = 0.0
+    turn: Turn | None = None
+    turns: int = 0
 
     @property
     def blocks(self) -> int:
         """Blocks that fit into the pages held."""
         return self.held * self.page_bytes // self.block_bytes
 
+    @property
+    def floor_blocks(self) -> int:
+        """Blocks that fit into the floor."""
+        return self.floor * self.page_bytes // self.block_bytes
+
+    @property
+    def protected(self) -> int | None:
+        """Key of the sequence whose pages are safe."""
+        return self.turn.key if self.turn is not None and self.turn.is_granted else None
+
     def pages_for(self, blocks: int) -> int:
         return -(-blocks * self.block_bytes // self.page_bytes)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an engine needs at one moment.
+
+    Attributes:
+        blocks: Blocks for everything (`needed_blocks`, and `other_blocks`).
+        used_blocks: Blocks in use.
+        other_blocks: Blocks of `blocks` without which no sequence runs: for LoRA adapters.
+        oldest: The oldest sequence, running or waiting.
+        is_stalled: There are sequences, and none can run.
+    """
+
+    blocks: int
+    used_blocks: int
+    other_blocks: int = 0
+    oldest: SequenceView | None = None
+    is_stalled: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +129,7 @@ class Adjustment:
     """
 
     lease: Lease
-    ask: int | None = None
+    ask: Demand | None = None
     give_back: int = 0
 
 
@@ -84,31 +141,59 @@ def needed_blocks(running: Iterable[SequenceView], waiting: Iterable[SequenceVie
     return sum(blocks_for(v.length) + 1 for v in views)
 
 
-def adjust(lease: Lease, needed: int, used: int, now: float, *, is_stalled: bool = False) -> Adjustment:
+def adjust(lease: Lease, need: Need, now: float) -> Adjustment:
     """Apply rules 1 to 3 and 5.
 
     Args:
-        is_stalled: There are sequences, and none can run with the blocks of the lease.
-        needed: Blocks that sequences need (`needed_blocks`).
-        used: Blocks in use.
+        lease: The lease after the last event.
+        need: What the engine needs now.
         now: Monotonic seconds.
     """
-    if is_stalled and lease.is_answered and lease.held > lease.floor and now >= lease.retry_at:
-        wait = _FIRST_BACKOFF_S * (1 + lease.spread) * 2 ** min(lease.stalls, _BACKOFF_DOUBLES)
-        return _reduce(replace(lease, stalls=lease.stalls + 1, retry_at=now + wait), max(lease.floor, lease.pages_for(used)))
-    if not is_stalled and used:
-        lease = replace(lease, stalls=0, retry_at=0.0)
-    need = lease.pages_for(needed) if now >= lease.retry_at else 0
-    target = max(lease.floor, min(lease.ceiling, need + max(1, need // _MARGIN) if need else 0))
-    if target > lease.asked:
-        return Adjustment(replace(lease, asked=target, is_answered=False, low_since=None), ask=target)
-    if target == lease.asked and lease.held <= target:
-        return Adjustment(replace(lease, low_since=None))
-    if lease.low_since is None:
-        return Adjustment(replace(lease, low_since=now))
-    if now - lease.low_since < RETURN_AFTER_S:
+    wanted = lease.pages_for(need.blocks)
+    wanted += max(1, wanted // _MARGIN) if wanted else 0
+    target = max(lease.floor, min(lease.ceiling, wanted))
+    lease = _with_turn(lease, need, has_asked=target <= lease.asked.pages)
+    turn = lease.turn
+    target = max(target, turn.pages) if turn is not None else target
+    ask = Demand(target, turn.number, turn.pages) if turn is not None else Demand(target)
+    if target > lease.asked.pages:
+        return Adjustment(replace(lease, asked=ask, is_answered=False, low_since=None), ask=ask)
+    if target == lease.asked.pages and lease.held <= target:
+        lease = replace(lease, low_since=None)
+    elif lease.low_since is None:
+        lease = replace(lease, low_since=now)
+    elif now - lease.low_since >= RETURN_AFTER_S:
+        keep = max(target, lease.pages_for(need.used_blocks))
+        give_back = max(0, lease.held - keep)
+        ask = replace(ask, pages=keep)
+        return Adjustment(replace(lease, asked=ask, is_answered=True, held=lease.held - give_back, low_since=None), ask, give_back)
+    ask = replace(ask, pages=lease.asked.pages)
+    if ask == lease.asked:
         return Adjustment(lease)
-    return _reduce(lease, max(target, lease.pages_for(used)))
+    return Adjustment(replace(lease, asked=ask, is_answered=False), ask=ask)
+
+
+def _with_turn(lease: Lease, need: Need, *, has_asked: bool) -> Lease:
+    """Apply rule 5: end the turn whose sequence has ended, and ask for one."""
+    turn, oldest = lease.turn, need.oldest
+    if turn is not None and (oldest is None or oldest.key != turn.key):
+        turn = None
+    if oldest is None:
+        return replace(lease, turn=None)
+    is_refused = has_asked and lease.is_answered
+    if turn is None and ((need.is_stalled and is_refused) or _is_at_risk(lease, need, oldest)):
+        turn = Turn(lease.turns + 1, oldest.key)
+        lease = replace(lease, turns=turn.number)
+    if turn is not None:
+        pages = lease.pages_for(blocks_for(oldest.length) + 1 + need.other_blocks)
+        turn = replace(turn, pages=max(turn.pages, min(lease.ceiling, pages)))
+    return replace(lease, turn=turn)
+
+
+def _is_at_risk(lease: Lease, need: Need, oldest: SequenceView) -> bool:
+    """True if the sequence may not be preempted again, and its floor does not suffice for it."""
+    fits = blocks_for(oldest.greatest_length) + need.other_blocks <= lease.floor_blocks
+    return oldest.is_aged and not (oldest.greatest_length and fits)
 
 
 def shrink(lease: Lease, keep: int) -> Lease:
@@ -119,18 +204,22 @@ def shrink(lease: Lease, keep: int) -> Lease:
     return replace(lease, held=min(lease.held, max(keep, lease.floor)))
 
 
-def lent(lease: Lease, more: int, *, is_answer: bool) -> Lease:
-    """Add pages that the engine has got."""
-    return replace(lease, held=lease.held + more, is_answered=lease.is_answered or is_answer)
+def lent(lease: Lease, more: int, *, is_answer: bool, turn: int | None = 0) -> Lease:
+    """Add pages that the engine has got.
 
-
-def _reduce(lease: Lease, target: int) -> Adjustment:
-    give_back = max(0, lease.held - target)
-    reduced = replace(lease, asked=target, is_answered=True, held=lease.held - give_back, low_since=None)
-    return Adjustment(reduced, ask=target, give_back=give_back)
+    Args:
+        lease: The lease before.
+        more: The number of additional pages.
+        is_answer: The loader has seen the latest demand.
+        turn: The number of the turn that the engine has; None: the loader knows no turns, and its
+            engines proceed as if each had one.
+    """
+    own = lease.turn
+    if own is not None:
+        own = replace(own, is_granted=turn is None or turn == own.number)
+    return replace(lease, held=lease.held + more, is_answered=lease.is_answered or is_answer, turn=own)
 
 
 def next_adjustment(lease: Lease) -> float | None:
     """Return when `adjust` has something to do without an event, in monotonic seconds."""
-    times = [lease.low_since + RETURN_AFTER_S] if lease.low_since is not None else []
-    return min([*times, lease.retry_at] if lease.retry_at else times, default=None)
+    return lease.low_since + RETURN_AFTER_S if lease.low_since is not None else None

@@ -10,9 +10,13 @@ several sequences:
    one step, as `model.generate` does.
 3. If a running sequence finds no block to grow into, the youngest running one is preempted: it
    loses its keys and values and waits at the head of the queue.
+   The protected sequence is never preempted: it waits for memory instead.
 4. If no sequence was preempted, waiting sequences are admitted in order while there is a slot, a
    token and room for all they are known to need, with a spare block for each running sequence. A
    sequence that does not fit blocks those behind it, so that none starves.
+5. A sequence is preempted at most `MAX_PREEMPTIONS` times. After that it is admitted only where it
+   cannot be preempted: as the protected one, before all others, or if guaranteed memory holds the
+   running sequences and itself at their greatest length.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 
 BLOCK_TOKENS = 128
 """KV memory is counted, and grows, in blocks of this many tokens."""
+MAX_PREEMPTIONS = 3
 
 
 def blocks_for(tokens: int) -> int:
@@ -30,10 +35,23 @@ def blocks_for(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
+    """Slots, blocks and tokens of a step.
+
+    Attributes:
+        kv_blocks: Blocks that sequences may use now.
+        guaranteed_blocks: Blocks of them that no other process can ask for; None: all.
+    """
+
     max_sequences: int
     kv_blocks: int
     step_tokens: int
     chunk_tokens: int
+    guaranteed_blocks: int | None = None
+
+    @property
+    def safe_blocks(self) -> int:
+        """Return the blocks that stay, whatever others need."""
+        return self.kv_blocks if self.guaranteed_blocks is None else min(self.kv_blocks, self.guaranteed_blocks)
 
     @property
     def kv_tokens(self) -> int:
@@ -75,9 +93,23 @@ def lora_budget(granted: int, block_bytes: int, reserved: int, longest: int) -> 
 
 @dataclass(frozen=True)
 class SequenceView:
+    """A sequence to plan for.
+
+    Attributes:
+        preemptions: How often it has been preempted.
+        greatest_length: Tokens that it may have in the end; 0: unknown.
+    """
+
     key: int
     length: int
     computed: int = 0
+    preemptions: int = 0
+    greatest_length: int = 0
+
+    @property
+    def is_aged(self) -> bool:
+        """True if it may not be preempted again."""
+        return self.preemptions >= MAX_PREEMPTIONS
 
     @property
     def remaining(self) -> int:
@@ -99,15 +131,18 @@ class StepPlan:
     preempted: tuple[int, ...] = ()
 
 
-def plan_step(running: Sequence[SequenceView], waiting: Iterable[SequenceView], limits: Limits) -> StepPlan:
+def plan_step(
+    running: Sequence[SequenceView], waiting: Iterable[SequenceView], limits: Limits, protected: int | None = None
+) -> StepPlan:
     """Plan the next step.
 
     Args:
         running: Running sequences, in the order of admission.
         waiting: Waiting sequences, in the order in which they may be admitted.
         limits: Slots, tokens and blocks.
+        protected: Key of the oldest sequence, if no other process can ask for its memory.
     """
-    draft = _Draft(list(running), limits)
+    draft = _Draft(list(running), limits, protected)
     for sequence in (s for s in running if s.remaining == 1):
         draft.grow(sequence, 1)
     for sequence in (s for s in running if s.remaining > 1):
@@ -123,9 +158,10 @@ def plan_step(running: Sequence[SequenceView], waiting: Iterable[SequenceView], 
 
 
 class _Draft:
-    def __init__(self, running: list[SequenceView], limits: Limits) -> None:
+    def __init__(self, running: list[SequenceView], limits: Limits, protected: int | None) -> None:
         self.running = running
         self.limits = limits
+        self.protected = protected
         self.counts: dict[int, int] = {}
         self.preempted: list[SequenceView] = []
         decoding = sum(s.remaining == 1 for s in running)
@@ -143,13 +179,17 @@ class _Draft:
                 if sequence.remaining > 1:
                     self.budget -= count
                 return
+            if self.running[-1].key == self.protected:
+                return
             victim = self.running.pop()
             self.counts.pop(victim.key, None)
             self.preempted.insert(0, victim)
 
     def admit(self, sequence: SequenceView) -> bool:
-        """Apply rule 4; return False if the sequence has to wait."""
+        """Apply rules 4 and 5; return False if the sequence has to wait."""
         if len(self.running) >= self.limits.max_sequences:
+            return False
+        if sequence.is_aged and not self._is_safe(sequence):
             return False
         promised = sum(blocks_for(s.length) for s in self.running)
         if promised + blocks_for(sequence.length) + len(self.running) > self.limits.kv_blocks:
@@ -158,3 +198,12 @@ class _Draft:
         self.counts[sequence.key] = min(sequence.remaining, self.budget)
         self.budget -= self.counts[sequence.key]
         return True
+
+    def _is_safe(self, sequence: SequenceView) -> bool:
+        """True if the sequence cannot be preempted once it is admitted (rule 5)."""
+        if sequence.key == self.protected:
+            return not self.running
+        views = (*self.running, sequence)
+        if not all(s.greatest_length for s in views):
+            return False
+        return sum(blocks_for(s.greatest_length) for s in views) <= self.limits.safe_blocks

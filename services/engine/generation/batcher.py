@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 
 from services.engine.domain import background_prefill
-from services.engine.domain.elastic_kv import needed_blocks
-from services.engine.domain.step_planning import Limits, StepPlan, blocks_for, plan_step
+from services.engine.domain.elastic_kv import Need, needed_blocks
+from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
 from services.engine.generation.commands import (
     Cancel,
     Command,
@@ -100,6 +100,7 @@ class Batcher:
         self._pending_events: list[Event] = []
         self._has_computed = False
         self.blocks_used = 0
+        self.pages_wanted = 0
 
     def submit(self, request: GenerationRequest | EmbedRequest) -> None:
         self._send(request)
@@ -146,11 +147,11 @@ class Batcher:
     def borrow(self, kv: KvPages) -> None:
         """Take the memory of the KV cache from `kv`. Call it before `run`."""
         self._kv = kv
-        self._limits = replace(self._limits, kv_blocks=kv.blocks(self._granted))
+        self._apply_pages()
 
-    def on_lent(self, more: int, *, is_answer: bool) -> None:
+    def on_lent(self, more: int, *, is_answer: bool, turn: int | None = None) -> None:
         """Add pages that the KV cache has got."""
-        self._send(PagesLent(more, is_answer))
+        self._send(PagesLent(more, is_answer, turn))
 
     def shrink(self, keep: int) -> None:
         """Return all but `keep` pages before the next step."""
@@ -247,8 +248,8 @@ class Batcher:
                     case SetKvBlocks(kv_blocks):
                         self._granted = kv_blocks
                         self._apply_pages()
-                    case PagesLent(more, is_answer) if self._kv is not None:
-                        self._kv.on_lent(more, is_answer=is_answer)
+                    case PagesLent(more, is_answer, turn) if self._kv is not None:
+                        self._kv.on_lent(more, is_answer=is_answer, turn=turn)
                         self._apply_pages()
                     case ShrinkKv(keep) if self._kv is not None:
                         self._shrink(self._kv, keep)
@@ -279,7 +280,22 @@ class Batcher:
         return sum(blocks_for(s.computed) for s in self._running.values()) + self._prepared_blocks()
 
     def _apply_pages(self) -> None:
-        self._limits = replace(self._limits, kv_blocks=self._kv.blocks(self._granted) if self._kv is not None else self._granted)
+        if (kv := self._kv) is None:
+            self._limits = replace(self._limits, kv_blocks=self._granted)
+            return
+        blocks, guaranteed = kv.blocks(self._granted), kv.guaranteed_blocks(self._granted)
+        self._limits = replace(self._limits, kv_blocks=blocks, guaranteed_blocks=guaranteed)
+
+    def _oldest(self) -> SequenceView | None:
+        first = next(iter(self._running.values()), None) or (self._waiting[0] if self._waiting else None)
+        return first.view if first is not None else None
+
+    def _protected(self) -> int | None:
+        """Return the key of the sequence that is not preempted: the oldest one."""
+        if self._kv is not None:
+            return self._kv.lease.protected
+        oldest = self._oldest()
+        return oldest.key if oldest is not None else None
 
     def _awaits_pages(self) -> bool:
         """True if the next step needs pages that the loader may be about to lend."""
@@ -290,9 +306,11 @@ class Batcher:
     def _adjust_pages(self) -> None:
         if self._kv is not None:
             needed = needed_blocks((s.view for s in self._running.values()), (s.view for s in self._waiting), self._limits)
-            needed += self._prepared.blocks + self._kv.ceiling_blocks - self._granted
-            self._kv.adjust(needed, self.blocks_used, time.monotonic(), is_stalled=self._is_stalled)
+            other = self._kv.ceiling_blocks - self._granted
+            needed += self._prepared.promised_blocks + other
+            self._kv.adjust(Need(needed, self.blocks_used, other, self._oldest(), self._is_stalled), time.monotonic())
             self._apply_pages()
+            self.pages_wanted = self._kv.demand_pages
 
     def _shrink(self, kv: KvPages, keep: int) -> None:
         """Return all but `keep` pages, preempting the newest sequences that do not fit."""
@@ -308,6 +326,7 @@ class Batcher:
     def _preempt(self, key: int) -> None:
         sequence = self._running.pop(key)
         sequence.preempt()
+        sequence.preemptions += 1
         self._waiting.appendleft(sequence)
         log.info("preempted a sequence: the KV cache is full", extra={"request_id": sequence.request.request_id})
 
@@ -348,7 +367,8 @@ class Batcher:
     def _step(self, limits: Limits) -> list[Event]:
         if self._runner is None or not (self._running or self._waiting or self._prepared.busy):
             return []
-        plan = plan_step([s.view for s in self._running.values()], (s.view for s in self._waiting), limits)
+        waiting = (s.view for s in self._waiting)
+        plan = plan_step([s.view for s in self._running.values()], waiting, limits, self._protected())
         events: list[Event] = list(self._move(plan, self._runner))
         self._make_room(plan)
         computed = [self._running[work.key] for work in plan.work]
@@ -356,10 +376,10 @@ class Batcher:
             Row(s.state, s.computed, s.tokens[s.computed : s.computed + w.count], s.request.adapter)
             for s, w in zip(computed, plan.work, strict=True)
         ]
-        extra = self._prepared.work(background_prefill.prefill_tokens(plan, limits))
+        extra = self._prepared.work(background_prefill.prefill_tokens(plan, limits), self._unused_blocks(plan))
         if extra is not None:
             rows.append(extra[1])
-        self._is_stalled = not rows and not self._prepared.busy
+        self._is_stalled = not rows
         if not rows:
             return events
         try:
@@ -383,11 +403,15 @@ class Batcher:
         """KV blocks of prepared prefixes and waiting requests."""
         return self._prepared.blocks + sum(blocks_for(s.computed) for s in self._waiting)
 
-    def _make_room(self, plan: StepPlan) -> None:
-        """Evict prepared blocks that running sequences need."""
+    def _unused_blocks(self, plan: StepPlan) -> int:
+        """Blocks that are left after the step; negative: prepared blocks must be evicted."""
         counts = {w.key: w.count for w in plan.work}
         after = [replace(s.view, computed=s.computed + counts.get(k, 0)) for k, s in self._running.items()]
-        missing = self._prepared.preempt(background_prefill.blocks_to_evict(after, self._prepared_blocks(), self._limits))
+        return background_prefill.unused_blocks(after, self._prepared_blocks(), self._limits)
+
+    def _make_room(self, plan: StepPlan) -> None:
+        """Evict prepared blocks that running sequences need."""
+        missing = self._prepared.preempt(max(0, -self._unused_blocks(plan)))
         for sequence in self._waiting if missing else ():
             sequence.preempt()
 

@@ -58,10 +58,16 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class PagesLent:
-    """The KV cache has got `more` pages. `is_answer`: to the latest demand."""
+    """The KV cache has got `more` pages.
+
+    Attributes:
+        is_answer: To the latest demand.
+        turn: The number of the turn that the engine has (`domain.elastic_kv`).
+    """
 
     more: int
     is_answer: bool
+    turn: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.engine.domain.elastic_kv import Lease, adjust, lent, next_adjustment, shrink
+from services.engine.domain.elastic_kv import Demand, Lease, Need, adjust, lent, next_adjustment, shrink
 
 
 class Lender(Protocol):
     """Where pages come from. Answers arrive as commands of the computing thread.
 
-    - `demand`: ask for a number of pages in all.
+    - `demand`: ask for a number of pages in all, and for a turn.
     - `give_back`: return a number of pages, whose memory is free.
     """
 
-    def demand(self, pages: int) -> None: ...
+    def demand(self, pages: int, turn: int = 0, turn_pages: int = 0) -> None: ...
     def give_back(self, pages: int) -> None: ...
 
 
@@ -39,17 +39,26 @@ class KvPages:
         """
         return max(0, min(granted, self.lease.blocks - (self.ceiling_blocks - granted)))
 
-    def adjust(self, needed: int, used: int, now: float, *, is_stalled: bool) -> None:
+    def guaranteed_blocks(self, granted: int) -> int:
+        """Return the blocks of these that no other process can ask for."""
+        return max(0, self.lease.floor_blocks - (self.ceiling_blocks - granted))
+
+    @property
+    def demand_pages(self) -> int:
+        """Return the pages that the engine wants to have."""
+        return self.lease.asked.pages
+
+    def adjust(self, need: Need, now: float) -> None:
         """Ask for more pages or return some (`domain.elastic_kv`)."""
-        found = adjust(self.lease, needed, used, now, is_stalled=is_stalled)
+        found = adjust(self.lease, need, now)
         self.lease = found.lease
         if found.ask is not None:
-            self.lender.demand(found.ask)
+            self._ask(found.ask)
         if found.give_back:
             self.lender.give_back(found.give_back)
 
-    def on_lent(self, more: int, *, is_answer: bool) -> None:
-        self.lease = lent(self.lease, more, is_answer=is_answer)
+    def on_lent(self, more: int, *, is_answer: bool, turn: int | None) -> None:
+        self.lease = lent(self.lease, more, is_answer=is_answer, turn=turn)
 
     def shrink(self, keep: int) -> int:
         """Keep no more than `keep` pages; return the number to `release` when they are free."""
@@ -60,6 +69,9 @@ class KvPages:
     def release(self, pages: int) -> None:
         if pages:
             self.lender.give_back(pages)
+
+    def _ask(self, demand: Demand) -> None:
+        self.lender.demand(demand.pages, demand.turn, demand.turn_pages)
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until `adjust` is due without an event."""

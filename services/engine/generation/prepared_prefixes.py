@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.engine.domain.background_prefill import common_prefix_length
-from services.engine.domain.step_planning import blocks_for
+from services.engine.domain.step_planning import BLOCK_TOKENS, blocks_for
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import Row, Runner
 from shared.errors import Conflict, InsufficientMemory, NotFound, ThawError
@@ -105,6 +105,11 @@ class PreparedPrefixes:
         return sum(k.blocks for k in self._kept.values())
 
     @property
+    def promised_blocks(self) -> int:
+        """Return the blocks of all sequences once they are computed."""
+        return sum(blocks_for(len(p.tokens)) for k in self._kept.values() for p in k.parts)
+
+    @property
     def busy(self) -> bool:
         return any(k.order is not None for k in self._kept.values())
 
@@ -162,16 +167,22 @@ class PreparedPrefixes:
         held = kept.parts if kept.variant == variant else []
         return [self._claim(held, tokens) for tokens in sequences]
 
-    def work(self, tokens: int) -> tuple[PreparedSequence, Row] | None:
-        """The next row to compute, of at most `tokens` tokens; None if idle."""
+    def work(self, tokens: int, blocks: int) -> tuple[PreparedSequence, Row] | None:
+        """The next row to compute; None if there is none, or no room.
+
+        Args:
+            tokens: Most tokens of the row.
+            blocks: Blocks that it may take in addition.
+        """
         for kept in self._kept.values():
             if kept.order is None:
                 continue
             for part in kept.parts:
-                if part.remaining > 0 and tokens > 0 and self.runner is not None:
+                count = min(tokens, part.remaining, (part.blocks + blocks) * BLOCK_TOKENS - part.computed)
+                if count > 0 and self.runner is not None:
                     if part.state is None:
                         part.state = self.runner.new_state()
-                    row = part.tokens[part.computed : part.computed + min(tokens, part.remaining)]
+                    row = part.tokens[part.computed : part.computed + count]
                     return part, Row(part.state, part.computed, row, kept.order.adapter)
         return None
 

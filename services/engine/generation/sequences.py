@@ -26,7 +26,7 @@ class Sequence:
     """One sequence.
 
     `state` has keys and values of the first `computed` tokens. `unsent` is text to send with the
-    next token.
+    next token. `preemptions` counts how often it lost them while it ran.
     """
 
     key: int
@@ -38,6 +38,7 @@ class Sequence:
     computed: int = 0
     state: Any = None
     unsent: str = ""
+    preemptions: int = 0
 
     @classmethod
     def from_request(cls, key: int, request: GenerationRequest, choice: Choice, tokenization: Tokenization) -> Sequence:
@@ -56,7 +57,8 @@ class Sequence:
 
     @property
     def view(self) -> SequenceView:
-        return SequenceView(self.key, len(self.tokens), self.computed)
+        greatest_length = len(self.choice.prompt) + self.choice.stop_conditions.max_tokens
+        return SequenceView(self.key, len(self.tokens), self.computed, self.preemptions, greatest_length)
 
     @property
     def whole(self) -> bool:

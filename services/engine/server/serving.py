@@ -46,6 +46,7 @@ from shared.errors import (
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
+from weights.kv_lease import PAGE_BYTES
 
 log = logging.getLogger(__name__)
 _INLINE_BYTES = 16 * 1024
@@ -95,6 +96,7 @@ class Serving(RequestServer[Stream]):
             completed=self._completed,
             generated_tokens=self._generated,
             kv_bytes_used=self.batcher.blocks_used * self._block_bytes if self.batcher is not None else 0,
+            kv_bytes_wanted=self.batcher.pages_wanted * PAGE_BYTES if self.batcher is not None else 0,
             idle_ms=int(self.idle_s * 1000),
             adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )

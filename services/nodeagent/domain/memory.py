@@ -5,8 +5,8 @@ its device set, all or nothing, and keeps it until its process has exited and it
 released. Two instances of one model revision share a weight segment, yet each books its full need:
 the sum can only overstate the use, and the other booking stays right when one instance ends. On a
 separate device, weights that instances share count once, as far as the loader's latest report
-proves it (shared/unit_charges.py). Actual use is measured and reported separately
-(`DeviceStatus.used_bytes` counts a segment once).
+proves it, and so does the growth of their KV caches (shared/unit_charges.py). Actual use is
+measured and reported separately (`DeviceStatus.used_bytes` counts a segment once).
 """
 
 from __future__ import annotations

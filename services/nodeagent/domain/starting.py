@@ -65,7 +65,7 @@ def on_start(transition: Transition, event: StartCommand) -> None:
         command.priority,
         transition.now,
         transition.now + command.wait_ms / 1000,
-        weights=booked_weights(command.card),
+        weights=booked_weights(command.card, command.kv_bytes),
     )
     new = Instance(
         command=command, token=command.token, progress_at=transition.now, suspend_state=SuspendState(begun_at=transition.now)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.domain.elastic_kv import Lease
+from services.engine.domain.elastic_kv import Demand, Lease
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Broken, Event, Progressed
@@ -29,14 +29,15 @@ class Pool:
     def __init__(self, seed: int) -> None:
         self.batcher: Batcher | None = None
         self.draw = random.Random(seed)
-        self.held = self.demanded = 0
+        self.held = self.demanded = self.turn = 0
+        self.safe = 1
         self.free = PAGES
         self.lock = threading.Lock()
         self.shrinks = 0
 
-    def demand(self, pages: int) -> None:
+    def demand(self, pages: int, turn: int = 0, turn_pages: int = 0) -> None:
         with self.lock:
-            self.demanded = pages
+            self.demanded, self.turn, self.safe = pages, turn, max(1, turn_pages)
             self._lend()
 
     def give_back(self, pages: int) -> None:
@@ -50,15 +51,15 @@ class Pool:
         self.held += more
         self.free -= more
         assert self.batcher is not None
-        self.batcher.on_lent(more, is_answer=True)
+        self.batcher.on_lent(more, is_answer=True, turn=self.turn)
 
     def disturb(self) -> None:
         """Ask for pages, or lend those that are free."""
         assert self.batcher is not None
         with self.lock:
-            if self.held > 1 and self.shrinks < SHRINKS and self.draw.random() < 0.5:
+            if self.held > self.safe and self.shrinks < SHRINKS and self.draw.random() < 0.5:
                 self.shrinks += 1
-                self.batcher.shrink(self.draw.randint(1, self.held - 1))
+                self.batcher.shrink(self.draw.randint(self.safe, self.held - 1))
             else:
                 self._lend()
 
@@ -88,7 +89,7 @@ def tokens_of(loaded: LoadedModel, requests: Sequence[GenerationRequest], pool: 
     batcher = pool.batcher = Batcher(
         loaded.computable.runner, loaded.computable.embedder, loaded.files.tokenization, limits, deliver
     )
-    batcher.borrow(KvPages(Lease(1, PAGES, 1, 1, asked=1), pool, PAGES))
+    batcher.borrow(KvPages(Lease(1, PAGES, 1, 1, asked=Demand(1)), pool, PAGES))
     pool.demand(1)
     loop = DeviceLoop(1)
     ended = loop.serve("test", batcher)

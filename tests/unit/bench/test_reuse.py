@@ -13,6 +13,8 @@ from bench.papers.constants import tangram as c
 from bench.reuse import Arm, report
 from bench.reuse_engines import Measured
 from services.engine import app
+from shared.contracts.engine import EngineStart
+from tests.integration.nodeagent.harness import card
 from tests.unit.loader.store.test_separate import Model, load, made
 from weights.store import device_pages
 from weights.store.device_pages import DevicePages
@@ -101,9 +103,11 @@ def test_models_of_the_engines_have_the_paper_s_sizes(tmp_path: Path) -> None:
     assert reuse_models.device_bytes(list(models.values())) == pytest.approx(sizes[1] * 45 / 41.1, abs=PAGE_BYTES)
 
 
-def test_engines_of_the_booked_way_borrow_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.Engine, "_borrow", app.Engine._borrow)
-    reuse_zygote.apply("booked")
-    assert app.Engine._borrow(Mock(), Mock(), Mock()) is None
+@pytest.mark.parametrize("kind", reuse_zygote.KINDS)
+def test_kv_caches_are_booked_or_elastic(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "borrows_pages", app.borrows_pages)
+    reuse_zygote.apply(kind)
+    start = EngineStart(instance_id="i", node="n", card=card(), device="cpu:1", separate_memory=True, kv_bytes=1, log_path="")
+    assert app.borrows_pages(start) is (kind == "elastic")
     with pytest.raises(ValueError, match="allowed: booked, elastic"):
         reuse_zygote.apply("other")

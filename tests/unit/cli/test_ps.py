@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView
-from shared.contracts.loader import DeviceMemory, LinkStatus, ModelUnits
+from shared.contracts.loader import DeviceMemory, KvOnDevice, LinkStatus, ModelUnits
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, Suspension, Timing
 from tests.unit.cli.test_migrate import DONE
@@ -125,15 +125,21 @@ def test_the_memory_of_a_separate_device_is_drawn() -> None:
         lent_bytes=2**28,
         copied_bytes=2**29,
         models=(units,),
+        kv=(
+            KvOnDevice(instance_id="i", model="base", floor_bytes=2**20, lent_bytes=2**27, wanted_bytes=3 * 2**26),
+            KvOnDevice(instance_id="j", model="gone", floor_bytes=2**21, lent_bytes=0),
+        ),
         paced_bytes_per_second=2.0**31,
     )
     node = NodeView(node="n", alive=True, loader=LoaderView(memory=(memory,), links=LINKS))
     file = io.StringIO()
     show_memory(Console(file=file, width=160), ClusterView(scheduler="s", epoch=1, models=(), nodes=(node,)))
     text = file.getvalue()
-    assert "n cpu:1 1.0 GiB " + "█" * 10 + "▒" * 10 + "▓" * 10 + "░" * 10 in text
-    assert "256 MiB mapped, 256 MiB reusable, 256 MiB of an earlier loader, 256 MiB free; copied 512 MiB" in text
-    assert "128 MiB" in text
+    assert "n cpu:1 1.0 GiB " + "█" * 10 + "▒" * 10 + "▚" * 5 + "▓" * 5 + "░" * 10 in text
+    assert "256 MiB mapped, 256 MiB reusable, 128 MiB KV, 128 MiB of an earlier loader, 256 MiB free; copied 512 MiB" in text
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "base 256 MiB 0 B 128 MiB 128 MiB 1.0 MiB 192 MiB" in rows
+    assert "gone 0 B 0 B 0 B 0 B 2.0 MiB 0 B" in rows
     assert "paced to 2.0 GiB/s from host memory" in text
     assert "from cpu:2 8.0 GiB/s (paced)" in text
     assert "from cpu:3 1.0 GiB/s\n" in text

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, SequenceView, Work, blocks_for, plan_step
+from services.engine.domain.step_planning import BLOCK_TOKENS, MAX_PREEMPTIONS, Limits, SequenceView, Work, blocks_for, plan_step
 
 LIMITS = Limits(max_sequences=4, kv_blocks=10, step_tokens=1000, chunk_tokens=64)
 
@@ -47,6 +47,22 @@ def test_sequence_that_fits_alone_is_admitted_alone(length: int) -> None:
     assert plan_step([], [SequenceView(1, length)], LIMITS).admitted == (1,)
 
 
+def test_protected_sequence_waits_for_memory_and_keeps_its_own() -> None:
+    running = [SequenceView(1, 10 * BLOCK_TOKENS + 1, 10 * BLOCK_TOKENS)]
+    assert plan_step(running, [], LIMITS, protected=1).preempted == ()
+    assert plan_step(running, [], LIMITS).preempted == (1,)
+
+
+def test_aged_sequence_is_admitted_first_or_where_its_greatest_length_fits() -> None:
+    running = [SequenceView(1, 10, 9, greatest_length=6 * BLOCK_TOKENS)]
+    aged = SequenceView(2, 10, preemptions=MAX_PREEMPTIONS, greatest_length=5 * BLOCK_TOKENS)
+    assert plan_step(running, [aged], LIMITS).admitted == ()
+    assert plan_step(running, [replace(aged, greatest_length=4 * BLOCK_TOKENS)], LIMITS).admitted == (2,)
+    few = replace(LIMITS, guaranteed_blocks=4)
+    assert plan_step([], [aged], few).admitted == ()
+    assert plan_step([], [aged], few, protected=2).admitted == (2,)
+
+
 @dataclass
 class Model:
     key: int
@@ -54,13 +70,14 @@ class Model:
     output: int
     length: int = field(init=False)
     computed: int = 0
+    preemptions: int = 0
 
     def __post_init__(self) -> None:
         self.length = self.prompt
 
     @property
     def view(self) -> SequenceView:
-        return SequenceView(self.key, self.length, self.computed)
+        return SequenceView(self.key, self.length, self.computed, self.preemptions, self.prompt + self.output)
 
 
 class Steps(RuleBasedStateMachine):
@@ -81,7 +98,8 @@ class Steps(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.running or self.waiting)
     def step(self) -> None:
-        plan = plan_step([s.view for s in self.running], [s.view for s in self.waiting], LIMITS)
+        oldest = (*self.running, *self.waiting)[0].key
+        plan = plan_step([s.view for s in self.running], [s.view for s in self.waiting], LIMITS, oldest)
         assert plan.work, "nothing to do although there is work"
         by_key = {s.key: s for s in (*self.running, *self.waiting)}
         assert list(plan.admitted) == [s.key for s in self.waiting[: len(plan.admitted)]]
@@ -90,6 +108,8 @@ class Steps(RuleBasedStateMachine):
         assert gone == self.running[len(self.running) - len(gone) :]
         for s in gone:
             s.computed = 0
+            s.preemptions += 1
+            assert s.preemptions <= MAX_PREEMPTIONS
         self.running = [s for s in self.running if s not in gone] + [by_key[k] for k in plan.admitted]
         self.waiting = gone + self.waiting[len(plan.admitted) :]
         for work in plan.work:

@@ -5,7 +5,7 @@ Current requests have priority.
 
 from __future__ import annotations
 
-from services.engine.domain.background_prefill import blocks_to_evict, common_prefix_length, free_blocks, prefill_tokens
+from services.engine.domain.background_prefill import common_prefix_length, free_blocks, prefill_tokens, unused_blocks
 from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, SequenceView, StepPlan, Work
 
 LIMITS = Limits(max_sequences=8, kv_blocks=10, step_tokens=8192, chunk_tokens=256)
@@ -25,8 +25,8 @@ def test_free_blocks_exclude_the_known_needs_of_requests() -> None:
 
 def test_growing_requests_evict_prepared_blocks() -> None:
     after = [SequenceView(1, 7 * BLOCK_TOKENS, 7 * BLOCK_TOKENS)]
-    assert blocks_to_evict(after, 3, LIMITS) == 0
-    assert blocks_to_evict(after, 5, LIMITS) == 2
+    assert unused_blocks(after, 3, LIMITS) == 0
+    assert unused_blocks(after, 5, LIMITS) == -2
 
 
 def test_common_prefix_length_of_two_sequences() -> None:

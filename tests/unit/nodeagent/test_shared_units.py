@@ -54,6 +54,27 @@ def test_instances_without_pages_share_nothing() -> None:
     assert both.sum_reserved("cpu:1") == 200
 
 
+CACHES = SharedUnits(is_lending=True)
+
+
+def test_caches_that_borrow_pages_book_their_floors_and_the_largest_growth() -> None:
+    """Of 100 bytes each, 80 are weights and the floor is 5: 15 of growth count once."""
+    one, two = (BookedWeights(name, 80, elastic_bytes=15) for name in ("one", "two"))
+    both = ledger(CACHES, budget=185).book("a", DEVICE, 100, one).book("b", DEVICE, 100, two)
+    assert both.sum_reserved("cpu:1") == 185
+    larger = BookedWeights("three", 80, elastic_bytes=40)
+    assert both.refusal(DEVICE, 125, weights=larger) is not None
+    three = Ledger({"cpu:1": 295}, both.bookings, both.units).book("c", DEVICE, 125, larger)
+    assert three.sum_reserved("cpu:1") == 3 * 85 + 40
+    assert three.remove_booking("c").sum_reserved("cpu:1") == 185
+
+
+def test_caches_of_a_device_that_does_not_lend_are_booked_whole() -> None:
+    one, two = (BookedWeights(name, 80, elastic_bytes=15) for name in ("one", "two"))
+    both = ledger(SharedUnits(), budget=200).book("a", DEVICE, 100, one).book("b", DEVICE, 100, two)
+    assert both.sum_reserved("cpu:1") == 200
+
+
 _UNITS = st.frozensets(st.integers(0, 7), min_size=1)
 _NAMES = ("a", "b", "c", "d")
 

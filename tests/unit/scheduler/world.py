@@ -111,7 +111,7 @@ class Agent:
         if more is not None:
             nbytes += more.reserve_bytes // len(more.device_ids)
             commands.append(more)
-        weights = [w for c in commands if (w := booked_weights(c.card)) is not None]
+        weights = [w for c in commands if (w := booked_weights(c.card, c.kv_bytes)) is not None]
         return nbytes - (self.units[device_id].saving(weights) if device_id in self.units else 0)
 
     def fits(self, command: StartInstance, more: int) -> bool:

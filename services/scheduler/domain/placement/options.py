@@ -233,9 +233,9 @@ def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceF
         return "its nodeagent has just refused a reservation"
     failed = b.key in r.avoid
     if need <= b.free_bytes:
-        return DeviceFit(device_view(b, failed=failed), NOTHING_TO_CLEAR, 0)
+        return DeviceFit(device_view(tx, b, failed=failed), NOTHING_TO_CLEAR, 0)
     if need <= b.free_soon_bytes:
-        return DeviceFit(device_view(b, failed=failed), _LEAVING, 0)
+        return DeviceFit(device_view(tx, b, failed=failed), _LEAVING, 0)
     short = need - b.free_soon_bytes
     view, clearance = clear_device(tx, r, b, short, failed=failed)
     if isinstance(clearance, str):
@@ -257,11 +257,11 @@ def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit 
         return lacking_bytes(tx.state, b, card, r.need_bytes, frozenset(gone))
 
     if sum_lacking(()) == 0:
-        return DeviceFit(device_view(b, failed=failed), NOTHING_TO_CLEAR, 0)
+        return DeviceFit(device_view(tx, b, failed=failed), NOTHING_TO_CLEAR, 0)
     leaving = [i.instance_id for i in tx.state.on_device(b.node, b.device_id) if i.leaving != "no"]
     short = sum_lacking(leaving)
     if short == 0:
-        return DeviceFit(device_view(b, failed=failed), _LEAVING, 0)
+        return DeviceFit(device_view(tx, b, failed=failed), _LEAVING, 0)
     while True:
         view, clearance = clear_device(tx, r, b, short, failed=failed)
         if isinstance(clearance, str):

@@ -17,6 +17,7 @@ from services.scheduler.domain.policies.port import Clearance, DeviceView, Resid
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.device_memory import can_suspend, held_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance, Model
+from services.scheduler.domain.state.shared_weights import kv_lacking_bytes
 from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.node import InstanceState
 
@@ -25,7 +26,7 @@ def clear_device(
     tx: Transaction, request: PlacementRequest, b: Booking, short: int, *, failed: bool
 ) -> tuple[DeviceView, Clearance | str]:
     """Return the device, and the victims that free `short` bytes, or why there are too few."""
-    view = device_view(b, failed=failed, residents=list_residents(tx, request, b))
+    view = device_view(tx, b, failed=failed, residents=list_residents(tx, request, b))
     clearance = request.profile.clear(request.ask, view, short, tx.now)
     if clearance is not None and _is_valid(view, clearance, short, preempt=request.may_preempt):
         return view, clearance
@@ -33,8 +34,18 @@ def clear_device(
     return view, obstacles or "no instance there can be evicted"
 
 
-def device_view(b: Booking, *, failed: bool, residents: tuple[Resident, ...] = ()) -> DeviceView:
-    return DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, residents, has_failed=failed)
+def device_view(tx: Transaction, b: Booking, *, failed: bool, residents: tuple[Resident, ...] = ()) -> DeviceView:
+    lacking = kv_lacking_bytes(tx.state, b) if b.is_separate else 0
+    return DeviceView(
+        b.key,
+        b.node,
+        b.budget_bytes,
+        b.free_bytes,
+        b.free_soon_bytes,
+        residents,
+        has_failed=failed,
+        kv_lacking_bytes=lacking,
+    )
 
 
 NOISE_S = 0.05

@@ -126,6 +126,8 @@ class DeviceView:
     """Loads over the bus that it shares with its neighbour."""
     has_failed: bool = False
     """The model has just failed here."""
+    kv_lacking_bytes: int = 0
+    """What its KV caches want beyond the pages that they have and can get."""
 
 
 @value(frozen=True, slots=True)

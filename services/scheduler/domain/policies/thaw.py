@@ -185,9 +185,11 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
         o.clearance.how == "preempt",
         slow,
         not in_time,
+        at.kv_lacking_bytes > 0 and in_time,  # its pages would be taken from caches that lack some
         o.sharing if in_time else 0,
         o.cost.total_s + loss,
         o.cost.total_s,
+        at.kv_lacking_bytes,
         o.way != "ready",
         -o.resident_bytes,
         o.sharing,

@@ -13,6 +13,7 @@ from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node
 from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, InstanceReport, LoaderPresence, Presence, expectation_group
 from shared.contracts.node import InstanceState
+from shared.unit_charges import shared_units
 
 _AT_ONCE = float("-inf")
 Groups = MutableMapping[str, tuple[str, ...]]
@@ -230,7 +231,7 @@ def _speed(loader: LoaderPresence | None) -> tuple[float | None, float | None]:
 
 def _units(loader: LoaderPresence | None) -> tuple[object, ...]:
     """Return the part of a report that the charge for shared weights depends on."""
-    return tuple([(m.device_id, m.mapped_bytes, m.lent_bytes, m.weights) for m in loader.status.memory]) if loader else ()
+    return tuple([(m.device_id, shared_units(m)) for m in loader.status.memory]) if loader else ()
 
 
 def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:

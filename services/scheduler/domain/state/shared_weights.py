@@ -1,7 +1,8 @@
 """Memory of separate devices, whose instances share the weights that they have in common.
 
 An instance is booked with its whole need. What several of them share is deducted once for all, as
-far as the loader's report proves it (shared/unit_charges.py).
+far as the loader's report proves it, and so is what their KV caches get in turns
+(shared/unit_charges.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from services.scheduler.domain.state.device_memory import held_bytes, per_device
 from services.scheduler.domain.state.entities import Instance
 from shared.contracts.loader import DeviceMemory, LoaderStatus, WeightsOnDevice
 from shared.contracts.models import ModelCard
+from shared.sizing import need_of
 from shared.unit_charges import BookedWeights, SharedUnits, booked_weights, shared_units
 
 
@@ -51,12 +53,22 @@ def units_on(state: ClusterState, node: str, device_id: str) -> SharedUnits | No
     return shared_units(memory) if memory is not None else None
 
 
+def kv_lacking_bytes(state: ClusterState, b: Booking) -> int:
+    """Return what the KV caches of a separate device want beyond what they have and can get."""
+    loader = state.loaders.get(b.node)
+    memory = separate_memory(loader.status, b.device_id) if loader is not None else None
+    if memory is None:
+        return 0
+    wanted = sum(max(0, k.wanted_bytes - k.lent_bytes) for k in memory.kv)
+    return max(0, wanted - memory.free_bytes - memory.reusable_bytes)
+
+
 def weights_of(state: ClusterState, i: Instance) -> BookedWeights | None:
     """Return the weights that an instance books; None: it shares none, or they are unknown."""
     model = state.models.get(i.model)
     if model is None or model.card.info.revision != i.revision or i.state.parked:
         return None
-    weights = booked_weights(model.card)
+    weights = booked_weights(model.card, i.kv_bytes)
     return weights if weights is not None and weights.nbytes <= i.reserve_bytes else None
 
 
@@ -68,7 +80,7 @@ def needed_bytes(state: ClusterState, b: Booking, card: ModelCard, need: int) ->
         card: The instance's model.
         need: Its whole need.
     """
-    units, weights = units_on(state, b.node, b.device_id), booked_weights(card)
+    units, weights = units_on(state, b.node, b.device_id), booked_weights(card, need_of(card).kv)
     if units is None or weights is None or weights.nbytes > need:
         return need
     there = _weights(state, state.on_device(b.node, b.device_id))
@@ -94,7 +106,7 @@ def lacking_bytes(state: ClusterState, b: Booking, card: ModelCard, need: int, g
         need: Its whole need.
         gone: The instances that leave.
     """
-    units, weights = units_on(state, b.node, b.device_id) or SharedUnits(), booked_weights(card)
+    units, weights = units_on(state, b.node, b.device_id) or SharedUnits(), booked_weights(card, need_of(card).kv)
     there = state.on_device(b.node, b.device_id)
     stay = [i for i in there if i.instance_id not in gone]
     leave = [i for i in there if i.instance_id in gone]

@@ -36,8 +36,8 @@ def test_pages_lent_to_an_unknown_borrower_are_found() -> None:
     device = snapshot()
     store = replace(device.store, lent={"kv": (3,)}, free=(2,))
     assert audit_records(replace(device, store=store)) == []
-    assert audit_records(replace(device, store=store, lent_to=frozenset({"kv"}))) == []
-    assert audit_records(replace(device, store=store, lent_to=frozenset())) == ["1 pages are lent to kv, which is unknown"]
+    assert audit_records(replace(device, store=store, lent_to={"kv": None})) == []
+    assert audit_records(replace(device, store=store, lent_to={})) == ["1 pages are lent to kv, which is unknown"]
 
 
 def test_free_pages_that_a_process_maps_are_found_and_reusable_ones_counted() -> None:
@@ -45,6 +45,17 @@ def test_free_pages_that_a_process_maps_are_found_and_reusable_ones_counted() ->
     found = audit_mappings(device, {0: [71], 2: [72, 71]}, device)
     assert found.violations == ("page 2 is free, and processes 71, 72 map it",)
     assert (found.held_back_pages, found.processes) == (1, (71, 72))
+
+
+def test_lent_pages_that_another_process_maps_are_found_and_unclaimed_ones_counted() -> None:
+    device = snapshot()
+    device = replace(device, store=replace(device.store, lent={"kv": (2, 3)}, free=()), lent_to={"kv": 70})
+    assert audit_mappings(device, {2: [70], 3: [70]}, device).violations == ()
+    found = audit_mappings(device, {2: [70, 71]}, device)
+    assert found.violations == ("page 2 is lent to kv of process 70, and processes 71 map it",)
+    assert found.unclaimed_pages == 1
+    returned = replace(device, store=replace(device.store, lent={"kv": (3,)}, free=(2,)))
+    assert audit_mappings(device, {2: [71]}, returned).violations == ()
 
 
 def test_a_page_that_was_given_out_during_the_audit_is_no_violation() -> None:

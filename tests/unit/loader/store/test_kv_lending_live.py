@@ -20,6 +20,7 @@ from services.loader.local_socket import LocalReaders, listening
 from tests.unit.loader.store.test_separate import COUNT, Model, load, made
 from weights.kv_lease import KvLease, Lent, Shrink
 from weights.pool import shm
+from weights.store.lending import Borrower
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
 
@@ -163,7 +164,7 @@ async def test_engine_keeps_its_pages_when_the_loader_is_replaced(tmp_path: Path
         await engine.reads("lent 7")
         assert lent(second) == 7
         engine.say("give 5")  # those of the first loader
-        second.lender.open("other", 0)
+        second.lender.open("other", Borrower(0))
         await until(lambda: second.lender.lend("other", COUNT - 2) and len(second.store().free) == 0)
         second.lender.take_back("other")
         engine.kill()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared.errors import InsufficientMemory
 from tests.unit.loader.store.test_separate import COUNT, Model, load, made
 from weights.pool.shm import SHM
-from weights.store.lending import shrink_targets
+from weights.store.lending import Borrower, Turn, shrink_targets
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
 
@@ -52,7 +52,7 @@ def test_reusable_units_are_reclaimed_for_a_cache(device: SeparateDevice) -> Non
     arena = load(device, Model("a", 1, 2, 3))
     arena.wait(arena.nbytes)
     mapped = device.pages().mapped_bytes // PAGE_BYTES
-    device.lender.open("kv", 1)
+    device.lender.open("kv", Borrower(1))
     assert len(device.lender.lend("kv", COUNT)) == COUNT - mapped  # mapped units stay
     arena.release()
     assert len(device.lender.lend("kv", COUNT)) == mapped
@@ -66,7 +66,7 @@ def test_a_lent_page_has_no_memory_in_the_pool(device: SeparateDevice) -> None:
     arena.wait(arena.nbytes)
     arena.release()
     before = allocated_bytes(device)
-    device.lender.open("kv", 0)
+    device.lender.open("kv", Borrower(0))
     device.lender.lend("kv", COUNT)
     assert before >= 3 * PAGE_BYTES
     assert allocated_bytes(device) == 0
@@ -74,7 +74,7 @@ def test_a_lent_page_has_no_memory_in_the_pool(device: SeparateDevice) -> None:
 
 def test_a_load_waits_until_a_borrower_has_shrunk(device: SeparateDevice) -> None:
     lender, asked = device.lender, threading.Event()
-    lender.open("kv", 2)
+    lender.open("kv", Borrower(2))
     lender.lend("kv", COUNT)
 
     def shrink() -> None:
@@ -96,7 +96,7 @@ def test_a_load_waits_until_a_borrower_has_shrunk(device: SeparateDevice) -> Non
 
 
 def test_a_load_does_not_wait_for_booked_pages(device: SeparateDevice) -> None:
-    device.lender.open("kv", COUNT - 1)
+    device.lender.open("kv", Borrower(COUNT - 1))
     device.lender.lend("kv", COUNT)
     with pytest.raises(InsufficientMemory):
         load(device, Model("a", 1, 2, 3))
@@ -106,9 +106,9 @@ def test_a_load_does_not_wait_for_booked_pages(device: SeparateDevice) -> None:
 
 def test_a_borrower_shrinks_for_the_floor_of_another(device: SeparateDevice) -> None:
     lender = device.lender
-    lender.open("first", 2)
+    lender.open("first", Borrower(2))
     lender.lend("first", COUNT)
-    lender.open("second", 3)
+    lender.open("second", Borrower(3))
     assert lender.lend("second", 6) == ()
     assert lender.target("first") == COUNT - 3
     lender.take_back("first", range(5))
@@ -119,9 +119,33 @@ def test_a_borrower_shrinks_for_the_floor_of_another(device: SeparateDevice) -> 
     lender.take_back("second")
 
 
+def test_borrowers_take_turns_in_the_order_in_which_they_asked(device: SeparateDevice) -> None:
+    lender = device.lender
+    for name in ("first", "second", "third"):
+        lender.open(name, Borrower(1))
+    lender.lend("first", COUNT - 2)
+    lender.lend("second", 1)
+    lender.lend("third", 1)
+    assert lender.lend("second", 5, Turn(1, 4)) == ()
+    assert (lender.has_turn("second"), lender.target("first")) == (True, COUNT - 5)
+    assert lender.lend("third", 6, Turn(1, 6)) == ()
+    assert not lender.has_turn("third")
+    lender.take_back("first", device.store().lent["first"][:3])
+    assert len(lender.lend("second", 5, Turn(1, 4))) == 3
+    assert lender.target("first") is None
+    assert lender.lend("second", 5, Turn(2, 4)) == ()  # another turn: behind the third
+    lender.lend("third", 6, Turn(1, 6))
+    assert lender.has_turn("third")
+    assert lender.target("first") == COUNT - 10
+    lender.close("third")
+    assert lender.has_turn("second")
+    for name in ("first", "second", "third"):
+        lender.take_back(name)
+
+
 def test_pages_are_taken_back_only_when_no_process_maps_them(device: SeparateDevice) -> None:
     lender = device.lender
-    lender.open("kv", 0)
+    lender.open("kv", Borrower(0))
     page = lender.lend("kv", 2)[0]
     path = f"/dev/shm/{device.file}"
     engine = subprocess.Popen(

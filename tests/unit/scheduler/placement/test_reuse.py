@@ -10,11 +10,12 @@ from services.scheduler.domain.prewarm.expectations import MOST_GROUPS
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.volatile import EXPECTATION_GROUPS, estimate_key
-from shared.contracts.loader import EXPECT_EVERY_S, CachedModel, DeviceMemory, LinkStatus, LoaderStatus, WeightsOnDevice
+from shared.contracts.loader import EXPECT_EVERY_S, CachedModel, DeviceMemory, KvOnDevice, LinkStatus, LoaderStatus, WeightsOnDevice
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import PlanRecord
 from shared.sizing import need_of
+from shared.unit_charges import shared_units
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 
@@ -155,6 +156,51 @@ def test_shared_units_of_a_stopping_instance_are_charged_to_the_one_that_stays()
     assert stopping.leaving_bytes == 200 * MIB + own
     w.finish_stops()
     assert booking_of(w.state, "n", "cpu:0").held_bytes == WEIGHTS + own
+
+
+def lending(total: int, *caches: KvOnDevice, mapped: int = 0) -> DeviceMemory:
+    lent = sum(k.lent_bytes for k in caches) // MIB
+    return memory(mapped=mapped, lent=lent, total=total).model_copy(update={"is_lending": True, "kv": caches})
+
+
+def test_instances_whose_caches_borrow_pages_book_floors_and_one_growth() -> None:
+    w = World()
+    for name in ("one", "two", "three"):
+        w.model(name, weights=WEIGHTS, engine_args={"kv_cache_bytes": 600 * MIB})
+    need = need_of(w.state.models["one"].card)
+    assert need.kv_floor < need.kv == 600 * MIB
+    growth = need.kv - need.kv_floor
+    budget = 3 * (need.total - growth) + growth
+    w.node("n", budget)
+    w.loader("n", [lending(budget // MIB)])
+    for name in ("one", "two", "three"):
+        w.up(name)
+    assert len(w.of("one")) == len(w.of("two")) == len(w.of("three")) == 1
+    full = booking_of(w.state, "n", "cpu:0")
+    assert (full.held_bytes, full.free_bytes) == (budget, 0)
+    w.sleep("three")
+    assert booking_of(w.state, "n", "cpu:0").leaving_bytes == need.total - growth
+    w.finish_stops()
+    assert booking_of(w.state, "n", "cpu:0").free_bytes == need.total - growth
+
+
+def test_lent_pages_of_caches_are_no_weights() -> None:
+    """They do not raise the bound of what instances that share weights need."""
+    cache = KvOnDevice(instance_id="i", floor_bytes=0, lent_bytes=500 * MIB, wanted_bytes=500 * MIB)
+    assert shared_units(lending(4000, cache, mapped=1000)).mapped_bytes == 1000 * MIB
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_device_whose_caches_lack_pages_is_avoided(w: World, node: str) -> None:
+    """Both are equal otherwise."""
+    for name in ("n1", "n2"):
+        wanted = 3000 if name == node else 2000
+        cache = KvOnDevice(instance_id="i", floor_bytes=0, lent_bytes=2000 * MIB, wanted_bytes=wanted * MIB)
+        w.loader(name, [lending(2500, cache)])
+    w.demand("m")
+    plan = chosen(w)
+    assert plan.chosen is not None
+    assert plan.chosen.node != node
 
 
 def test_victims_that_share_units_leave_together_if_one_frees_too_little() -> None:

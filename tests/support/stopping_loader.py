@@ -8,6 +8,8 @@ continue or not.
     copy       one unit's bytes are copied, and the unit is still incomplete
     map        every unit is there, and the handle for engines is being made
     release    the last holder has gone, and its units are about to be released
+    lend       pages are lent to a KV cache, and its engine does not know it yet
+    take_back  an engine has unmapped pages and returned them, and they are still lent
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from services.loader.app import run
 from services.loader.domain import lifecycle
 from services.loader.settings import LoaderSettings
 from shared.runtime import run_service
+from weights.store.lending import Lender
 from weights.store.memory import PageMemory
 from weights.store.separate import SeparateDevice
 
 VARIABLE = "THAW_TEST_STOP_FILE"
 STEPS = ("reserve", "copy", "map", "release")
+LENDING_STEPS = ("lend", "take_back")
 
 
 def stop_at(step: str) -> None:
@@ -58,6 +62,8 @@ if __name__ == "__main__":
     _wrap(PageMemory, "write", "copy")
     _wrap(SeparateDevice, "handle_of", "map", before=True)
     _wrap(SeparateDevice, "remove", "release", before=True)
+    _wrap(Lender, "lend", "lend")
+    _wrap(Lender, "take_back", "take_back", before=True)
     # Of the nodeagent's silence, and between two audits: in real time a test would wait for long.
     lifecycle.LOST_AFTER_S = lifecycle.MISSING_FOR_S = 0.2
     auditing._CONFIRM_AFTER_S = 0.05

@@ -22,15 +22,18 @@ from nats.aio.msg import Msg
 from shared.contracts import subjects
 from shared.contracts.audit import AuditMemory, DeviceAudit, MemoryAudited
 from shared.contracts.loader import AttachWeights, WeightsAttached
+from shared.contracts.loader_socket import loader_socket
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.segment import PagesHandle
 from shared.errors import ThawError
 from shared.mapping import map_extents
+from shared.settings import NodeSettings
 from tests.integration.loader.conftest import SHM, Client, LoaderProcess
-from tests.support.stopping_loader import STEPS, VARIABLE
+from tests.support.stopping_loader import LENDING_STEPS, STEPS, VARIABLE
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.pools import mapper
+from tests.unit.loader.store.test_kv_lending_live import Engine
 
 PAGE_BYTES = 2 * 1024 * 1024
 PAGES = 24
@@ -188,6 +191,17 @@ def holds_only(instance: str, device: DeviceAudit) -> bool:
     return device.instances == (instance,) and device.mapped_pages == UNITS
 
 
+@pytest.fixture
+async def socket(bed: Bed) -> Path:
+    await bed.served()
+    return loader_socket(NodeSettings(home=bed.loader.home, node=bed.loader.node).node_state)
+
+
+def lends(pages: int, device: DeviceAudit) -> bool:
+    """True if the borrower's process maps this number of lent pages, and no others are lent."""
+    return (device.lent_pages, device.unclaimed_pages) == (pages, 0)
+
+
 async def ended(work: asyncio.Task[object]) -> None:
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError, ThawError):
@@ -240,3 +254,50 @@ async def test_loader_killed_at_each_step(bed: Bed) -> None:
             engine.wait()
         await bed.until(lambda d: not d.instances and not d.lent_pages)
         await bed.check("base")
+
+
+async def borrower(socket: Path) -> Engine:
+    """Start a process that borrows: six pages, of which two are its floor."""
+    engine = Engine(socket, 2)
+    await engine.reads("lent 2")
+    engine.say("demand 6")
+    await engine.reads("lent 6")
+    return engine
+
+
+async def change(bed: Bed, engine: Engine, step: str) -> int:
+    """Let the borrower ask for three pages or return three, until the loader stops at `step`."""
+    bed.stop_at(step)
+    engine.say("demand 9" if step == "lend" else "give 3")
+    return await bed.stopped()
+
+
+async def test_borrower_killed_at_each_step(bed: Bed, socket: Path) -> None:
+    for step in LENDING_STEPS:
+        engine = await borrower(socket)
+        found = await bed.until(partial(lends, 6))
+        assert found.processes == (engine.process.pid,)
+        loader = await change(bed, engine, step)
+        engine.kill()
+        os.kill(loader, signal.SIGCONT)
+        found = await bed.until(lambda d: not d.lent_pages)
+        assert (found.free_pages, found.processes) == (PAGES, ()), step
+
+
+async def test_loader_killed_at_each_step_of_lending(bed: Bed, socket: Path) -> None:
+    for step in LENDING_STEPS:
+        engine = await borrower(socket)
+        loader = await change(bed, engine, step)
+        assert bed.loader.process is not None
+        os.kill(loader, signal.SIGKILL)
+        bed.loader.process.wait()
+        bed.loader.start()
+        await bed.served()
+        # It keeps the pages that it maps, and gets others from the new loader.
+        wanted = 9 if step == "lend" else 6
+        await engine.reads(f"lent {wanted}")
+        found = await bed.until(partial(lends, wanted))
+        assert found.processes == (engine.process.pid,), step
+        engine.kill()
+        found = await bed.until(lambda d: not d.lent_pages)
+        assert (found.free_pages, found.processes) == (PAGES, ()), step

@@ -178,7 +178,7 @@ def move_options(tx: Transaction, r: PlacementRequest, i: Instance) -> list[Feas
         if r.has_cooldowns and tx.is_cooling_down(b.key):
             continue
         prediction = r.forecast.predict_resume(i, leaving=False)
-        view = device_view(b, failed=b.key in r.avoid)
+        view = device_view(tx, b, failed=b.key in r.avoid)
         option = Option((view,), "restore", _cost(prediction, NOTHING_TO_CLEAR), NOTHING_TO_CLEAR, source="snapshot")
         found.append(FeasiblePlacement(option, i.node, (device_id,), need, prediction, 0, i.instance_id, moves=True))
     return found

@@ -19,12 +19,18 @@ def mesh() -> Iterator[Thaw]:
     thaw = Thaw(THAW_DRAM_BYTES="0")
     base = make_demo_model(thaw.home / "models" / "base", "5m")
     tuned = fine_tune(base, make_demo_model(thaw.home / "models" / "tuned", "5m"))
+    other = make_demo_model(thaw.home / "models" / "other", "5m", seed=1)
     models = {"base": (base, "cpu:1"), "tuned": (tuned, "cpu:1"), "unified": (base, "cpu:0")}
+    large = {"large": base, "larger": other}
     (thaw.home / "thaw.yaml").write_text(
         f"mesh:\n  port: {thaw.port}\n  nodes:\n    node-0:\n"
         "      cpu:0: 700MiB\n      cpu:1: {size: 700MiB, memory: separate}\n"
         "defaults: {keep_alive: -1}\nmodels:\n"
         + "".join(f"  - {{name: {n}, source: {s}, placement: {{devices: [{d}]}}}}\n" for n, (s, d) in models.items())
+        + "".join(
+            f"  - {{name: {n}, source: {s}, placement: {{devices: ['cpu:1']}}, engine_args: {{kv_cache_bytes: 280MiB}}}}\n"
+            for n, s in large.items()
+        )
     )
     try:
         thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
@@ -78,3 +84,19 @@ def test_weights_stay_on_the_device_and_are_shared(mesh: Thaw) -> None:
     assert {m["model"]: m["shared_bytes"] > 0 for m in both["models"]} == {"base": True, "tuned": True}
     audit = mesh.json("doctor")["audits"]["node-0"]
     assert [(d["device_id"], d["violations"], len(d["instances"])) for d in audit] == [("cpu:1", [], 2)]
+
+
+def test_models_whose_whole_caches_exceed_the_device_run_together(mesh: Thaw) -> None:
+    """Of 700 MiB each books 202 MiB and a floor, and both together 278 MiB of growth."""
+    for model in ("base", "tuned"):
+        mesh.json("sleep", model)
+    first = {model: text(mesh, model) for model in ("large", "larger")}
+    assert {model: text(mesh, model) for model in first} == first
+    both = memory(mesh)
+    assert [k["model"] for k in both["kv"]] == ["large", "larger"]
+    assert all(k["lent_bytes"] >= k["floor_bytes"] == 2 << 20 for k in both["kv"])
+    assert sum(k["lent_bytes"] for k in both["kv"]) == both["lent_bytes"]
+    [node] = mesh.json("ps")["nodes"]
+    [device] = [d for d in node["devices"] if d["device_id"] == "cpu:1"]
+    assert 2 * (280 << 20) < device["reserved_bytes"] <= device["budget_bytes"]
+    assert not mesh.json("doctor")["audits"]["node-0"][0]["violations"]

@@ -158,8 +158,11 @@ def _thaw_change_model(self: Any, model: str, source: str, socket: str | None, l
     self._reset_caches(reset_running_requests=False, reset_connector=True)
     checked: list[int] = self.collective_rpc("thaw_change_weights", args=(model, source, socket, log))
     _point_at(self.vllm_config.model_config, model)
-    self.structured_output_manager.tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
-    self.structured_output_manager.clear_backend()
+    grammars = self.structured_output_manager
+    grammars.tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
+    if grammars.backend is not None:  # the next request with a grammar creates another one
+        grammars.backend.destroy()
+        grammars.backend = None
     return min(checked)
 
 
@@ -185,7 +188,25 @@ class SwitchWorker:
         wrong = [name for name, rows in kept.items() if not bool((now[name][: len(rows)] == rows.to(now[name])).all())]
         if wrong:
             raise SwitchError(f"parameters differ from their source: {', '.join(wrong)}")
+        _check_first_logits(self.model_runner.get_model())
         return len(kept)
+
+
+def _check_first_logits(model: Any) -> None:
+    """Let the model's next logits be checked: the engine ends if they are not finite numbers.
+
+    A request for log-probabilities would show it too, but has vLLM compile their kernel first.
+    """
+    compute = model.compute_logits
+
+    def compute_checked(*args: Any, **kwargs: Any) -> Any:
+        del model.compute_logits  # the method of its class again
+        logits = compute(*args, **kwargs)
+        if logits is not None and not bool(logits.amax(-1).isfinite().all()):
+            raise SwitchError("the logits of the changed model are not finite")
+        return logits
+
+    model.compute_logits = compute_checked
 
 
 def _comparable(model: torch.nn.Module) -> frozenset[str]:

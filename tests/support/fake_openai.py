@@ -17,8 +17,8 @@ accepts only the options, and serves only the endpoints, that the engine's docum
     --hoard           sleeps with a 200 and keeps its memory
     --no-reload       after a sleep of level 2 its weights are never read again, and its output is
                       wrong
-    --change HOW      how a change of its model ends: refuse (an error), nan (its log-probabilities
-                      are not finite), exit (the server exits)
+    --change HOW      how a change of its model ends: refuse (an error), nan (the server exits at
+                      the first token), exit (it exits at once)
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status};
 {"mute": true} holds from then on, {"eat": true} takes memory without end; {"says": text} makes one
@@ -128,6 +128,7 @@ class Fake:
         self.calls: list[list[Any]] = []
         self.cancelled = 0
         self.asleep: list[str] = []
+        self.is_changed = False
         self.stored: set[str] = set()
         self.weights = b"" if self.like == "ollama" else b"w" * (options.ballast << 20)
         self.runner: subprocess.Popen[bytes] | None = None
@@ -216,6 +217,10 @@ class Fake:
             held = []
             while True:
                 held.append(b"x" * (1 << 20))
+        if self.is_changed and self.options.change == "nan":
+            sys.stderr.write("the logits are not finite\n")
+            sys.stderr.flush()
+            os._exit(1)
         self.options.mute = self.options.mute or bool(fake.get("mute"))
         if self.options.mute or self.asleep or "status" in fake:
             status = fake.get("status", 500)
@@ -236,8 +241,6 @@ class Fake:
         text += "".join(_token(i, "x" if self.dropped else "t") for i in range(tokens))
         message = {"role": "assistant", "content": text, "tool_calls": _calls(body)}
         choice = {"index": 0, "finish_reason": "stop", **({"message": message} if chat else {"text": text})}
-        if body.get("logprobs"):
-            choice["logprobs"] = {"token_logprobs": [None if self.options.change == "nan" else -0.5] * tokens}
         return JSONResponse({"id": "x", "model": body.get("model"), "choices": [choice], "usage": _usage(tokens)})
 
     async def _events(self, request: Request, body: Any, chat: bool, tokens: int, pace: float) -> AsyncIterator[str]:
@@ -307,7 +310,11 @@ class Fake:
             os._exit(5)
         if self.options.change == "refuse" or self.options.middleware is None:
             return JSONResponse({"error": "no such change"}, 500)
+        with open(asked["log"], "ab") as file:  # noqa: ASYNC230, PTH123
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
         self.name = asked["name"]
+        self.is_changed = True
         return JSONResponse({"checked_tensors": 8})
 
     async def tokenize(self, request: Request) -> Response:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import from_json
-
 from services.enginehost.drivers.overlay import plugin_path
-from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, flags
+from services.enginehost.drivers.port import Command, Driver, flags
 from services.enginehost.drivers.token_api import VllmTokens
 from services.enginehost.http1 import Client, HttpRequest, call, json_request
 from services.enginehost.settings import HostSettings
@@ -141,7 +138,7 @@ class Vllm(Driver):
         return self.launch.is_private and can_change_model(self.card.spec) and not self.launch.remote
 
     async def change_model(self, client: Client, asleep: int) -> None:
-        """Replace the model, and check that its logits are finite.
+        """Replace the model. The plug-in checks the first logits that it computes.
 
         An engine at level 2 has no weights: it gets room for them first, and its KV cache last.
         """
@@ -153,18 +150,6 @@ class Vllm(Driver):
         await call(client, json_request(SWITCH_PATH, asked), "having vLLM change its model")
         if asleep == 2:
             await call(client, HttpRequest("POST", "/wake_up?tags=kv_cache"), "waking vLLM")
-        await self._check_logits(client)
-
-    async def _check_logits(self, client: Client) -> None:
-        """Raise `EngineFailed` unless log-probabilities are finite numbers.
-
-        vLLM answers with an error if one is not.
-        """
-        asked = {"model": self.served_name, "prompt": PROBE_PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 1}
-        answer = from_json(await call(client, json_request("/v1/completions", asked), "probing the changed model"))
-        found = ((answer.get("choices") or [{}])[0].get("logprobs") or {}).get("token_logprobs")
-        if not found or not all(isinstance(p, float | int) and math.isfinite(p) for p in found):
-            raise EngineFailed(f"Probing the changed model: its log-probabilities are {found}")
 
     @property
     def sleep_levels(self) -> tuple[int, ...]:

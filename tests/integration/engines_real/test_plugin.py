@@ -1,6 +1,7 @@
 """An unmodified vLLM with `load_format: thaw`.
 
-It reads weights from the node's loader or from files, and its tokens are the same.
+It reads weights from the node's loader or from files, with the same tokens as its own loader, and
+changes its model for others of the same template key. One vLLM for all tests of the module.
 """
 
 from __future__ import annotations
@@ -10,50 +11,171 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
+import torch
+from pydantic import SecretStr
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.enginehost.drivers.overlay import plugin_path
+from services.nodeagent.suspend.memory import footprint
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.engine import ChangeModel, EngineReport
+from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
-from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
+from shared.settings import CommonSettings
+from tests.integration.engines_real.conftest import PATIENCE_S
 from tests.integration.nodeagent.harness import gone
 from tests.support.hosted import Hosts, hosted_card
 from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
+from thaw.demo.models import make_demo_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
-ASKED: dict[str, Any] = {"prompt": "The ice", "max_tokens": 48, "temperature": 0, "return_token_ids": True}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S), pytest.mark.asyncio(loop_scope="module")]
+TOKENS = 24
+PROMPT = "The ice"
+MODELS = 10
+CHANGES = int(os.environ.get("THAW_TEST_CHANGES", "12"))
+"""Changes of the model in a row, without growth of memory. `make test-long` sets 100."""
+GREETING = "{% for m in messages %}{{ 'Greeting: ' + m['content'] }}{% endfor %}"
 
 
-async def test_vllm_with_load_format_thaw_gives_the_same_tokens(
-    mesh: Mesh, nats_server: NatsServer, vllm: RealEngine, model_directory: Path, tmp_path: Path
-) -> None:
-    own = await listening(mesh, nats_server.url, vllm)
-    expected = (await own.whole(vllm.instance, "completion", **ASKED)).json["choices"][0]["token_ids"]
-    hosts = Hosts(mesh, "real-plugin", nats_server.url, tmp_path)
+def card_of(directory: Path) -> ModelCard:
+    options: dict[str, Any] = {"engine_args": {"load_format": "thaw"}, "dtype": "float32"}
+    return hosted_card(directory, "vllm", context=1024, name=directory.name, **options)
+
+
+@dataclass
+class FromLoader:
+    """A vLLM whose host has become `instance`."""
+
+    hosts: Hosts
+    environment: dict[str, str]
+    instance: str
+    log: str
+
+    async def report(self) -> EngineReport:
+        return await self.hosts.settled(self.instance)
+
+    async def change(self, card: ModelCard) -> EngineReport:
+        start = self.hosts.spec(card).model_copy(update={"environment": self.environment})
+        await self.hosts.mesh.request(subjects.engine_control(self.instance), ChangeModel(start=start), Done)
+        self.instance, self.log = start.instance_id, start.log_path
+        return await self.report()
+
+    async def tokens(self) -> list[int]:
+        asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        answer = await self.hosts.whole(self.instance, "completion", return_token_ids=True, **asked)
+        found: list[int] = answer.json["choices"][0]["token_ids"]
+        return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def from_loader(
+    nats_server: NatsServer, model_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[FromLoader]:
+    python = python_of("vllm")
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    await mesh.start()
+    logs = tmp_path_factory.mktemp("plugin")
+    hosts = Hosts(mesh, "real-plugin", nats_server.url, logs)
     hosts.patience_s = PATIENCE_S
     await hosts.start()
-    env = {**os.environ, "THAW_NATS_URL": nats_server.url, "THAW_HOME": str(tmp_path), "THAW_NODE": hosts.node}
-    with (tmp_path / "loader.log").open("wb") as log:
+    with tempfile.TemporaryDirectory(prefix="thaw-t-") as home, (logs / "loader.log").open("wb") as log:
+        env = {**os.environ, "THAW_NATS_URL": nats_server.url, "THAW_HOME": home, "THAW_NODE": hosts.node}
         loader = subprocess.Popen([sys.executable, "-m", "services.loader"], env=env, stdout=log, stderr=log)  # noqa: ASYNC220
-    try:
-        card = hosted_card(model_directory, "vllm", context=1024, engine_args={"load_format": "thaw"})
-        start = hosts.host(card, THAW_VLLM_PYTHON=python_of("vllm"), THAW_HOME=str(tmp_path))
-        report = await hosts.settled(start.instance_id)
-        assert report.state == "ready", report.error
-        assert "from its loader" in Path(start.log_path).read_text()
-        answer = await hosts.whole(start.instance_id, "completion", **ASKED)
-        assert answer.json["choices"][0]["token_ids"] == expected
+        try:
+            start = hosts.host(card_of(model_directory), THAW_VLLM_PYTHON=python, THAW_HOME=home)
+            found = FromLoader(hosts, start.environment, start.instance_id, start.log_path)
+            report = await found.report()
+            assert report.state == "ready", report.error
+            yield found
+        finally:
+            hosts.close()
+            loader.terminate()
+            loader.wait()
+            await mesh.stop()
+
+
+@pytest.fixture(scope="module")
+def models(model_directory: Path) -> list[Path]:
+    """Create models of one shape; the last has another chat template."""
+    found = [make_demo_model(model_directory.parent / f"seed{i}", "5m", seed=i) for i in range(1, MODELS + 1)]
+    (found[-1] / "chat_template.jinja").write_text(GREETING)
+    return found
+
+
+def greedy(directory: Path) -> list[int]:
+    """Return the tokens of transformers in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(directory)(PROMPT, return_tensors="pt")["input_ids"]
+    model.generation_config.eos_token_id = None
+    out = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)
+    tokens: list[int] = out[0, prompt.shape[1] :].tolist()
+    return tokens
+
+
+async def test_vllm_with_load_format_thaw_gives_the_same_tokens(from_loader: FromLoader, model_directory: Path) -> None:
+    assert "from its loader" in Path(from_loader.log).read_text()
+    assert await from_loader.tokens() == greedy(model_directory)
+
+
+async def test_models_of_one_shape_in_turn_give_their_own_tokens(from_loader: FromLoader, models: list[Path]) -> None:
+    """Models that never ran: their tokens, names and chat templates, in the same processes."""
+    before = await from_loader.report()
+    assert before.hosted is not None
+    for directory in models:
+        report = await from_loader.change(card_of(directory))
+        assert (report.state, report.fell_back) == ("ready", None), report.error
         assert report.hosted is not None
-        assert len(report.hosted.pids) > 1, "vLLM's core too"
-        os.kill(report.pid, signal.SIGKILL)
-        assert all([await gone(pid) for pid in report.hosted.pids])
-    finally:
-        hosts.close()
-        loader.terminate()
-        loader.wait()
+        assert set(report.hosted.pids) == set(before.hosted.pids), "the same processes"
+        assert await from_loader.tokens() == greedy(directory)
+    listed = await from_loader.hosts.other(from_loader.instance, "/v1/models", "GET")
+    assert [m["id"] for m in listed.json["data"]] == [models[-1].name]
+    messages = [{"role": "user", "content": "Hello"}]
+    body: dict[str, Any] = {"messages": messages, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    answer = await from_loader.hosts.whole(from_loader.instance, "chat", **body)
+    tokenizer = AutoTokenizer.from_pretrained(models[-1])
+    expected = tokenizer(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), add_special_tokens=False
+    )
+    assert answer.json["prompt_token_ids"] == expected["input_ids"]
+
+
+async def test_json_mode_works_after_a_change(from_loader: FromLoader, models: list[Path]) -> None:
+    await from_loader.change(card_of(models[0]))
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "temperature": 0}
+    answer = await from_loader.hosts.whole(from_loader.instance, "chat", response_format=asked, **body)
+    assert answer.status == 200, answer.body
+    assert set(json.loads(answer.json["choices"][0]["message"]["content"])) == {"a"}
+
+
+async def test_many_changes_leave_memory_as_it_was(from_loader: FromLoader, models: list[Path]) -> None:
+    sizes: list[int] = []
+    for n in range(CHANGES):
+        report = await from_loader.change(card_of(models[n % 2]))
+        assert (report.state, report.fell_back) == ("ready", None), report.error
+        assert report.hosted is not None
+        held = footprint(report.hosted.pids)
+        sizes.append(held.pss + held.swap)
+    assert max(sizes[-3:]) <= 1.1 * max(sizes[: max(2, CHANGES // 4)]), [s >> 20 for s in sizes]
+
+
+async def test_killed_host_takes_its_engine_along(from_loader: FromLoader) -> None:
+    report = await from_loader.report()
+    assert report.hosted is not None
+    assert len(report.hosted.pids) > 1, "vLLM's core too"
+    os.kill(report.pid, signal.SIGKILL)
+    assert all([await gone(pid) for pid in report.hosted.pids])
 
 
 PROGRAM = """
@@ -67,12 +189,12 @@ print(json.dumps([len(found), all((found[name] == tensor).all().item() for name,
 """
 
 
-def test_without_a_loader_the_files_are_read(model_directory: Path, tmp_path: Path) -> None:
+async def test_without_a_loader_the_files_are_read(model_directory: Path, tmp_path: Path) -> None:
     """Without a loader the plug-in reads the files.
 
     vLLM's environment has nothing of Thaw but the overlay.
     """
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: ASYNC221
         [python_of("vllm"), "-c", PROGRAM, str(model_directory)],
         env={**os.environ, "PYTHONPATH": str(plugin_path(tmp_path / "overlay"))},
         capture_output=True,

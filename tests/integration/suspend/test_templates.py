@@ -57,7 +57,7 @@ async def test_engine_that_cannot_change_is_started_cold_and_the_status_says_so(
         second = (await start_hosted(node, card(tmp_path, "demo"), mib=200, template=first)).instance_id
         fell_back = node.instance(second).suspension.fell_back
         assert fell_back is not None
-        assert "log-probabilities" in fell_back.message
+        assert "logits are not finite" in fell_back.message
         assert not set(engine_pids(node, second)) & set(processes)
         assert await generate(node, second)
 

@@ -41,6 +41,7 @@ from bench.overlap_loader import DEVICE, INSTANCE, NODE
 from bench.report import median, write
 from services.engine.generation.runner import Row, Runner
 from services.engine.model import loading
+from services.engine.model.architectures import ModelCache
 from services.engine.model.arriving import Follower
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
@@ -136,10 +137,10 @@ def measure(case: Case, way: str) -> Measured:
         start = EngineStart(
             instance_id=INSTANCE, node=NODE, card=loader.card, device=DEVICE, separate_memory=True, kv_bytes=1 << 30, log_path=""
         )
-        files = loading.read_files(case.model, start)
+        files = loading.read_files(case.model, start, ModelCache())
         index = loader.begin()
         began = time.monotonic()
-        bound = loading.bind_model(case.model, index, start)
+        bound = loading.bind_model(case.model, index, start, ModelCache())
         bound_at = time.monotonic()
         if way == "waiting":
             attached = loader.wait()

@@ -34,7 +34,7 @@ TPOT_MS = 50.0
 SLO_TTFT_S = 10.0
 Record = TypeVar("Record")
 _HEADER = "# Written by `thaw simulate --from-mesh` from a running mesh; docs/simulator.md explains the keys.\n"
-_START = (Phase.CONTAINER, Phase.CONTEXT, Phase.LIBRARIES)
+_START = (Phase.CONTAINER, Phase.ATTACH, Phase.CONTEXT, Phase.LIBRARIES)
 _LOADING = (Phase.LOAD, Phase.FETCH)
 _WARM_UP = (Phase.PROFILE, Phase.COMPILE, Phase.CAPTURE)
 

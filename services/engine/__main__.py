@@ -1,6 +1,6 @@
-"""Run one engine without a zygote: `python -m services.engine SPEC.json`.
+"""Run an engine or executor without a zygote: `python -m services.engine SPEC.json`.
 
-The file holds an `EngineStart` as JSON.
+The file holds an `EngineStart` or `ExecutorStart` as JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import psutil
 from pydantic import ValidationError
 
 from services.engine.process import end_process, import_libraries, prepare_environment, run_engine_process
-from shared.contracts.engine import EngineStart
+from shared.contracts.executor import PROCESS_START
 from shared.imports import uncollected_imports
 
 
@@ -22,7 +22,7 @@ def main() -> int:
         sys.stderr.write("usage: python -m services.engine SPEC.json\n")
         return 2
     try:
-        start = EngineStart.model_validate_json(Path(sys.argv[1]).read_bytes())
+        start = PROCESS_START.validate_json(Path(sys.argv[1]).read_bytes())
     except (OSError, ValidationError) as e:
         sys.stderr.write(f"engine: {sys.argv[1]}: {e}\n")
         return 2

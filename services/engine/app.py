@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.engine.domain.elastic_kv import Demand, Lease
 from services.engine.generation.batcher import Batcher
@@ -26,6 +26,7 @@ from services.engine.lora.cache import LoraCache
 from services.engine.lora.loader_source import LoaderLoraSource
 from services.engine.lora.prefetch import LoraPrefetcher
 from services.engine.model import loading
+from services.engine.model.architectures import ModelCache
 from services.engine.model.overlap import Overlap
 from services.engine.server.migration import EngineMigration
 from services.engine.server.serving import Serving
@@ -74,7 +75,8 @@ class ProcessParts:
     Attributes:
         mesh: The connection. A dedicated engine opens and closes it itself.
         compute: The computing thread of the device.
-        files: A thread for reading files.
+        files: Threads for reading files.
+        models: What models have in common.
         is_shared: Other engines compute on the same thread: no step may wait for weights.
     """
 
@@ -82,6 +84,7 @@ class ProcessParts:
     mesh: Mesh
     compute: DeviceLoop
     files: ThreadPoolExecutor
+    models: ModelCache
     is_shared: bool = False
 
     def close(self) -> None:
@@ -116,10 +119,39 @@ class Engine(InstanceProcess):
         self._owner_gone = asyncio.Event()
         self._overlap: Overlap | None = None
         self._computing: asyncio.Future[None] | None = None
+        self._mapped_at: tuple[tuple[int, int], ...] = ()
+        self._jobs: list[Future[Any]] = []
 
     def _compute(self, work: Callable[[], R]) -> asyncio.Future[R]:
         """Run `work` on the computing thread, between two steps."""
-        return asyncio.wrap_future(self._parts.compute.submit(self._start.instance_id, work))
+        job = self._parts.compute.submit(self._start.instance_id, work)
+        self._jobs.append(job)
+        return asyncio.wrap_future(job)
+
+    async def _bind(self, bind: Callable[[], loading.BoundModel]) -> loading.BoundModel:
+        """Run `bind`, without keeping other engines from computing."""
+
+        def work() -> loading.BoundModel:
+            bound = bind()
+            self._mapped_at = bound.addresses()
+            return bound
+
+        if not self._parts.is_shared:
+            return await self._compute(work)
+        job = self._files.submit(work)
+        self._jobs.append(job)
+        return await asyncio.wrap_future(job)
+
+    def mapped(self) -> tuple[tuple[int, int], ...]:
+        """Return the addresses at which the engine's weights are mapped: first and end."""
+        return self._mapped_at
+
+    async def until_detached(self) -> None:
+        """Wait until no thread works for this engine. Call it after `run`."""
+        jobs = [asyncio.wrap_future(job) for job in self._jobs if not job.done()]
+        if jobs:
+            await asyncio.wait(jobs)
+        self._jobs.clear()
 
     def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
         return {self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")}
@@ -131,8 +163,8 @@ class Engine(InstanceProcess):
         self._reporter.weights_id = index.weights_id
         directory = Path(index.directory)
         with self._timeline.phase(Phase.INIT):
-            files = loop.run_in_executor(self._files, loading.read_files, directory, self._start)
-            bound = await self._compute(partial(loading.bind_model, directory, index, self._start))
+            files = loop.run_in_executor(self._files, loading.read_files, directory, self._start, self._parts.models)
+            bound = await self._bind(partial(loading.bind_model, directory, index, self._start, self._parts.models))
             small = await files
         self._tokenization = small.tokenization
         self._reporter.advance(_BOUND, Phase.LOAD)
@@ -144,13 +176,14 @@ class Engine(InstanceProcess):
         self._timeline.absorb(attached.phases)
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
-            bound = await self._compute(partial(loading.bind_model, directory, attached, self._start))
+            bound = await self._bind(partial(loading.bind_model, directory, attached, self._start, self._parts.models))
         if self._start.separate_memory:
             attached = await self._mapped(bound, attached)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
             finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle)
             computable = await self._compute(finish)
+        self._mapped_at = bound.addresses()
         self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle) else None
         self._open(computable, self._deliver)
 
@@ -214,7 +247,9 @@ class Engine(InstanceProcess):
             self._adapters = LoraCache(source, computable.room, self._start.card.spec.keep_alive, self._reporter.notify_changed)
             self._prefetcher.on_model_bound(self._adapters)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
-        self._computing = asyncio.wrap_future(self._parts.compute.serve(self._start.instance_id, self._batcher))
+        serving = self._parts.compute.serve(self._start.instance_id, self._batcher)
+        self._jobs.append(serving)
+        self._computing = asyncio.wrap_future(serving)
         return self._batcher
 
     def _borrow(self, batcher: Batcher, computable: loading.ReadyModel) -> KvLease:
@@ -296,7 +331,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event, start: Engin
     timeline.add(Phase.LIBRARIES, process_start_s, time.monotonic())
     files = ThreadPoolExecutor(1, thread_name_prefix="files")
     mesh = Mesh(settings, f"engine-{start.instance_id}")
-    parts = ProcessParts(settings, mesh, DeviceLoop(settings.engine_threads), files)
+    parts = ProcessParts(settings, mesh, DeviceLoop(settings.engine_threads), files, ModelCache())
     engine = Engine(parts, start, stop, timeline)
     mesh.listen(subjects.loader_status(start.node), LoaderStatus, engine.on_loader)
     try:

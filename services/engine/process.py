@@ -8,6 +8,7 @@ import sys
 from functools import partial
 
 from shared.contracts.engine import EngineStart
+from shared.contracts.executor import ExecutorStart
 from shared.runtime import run_service
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox", "gpt2", "opt", "bert")
@@ -38,7 +39,7 @@ def import_libraries() -> None:
     Starts no thread and creates no CUDA context, so that the process can fork afterwards.
     """
     for name in (
-        "services.engine.app",
+        "services.engine.executor",
         "services.engine.settings",
         "opentelemetry.sdk.trace.export",
         "jinja2.sandbox",
@@ -52,7 +53,7 @@ def import_libraries() -> None:
     get_checkpoint_conversion_mapping("llama")
 
 
-def run_engine_process(start: EngineStart, process_start_s: float) -> int:
+def run_engine_process(start: EngineStart | ExecutorStart, process_start_s: float) -> int:
     """Serve `start` until a stop signal, and return the exit status.
 
     Args:
@@ -62,8 +63,11 @@ def run_engine_process(start: EngineStart, process_start_s: float) -> int:
     os.environ.update(start.environment)
     os.environ["THAW_NODE"] = start.node
     from services.engine.app import run_engine
+    from services.engine.executor import run_executor
     from services.engine.settings import EngineSettings
 
+    if isinstance(start, ExecutorStart):
+        return run_service("executor", EngineSettings, partial(run_executor, start=start))
     return run_service("engine", EngineSettings, partial(run_engine, start=start, process_start_s=process_start_s))
 
 

@@ -3,7 +3,8 @@
 Run `python -m services.engine.zygote SOCKET_PATH`.
 
 It has no thread, no event loop and no CUDA context, and runs no parallel operation, because none of
-these survives a fork. Nodeagents connect to its Unix socket and send one `EngineStart` a line. The
+these survives a fork. Nodeagents connect to its Unix socket and send one `EngineStart` or
+`ExecutorStart` a line. The
 zygote answers with `EngineForked` or `ZygoteFailure`, and sends `EngineExited` to every connection.
 It outlives its nodeagents, and its engines outlive it. SIGTERM ends only the zygote.
 """
@@ -27,6 +28,7 @@ from pydantic import ValidationError
 from services.engine.process import end_process, import_libraries, prepare_environment, run_engine_process
 from shared.contracts.base import Message
 from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure, ZygoteReady
+from shared.contracts.executor import PROCESS_START, ExecutorStart
 from shared.errors import EngineFailed, InvalidRequest
 from shared.imports import uncollected_imports
 
@@ -121,9 +123,12 @@ class Zygote:
 
     def _fork(self, peer: _Peer, line: bytes) -> None:
         try:
-            start = EngineStart.model_validate_json(line)
+            start = PROCESS_START.validate_json(line)
         except ValidationError as e:
-            self._send(peer, ZygoteFailure(instance_id="", error=InvalidRequest(f"Not an EngineStart: {e}").body()))
+            self._send(
+                peer,
+                ZygoteFailure(instance_id="", error=InvalidRequest(f"Neither an EngineStart nor an ExecutorStart: {e}").body()),
+            )
             return
         received = time.monotonic()
         # Until the child installs its own handlers, a signal would run the zygote's handler there
@@ -144,7 +149,7 @@ class Zygote:
         self._children[pid] = start.instance_id
         self._send(peer, EngineForked(instance_id=start.instance_id, pid=pid))
 
-    def _become_engine(self, start: EngineStart, log: int, received: float) -> NoReturn:
+    def _become_engine(self, start: EngineStart | ExecutorStart, log: int, received: float) -> NoReturn:
         """In the child: detach from the zygote and run an engine.
 
         The child gets its own session, signal handlers, file descriptors and settings.

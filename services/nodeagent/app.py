@@ -31,6 +31,7 @@ from services.nodeagent.domain.state import NodeState, Policy, Process
 from services.nodeagent.effects import EffectPorts, EffectRunner
 from services.nodeagent.engines.by_engine import LauncherByEngine
 from services.nodeagent.engines.direct import DirectLauncher
+from services.nodeagent.engines.executors import Executors
 from services.nodeagent.engines.exits import explain_exit, keep_logs_bounded
 from services.nodeagent.engines.launcher import Launcher, engine_environment
 from services.nodeagent.engines.process import find_log_writer
@@ -94,6 +95,14 @@ class Nodeagent:
         self.launcher = _launcher(settings)
         ledger = Ledger({d: device.info.budget_bytes for d, device in devices.items()})
         policy = Policy(kill_grace_s=settings.kill_grace, adopt_s=settings.adopt_timeout)
+        self.executors = Executors(
+            self.launcher,
+            self.mesh.request,
+            settings.node_state / "agent" / "executors",
+            settings.node_state / "logs",
+            settings.node,
+            engine_environment(settings),
+        )
         self.suspender = open_suspender(settings, devices, self.mesh)
         state = NodeState(
             ledger,
@@ -121,7 +130,9 @@ class Nodeagent:
             lambda: (*(found := self.suspender.capabilities()), *weights_on_gpu({d.info.kind for d in devices.values()}, found)),
         )
         self.effects = EffectRunner(
-            EffectPorts(self.mesh, self.launcher, records, self.timelines, self.meter, self.publisher, self.suspender),
+            EffectPorts(
+                self.mesh, self.launcher, records, self.timelines, self.meter, self.publisher, self.suspender, self.executors
+            ),
             settings.node,
             settings.node_state / "logs",
             engine_environment(settings),
@@ -160,6 +171,7 @@ class Nodeagent:
         await self._end()
         await end(publishing)
         await commands.stop()
+        await self.executors.close()
         await self.launcher.close()
         await self.mesh.stop()
         return 0

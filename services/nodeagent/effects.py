@@ -16,6 +16,7 @@ from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.records import Records
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
+from services.nodeagent.engines.executors import Executors
 from services.nodeagent.engines.exits import explain_exit, prune_logs
 from services.nodeagent.engines.launcher import Launcher
 from services.nodeagent.engines.process import Processes
@@ -26,7 +27,8 @@ from shared.contracts.base import Done, ErrorBody, Message, Request
 from shared.contracts.engine import ChangeModel, DrainEngine, EngineReport, EngineStart, PingEngine
 from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.node import InstanceState
-from shared.errors import ThawError, Unavailable, from_body
+from shared.contracts.phases import NEW_ZYGOTE
+from shared.errors import DeadlineExceeded, EngineFailed, ThawError, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh
 from shared.sizing import need_of
 from shared.tasks import end
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 _EXIT_STATUS_WITHIN_S = 0.25
 _KEPT_LOGS = 64
 _CLEAN_AGAIN_S = 2.0
+_DETACHES_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class EffectPorts:
     meter: Meter
     publisher: Publisher
     suspender: Suspender
+    executors: Executors
 
 
 class EffectRunner:
@@ -64,6 +68,8 @@ class EffectRunner:
         self._meter = parts.meter
         self._publisher = parts.publisher
         self._suspender = parts.suspender
+        self._executors = parts.executors
+        self._detaching: set[str] = set()
         self._node = node
         self._logs = logs
         self._environment = environment
@@ -193,9 +199,8 @@ class EffectRunner:
     async def _fork(self, instance_id: str) -> None:
         command = self._loop.state.instances[instance_id].command
         start = self._engine_start(instance_id)
-        self._timelines.get_timeline(instance_id).forking(self._launcher.name_for(start))
         try:
-            pid = await self._launcher.launch(start)
+            pid = await self._launch(start, is_shared=self._loop.state.instances[instance_id].is_shared)
         except ThawError as error:
             log.error("failed to start an engine", extra={"instance": instance_id, "error": error.message})
             self._post(e.ForkFailed(instance_id, error.body()))
@@ -207,6 +212,18 @@ class EffectRunner:
         if started is None:
             self._on_exited(instance_id, pid)
 
+    async def _launch(self, start: EngineStart, *, is_shared: bool) -> int:
+        """Start the instance's process, or attach it to its device's executor."""
+        timeline = self._timelines.get_timeline(start.instance_id)
+        if not is_shared:
+            timeline.forking(self._launcher.name_for(start))
+            return await self._launcher.launch(start)
+        if self._executors.is_running(start.device):
+            timeline.attaching()
+        else:
+            timeline.forking(NEW_ZYGOTE)  # the next instance does not pay for the executor's start
+        return await self._executors.attach(start)
+
     def _on_exited(self, instance_id: str, pid: int) -> None:
         self._spawn("exit", instance_id, self._explain(instance_id, pid))
 
@@ -214,8 +231,37 @@ class EffectRunner:
         status = await self._launcher.exit_status(pid, _EXIT_STATUS_WITHIN_S)
         await self._suspender.on_ended(instance_id)
         error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
-        log.info("engine exited", extra={"instance": instance_id, "pid": pid, "status": status})
-        self._post(e.EngineExited(instance_id, pid, status, error))
+        culprit = self._executors.culprit(pid)
+        if culprit:
+            error = error.model_copy(update={"message": f"{error.message}\nIts executor was computing for {culprit}"})
+        log.info("engine exited", extra={"instance": instance_id, "pid": pid, "status": status, "culprit": culprit})
+        self._post(e.EngineExited(instance_id, pid, status, error, culprit))
+
+    async def _detach(self, instance_id: str, pid: int) -> None:
+        """Detach a shared instance; end its executor if that does not answer.
+
+        If the instance's memory is still mapped nothing is posted, and the decision to end the
+        instance is repeated after the grace period.
+        """
+        if instance_id in self._detaching:
+            return
+        self._detaching.add(instance_id)
+        try:
+            detached = await self._executors.detach(instance_id, pid, _DETACHES_WITHIN_S)
+        except (Unreachable, DeadlineExceeded) as silent:
+            log.error(
+                "the executor does not answer; ending it", extra={"instance": instance_id, "pid": pid, "error": silent.message}
+            )
+            self.processes.send(instance_id, "kill")
+        except (ThawError, NatsError) as fault:
+            log.error("failed to detach an instance", extra={"instance": instance_id, "pid": pid, "error": str(fault)})
+        else:
+            self.processes.unwatch(instance_id)
+            log.info("detached an instance", extra={"instance": instance_id, "pid": pid, "freed_bytes": detached.freed_bytes})
+            ended = EngineFailed("The executor has detached the instance, which had ended").body()
+            self._post(e.EngineExited(instance_id, pid, 0, ended))
+        finally:
+            self._detaching.discard(instance_id)
 
     async def _ask(self, subject: str, request: Request, reply: type[R]) -> R:
         """As `Mesh.request`, but a missing connection raises `Unavailable`."""
@@ -235,6 +281,8 @@ class EffectRunner:
     def on_report(self, report: EngineReport) -> None:
         """Handle a status report of an engine."""
         instance = self._loop.state.instances.get(report.instance_id)
+        if instance is None and report.state in ("stopped", "failed") and self._executors.hosts(report.pid):
+            self._spawn("detach", report.instance_id, self._detach(report.instance_id, report.pid))
         if instance is not None and instance.state.starting and instance.state is not InstanceState.RESUMING:
             self._timelines.get_timeline(report.instance_id).record_report(report, instance.command.traceparent)
         self._post(e.EngineReported(report))
@@ -249,6 +297,10 @@ class EffectRunner:
         self._post(e.DrainAnswered(effect.instance_id, effect.only_if_idle, error))
 
     def _signal(self, effect: e.Signal) -> None:
+        instance = self._loop.state.instances[effect.instance_id]
+        if instance.is_shared and instance.pid is not None:
+            self._spawn("detach", effect.instance_id, self._detach(effect.instance_id, instance.pid))
+            return
         self.processes.send(effect.instance_id, effect.signal)
         if effect.signal == "kill":
             self._suspender.cgroups.kill(effect.instance_id)

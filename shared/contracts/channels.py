@@ -7,7 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.contracts import admin, audit, base, demand, engine, inference, loader, migration, node, objectives, subjects, traces
+from shared.contracts import (
+    admin,
+    audit,
+    base,
+    demand,
+    engine,
+    executor,
+    inference,
+    loader,
+    migration,
+    node,
+    objectives,
+    subjects,
+    traces,
+)
 from shared.contracts.base import Message
 
 
@@ -166,6 +180,14 @@ CHANNELS: tuple[Channel, ...] = (
             base.Done,
             base.Failure,
         ),
+    ),
+    Channel(
+        "executorControl",
+        f"{_P}.engine.{{executor}}.control",
+        "executor",
+        "Attach and detach instances.",
+        (executor.AttachInstance, executor.DetachInstance, executor.PingExecutor),
+        (executor.InstanceAttached, executor.InstanceDetached, executor.ExecutorReport, base.Failure),
     ),
     Channel(
         "replies",

@@ -169,7 +169,9 @@ class ModelOptions(Strict):
         default=1.0, gt=0, description="Weight of the time that its users lose by an eviction: above 1 it is evicted later."
     )
     isolation: Literal["shared", "dedicated"] = Field(
-        default="shared", description="shared or dedicated: stored, without effect as yet."
+        default="dedicated",
+        description="shared: one process of a device hosts all such models (builtin engine, without trust_remote_code); dedicated: a "
+        "process for each instance.",
     )
     init_timeout: float = Field(default=600.0, gt=0, description="Seconds a start may take without progress.")
     response_timeout: float = Field(default=600.0, gt=0, description="Seconds one response may take.")

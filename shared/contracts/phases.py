@@ -17,6 +17,7 @@ class Phase(StrEnum):
     SCHEDULE = "schedule"  # demand received → plan persisted and sent
     RESERVE = "reserve"  # waiting for device memory, victims leaving included
     CONTAINER = "container"  # engine process or container made
+    ATTACH = "attach"  # a running executor takes the instance
     CONTEXT = "context"  # device context
     LIBRARIES = "libraries"  # imports
     COMPILE = "compile"

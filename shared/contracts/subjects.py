@@ -89,6 +89,16 @@ def engine_control(instance_id: str) -> str:
     return f"{PREFIX}.engine.{instance_id}.control"
 
 
+def executor_id(number: int, node: str) -> str:
+    """Return the id of a new executor, which ends like an instance's for the same reason."""
+    return f"x-{number:x}.{node}"
+
+
+def executor_control(executor_id: str) -> str:
+    """Where an executor attaches and detaches instances."""
+    return f"{PREFIX}.engine.{executor_id}.control"
+
+
 def gateway_control(gateway_id: str) -> str:
     """Where a gateway is asked to swap the route of a request that it holds."""
     return f"{PREFIX}.gateway.{gateway_id}.control"

@@ -15,7 +15,7 @@ from shared.contracts.base import Message, Request
 from shared.contracts.channels import CHANNELS
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_ON_NATS = {"EngineStart", "EngineForked", "EngineExited", "ZygoteFailure", "ZygoteReady"} | {
+NOT_ON_NATS = {"EngineStart", "ExecutorStart", "EngineForked", "EngineExited", "ZygoteFailure", "ZygoteReady"} | {
     f"Socket{name}"
     for name in (
         *("Attach", "Attached", "Audit", "Audited", "Watermark", "Complete", "Error"),

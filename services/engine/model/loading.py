@@ -21,6 +21,7 @@ from services.engine.generation.kv_cache import SequenceKV
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
 from services.engine.model import checkpoint, device_segment
+from services.engine.model.architectures import Architecture, ModelCache
 from services.engine.model.arriving import ArrivingPages, ArrivingWeights
 from services.engine.model.conversion import LateConversion
 from services.engine.model.layer_gates import LayerGates
@@ -52,6 +53,7 @@ class BoundModel:
 
     Args:
         copied: Names of parameters outside the segment, because they are converted.
+        architecture: What it has in common with others, if the process keeps that.
         handle: Handle of the device memory, if the loader has loaded it.
         memory: The segment on the device, opened by `handle`; None if the loader has it only in
             host memory.
@@ -63,9 +65,17 @@ class BoundModel:
     segment: Segment
     is_packed: bool
     copied: list[str]
+    architecture: Architecture | None = None
     handle: ArenaHandle | None = None
     memory: torch.Tensor | None = None
     late: LateConversion | None = None
+
+    def addresses(self) -> tuple[tuple[int, int], ...]:
+        """Return the host addresses at which weights are mapped: first and end of each range."""
+        found = [self.segment.addresses]
+        if self.memory is not None and self.memory.device.type == "cpu":
+            found.append((self.memory.data_ptr(), self.memory.data_ptr() + self.memory.nbytes))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -82,27 +92,26 @@ class ReadyModel:
     room: LoraBudget
 
 
-def read_files(directory: Path, start: EngineStart) -> ModelFiles:
-    tokenization = Tokenization.read(directory, start.card.spec.trust_remote_code)
-    tokenization.warm()
+def read_files(directory: Path, start: EngineStart, cache: ModelCache) -> ModelFiles:
     return ModelFiles(
-        tokenization,
+        cache.tokenization(directory, trust_remote_code=start.card.spec.trust_remote_code),
         checkpoint.read_generation_defaults(directory),
         read_pooling(directory, causal=start.card.info.task == "generate"),
     )
 
 
-def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart) -> BoundModel:
+def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart, cache: ModelCache) -> BoundModel:
     """Build the model and bind it while its bytes are still loading."""
     attention.register()
-    config = checkpoint.read_config(directory, start.card)
+    config = cache.config(directory, start.card)
     kind = checkpoint.model_class(config, start.card, directory)
     segment = Segment(attached.segment, attached.extents, attached.weights_id)
     is_packed = start.card.info.task == "generate" and checkpoint.is_packable(config, kind)
-    model = checkpoint.bind(kind, config, segment.tensors(), checkpoint.torch_dtype(start.card), is_packed=is_packed)
+    dtype = checkpoint.torch_dtype(start.card)
+    model, architecture = cache.bind(kind, config, segment, dtype, start.card, is_packed=is_packed)
     copied = checkpoint.copied_parameters(model, segment)
     late = LateConversion(model, copied, segment.names()) if copied else None
-    bound = BoundModel(model, config, segment, is_packed, copied, late=late)
+    bound = BoundModel(model, config, segment, is_packed, copied, architecture, late=late)
     if not isinstance(attached.handle, PagesHandle):  # pages are mapped when they are complete
         open_device_memory(bound, attached.handle)
     return bound
@@ -221,14 +230,19 @@ def _build_ready_model(
     """Make the parts that compute, and compute a few tokens, unless `is_early`.
 
     The KV cache's bytes per token are measured then, and otherwise follow from the configuration.
+    If a model of the same architecture has measured them in this process, nothing is computed.
     """
+    known = bound.architecture.token_bytes if bound.architecture is not None else None
     causal = start.card.info.task == "generate"
     embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)
     runner: Runner | None = None
     block_bytes = 1
     if causal:
         runner = _runner(bound, device, start.card.context_length)
-        block_bytes = ((kv_token_bytes(bound) if is_early else None) or _warm_up(runner, start)) * BLOCK_TOKENS
+        token_bytes = known or (kv_token_bytes(bound) if is_early else None) or _warm_up(runner, start)
+        if bound.architecture is not None:
+            bound.architecture.token_bytes = token_bytes
+        block_bytes = token_bytes * BLOCK_TOKENS
     elif not is_early:
         embedder.embed([WARM_UP], None)
     reserved = int(start.card.spec.engine_args.get("adapter_cache_bytes", 0)) if causal else 0

@@ -51,6 +51,11 @@ class Segment:
         self._by_name = {t.name: t for t in self._index.tensors}
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """First and end address of the mapping."""
+        return self._start, self._start + len(self._map)
+
     def is_current(self, name: str, extents: Sequence[Extent] = ()) -> bool:
         """True if these extents of the file are still the mapped ones.
 

@@ -152,6 +152,8 @@ class Meter:
             if by_process is None:
                 return
             total += sum(by_process.values())
+        if instance.is_shared:  # the executor's memory is divided evenly between its instances
+            total //= max(1, sum(i.pid == instance.pid and i.process is Process.ALIVE for i in self._state().instances.values()))
         if instance.stop_asked:  # its exit frees what it had before, not what is left halfway
             total = max(total, self.get_private(instance.instance_id))
         # A suspended engine may use none; for others 0 means that the driver shows nothing.
@@ -237,7 +239,9 @@ class Meter:
         """
         assert instance.pid is not None
         ended = [p for p in instance.engine_pids if process_start(p) is None]
-        if process_start(instance.pid) in (None, instance.process_start):
+        # A detached instance's process lives on: its executor has verified that it was unmapped.
+        is_detached = instance.is_shared and process_start(instance.pid) == instance.process_start
+        if process_start(instance.pid) in (None, instance.process_start) and not is_detached:
             ended.append(instance.pid)
         devices = (self._devices[d] for d in instance.command.device_ids if d in self._devices)
         return sum(sum(d.private_bytes(ended).values()) for d in devices)

@@ -10,14 +10,14 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
 
-_OURS = (Phase.RESERVE, Phase.CONTAINER)
+_OURS = (Phase.RESERVE, Phase.CONTAINER, Phase.ATTACH)
 
 
 class StartTimeline:
     """The phases of one start on the monotonic clock.
 
     `reserve` lasts from the command to the fork, `container` from the fork to the engine's first
-    report.
+    report. `attach` takes the place of `container` for an instance that joins a running executor.
     """
 
     def __init__(self, process: str) -> None:
@@ -35,11 +35,17 @@ class StartTimeline:
         self._agent.end(Phase.RESERVE)
         self._agent.begin(Phase.CONTAINER, launcher=launcher)
 
+    def attaching(self) -> None:
+        """The instance joins a running executor."""
+        self._agent.end(Phase.RESERVE)
+        self._agent.begin(Phase.ATTACH)
+
     def record_report(self, report: EngineReport, traceparent: str | None) -> None:
         """Store the phases of a report. Those of the first `ready` report are final."""
         if not self._has_reported:
             self._has_reported = True
             self._agent.end(Phase.CONTAINER)
+            self._agent.end(Phase.ATTACH)
             record_phases((s for s in self._agent.spans() if s.phase in _OURS), context_of(traceparent))
         if report.phases and not self._complete:
             self._engine = Timeline("")

@@ -156,15 +156,17 @@ class EngineReported:
 
 @dataclass(frozen=True)
 class EngineExited:
-    """An engine's process has exited.
+    """An engine's process has exited, or its executor has detached it.
 
-    `error` explains the exit if it was not requested.
+    `error` explains the exit if it was not requested. `culprit`: the instance for which an executor
+    was computing when it exited.
     """
 
     instance_id: str
     pid: int
     returncode: int | None
     error: ErrorBody
+    culprit: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ It is expected, a failure, or a failed resume that is followed by a cold start.
 
 from __future__ import annotations
 
-from services.nodeagent.domain import resuming, stopping, suspending, teardown
+from services.nodeagent.domain import isolation, resuming, stopping, suspending, teardown
 from services.nodeagent.domain.events import DrainAnswered, EngineExited, PauseAnswered
 from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.domain.transition import Transition
@@ -16,6 +16,7 @@ from shared.contracts.node import InstanceState
 def on_exit(transition: Transition, event: EngineExited) -> None:
     instance = transition.find(event.instance_id)
     if instance is not None and instance.process is Process.ALIVE and instance.pid == event.pid:
+        isolation.count_crash(transition, instance, event.culprit)
         clean = instance.state is InstanceState.DRAINING and event.returncode == 0
         process_gone(transition, instance, None if clean else event.error)
 

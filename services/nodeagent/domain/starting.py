@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import process_exit, suspending, teardown, templates, termination
+from services.nodeagent.domain import isolation, process_exit, suspending, teardown, templates, termination
 from services.nodeagent.domain.events import (
     Assess,
     EngineForked,
@@ -68,7 +68,11 @@ def on_start(transition: Transition, event: StartCommand) -> None:
         weights=booked_weights(command.card, command.kv_bytes),
     )
     new = Instance(
-        command=command, token=command.token, progress_at=transition.now, suspend_state=SuspendState(begun_at=transition.now)
+        command=command,
+        token=command.token,
+        progress_at=transition.now,
+        suspend_state=SuspendState(begun_at=transition.now),
+        is_shared=isolation.shares(transition, command),
     )
     before = transition.state.ledger
     transition.set_ledger(templates.ledger_without_template(transition.state, command))
@@ -160,6 +164,8 @@ def on_report(transition: Transition, report: EngineReport) -> None:
             fail(transition, instance, report.error or EngineFailed("The engine failed without a reason").body())
         case "draining" if instance.state is InstanceState.READY:
             transition.change(instance, state=InstanceState.DRAINING)
+        case "stopped" if instance.is_shared:
+            termination.terminate(transition, instance)  # its executor has to unmap it
         case "stopped" if instance.kill_at is None:
             # The engine reported its exit; it is ended if it does not exit.
             transition.put(instance.model_copy(update={"drain_until": transition.now + transition.state.policy.kill_grace_s}))

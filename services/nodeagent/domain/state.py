@@ -151,6 +151,8 @@ class Instance(Frozen):
     booked: bool = True
     taken_from: str | None = None
     """The suspended instance whose engine, and process, this one took."""
+    is_shared: bool = False
+    """It is in its device's executor: `pid` is that of the executor."""
 
     @property
     def instance_id(self) -> str:
@@ -215,6 +217,8 @@ class NodeState:
     snapshot_budget: int = 0
     templates: int = 0
     """How many suspended engines are offered to other models of their template key."""
+    crashes: Mapping[str, int] = field(default_factory=dict)
+    """How often a model was computing when its executor crashed."""
     spills: bool = False
     """Whether snapshots in host memory can be written to swap."""
 

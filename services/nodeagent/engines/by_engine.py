@@ -6,6 +6,7 @@ import asyncio
 
 from services.nodeagent.engines.launcher import Launcher
 from shared.contracts.engine import EngineStart
+from shared.contracts.executor import ExecutorStart
 from shared.contracts.models import ModelCard
 
 
@@ -25,7 +26,7 @@ class LauncherByEngine:
     async def until_warm(self) -> None:
         await self._builtin.until_warm()
 
-    async def launch(self, start: EngineStart) -> int:
+    async def launch(self, start: EngineStart | ExecutorStart) -> int:
         return await self._choose_launcher(start).launch(start)
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:
@@ -39,5 +40,5 @@ class LauncherByEngine:
         await self._builtin.close()
         await self._hosts.close()
 
-    def _choose_launcher(self, start: EngineStart) -> Launcher:
-        return self._builtin if start.card.spec.engine == "builtin" else self._hosts
+    def _choose_launcher(self, start: EngineStart | ExecutorStart) -> Launcher:
+        return self._builtin if isinstance(start, ExecutorStart) or start.card.spec.engine == "builtin" else self._hosts

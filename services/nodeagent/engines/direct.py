@@ -13,6 +13,7 @@ from pathlib import Path
 
 from services.nodeagent.engines.spares import Spares
 from shared.contracts.engine import EngineStart
+from shared.contracts.executor import ExecutorStart
 from shared.contracts.models import ModelCard
 from shared.environment import find_referenced, without_credentials
 from shared.errors import EngineFailed
@@ -46,15 +47,16 @@ class DirectLauncher:
     async def until_warm(self) -> None:
         """Nothing is kept warm that a start waits for."""
 
-    async def launch(self, start: EngineStart) -> int:
+    async def launch(self, start: EngineStart | ExecutorStart) -> int:
         try:
-            child = (self._spares.take(start) if self._spares is not None else None) or self._spawn(start)
+            spare = self._spares.take(start) if self._spares is not None and isinstance(start, EngineStart) else None
+            child = spare or self._spawn(start)
         except OSError as e:
             raise EngineFailed(f"The engine process could not be started: {e}") from e
         self._children[child.pid] = child
         return child.pid
 
-    def _spawn(self, start: EngineStart) -> subprocess.Popen[bytes]:
+    def _spawn(self, start: EngineStart | ExecutorStart) -> subprocess.Popen[bytes]:
         """Start an interpreter.
 
         Blocks for about a millisecond: small local files and a vfork.
@@ -62,13 +64,14 @@ class DirectLauncher:
         spec = self._specs / f"{start.instance_id}.json"
         with os.fdopen(os.open(spec, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(start.model_dump_json())
+        kept = find_referenced(start.card.spec.env) if isinstance(start, EngineStart) else ()
         with Path(start.log_path).open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", self._module, str(spec)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**without_credentials(os.environ, find_referenced(start.card.spec.env)), **start.environment},
+                env={**without_credentials(os.environ, kept), **start.environment},
                 start_new_session=True,
             )
 

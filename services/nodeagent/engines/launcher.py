@@ -6,6 +6,7 @@ from typing import Protocol
 
 from services.nodeagent.settings import NodeagentSettings
 from shared.contracts.engine import EngineStart
+from shared.contracts.executor import ExecutorStart
 from shared.contracts.models import ModelCard
 
 
@@ -24,8 +25,8 @@ class Launcher(Protocol):
         """Return once an engine starts as quickly as it ever will, or after a bounded time."""
         ...
 
-    async def launch(self, start: EngineStart) -> int:
-        """Start an engine and return its pid.
+    async def launch(self, start: EngineStart | ExecutorStart) -> int:
+        """Start an engine or executor and return its pid.
 
         Raises `ThawError` if and only if there is no process.
         """

@@ -101,6 +101,11 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._watched[instance_id][1], _SIGNALS[what])
 
+    def unwatch(self, instance_id: str) -> None:
+        """Stop watching the instance's process, which keeps running."""
+        if instance_id in self._watched:
+            self._unwatch(instance_id)
+
     def close(self) -> None:
         """Stop watching. The processes keep running."""
         for instance_id in list(self._watched):

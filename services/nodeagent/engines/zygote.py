@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from services.nodeagent.engines.process import find_log_writer
 from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure, ZygoteReady
+from shared.contracts.executor import ExecutorStart
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import NEW_ZYGOTE
 from shared.enginelog import log_tail
@@ -104,8 +105,8 @@ class ZygoteLauncher:
             async with asyncio.timeout(_WARM_WITHIN_S):
                 await self._warm.wait()
 
-    async def launch(self, start: EngineStart) -> int:
-        """Fork an engine.
+    async def launch(self, start: EngineStart | ExecutorStart) -> int:
+        """Fork an engine or executor.
 
         If the zygote dies meanwhile, the next one gets a second attempt.
         """
@@ -124,7 +125,7 @@ class ZygoteLauncher:
                     ) from e
         raise AssertionError("the second attempt returns or raises")
 
-    async def _fork(self, start: EngineStart) -> int:
+    async def _fork(self, start: EngineStart | ExecutorStart) -> int:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._forking[start.instance_id] = future
         try:

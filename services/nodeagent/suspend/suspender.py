@@ -46,6 +46,7 @@ _ENDED_WITHIN_S = 5.0
 _REMOVED_WITHIN_S = 1.0
 _POLL_S = 0.01
 _SEPARATE = "its device has memory of its own, where the weights of a stopped instance stay for its next start"
+_SHARED = "it shares its process: it is detached, its weights stay with the loader, and its next start attaches it again"
 
 
 class Suspender:
@@ -110,6 +111,8 @@ class Suspender:
         return await asyncio.to_thread(self._assess, instance)
 
     def _assess(self, instance: Instance) -> tuple[Outlook, int]:
+        if instance.is_shared:
+            return Outlook(reason=_SHARED), 0
         target = self.target(instance)
         try:
             used = self._memory_usage.used_bytes_with_swap(target)
@@ -287,7 +290,7 @@ class Suspender:
 
         A host stays outside its engine's group, because it keeps answering. Blocking.
         """
-        if instance.command.card.spec.engine == "builtin":
+        if instance.command.card.spec.engine == "builtin" and not instance.is_shared:
             self.cgroups.add(instance.instance_id, pid)
 
     def kill(self, instance: Instance) -> None:

@@ -16,6 +16,7 @@ import transformers as tf
 
 from services.engine.generation.runner import Row
 from services.engine.model import device_segment, loading
+from services.engine.model.architectures import ModelCache
 from services.engine.process import prepare_environment
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
@@ -59,14 +60,14 @@ class OnDevice:
         card = card_of(directory, **spec)
         self.start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=64 << 20, log_path="unused")
         attached = self.segment.attached().model_copy(update={"handle": HANDLE})
-        self.bound = loading.bind_model(directory, attached, self.start)
+        self.bound = loading.bind_model(directory, attached, self.start, ModelCache())
 
     def open(self, handle: CudaIpcHandle) -> torch.Tensor:
         self.opened.append(handle)
         return self.device
 
     def complete(self, handle: CudaIpcHandle | None = HANDLE) -> loading.ReadyModel:
-        files = loading.read_files(self.directory, self.start)
+        files = loading.read_files(self.directory, self.start, ModelCache())
         return loading.complete(self.bound, files, self.start, EngineSettings(), handle)
 
     def copied(self) -> list[str]:

@@ -38,6 +38,7 @@ OWN = {
         "remote_code",
         "server",
         "tokenization",
+        "executor",
         "zygote",
     },
     "enginehost": {"drivers", "engine", "http1", "runtimes", "server"},

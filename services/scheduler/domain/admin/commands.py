@@ -49,6 +49,7 @@ RESTART_FIELDS = (
     "max_concurrency",
     "engine_args",
     "trust_remote_code",
+    "isolation",
     "command",
     "env",
     "container",
@@ -139,6 +140,7 @@ def _add(tx: Transaction, event: AddModelsRequested) -> None:
             continue
         planned[spec.name] = _card(tx, old, spec, event.infos)
         _refuse_longer_context(planned[spec.name])
+        _refuse_shared_code(spec)
         (changed if old else added).append(spec.name)
     cards = resolve_infos(planned, {*added, *changed})
     _refuse_impossible(tx, [c for c in cards if c.spec.base is None])
@@ -177,6 +179,16 @@ def _refuse_longer_context(card: ModelCard) -> None:
         raise InvalidRequest(
             f"{card.name}: max_model_len {asked} is more than the model's context of {own} tokens. Set it to {own} or less, or leave it out",
             param="max_model_len",
+        )
+
+
+def _refuse_shared_code(spec: ModelSpec) -> None:
+    """Raise `InvalidRequest` for a model with code of its own that would share a process."""
+    if spec.isolation == "shared" and spec.trust_remote_code:
+        raise InvalidRequest(
+            f"{spec.name}: a model with trust_remote_code is never shared, because its code could read other models' memory. "
+            "Set isolation to dedicated, or leave it out",
+            param="isolation",
         )
 
 

@@ -12,7 +12,7 @@ BEFORE = ("schedule", "reserve")
 """Until the node may begin: the decision, and the eviction of victims."""
 BRINGING = ("fetch", "load")
 """From the source to the node, and on to the device, pipelined: the longer one counts."""
-ENGINE = ("container", "context", "libraries")
+ENGINE = ("container", "attach", "context", "libraries")
 """The engine's process starts while weights arrive."""
 AFTER = ("init", "compile", "capture", "restore", "profile")
 """Needs both the process and the weights."""

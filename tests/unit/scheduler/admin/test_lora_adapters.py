@@ -180,3 +180,12 @@ def test_context_above_the_models_limit_is_refused(w: World) -> None:
     assert "context of 2048 tokens" in refused.message
     assert "b" not in w.state.models
     assert add(w, asked.model_copy(update={"max_model_len": 2048}), b=base_info("/m/b")).added == ("b",)
+
+
+def test_model_with_code_of_its_own_cannot_ask_for_a_shared_process(w: World) -> None:
+    asked = ModelSpec(name="b", source="/m/b", isolation="shared", trust_remote_code=True)
+    refused = add(w, asked, b=base_info("/m/b"))
+    assert isinstance(refused, ErrorBody)
+    assert refused.param == "isolation"
+    assert "never shared" in refused.message
+    assert add(w, asked.model_copy(update={"isolation": "dedicated"}), b=base_info("/m/b")).added == ("b",)

@@ -1,0 +1,297 @@
+"""Shared executors: the time from a start to its first token, and the memory of an idle model.
+
+    python -m bench.attach [--size 5m] [--rounds 15] [--models 32] [--threads 1] [--json PATH]
+
+One node with a real nodeagent and loader, and a cpu device with memory of its own. The weights are
+on the device before each start, the zygote has its imports done, and the executor hosts another
+model of the same architecture. A round starts the same model both ways, in alternating order:
+
+    shared      attached to the executor
+    dedicated   forked from the zygote
+
+Seconds are from the command to the first token of a request that is sent as soon as the instance
+takes requests. `compute` is the same request to the ready instance. The figures are medians over
+the rounds, and of the rounds' ratios. Tokens that differ between the ways end the run with an
+error.
+
+Then --models instances of one architecture are started each way and left idle. Memory is the
+proportional share of anonymous pages (`Pss_Anon`) of their processes: pages that forks share with
+the zygote count once, and weights are not anonymous. The executor's is its growth for each model
+after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from nats.aio.msg import Msg
+from pydantic import SecretStr
+
+from bench.report import median, write
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.inference import InferChunk, InferReply, InferStarted
+from shared.contracts.loader import Inspected, InspectModel
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StartInstance, StopInstance
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
+from tests.support.engines import Engines
+from tests.support.servers import NatsServer
+from thaw.demo.models import SIZES, make_demo_model
+
+WAYS = ("shared", "dedicated")
+DEVICE = "cpu:1"
+WITHIN_S = 120.0
+_EPOCH = 1 << 32
+_KV_BYTES = 32 << 20
+_KIB = 1024
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds to the first token after the command, and of the same request when ready."""
+
+    ttft_s: float
+    compute_s: float
+    tokens: tuple[int, ...]
+
+
+class Node:
+    """A nodeagent and a loader, and the scheduler's and gateway's side of them."""
+
+    def __init__(self, url: str, mesh: Mesh, home: Path, threads: int) -> None:
+        self.name = "attach"
+        self._mesh, self._home, self._numbers = mesh, home, itertools.count(1)
+        self._engines = Engines(mesh, self.name, url, home)
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("THAW_")},
+            "THAW_NATS_URL": url,
+            "THAW_HOME": str(home),
+            "THAW_NODE": self.name,
+            "THAW_LOG_LEVEL": "error",
+            "THAW_DEVICES": f"cpu:0=1GiB,{DEVICE}=4GiB/separate",
+            "THAW_ENGINE_THREADS": str(threads),
+            "THAW_SUSPEND": "off",
+        }
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._status: NodeStatus | None = None
+        self._changed = asyncio.Condition()
+        self._loader_reported = asyncio.Event()
+
+    async def open(self) -> None:
+        """Start the processes, and wait for their first statuses."""
+        await self._mesh.listen(subjects.node_status(self.name), NodeStatus, self._on_status).start()
+        await self._mesh.nc.subscribe(subjects.loader_status(self.name), cb=self._on_loader)
+        self._processes = [self._spawn(f"services.{service}") for service in ("loader", "nodeagent")]
+        async with asyncio.timeout(WITHIN_S):
+            await self._loader_reported.wait()
+        await self._wait_until(lambda _: True)
+
+    def _spawn(self, module: str) -> subprocess.Popen[bytes]:
+        with (self._home / "log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", module], env=self._environment, stdout=log, stderr=log)
+
+    async def _on_status(self, status: NodeStatus) -> None:
+        async with self._changed:
+            self._status = status
+            self._changed.notify_all()
+
+    async def _on_loader(self, _: Msg) -> None:
+        self._loader_reported.set()
+
+    async def _wait_until(self, wanted: Callable[[NodeStatus], bool]) -> NodeStatus:
+        async with asyncio.timeout(WITHIN_S), self._changed:
+            await self._changed.wait_for(lambda: self._status is not None and wanted(self._status))
+            assert self._status is not None
+            return self._status
+
+    async def card(self, source: Path, way: str) -> ModelCard:
+        spec = ModelSpec(name=source.name, source=str(source), isolation="shared" if way == "shared" else "dedicated")
+        found = await self._mesh.request(subjects.loader_command(self.name), InspectModel(spec=spec), Inspected)
+        return ModelCard(spec=spec, info=found.info, created=0)
+
+    async def start(self, card: ModelCard) -> InstanceStatus:
+        """Start an instance; return once it takes requests."""
+        number = next(self._numbers)
+        command = StartInstance(
+            token=_EPOCH + number,
+            plan_id="p",
+            instance_id=f"a{number}",
+            card=card,
+            device_ids=(DEVICE,),
+            reserve_bytes=_MIB,
+            kv_bytes=_KV_BYTES,
+        )
+        await self._mesh.request(subjects.node_command(self.name), command, Done)
+
+        def find(status: NodeStatus) -> InstanceStatus | None:
+            found = next((i for i in status.instances if i.instance_id == command.instance_id), None)
+            if found is not None and found.error is not None:
+                raise SystemExit(f"{card.name}: {found.error.message}")
+            return found if found is not None and (found.accepts_requests or found.state is InstanceState.READY) else None
+
+        found = find(await self._wait_until(lambda status: find(status) is not None))
+        assert found is not None
+        return found
+
+    async def ask(self, instance_id: str) -> tuple[float, tuple[int, ...]]:
+        """Return the time of the first token, and all tokens."""
+        stream = await self._engines.ask(
+            instance_id, "completion", prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True
+        )
+        await stream.until(_has_token)
+        first = time.perf_counter()
+        await stream.last()
+        if not stream.tokens():
+            raise SystemExit(f"{instance_id} did not answer: {stream.replies[-1]}")
+        return first, tuple(stream.tokens())
+
+    async def stop(self, instance_id: str) -> None:
+        command = StopInstance(token=_EPOCH + next(self._numbers), instance_id=instance_id)
+        await self._mesh.request(subjects.node_command(self.name), command, Done)
+        ended = (InstanceState.STOPPED, InstanceState.FAILED)
+        await self._wait_until(lambda s: all(i.instance_id != instance_id or i.state in ended for i in s.instances))
+
+    async def measure(self, card: ModelCard) -> Measured:
+        """Start an instance, have it answer twice, and stop it."""
+        began = time.perf_counter()
+        instance_id = (await self.start(card)).instance_id
+        first, tokens = await self.ask(instance_id)
+        await self._wait_until(lambda s: any(i.instance_id == instance_id and i.state is InstanceState.READY for i in s.instances))
+        again = time.perf_counter()
+        second, _ = await self.ask(instance_id)
+        await self.stop(instance_id)
+        return Measured(first - began, second - again, tokens)
+
+    def close(self) -> None:
+        """End the node's processes, with those that would outlive it."""
+        found = [p for process in self._processes for p in (psutil.Process(process.pid), *_children(process.pid))]
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait(60)
+        for child in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _has_token(replies: list[InferReply]) -> bool:
+    """True at the first token, or the end of a request without one."""
+    return any(isinstance(r, InferChunk) or not isinstance(r, InferStarted) for r in replies)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """The process's proportional share of anonymous memory."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) * _KIB for line in rollup.splitlines() if line.startswith("Pss_Anon:"))
+
+
+@contextlib.asynccontextmanager
+async def node_of(home: Path, threads: int) -> AsyncIterator[Node]:
+    nats = NatsServer()
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats.url)), "bench-attach")
+    node = Node(nats.url, mesh, home, threads)
+    try:
+        await mesh.start()
+        await node.open()
+        yield node
+    finally:
+        node.close()
+        await mesh.stop()
+        nats.close()
+
+
+async def measure_starts(node: Node, model: Path, rounds: int) -> dict[str, float]:
+    """Measure starts of one model, both ways in each round."""
+    cards = {way: await node.card(model, way) for way in WAYS}
+    found: dict[str, list[Measured]] = {way: [] for way in WAYS}
+    for number in range(rounds + 1):
+        order = WAYS if number % 2 else WAYS[::-1]
+        for way in order:
+            measured = await node.measure(cards[way])
+            if number:  # the first round brings the weights to the device
+                found[way].append(measured)
+    if len({m.tokens for ways in found.values() for m in ways}) != 1:
+        raise SystemExit("the ways do not agree in their tokens")
+    pairs = list(zip(found["shared"], found["dedicated"], strict=True))
+    figures = {f"{way}_ttft_ms": median([m.ttft_s * 1e3 for m in found[way]]) for way in WAYS}
+    figures |= {f"{way}_compute_ms": median([m.compute_s * 1e3 for m in found[way]]) for way in WAYS}
+    figures |= {f"{way}_beyond_compute_ms": median([(m.ttft_s - m.compute_s) * 1e3 for m in found[way]]) for way in WAYS}
+    return figures | {"dedicated_to_shared_ttft": median([d.ttft_s / s.ttft_s for s, d in pairs])}
+
+
+async def measure_memory(node: Node, models: list[Path]) -> dict[str, float]:
+    """Measure the memory of idle instances, each way."""
+    figures: dict[str, float] = {}
+    for way in WAYS:
+        started: list[InstanceStatus] = []
+        after_first = 0
+        for model in models:
+            started.append(await node.start(await node.card(model, way)))
+            await node.ask(started[-1].instance_id)
+            after_first = after_first or sum(map(anonymous_bytes, started[0].pids))
+        pids = {pid for status in started for pid in status.pids}
+        total = sum(map(anonymous_bytes, pids))
+        for status in started:
+            await node.stop(status.instance_id)
+        each = (total - after_first) / (len(models) - 1) if way == "shared" else total / len(models)
+        figures[f"{way}_mib_per_model"] = each / _MIB
+        figures[f"{way}_processes"] = len(pids)
+    return figures | {"dedicated_to_shared_memory": figures["dedicated_mib_per_model"] / figures["shared_mib_per_model"]}
+
+
+async def run(options: argparse.Namespace) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="thaw-at-") as directory:
+        home = Path(directory)
+        models = list(_models(home / "models", options.size, options.models))
+        async with node_of(home, options.threads) as node:
+            neighbour = await node.start(await node.card(models[1], "shared"))
+            await node.ask(neighbour.instance_id)
+            figures = await measure_starts(node, models[0], options.rounds)
+            await node.stop(neighbour.instance_id)
+            return figures | await measure_memory(node, models)
+
+
+def _models(directory: Path, size: str, count: int) -> Iterator[Path]:
+    for seed in range(count):
+        yield make_demo_model(directory / f"m{seed}", size, seed)
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="5m", choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", type=int, default=32, help="idle models, at least two")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    figures = asyncio.run(run(options))
+    for name, value in figures.items():
+        print(f"{name:28} {value:10.2f}")
+    write(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

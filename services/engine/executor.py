@@ -1,0 +1,237 @@
+"""An executor: a process with several engines of one device (ADR 0063).
+
+    attach  an `Engine` on the process's connection, computing thread and model cache
+    detach  the engine ends as on SIGTERM; its memory is unmapped, and that is verified
+
+Everything else about an instance is as in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.engine.app import Engine, ProcessParts
+from services.engine.generation.device_loop import DeviceLoop
+from services.engine.model.architectures import ModelCache
+from services.engine.settings import EngineSettings
+from shared.contracts import subjects
+from shared.contracts.base import Message
+from shared.contracts.engine import EngineStart
+from shared.contracts.executor import (
+    CURRENT_BYTES,
+    EXECUTOR_CONTROL,
+    AttachInstance,
+    DetachInstance,
+    ExecutorControl,
+    ExecutorReport,
+    ExecutorStart,
+    InstanceAttached,
+    InstanceDetached,
+    PingExecutor,
+)
+from shared.contracts.loader import LoaderStatus
+from shared.errors import EngineFailed, ShuttingDown
+from shared.messaging import Mesh
+from shared.tasks import wait_for_first
+from shared.telemetry.timeline import Timeline
+
+log = logging.getLogger(__name__)
+AddressRange = tuple[int, int]
+_ENDS_WITHIN_S = 5.0
+_FILE_THREADS = 2
+_UNMAPPED_WITHIN_S = 2.0
+_POLL_S = 0.005
+
+
+@dataclass
+class _Attached:
+    """An instance.
+
+    `engine` is None once it has ended and its memory was not free yet; `ranges` are then known.
+    """
+
+    engine: Engine | None
+    stop: asyncio.Event
+    running: asyncio.Task[int]
+    ranges: tuple[AddressRange, ...] = ()
+
+
+class Executor:
+    """The engines of one process. Runs on the event loop."""
+
+    def __init__(self, settings: EngineSettings, start: ExecutorStart, stop: asyncio.Event) -> None:
+        self._start = start
+        self._stop = stop
+        self._current = CurrentInstance(Path(start.current_path))
+        self._parts = ProcessParts(
+            settings,
+            Mesh(settings, f"executor-{start.executor_id}"),
+            DeviceLoop(settings.engine_threads, self._current.write),
+            ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="files"),
+            ModelCache(),
+            is_shared=True,
+        )
+        self._attached: dict[str, _Attached] = {}
+
+    async def run(self) -> int:
+        """Run until a stop signal, and return the exit status."""
+        mesh, start = self._parts.mesh, self._start
+        mesh.respond(subjects.executor_control(start.executor_id), EXECUTOR_CONTROL, self._control, concurrent=True)
+        mesh.listen(subjects.loader_status(start.node), LoaderStatus, self._on_loader)
+        try:
+            if not await mesh.start_unless(self._stop):
+                return 0
+            log.info("executor is ready", extra={"executor": start.executor_id, "device": start.device})
+            await wait_for_first(self._stop, mesh.lost)
+            for attached in self._attached.values():
+                attached.stop.set()
+            if self._attached:
+                await asyncio.wait([a.running for a in self._attached.values()], timeout=_ENDS_WITHIN_S)
+            if mesh.lost.is_set():
+                log.error("lost NATS")
+                return 1
+            await mesh.stop()
+            return 0
+        finally:
+            self._parts.close()
+
+    async def _control(self, command: ExecutorControl) -> Message:
+        match command:
+            case AttachInstance(start=start):
+                self._attach(start)
+                return InstanceAttached(pid=os.getpid())
+            case DetachInstance(instance_id=instance_id):
+                return await self._detach(instance_id)
+            case PingExecutor():
+                return ExecutorReport(executor_id=self._start.executor_id, pid=os.getpid(), instances=tuple(self._attached))
+
+    def _attach(self, start: EngineStart) -> None:
+        """Start an engine, which reports its progress.
+
+        Raises:
+            ShuttingDown: The process is ending.
+            EngineFailed: The model may not share a process.
+        """
+        if self._stop.is_set():
+            raise ShuttingDown("The executor is ending")
+        if start.card.spec.trust_remote_code:
+            raise EngineFailed(f"{start.card.name} has code of its own (trust_remote_code), and is never shared")
+        if start.instance_id in self._attached:
+            return
+        stop = asyncio.Event()
+        engine = Engine(self._parts, start, stop, Timeline("engine"))
+        running = asyncio.create_task(_run(engine), name=f"engine {start.instance_id}")
+        self._attached[start.instance_id] = _Attached(engine, stop, running)
+        log.info("attached", extra={"instance": start.instance_id, "model": start.card.name})
+
+    async def _detach(self, instance_id: str) -> InstanceDetached:
+        """End an engine, and verify that its weights are not mapped any more.
+
+        Raises:
+            EngineFailed: They still are. A repeated command looks again.
+        """
+        begun, before = time.monotonic(), private_bytes()
+        attached = self._attached.get(instance_id)
+        if attached is None:
+            return InstanceDetached()
+        attached.stop.set()
+        await asyncio.wait((attached.running,))
+        if attached.engine is not None:
+            await attached.engine.until_detached()
+            attached.ranges = attached.engine.mapped()
+            attached.engine = None
+        await asyncio.sleep(0)
+        deadline = time.monotonic() + _UNMAPPED_WITHIN_S
+        while True:
+            gc.collect()
+            others = [r for a in self._attached.values() if a.engine is not None for r in a.engine.mapped()]
+            left = mapped_bytes(attached.ranges, others)
+            if not left or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(_POLL_S)  # cancelled tasks leave the event loop, with what they refer to
+        _trim()
+        if left:
+            raise EngineFailed(f"{left} bytes of the weights of {instance_id} are still mapped")
+        self._attached.pop(instance_id, None)
+        log.info("detached", extra={"instance": instance_id})
+        return InstanceDetached(freed_bytes=max(0, before - private_bytes()), took_ms=(time.monotonic() - begun) * 1e3)
+
+    async def _on_loader(self, status: LoaderStatus) -> None:
+        for attached in list(self._attached.values()):
+            if attached.engine is not None:
+                await attached.engine.on_loader(status)
+
+
+async def _run(engine: Engine) -> int:
+    """Run an engine. An error that it does not report itself is logged, and ends only this one."""
+    try:
+        return await engine.run()
+    except Exception:  # a process boundary: the others serve on
+        log.exception("an engine ended with an error")
+        return 1
+
+
+class CurrentInstance:
+    """The file with the id of the instance that computes. It outlives a crash of the process."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, CURRENT_BYTES)
+            self._map = mmap.mmap(fd, CURRENT_BYTES)
+        finally:
+            os.close(fd)
+        self._map[:] = bytes(CURRENT_BYTES)
+        self._name: str | None = None
+
+    def write(self, name: str | None) -> None:
+        if name != self._name:
+            self._map[:] = (name or "").encode()[:CURRENT_BYTES].ljust(CURRENT_BYTES, b"\0")
+            self._name = name
+
+
+def private_bytes() -> int:
+    """Return the process's anonymous memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def mapped_bytes(ranges: Iterable[AddressRange], others: Iterable[AddressRange] = ()) -> int:
+    """Return how many bytes of files this process maps in `ranges`.
+
+    Args:
+        ranges: Addresses.
+        others: Addresses in use by others since: an equal range may have been mapped again.
+    """
+    kept = set(others)
+    wanted = [r for r in ranges if r not in kept and not any(low < r[1] and r[0] < high for low, high in kept)]
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode = line.split()[:5]
+        if inode == "0":
+            continue
+        low, high = (int(part, 16) for part in addresses.split("-"))
+        total += sum(max(0, min(high, end) - max(low, start)) for start, end in wanted)
+    return total
+
+
+def _trim() -> None:
+    """Return freed memory to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+async def run_executor(settings: EngineSettings, stop: asyncio.Event, start: ExecutorStart) -> int:
+    """Serve instances until a stop signal, and return the exit status."""
+    return await Executor(settings, start, stop).run()

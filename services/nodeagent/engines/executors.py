@@ -1,0 +1,208 @@
+"""The node's executors: one process for each device that hosts shared instances (ADR 0063).
+
+They outlive this agent, as engines do. The next agent finds them by their records on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.nodeagent.engines.launcher import Launcher
+from services.nodeagent.engines.process import process_start
+from shared.contracts import subjects
+from shared.contracts.base import Frozen
+from shared.contracts.engine import EngineStart
+from shared.contracts.executor import (
+    CURRENT_BYTES,
+    AttachInstance,
+    DetachInstance,
+    ExecutorStart,
+    InstanceAttached,
+    InstanceDetached,
+)
+from shared.errors import EngineFailed, Unreachable
+
+log = logging.getLogger(__name__)
+_ATTACH_WITHIN_S = 60.0
+_ATTACH_MS = 5_000
+_POLL_S = 0.01
+_ENDS_WITHIN_S = 5.0
+_KEPT_LOGS = 8
+
+
+class ExecutorRecord(Frozen):
+    """An executor, as the next agent needs to know it."""
+
+    executor_id: str
+    device: str
+    pid: int
+    process_start: int
+
+    @property
+    def is_alive(self) -> bool:
+        return process_start(self.pid) == self.process_start
+
+
+class Executors:
+    """Starts executors, and attaches and detaches instances."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        request: Callable[..., Awaitable[Any]],
+        directory: Path,
+        logs: Path,
+        node: str,
+        environment: dict[str, str],
+    ) -> None:
+        """Find the executors of an earlier agent.
+
+        Args:
+            launcher: Starts processes of the builtin engine.
+            request: `Mesh.request`.
+            directory: Where records are kept.
+            logs: Directory of logs.
+            node: The node's name.
+            environment: Settings for executors.
+        """
+        self._launcher = launcher
+        self._request = request
+        self._directory = directory
+        self._logs = logs
+        self._node = node
+        self._environment = environment
+        self._starting: dict[str, asyncio.Lock] = {}
+        self._by_pid: dict[int, ExecutorRecord] = {}
+        self._culprits: dict[int, str] = {}
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in self._directory.glob("*.json"):
+            with contextlib.suppress(OSError, ValidationError):
+                record = ExecutorRecord.model_validate_json(path.read_bytes())
+                self._by_pid[record.pid] = record
+
+    def is_running(self, device: str) -> bool:
+        return self._find(device) is not None
+
+    def hosts(self, pid: int) -> bool:
+        """True if the process is an executor."""
+        return pid in self._by_pid
+
+    async def attach(self, start: EngineStart) -> int:
+        """Attach an instance to its device's executor, started if needed, and return its pid.
+
+        Raises:
+            ThawError: It is not attached.
+        """
+        async with self._starting.setdefault(start.device, asyncio.Lock()):
+            record = self._find(start.device) or await self._start(start.device)
+        path = Path(start.log_path)
+        path.unlink(missing_ok=True)
+        path.symlink_to(self._log_path(record.executor_id).name)
+        deadline = time.monotonic() + _ATTACH_WITHIN_S
+        command = AttachInstance(start=start, deadline_ms=_ATTACH_MS)
+        while True:
+            try:
+                await self._request(subjects.executor_control(record.executor_id), command, InstanceAttached)
+                return record.pid
+            except Unreachable as e:  # it is connecting to NATS
+                if not record.is_alive or time.monotonic() > deadline:
+                    raise EngineFailed(f"The executor (pid {record.pid}) cannot be reached: {e.message}") from e
+                await asyncio.sleep(_POLL_S)
+
+    async def detach(self, instance_id: str, pid: int, within_s: float) -> InstanceDetached:
+        """Detach an instance.
+
+        Raises:
+            Unreachable: The executor does not answer, or is unknown.
+            DeadlineExceeded: It did not answer in time.
+            EngineFailed: The instance's memory is still mapped.
+        """
+        record = self._by_pid.get(pid)
+        if record is None:
+            raise Unreachable(f"No executor with pid {pid} is known")
+        command = DetachInstance(instance_id=instance_id, deadline_ms=max(1, int(within_s * 1e3)))
+        detached = await self._request(subjects.executor_control(record.executor_id), command, InstanceDetached)
+        assert isinstance(detached, InstanceDetached)
+        return detached
+
+    def culprit(self, pid: int) -> str:
+        """Return the instance that a dead executor was computing for; empty: none."""
+        record = self._by_pid.get(pid)
+        if record is None:
+            return self._culprits.get(pid, "")
+        try:
+            return self._current_path(record.executor_id).read_bytes()[:CURRENT_BYTES].rstrip(b"\0").decode(errors="replace")
+        except OSError:
+            return ""
+
+    async def close(self) -> None:
+        """End all executors: SIGTERM, and SIGKILL after some seconds."""
+        ending = [record for record in self._by_pid.values() if record.is_alive]
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            for record in ending:
+                if record.is_alive:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(record.pid, signum)
+            deadline = time.monotonic() + _ENDS_WITHIN_S
+            while any(r.is_alive for r in ending) and time.monotonic() < deadline:  # noqa: ASYNC110  # there is no event
+                await asyncio.sleep(_POLL_S)
+        for record in ending:
+            if not record.is_alive:
+                self._forget(record)
+
+    def _find(self, device: str) -> ExecutorRecord | None:
+        return next((r for r in self._by_pid.values() if r.device == device and r.is_alive), None)
+
+    async def _start(self, device: str) -> ExecutorRecord:
+        for record in [r for r in self._by_pid.values() if r.device == device]:
+            self._forget(record)
+        executor_id = subjects.executor_id(time.time_ns(), self._node)
+        start = ExecutorStart(
+            executor_id=executor_id,
+            node=self._node,
+            device=device,
+            log_path=str(self._log_path(executor_id)),
+            current_path=str(self._current_path(executor_id)),
+            environment=self._environment,
+        )
+        pid = await self._launcher.launch(start)
+        started = process_start(pid)
+        if started is None:
+            raise EngineFailed(f"The executor of {device} has exited: `thaw logs` has its log")
+        record = ExecutorRecord(executor_id=executor_id, device=device, pid=pid, process_start=started)
+        self._by_pid[pid] = record
+        self._culprits.pop(pid, None)
+        self._record_path(executor_id).write_text(record.model_dump_json())
+        self._prune_logs()
+        log.info("executor started", extra={"executor": executor_id, "device": device, "pid": pid})
+        return record
+
+    def _forget(self, record: ExecutorRecord) -> None:
+        self._culprits = {record.pid: self.culprit(record.pid)}  # its instances' exits may be handled later
+        self._by_pid.pop(record.pid, None)
+        for path in (self._record_path(record.executor_id), self._current_path(record.executor_id)):
+            path.unlink(missing_ok=True)
+
+    def _prune_logs(self) -> None:
+        found = sorted(self._logs.glob("*.executor.log"), key=lambda p: p.stat().st_mtime, reverse=True)
+        for path in found[_KEPT_LOGS:]:
+            path.unlink(missing_ok=True)
+
+    def _record_path(self, executor_id: str) -> Path:
+        return self._directory / f"{executor_id}.json"
+
+    def _current_path(self, executor_id: str) -> Path:
+        return self._directory / f"{executor_id}.current"
+
+    def _log_path(self, executor_id: str) -> Path:
+        return self._logs / f"{executor_id}.executor.log"

@@ -1,0 +1,101 @@
+"""Between a nodeagent and its executors: processes with several instances of the builtin engine.
+
+A nodeagent starts an executor as it starts an engine, by a line on the zygote's socket
+(`ExecutorStart`). From then on it sends commands on the executor's control subject. The instances
+of an executor report and answer as those of dedicated engines do (shared/contracts/engine.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.contracts.base import Deadline, Message, Request
+from shared.contracts.engine import EngineStart
+
+CURRENT_BYTES = 256
+"""Length of the file that names the instance which computes, padded with zero bytes."""
+
+
+class ExecutorStart(Message):
+    """Start an executor.
+
+    Attributes:
+        current_path: A file in which the executor writes the id of the instance that computes, so
+            that it is known after a crash; empty while none computes.
+    """
+
+    kind: Literal["executor"] = "executor"
+    executor_id: str
+    node: str
+    device: str
+    log_path: str
+    current_path: str
+    environment: dict[str, str] = Field(default_factory=dict, description="THAW_ settings for the process.")
+
+    @property
+    def instance_id(self) -> str:
+        """The name by which the zygote's answers call the process."""
+        return self.executor_id
+
+
+class AttachInstance(Request):
+    """Serve an instance as well. The reply is `InstanceAttached`, before the instance is ready.
+
+    Repeating the command is harmless.
+    """
+
+    deadline_ms: Deadline = 10_000
+    kind: Literal["attach"] = "attach"
+    start: EngineStart
+
+
+class InstanceAttached(Message):
+    kind: Literal["attached"] = "attached"
+    pid: int
+
+
+class DetachInstance(Request):
+    """End an instance: running requests fail, its weights are unmapped.
+
+    The reply is `InstanceDetached`, or `engine_failed` if its memory is still mapped. Repeating the
+    command is harmless, and so is an unknown instance.
+    """
+
+    deadline_ms: Deadline = 10_000
+    kind: Literal["detach"] = "detach"
+    instance_id: str
+
+
+class InstanceDetached(Message):
+    """The process has no mapping of the instance's weights any more.
+
+    Attributes:
+        freed_bytes: Private memory of the process that was freed.
+    """
+
+    kind: Literal["detached"] = "detached"
+    freed_bytes: int = 0
+    took_ms: float = 0.0
+
+
+class PingExecutor(Request):
+    kind: Literal["ping_executor"] = "ping_executor"
+
+
+class ExecutorReport(Message):
+    """The reply to `PingExecutor`."""
+
+    kind: Literal["executor_report"] = "executor_report"
+    executor_id: str
+    pid: int
+    instances: tuple[str, ...] = ()
+
+
+ExecutorControl = Annotated[AttachInstance | DetachInstance | PingExecutor, Field(discriminator="kind")]
+EXECUTOR_CONTROL: TypeAdapter[ExecutorControl] = TypeAdapter(ExecutorControl)
+PROCESS_START: TypeAdapter[EngineStart | ExecutorStart] = TypeAdapter(
+    Annotated[EngineStart | ExecutorStart, Field(discriminator="kind")]
+)
+"""What a process of the builtin engine is started with."""

@@ -1,0 +1,210 @@
+"""An executor: several engines in one process, as dedicated ones would answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.engine import EngineForked, EngineStart
+from shared.contracts.executor import (
+    AttachInstance,
+    DetachInstance,
+    ExecutorReport,
+    ExecutorStart,
+    InstanceAttached,
+    InstanceDetached,
+    PingExecutor,
+)
+from shared.contracts.inference import InferFailed, InferFinished
+from shared.contracts.phases import Phase
+from shared.errors import EngineFailed, Unreachable
+from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
+from tests.support.engines import Engines, ZygoteClient
+from tests.support.segments import FakeLoader, card_of
+
+_numbers = itertools.count(1)
+_WITHIN_S = 60.0
+_GROWTH_BYTES = 8 << 20
+ASKED: dict[str, Any] = {"prompt": "once upon a time", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+class RunningExecutor:
+    """An executor that the zygote forked."""
+
+    def __init__(self, engines: Engines, client: ZygoteClient) -> None:
+        self.engines, self.client = engines, client
+        self.name = f"x{os.getpid()}-{next(_numbers)}"
+        self.current = engines.directory / f"{self.name}.current"
+        self.pid = 0
+
+    async def start(self) -> None:
+        start = ExecutorStart(
+            executor_id=self.name,
+            node=self.engines.node,
+            device="cpu:0",
+            log_path=str(self.engines.directory / f"{self.name}.log"),
+            current_path=str(self.current),
+            environment={"THAW_NATS_URL": self.engines.nats_url, "THAW_ENGINE_THREADS": "1"},
+        )
+        self.client.send(start.model_dump_json().encode())
+        reported = await self.client.hear()
+        assert isinstance(reported, EngineForked), reported
+        self.pid = reported.pid
+        async with asyncio.timeout(_WITHIN_S):
+            while True:
+                try:
+                    await self.report()
+                    return
+                except Unreachable:
+                    await asyncio.sleep(0)
+
+    async def report(self) -> ExecutorReport:
+        return await self.engines.mesh.request(subjects.executor_control(self.name), PingExecutor(), ExecutorReport)
+
+    async def attach(self, start: EngineStart) -> str:
+        reply = await self.engines.mesh.request(subjects.executor_control(self.name), AttachInstance(start=start), InstanceAttached)
+        assert reply.pid == self.pid
+        report = await self.engines.settled(start.instance_id)
+        assert report.state == "ready", report.error
+        return start.instance_id
+
+    async def detach(self, instance_id: str) -> InstanceDetached:
+        return await self.engines.mesh.request(
+            subjects.executor_control(self.name), DetachInstance(instance_id=instance_id), InstanceDetached
+        )
+
+    def maps(self) -> str:
+        return Path(f"/proc/{self.pid}/maps").read_text()
+
+
+@pytest.fixture
+async def executor(engines: Engines, loader: FakeLoader, client: ZygoteClient) -> AsyncIterator[RunningExecutor]:
+    executor = RunningExecutor(engines, client)
+    await executor.start()
+    yield executor
+    try:
+        os.kill(executor.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    await exited(client, executor.pid)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three models: two of one architecture, and one of another shape."""
+    from thaw.demo.models import make_demo_model
+
+    root = tmp_path_factory.mktemp("shared")
+    sizes = [("test", 1), ("test", 2), ("5m", 3)]
+    return [make_demo_model(root / f"m{seed}", size, seed) for size, seed in sizes]
+
+
+async def test_models_of_one_executor_answer_as_dedicated_engines(
+    executor: RunningExecutor, engines: Engines, client: ZygoteClient, directories: list[Path]
+) -> None:
+    cards = [card_of(directory) for directory in directories]
+    dedicated = []
+    for card in cards:
+        start = engines.spec(card)
+        pid = await forked(client, start)
+        assert (await engines.settled(start.instance_id)).state == "ready"
+        dedicated.append((await engines.answer(start.instance_id, "completion", **ASKED)).tokens())
+        os.kill(pid, signal.SIGKILL)
+        await exited(client, pid)
+    assert dedicated[0] != dedicated[1], "the models differ"
+
+    names = [await executor.attach(engines.spec(card)) for card in cards]
+    assert (await executor.report()).instances == tuple(names)
+    for name in names:
+        phases = {s.phase for s in engines.reports[name][-1].phases}
+        assert Phase.LIBRARIES not in phases, "nothing was imported"
+    alone = [(await engines.answer(name, "completion", **ASKED)).tokens() for name in names]
+    assert alone == dedicated
+    streams = [await engines.ask(name, "completion", **ASKED) for name in names for _ in range(2)]
+    for stream in streams:
+        assert isinstance(await stream.last(), InferFinished)
+    assert [s.tokens() for s in streams] == [tokens for tokens in dedicated for _ in range(2)]
+
+
+async def test_attaching_and_detaching_leaves_nothing_behind(
+    executor: RunningExecutor, engines: Engines, directories: list[Path]
+) -> None:
+    process = psutil.Process(executor.pid)
+    kept = await executor.attach(engines.spec(card_of(directories[2])))
+    expected = (await engines.answer(kept, "completion", **ASKED)).tokens()
+    sizes: list[int] = []
+    for turn in range(100):
+        name = await executor.attach(engines.spec(card_of(directories[turn % 2])))
+        if turn % 10 == 0:
+            await engines.answer(name, "completion", **ASKED)
+        assert executor.maps().count("thaw-test-") >= 2
+        await executor.detach(name)
+        await engines.reported(name, lambda r: r.state == "stopped")
+        sizes.append(process.memory_full_info().uss)
+    left = {line.split()[-1] for line in executor.maps().splitlines() if "thaw-test-" in line}
+    assert len(left) == 1, "only the other model is mapped"
+    assert sizes[-1] - sizes[20] < _GROWTH_BYTES, [s >> 20 for s in sizes[::10]]
+    assert process.num_threads() < 20
+    assert (await executor.report()).instances == (kept,)
+    assert (await engines.answer(kept, "completion", **ASKED)).tokens() == expected
+
+
+async def test_detaching_fails_running_requests_and_leaves_other_models_alone(
+    executor: RunningExecutor, engines: Engines, directories: list[Path]
+) -> None:
+    first, second = [await executor.attach(engines.spec(card_of(d))) for d in directories[:2]]
+    stopped, other = await engines.ask(first, "completion", **SLOW), await engines.ask(second, "completion", **SLOW)
+    await until_streaming(stopped)
+    await executor.detach(first)
+    assert isinstance(await stopped.last(), InferFailed)
+    assert isinstance(await other.last(), InferFinished)
+    again = await executor.detach(first)
+    assert again.freed_bytes == 0, "repeating the command is harmless"
+
+
+async def test_short_request_is_answered_during_a_long_batch_of_another_model(
+    executor: RunningExecutor, engines: Engines, directories: list[Path]
+) -> None:
+    busy, other = [await executor.attach(engines.spec(card_of(d))) for d in directories[:2]]
+    long = [await engines.ask(busy, "completion", **SLOW) for _ in range(8)]
+    await until_streaming(long[0])
+    short = await engines.answer(other, "completion", prompt="a", max_tokens=1, temperature=0)
+    assert len(short.tokens()) == 1
+    assert not any(isinstance(s.replies[-1], InferFinished) for s in long), "it did not wait for the batch"
+
+
+async def test_killed_executor_names_the_model_that_was_computing(
+    executor: RunningExecutor, engines: Engines, client: ZygoteClient, directories: list[Path]
+) -> None:
+    idle, busy = [await executor.attach(engines.spec(card_of(d))) for d in directories[:2]]
+    assert idle != busy
+    stream = await engines.ask(busy, "completion", **SLOW)
+    await until_streaming(stream)
+    os.kill(executor.pid, signal.SIGKILL)
+    assert await exited(client, executor.pid) == -signal.SIGKILL
+    assert executor.current.read_bytes().rstrip(b"\0").decode() == busy
+
+
+async def test_model_with_code_of_its_own_is_refused(executor: RunningExecutor, engines: Engines, directories: list[Path]) -> None:
+    start = engines.spec(card_of(directories[0], trust_remote_code=True))
+    with pytest.raises(EngineFailed, match="never shared"):
+        await engines.mesh.request(subjects.executor_control(executor.name), AttachInstance(start=start), InstanceAttached)
+    assert (await executor.report()).instances == ()
+
+
+async def test_sigterm_ends_the_instances_and_the_process(
+    executor: RunningExecutor, engines: Engines, client: ZygoteClient, directories: list[Path]
+) -> None:
+    name = await executor.attach(engines.spec(card_of(directories[0])))
+    os.kill(executor.pid, signal.SIGTERM)
+    assert await exited(client, executor.pid) == 0
+    await engines.reported(name, lambda r: r.state == "stopped")

@@ -1,0 +1,107 @@
+"""Shared instances under a real nodeagent, loader, zygote and executor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.contracts import subjects
+from shared.contracts.base import Done
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.node import InstanceState, InstanceStatus
+from shared.contracts.phases import Phase
+from tests.integration.nodeagent.harness import Node, gone, running_node
+from tests.integration.nodeagent.test_real_engine import inspected, start_of
+from tests.support.servers import NatsServer
+from thaw.demo.models import make_demo_model
+
+pytestmark = pytest.mark.slow
+
+
+@asynccontextmanager
+async def shared_node(url: str, directory: Path) -> AsyncIterator[tuple[Node, list[ModelCard]]]:
+    """Yield a node with a loader, and the cards of two shared models."""
+    sources = [make_demo_model(directory / f"m{seed}", "test", seed) for seed in (1, 2)]
+    settings = {
+        "THAW_ZYGOTE": "true",
+        "THAW_ZYGOTE_MODULE": "services.engine.zygote",
+        "THAW_ENGINE_THREADS": "1",
+        "THAW_DEVICES": "cpu:0=2GiB",
+    }
+    async with running_node(url, directory, **settings) as node:
+        await node.loader_off()
+        loader = node.spawn_loader()
+        try:
+            specs = [ModelSpec(name=s.name, source=str(s), isolation="shared") for s in sources]
+            yield node, [await inspected(node, spec) for spec in specs]
+            assert await asyncio.to_thread(node.stop_agent) == 0
+        finally:
+            loader.terminate()
+            assert await gone(loader.pid)
+            loader.wait()
+
+
+async def started(node: Node, card: ModelCard, instance_id: str) -> InstanceStatus:
+    await node.mesh.request(subjects.node_command(node.name), start_of(card, instance_id), Done)
+    status = await node.reaches(instance_id, InstanceState.READY, InstanceState.FAILED, within=90)
+    assert status.error is None
+    return status
+
+
+async def test_shared_instances_live_in_one_process_through_a_stop_and_an_adoption(nats_server: NatsServer, tmp_path: Path) -> None:
+    async with shared_node(nats_server.url, tmp_path) as (node, cards):
+        first = await started(node, cards[0], "shared1")
+        second = await started(node, cards[1], "shared2")
+        assert first.pids == second.pids
+        assert Phase.CONTAINER in {s.phase for s in first.phases}, "it waited for the executor's start"
+        assert Phase.ATTACH in {s.phase for s in second.phases}
+        assert not {Phase.CONTAINER, Phase.LIBRARIES} & {s.phase for s in second.phases}
+        await node.until(lambda s: all(i.suspension.assessed for i in s.instances))
+        assert "attaches it again" in node.instance("shared1").suspension.reason
+
+        node.kill_agent()
+        await node.start_agent()
+        for name in ("shared1", "shared2"):
+            adopted = await node.reaches(name, InstanceState.READY)
+            assert adopted.pids == first.pids
+
+        await node.stop("shared1")
+        stopped = await node.reaches("shared1", InstanceState.STOPPED, InstanceState.FAILED)
+        assert (stopped.state, stopped.error) == (InstanceState.STOPPED, None)
+        assert stopped.freed_bytes is not None
+        assert psutil.pid_exists(first.pids[0])
+        assert node.instance("shared2").state is InstanceState.READY
+        again = await started(node, cards[0], "shared3")
+        assert again.pids == first.pids
+        await node.until(lambda s: sum(i.memory.reserved > 0 for i in s.instances) == 2)
+    assert await gone(first.pids[0]), "the executor ends with its node"
+
+
+@pytest.mark.usefixtures("kernel_kills")
+async def test_killed_executor_fails_every_instance_in_it_and_the_next_start_gets_another(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    async with shared_node(nats_server.url, tmp_path) as (node, cards):
+        first, _ = [await started(node, card, f"shared{i}") for i, card in enumerate(cards)]
+        psutil.Process(first.pids[0]).kill()
+        for name in ("shared0", "shared1"):
+            failed = await node.reaches(name, InstanceState.FAILED)
+            assert failed.error is not None
+            assert "signal 9" in failed.error.message
+        await node.until(lambda s: s.devices[0].reserved_bytes == 0)
+        again = await started(node, cards[0], "shared2")
+        assert again.pids != first.pids
+
+
+async def test_executor_that_does_not_answer_is_killed(nats_server: NatsServer, tmp_path: Path) -> None:
+    async with shared_node(nats_server.url, tmp_path) as (node, cards):
+        first = await started(node, cards[0], "shared1")
+        psutil.Process(first.pids[0]).suspend()
+        await node.stop("shared1", drain_timeout_ms=100)
+        await node.reaches("shared1", InstanceState.STOPPED, within=60)
+        assert await gone(first.pids[0])

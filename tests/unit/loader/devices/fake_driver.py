@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 from shared.errors import DeviceFailed, InsufficientMemory
+from tests.support.fake_virtual_memory import FakeVirtualMemory
 from weights.devices.driver import IPC_HANDLE_BYTES, DeviceFacts, Event, Stream
 
 TOTAL = 64 * 1024 * 1024
@@ -47,8 +48,10 @@ class FakeDriver:
     driver reports both at the call and later.
     """
 
-    def __init__(self, devices: int = 1) -> None:
+    def __init__(self, devices: int = 1, virtual_memory: FakeVirtualMemory | None = None) -> None:
+        """`virtual_memory`: mapped memory of its devices, which copies reach too."""
         self.devices = devices
+        self._virtual_memory = virtual_memory
         self.gate = threading.Event()
         self.gate.set()
         self.copies: list[tuple[int, int, bool]] = []
@@ -72,8 +75,9 @@ class FakeDriver:
         self._current.index = index
 
     def free_bytes(self) -> int:
-        self._check()
-        return TOTAL - sum(len(m) for m in self.memory.values())
+        index = self._check()
+        total = self._virtual_memory.free_bytes(index) if self._virtual_memory is not None else TOTAL
+        return total - sum(len(m) for m in self.memory.values())
 
     def allocate(self, nbytes: int) -> int:
         if nbytes > self.free_bytes():
@@ -125,7 +129,7 @@ class FakeDriver:
         if self.fail_copy:
             self.fail_copy = False
             raise DeviceFailed("cudaMemcpyAsync: an illegal address")
-        start = next(a for a, m in self.memory.items() if a <= to_device and to_device + nbytes <= a + len(m))
+        start = self._start("cudaMemcpyAsync", to_device, nbytes, writable=True)
         if not any(a <= from_host and from_host + nbytes <= a + n for a, n in self.pinned.items()):
             self.unpinned_copies += 1
             if any(a < from_host + nbytes and from_host < a + n for a, n in self.pinned.items()):
@@ -137,6 +141,7 @@ class FakeDriver:
 
     def copy_back(self, to_host: int, from_device: int, nbytes: int) -> None:
         self._check()
+        self._start("cudaMemcpy", from_device, nbytes, writable=False)
         ctypes.memmove(to_host, from_device, nbytes)
 
     def record(self, stream: Stream) -> Event:
@@ -160,6 +165,17 @@ class FakeDriver:
         with self.issued:
             assert self.issued.wait_for(lambda: len(self.copies) >= count, 10), self.copies
 
-    def _check(self) -> None:
-        if getattr(self._current, "index", None) is None:
+    def _start(self, call: str, address: int, nbytes: int, *, writable: bool) -> int:
+        """Return the start of the device memory that has the range."""
+        for start, memory in self.memory.items():
+            if start <= address and address + nbytes <= start + len(memory):
+                return start
+        if self._virtual_memory is None or not self._virtual_memory.can_access(address, nbytes, writable=writable):
+            raise DeviceFailed(f"{call}: an illegal memory access was encountered")
+        return next(a for a, n in self._virtual_memory.reservations.items() if a <= address < a + n)
+
+    def _check(self) -> int:
+        index: int | None = getattr(self._current, "index", None)
+        if index is None:
             raise DeviceFailed("no device is current in this thread")
+        return index

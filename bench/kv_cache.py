@@ -172,12 +172,12 @@ def lender(directory: Path, nbytes: int) -> Iterator[Path]:
             await lending.serve(f"bench-{id(writer)}", ask, reader, writer)
             writer.close()
 
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def serve_borrower(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.create_task(borrow(reader, writer), name="borrower")
             connections.add(task)
             task.add_done_callback(connections.discard)
 
-        async with await asyncio.start_unix_server(connected, path):
+        async with await asyncio.start_unix_server(serve_borrower, path):
             ready.set()
             await stop.wait()
         await asyncio.gather(*connections)

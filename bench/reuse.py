@@ -83,7 +83,7 @@ class Arm:
     """By locality, seed and model."""
     requests: int = 0
 
-    def of(self, level: str, seed: int | None = None, model: str | None = None) -> list[float]:
+    def seconds_at(self, level: str, seed: int | None = None, model: str | None = None) -> list[float]:
         """Return the seconds at a locality, of all seeds and models or of one."""
         chosen = [
             times
@@ -241,10 +241,10 @@ def report(arms: Sequence[Arm], levels: Sequence[str]) -> dict[str, float]:
     for level, arm in product(levels, arms):
         models = sorted({m for at, _, m in whole.seconds if at == level})
         seeds = sorted({seed for at, seed, _ in whole.seconds if at == level})
-        by_model = [sum(whole.of(level, model=m)) / sum(arm.of(level, model=m)) for m in models]
-        by_seed = [sum(whole.of(level, seed)) / sum(arm.of(level, seed)) for seed in seeds]
-        times = arm.of(level)
-        mean = sum(whole.of(level)) / sum(times)
+        by_model = [sum(whole.seconds_at(level, model=m)) / sum(arm.seconds_at(level, model=m)) for m in models]
+        by_seed = [sum(whole.seconds_at(level, seed)) / sum(arm.seconds_at(level, seed)) for seed in seeds]
+        times = arm.seconds_at(level)
+        mean = sum(whole.seconds_at(level)) / sum(times)
         figures |= {
             f"{level}_{arm.policy}_load_ms": 1e3 * fmean(times),
             f"{level}_{arm.policy}_load_p50_ms": 1e3 * median(times),

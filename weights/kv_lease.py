@@ -191,7 +191,7 @@ class KvLease:
                     self._send_demand()
             case SocketLent(number=number, pages=pages, turn=turn):
                 with self._lock:
-                    claims = self._mapped(pages)
+                    claims = self._map(pages)
                     self._claims += claims
                     event = Lent(len(claims), number == self._number, turn)
                 self._deliver(event)
@@ -202,7 +202,7 @@ class KvLease:
             case SocketError(error=error):
                 log.error("the loader lends no pages", extra={"error": error.message})
 
-    def _mapped(self, pages: tuple[int, ...]) -> list[_Claim]:
+    def _map(self, pages: tuple[int, ...]) -> list[_Claim]:
         """Map lent pages without access. None if the loader has been replaced meanwhile."""
         if not pages:
             return []

@@ -142,7 +142,7 @@ class Engine(InstanceProcess):
         self._jobs.append(job)
         return await asyncio.wrap_future(job)
 
-    def mapped(self) -> tuple[tuple[int, int], ...]:
+    def mapped_ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the addresses at which the engine's weights are mapped: first and end."""
         return self._mapped_at
 
@@ -178,7 +178,7 @@ class Engine(InstanceProcess):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
             bound = await self._bind(partial(loading.bind_model, directory, attached, self._start, self._parts.models))
         if self._start.separate_memory:
-            attached = await self._mapped(bound, attached)
+            attached = await self._map_pages(bound, attached)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
             finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle)
@@ -201,13 +201,13 @@ class Engine(InstanceProcess):
             return None
         computable = await self._compute(partial(overlap.make_ready, files, self._settings))
         batcher = self._open(computable, overlap.deliver)
-        overlap.opened(self._serving, batcher)
+        overlap.serve_with(self._serving, batcher)
         await self._accept_requests()
         self._reporter.accept_requests()
         log.info("accepting requests while weights arrive", extra={"instance": self._start.instance_id})
         return overlap
 
-    async def _mapped(self, bound: loading.BoundModel, attached: WeightsAttached) -> WeightsAttached:
+    async def _map_pages(self, bound: loading.BoundModel, attached: WeightsAttached) -> WeightsAttached:
         """Map the weights in the device's pages, and make sure that they are still this instance's.
 
         The loader gives pages to others only when no process maps them: after the second answer it

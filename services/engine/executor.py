@@ -148,13 +148,13 @@ class Executor:
         await asyncio.wait((attached.running,))
         if attached.engine is not None:
             await attached.engine.until_detached()
-            attached.ranges = attached.engine.mapped()
+            attached.ranges = attached.engine.mapped_ranges()
             attached.engine = None
         await asyncio.sleep(0)
         deadline = time.monotonic() + _UNMAPPED_WITHIN_S
         while True:
             gc.collect()
-            others = [r for a in self._attached.values() if a.engine is not None for r in a.engine.mapped()]
+            others = [r for a in self._attached.values() if a.engine is not None for r in a.engine.mapped_ranges()]
             left = mapped_bytes(attached.ranges, others)
             if not left or time.monotonic() > deadline:
                 break

@@ -141,7 +141,7 @@ class Host(InstanceProcess):
         missed = 0
         while interval:
             await asyncio.sleep(min(1.0, interval) if missed else max(0.05, interval - self._serving.idle_s))
-            if self._serving.idle_s < interval or not self._awake():
+            if self._serving.idle_s < interval or not self._is_awake():
                 missed = 0
                 continue
             error = await self._probe_error()
@@ -155,7 +155,7 @@ class Host(InstanceProcess):
     async def _probe_error(self) -> EngineFailed | None:
         """Why an idle engine generates no token; None if it does, or is asleep."""
         async with self._control_lock:
-            if not self._awake():
+            if not self._is_awake():
                 return None
             try:
                 await self._engine.probe()
@@ -164,7 +164,7 @@ class Host(InstanceProcess):
                 return e
         return None
 
-    def _awake(self) -> bool:
+    def _is_awake(self) -> bool:
         return self._sleep_level is None and not self._serving.draining
 
     async def _handle_command(self, command: EngineControl) -> Message:

@@ -80,7 +80,7 @@ class Engine:
         self._signs = 0
         self._pids: tuple[int, ...] = ()
         self._asleep_before: int | None = None
-        reporter.hosted = self.hosted
+        reporter.hosted = self.describe_processes
         self.driver: Driver
         self.client: Client
 
@@ -96,7 +96,7 @@ class Engine:
         self._start, self._timeline, self._reporter = start, timeline, reporter
         self._declared_failed = asyncio.get_running_loop().create_future()
         self._expected, self._asleep_before = None, asleep
-        reporter.hosted = self.hosted
+        reporter.hosted = self.describe_processes
 
     @property
     def _spec_grace(self) -> float:
@@ -207,7 +207,7 @@ class Engine:
         self._endpoint = endpoint
         self.driver = driver_of(launch)
         more = LOOPBACK_ENVIRONMENT if endpoint.has_own_network and container is None else {}
-        env = {**_device_environment(launch), **more, **self.driver.environment(), **_expanded(spec.env)}
+        env = {**_device_environment(launch), **more, **self.driver.environment(), **_expand(spec.env)}
         if container is not None:
             arguments = tuple(map(launch.fill, container.args)) if container.args is not None else self.driver.arguments()
             self._running = await start_container(
@@ -283,7 +283,7 @@ class Engine:
         Another process on the port may accept connections and never answer, so the engine's exit
         ends the wait.
         """
-        asking = asyncio.ensure_future(self.driver.healthy(self.client))
+        asking = asyncio.ensure_future(self.driver.is_healthy(self.client))
         try:
             waited: set[asyncio.Future[Any]] = {asking, ended}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -406,7 +406,7 @@ class Engine:
             log.info("the engine has exited", extra={"how": str(ended)})
         self._endpoint.close()
 
-    def hosted(self) -> HostedEngine | None:
+    def describe_processes(self) -> HostedEngine | None:
         """The engine's processes and sleep levels, for the status report."""
         if self._running is None:
             return None
@@ -443,7 +443,7 @@ def _device_environment(launch: Launch) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(launch.gpus)}
 
 
-def _expanded(env: dict[str, str]) -> dict[str, str]:
+def _expand(env: dict[str, str]) -> dict[str, str]:
     """Replace ${NAME} by the node's variable of that name.
 
     Thaw's own variables are not passed on.

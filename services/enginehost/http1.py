@@ -121,7 +121,7 @@ class Response(asyncio.Protocol):
         while not self._head:
             if self._error is not None:
                 raise self._error
-            await self._changed()
+            await self._wait_for_change()
 
     async def read(self) -> bytes:
         """All bytes received since the last call, at least one; empty at the end.
@@ -133,7 +133,7 @@ class Response(asyncio.Protocol):
                 return b""
             if self._error is not None:
                 raise self._error
-            await self._changed()
+            await self._wait_for_change()
         data = b"".join(self._pieces)
         self._pieces.clear()
         self._waiting = 0
@@ -142,7 +142,7 @@ class Response(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    async def whole(self, limit: int = 64 << 20) -> bytes:
+    async def read_all(self, limit: int = 64 << 20) -> bytes:
         """The whole body. Raises `TooLarge` beyond `limit` bytes."""
         found = bytearray()
         while piece := await self.read():
@@ -164,7 +164,7 @@ class Response(asyncio.Protocol):
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def _changed(self) -> None:
+    async def _wait_for_change(self) -> None:
         self._wake = asyncio.get_running_loop().create_future()
         try:
             await self._wake
@@ -204,7 +204,7 @@ class Client:
         """Status and whole body of a response. Raises `HttpError`."""
         response = await self.send(request)
         try:
-            return response.status, await response.whole(limit)
+            return response.status, await response.read_all(limit)
         finally:
             response.close()
 

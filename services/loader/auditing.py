@@ -14,7 +14,7 @@ from dataclasses import replace
 from services.loader.domain.ownership import instances_on, unowned_arenas
 from services.loader.loop import Loop
 from shared.contracts.audit import DeviceAudit
-from weights.store.auditing import Audit, confirmed
+from weights.store.auditing import Audit, confirm
 
 log = logging.getLogger(__name__)
 _CONFIRM_AFTER_S = 0.5
@@ -38,7 +38,7 @@ class Auditor:
         if any(a.violations for a in found.values()):
             await asyncio.sleep(_CONFIRM_AFTER_S)
             again = await self._audit_once()
-            found = {d: confirmed(found[d], a) for d, a in again.items()}
+            found = {d: confirm(found[d], a) for d, a in again.items()}
         self._record({d: a.violations for d, a in found.items()})
         return tuple(self._result(d, a) for d, a in found.items())
 

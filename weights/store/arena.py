@@ -90,10 +90,10 @@ class PagedArena:
             for index in range(max(0, bisect_right(self._starts, offset) - 1), len(self.units)):
                 if self.units[index].offset >= offset + nbytes:
                     break
-                self._arrived(index, offset, address, nbytes)
+                self._add_bytes(index, offset, address, nbytes)
             self._device.changed.notify_all()
 
-    def _arrived(self, index: int, offset: int, address: int, nbytes: int) -> None:
+    def _add_bytes(self, index: int, offset: int, address: int, nbytes: int) -> None:
         missing = self.missing.get(index)
         if missing is None:
             return
@@ -104,7 +104,7 @@ class PagedArena:
             if missing.arrived == missing.unit.nbytes:
                 heappush(self.ready, (missing.rank, index))
 
-    def settled(self, index: int) -> None:
+    def report(self, index: int) -> None:
         """A unit is on the device. The caller has removed it from `missing`."""
         self._group.append(index)
         if not self.ready or sum(self.units[i].nbytes for i in self._group) >= self.group_bytes:
@@ -112,12 +112,12 @@ class PagedArena:
             self._group = []
 
     def wait(self, until: int, cancelled: threading.Event | None = None) -> bool:
-        def done() -> bool:
+        def is_done() -> bool:
             if self.error is not None:
                 raise self.error
             return self.is_open and self._watermark() >= until
 
-        return wait_for(self._device.changed, done, lambda: not self.is_open, cancelled)
+        return wait_for(self._device.changed, is_done, lambda: not self.is_open, cancelled)
 
     def wait_units(self, after: int) -> tuple[UnitPages, ...]:
         """Block until more than `after` units are on the device.
@@ -130,13 +130,13 @@ class PagedArena:
             DeviceFailed: The device has failed.
         """
 
-        def done() -> bool:
+        def is_done() -> bool:
             if self.error is not None:
                 raise self.error
             return self.is_open and (len(self.here) > after or not self.missing)
 
         with self._device.changed:
-            wait_for(self._device.changed, done, lambda: not self.is_open, None)
+            wait_for(self._device.changed, is_done, lambda: not self.is_open, None)
             return self._device.pages_of(self, self.here[after:]) if self.is_open else ()
 
     def layout(self) -> PagesLayout:
@@ -151,15 +151,15 @@ class PagedArena:
         with self._device.changed:
             return self._device.handle_of(self) if self.is_open and not self.missing else None
 
-    def lacking(self) -> tuple[tuple[int, int], ...]:
+    def find_missing(self) -> tuple[tuple[int, int], ...]:
         """Return first byte and end in the segment of the units that host memory has to provide."""
         with self._device.changed:
-            return self._lacking()
+            return self._find_missing()
 
-    def _lacking(self) -> tuple[tuple[int, int], ...]:
+    def _find_missing(self) -> tuple[tuple[int, int], ...]:
         return tuple((m.unit.offset, m.unit.end) for m in self.missing.values() if m.reads_host)
 
-    def next_lacking(self, seen: Collection[tuple[int, int]], cancelled: threading.Event) -> tuple[tuple[int, int], ...]:
+    def wait_for_missing(self, seen: Collection[tuple[int, int]], cancelled: threading.Event) -> tuple[tuple[int, int], ...]:
         """Wait for ranges to read that are not in `seen`.
 
         A unit of another device is lacking again if it cannot be copied from there.
@@ -168,15 +168,15 @@ class PagedArena:
             None if every unit is on its way or there, or the arena failed or was released.
         """
 
-        def found() -> tuple[tuple[int, int], ...]:
-            return tuple(r for r in self._lacking() if r not in seen)
+        def find_new() -> tuple[tuple[int, int], ...]:
+            return tuple(r for r in self._find_missing() if r not in seen)
 
         def is_over() -> bool:
-            return bool(found()) or self.error is not None or all(m.peer is None for m in self.missing.values())
+            return bool(find_new()) or self.error is not None or all(m.peer is None for m in self.missing.values())
 
         with self._device.changed:
             wait_for(self._device.changed, is_over, lambda: not self.is_open, cancelled)
-            return found() if self.is_open and self.error is None else ()
+            return find_new() if self.is_open and self.error is None else ()
 
     def without_peer(self, index: int) -> None:
         """Take a unit from host memory after all. The device's lock is held."""

@@ -63,7 +63,7 @@ def audit_mappings(before: Snapshot, mapped: Mapping[int, Sequence[int]], after:
     """Audit a device with the pages that processes map.
 
     An engine maps its pages before it asks whether they are still its own, so a violation that an
-    immediate second audit does not repeat is none (`confirmed`).
+    immediate second audit does not repeat is none (`confirm`).
 
     Args:
         before: The device before `mapped` was read. `after`: the device since then.
@@ -94,7 +94,7 @@ def _lent_in_both(before: Snapshot, after: Snapshot) -> dict[int, tuple[str, int
     }
 
 
-def confirmed(first: Audit, second: Audit) -> Audit:
+def confirm(first: Audit, second: Audit) -> Audit:
     """Return the second audit with the violations that both found."""
     repeated = tuple(v for v in second.violations if v in first.violations)
     return replace(second, violations=repeated)

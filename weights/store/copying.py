@@ -31,7 +31,7 @@ class Target(Protocol):
     @property
     def changed(self) -> threading.Condition: ...
 
-    def stored(self, key: str) -> StoredUnit | None:
+    def find_unit(self, key: str) -> StoredUnit | None:
         """Return a unit of the store."""
         ...
 
@@ -84,7 +84,7 @@ class CopyThread:
         changed = self._target.changed
         while True:
             with changed:
-                while (arena := self._next()) is None:
+                while (arena := self._choose()) is None:
                     if self._closing:
                         return
                     changed.wait()
@@ -110,7 +110,7 @@ class CopyThread:
                     arena.ready.clear()
                 changed.notify_all()
 
-    def _next(self) -> PagedArena | None:
+    def _choose(self) -> PagedArena | None:
         waiting = [a for a in self._arenas.values() if a.ready]
         return min(waiting, key=lambda a: (a.priority, int(a.holder.removeprefix("arena-"))), default=None)
 
@@ -131,12 +131,12 @@ class CopyThread:
             )
         with self._target.changed:
             # At once: content that is here now may be reclaimed as soon as the lock is free.
-            if self._target.stored(key) is not None:
+            if self._target.find_unit(key) is not None:
                 self._target.settle(arena, index, key, digests, copied_bytes=0)
                 return
             if not missing.has_pages:
                 self._target.reserve_ahead(arena, index)
-            stored = self._target.stored(missing.key)
+            stored = self._target.find_unit(missing.key)
             if stored is None:
                 return  # the arena was released meanwhile
         for offset, address, nbytes in missing.pieces:
@@ -144,7 +144,7 @@ class CopyThread:
         if self._pacer is not None:
             self._wait(arena, self._pacer.book(missing.unit.nbytes, began))
         rate = missing.unit.nbytes / max(self._clock() - began, 1e-9)
-        self.bytes_per_second = moved(self.bytes_per_second, rate)
+        self.bytes_per_second = update_rate(self.bytes_per_second, rate)
         with self._target.changed:
             self._target.settle(arena, index, key, digests, copied_bytes=missing.unit.nbytes)
 
@@ -155,7 +155,7 @@ class CopyThread:
                 self._target.changed.wait(left)
 
 
-def moved(known: float | None, rate: float) -> float:
+def update_rate(known: float | None, rate: float) -> float:
     """Return a link's bandwidth after one more copy at `rate`."""
     return rate if known is None else known + _RATE_WEIGHT * (rate - known)
 

@@ -174,7 +174,7 @@ class DevicePages:
             unit = replace(missing.unit, key=key)
             self.store = share(self.store, arena.holder, arena.place.weights_id, unit, self._clock())
         arena.keys[index] = key
-        arena.settled(index)
+        arena.report(index)
         arena.digests.update(digests)
         reused_bytes = missing.unit.nbytes - copied_bytes
         arena.copied_bytes += copied_bytes
@@ -200,7 +200,7 @@ class DevicePages:
     def count_earlier(self) -> None:
         """Lend as many pages as earlier loaders' files still have, and take back the others."""
         for earlier in tuple(self.earlier):
-            pages = earlier.mapped()
+            pages = earlier.free_unmapped()
             lent = self.store.lent.get(earlier.name, ())
             if pages < len(lent):
                 self.store = give_back(self.store, earlier.name, lent[pages:])

@@ -37,7 +37,7 @@ class EarlierPages:
         self.name = name
         self._memory = PoolMemory(name, PAGE_BYTES, chunk_bytes=PAGE_BYTES, keep=True)
 
-    def mapped(self) -> int:
+    def free_unmapped(self) -> int:
         """Free the pages that no process maps, and return the number of the others."""
         kept = self._memory.mapped_by_others()
         self._memory.punch(page for page in range(self._memory.count) if page not in kept)
@@ -58,7 +58,7 @@ def retire(prefix: str, device_id: str) -> list[EarlierPages]:
     found = []
     for name in shm.segments(prefix + EARLIER + device):
         earlier = EarlierPages(name)
-        if pages := earlier.mapped():
+        if pages := earlier.free_unmapped():
             log.info("engines map pages of an earlier loader", extra={"file": name, "pages": pages})
             found.append(earlier)
         else:

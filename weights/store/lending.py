@@ -127,10 +127,10 @@ class Lender:
             store = self.device.store()
             had = store.lent.get(borrower, ())
             if self._short:
-                wanted = min(wanted, self._guaranteed().get(borrower, 0))
+                wanted = min(wanted, self._count_guaranteed().get(borrower, 0))
             more = wanted - len(had)
             if more <= 0:
-                self.settled(borrower)
+                self.end_shortage(borrower)
                 return ()
             keep = self.device.kept_units() if more > len(store.free) else ()
             store = self.device.store()  # pages of earlier loaders may be free now
@@ -155,9 +155,9 @@ class Lender:
         if turn is not None and borrower in self._borrowers:
             self._turns[borrower] = turn
         if next(iter(self._turns), None) != first:
-            self.changed()
+            self.notify()
 
-    def _guaranteed(self) -> dict[str, int]:
+    def _count_guaranteed(self) -> dict[str, int]:
         """Return the pages of each borrower that others cannot ask for."""
         first = next(iter(self._turns), None)
         floors = {name: b.floor for name, b in self._borrowers.items() if b.is_open}
@@ -169,9 +169,9 @@ class Lender:
 
     def _note_lacking(self, borrower: str, held: int, wanted: int) -> None:
         """Let others shrink for pages that `borrower` is guaranteed and wants."""
-        lacking = min(wanted, self._guaranteed().get(borrower, 0)) - held
+        lacking = min(wanted, self._count_guaranteed().get(borrower, 0)) - held
         if lacking <= 0:
-            self.settled(borrower)
+            self.end_shortage(borrower)
         elif self._short.get(borrower, (0, 0.0))[0] != lacking:
             self.lack(borrower, lacking, self.device.now())
 
@@ -188,7 +188,7 @@ class Lender:
             returned = [p for p in chosen if p not in mapped]
             if returned:
                 self.device.replace_store(give_back(self.device.store(), borrower, returned))
-                self.changed()
+                self.notify()
             self._forget_closed(borrower)
             return len(had) - len(returned)
 
@@ -197,7 +197,7 @@ class Lender:
         with self.device.changed:
             self._note_turn(borrower, None)
             self._change(borrower, is_open=False, wanted=0)
-            self.settled(borrower)
+            self.end_shortage(borrower)
             self._forget_closed(borrower)
 
     def _forget_closed(self, borrower: str) -> None:
@@ -214,15 +214,11 @@ class Lender:
         with self.device.changed:
             return borrower in self._short
 
-    def held(self, borrower: str) -> int:
-        with self.device.changed:
-            return len(self.device.store().lent.get(borrower, ()))
-
     def target(self, borrower: str) -> int | None:
         """Return how many pages `borrower` is to keep while a load lacks pages; None: all."""
         with self.device.changed:
             held = {b: len(p) for b, p in self.device.store().lent.items()}
-            return shrink_targets(held, self._guaranteed(), sum(pages for pages, _ in self._short.values())).get(borrower)
+            return shrink_targets(held, self._count_guaranteed(), sum(pages for pages, _ in self._short.values())).get(borrower)
 
     # -- loads -------------------------------------------------------------------------------------
 
@@ -235,9 +231,9 @@ class Lender:
         now = self.device.now()
         _, since = self._short.get(load, (0, now))
         held = {b: len(p) for b, p in self.device.store().lent.items()}
-        excess = sum(max(0, held.get(b, 0) - floor) for b, floor in self._guaranteed().items())
+        excess = sum(max(0, held.get(b, 0) - floor) for b, floor in self._count_guaranteed().items())
         if excess < short or now - since >= _LOAD_WAITS_S:
-            self.settled(load)
+            self.end_shortage(load)
             return False
         self.lack(load, short, since)
         self.device.changed.wait(_LOAD_WAITS_S - (now - since))
@@ -246,14 +242,14 @@ class Lender:
     def lack(self, name: str, pages: int, since: float = 0.0) -> None:
         """Ask borrowers for `pages` that a load or borrower lacks. The caller has the lock."""
         self._short[name] = (pages, since)
-        self.changed()
+        self.notify()
 
-    def settled(self, load: str) -> None:
+    def end_shortage(self, load: str) -> None:
         """Forget that a load lacked pages. The caller has the device's lock."""
         if self._short.pop(load, None) is not None:
-            self.changed()
+            self.notify()
 
-    def changed(self) -> None:
+    def notify(self) -> None:
         """Notify that pages may be free. The caller has the device's lock."""
         self.device.changed.notify_all()
         self.on_change()

@@ -21,7 +21,7 @@ from shared.errors import DeviceMissing
 from weights.devices.pacing import Pacer
 from weights.store.arena import PagedArena
 from weights.store.checking import SAMPLE_BYTES, key_on_device
-from weights.store.copying import Target, moved
+from weights.store.copying import Target, update_rate
 from weights.store.memory import PageMemory
 from weights.store.missing import Missing
 from weights.store.pages import StoredUnit
@@ -189,7 +189,7 @@ class PeerThread:
         changed = self._target.changed
         while True:
             with changed:
-                while (found := self._next()) is None:
+                while (found := self._choose()) is None:
                     if self._closing:
                         return
                     changed.wait()
@@ -210,7 +210,7 @@ class PeerThread:
             if done:
                 self.forget(arena)
 
-    def _next(self) -> tuple[PagedArena, int, Missing] | None:
+    def _choose(self) -> tuple[PagedArena, int, Missing] | None:
         found = [
             (a.priority, int(a.holder.removeprefix("arena-")), m.rank, i)
             for a in self._arenas.values()
@@ -229,10 +229,10 @@ class PeerThread:
         began, target, key = self._clock(), self._target, missing.unit.key
         peer, source = self.peers[missing.peer or ""], missing.source
         with target.changed:
-            if target.stored(key) is not None:  # another arena has brought it meanwhile
+            if target.find_unit(key) is not None:  # another arena has brought it meanwhile
                 target.settle(arena, index, key, {}, copied_bytes=0)
                 return True
-            stored = target.stored(missing.key)
+            stored = target.find_unit(missing.key)
         if source is None or stored is None:
             return False
         try:
@@ -253,7 +253,7 @@ class PeerThread:
                 while arena.is_open and (left := until - self._clock()) > 0:
                     target.changed.wait(left)
         name, rate = missing.peer or "", missing.unit.nbytes / max(self._clock() - began, 1e-9)
-        self._rates[name] = moved(self._rates.get(name), rate)
+        self._rates[name] = update_rate(self._rates.get(name), rate)
         with target.changed:
             arena.peer_bytes += missing.unit.nbytes
             target.settle(arena, index, key, {}, copied_bytes=missing.unit.nbytes, is_from_peer=True)

@@ -87,7 +87,7 @@ class KnownUnits:
         """Return the weights that have a unit."""
         return self._users.get(key, frozenset())
 
-    def of(self, weights_id: str) -> tuple[int, int] | None:
+    def size_of(self, weights_id: str) -> tuple[int, int] | None:
         """Return the bytes of the weights' distinct units, and in whole pages; None: unknown."""
         known = self._known.get(weights_id)
         return (known.total_bytes, known.page_bytes) if known is not None else None
@@ -165,7 +165,8 @@ def residency(
         for weights_id in found:
             there.setdefault(weights_id, []).append(unit)
     rows = [
-        replace(_row(w, units, known.of(w), holding.get(w), users), peer_bytes=on_peers.get(w, {})) for w, units in there.items()
+        replace(_row(w, units, known.size_of(w), holding.get(w), users), peer_bytes=on_peers.get(w, {}))
+        for w, units in there.items()
     ]
     return tuple(sorted(rows, key=lambda r: (r.missing_bytes - r.total_bytes, r.weights_id))[:MOST_REPORTED])
 

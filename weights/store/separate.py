@@ -150,7 +150,7 @@ class SeparateDevice:
     # -- arenas ------------------------------------------------------------------------------------
 
     def allocate(self, place: Place, priority: Priority = Priority.REQUEST) -> PagedArena:
-        contents = place.contents or _whole(place)
+        contents = place.contents or _as_one_tensor(place)
         holder = f"arena-{next(self._numbers)}"
         with self.changed:
             if self._closing:
@@ -159,7 +159,7 @@ class SeparateDevice:
             known = {**contents.digests, **self._known.digests(place.weights_id)}
         units = cut_units(contents.tensors, known, place.weights_id)
         try:
-            arena = self._opened(holder, place, contents, priority, units)
+            arena = self._open(holder, place, contents, priority, units)
             self._from_peers.find(arena, self._host_rate(place.weights_id))
             return arena
         finally:
@@ -168,7 +168,7 @@ class SeparateDevice:
                 if holder not in self._arenas:  # the reservation of an arena that failed to open
                     self._pages.release(holder)
 
-    def _opened(self, holder: str, place: Place, contents: Contents, priority: Priority, units: tuple[Unit, ...]) -> PagedArena:
+    def _open(self, holder: str, place: Place, contents: Contents, priority: Priority, units: tuple[Unit, ...]) -> PagedArena:
         tensors = tensors_of(units, contents.tensors)
         while True:
             arena = PagedArena(self, holder, place, priority, units)
@@ -180,7 +180,7 @@ class SeparateDevice:
                     if not self.lender.wait_for_pages(holder, self._pages.short_pages):
                         raise
                     continue
-                self.lender.settled(holder)
+                self.lender.end_shortage(holder)
                 store = self._pages.store
                 suspects = self._checks.choose(arena, store.units, 4 * store.count)
                 stored = {i: store.units[arena.keys[i]] for i in suspects}
@@ -194,7 +194,7 @@ class SeparateDevice:
                     return arena
                 self._pages.discard(arena, damaged)
 
-    def lacking(self, weights_id: str, contents: Contents) -> int | None:
+    def count_missing(self, weights_id: str, contents: Contents) -> int | None:
         """Return the bytes of a model's units that are not here.
 
         None if no unit is here or on a connected device, or the content of one is unknown before it
@@ -255,7 +255,7 @@ class SeparateDevice:
             self.changed.wait_for(lambda: arena.under_way == 0)
             if self._arenas.pop(arena.holder, None) is not None:
                 self._pages.release(arena.holder)
-                self.lender.changed()
+                self.lender.notify()
         self._from_peers.forget(arena)
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class SeparateDevice:
         with self.changed:
             self.changed.wait_for(lambda: self._readers == 0)
         for earlier in self._pages.earlier:
-            earlier.close(unlink=not earlier.mapped())
+            earlier.close(unlink=not earlier.free_unmapped())
         self._memory.close(unlink=not self._memory.mapped_by_others())
 
     # -- other devices -----------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class SeparateDevice:
 
     # -- for the copying thread --------------------------------------------------------------------
 
-    def stored(self, key: str) -> StoredUnit | None:
+    def find_unit(self, key: str) -> StoredUnit | None:
         return self._pages.store.units.get(key)
 
     def reserve_ahead(self, arena: PagedArena, index: int) -> None:
@@ -360,7 +360,7 @@ class SeparateDevice:
                 if not self.lender.wait_for_pages(arena.holder, self._pages.short_pages):
                     raise
                 continue
-            self.lender.settled(arena.holder)
+            self.lender.end_shortage(arena.holder)
             return
 
     def settle(
@@ -370,7 +370,7 @@ class SeparateDevice:
         if arena.missing:
             return
         place = arena.place
-        self._pages.join(place, place.contents or _whole(place), arena)
+        self._pages.join(place, place.contents or _as_one_tensor(place), arena)
         units = [replace(u, key=k) for u, k in zip(arena.units, arena.keys, strict=True)]
         self._known.learn(place.weights_id, units, arena.digests)
         log.info(
@@ -423,7 +423,7 @@ class SeparateDevice:
         return audit_mappings(before, mapped, self.snapshot())
 
 
-def _whole(place: Place) -> Contents:
+def _as_one_tensor(place: Place) -> Contents:
     """Treat a segment of unknown contents as one tensor."""
     whole = SegmentTensor(name="", dtype="U8", shape=(place.nbytes,), offset=0, nbytes=place.nbytes)
     return Contents((whole,))

@@ -204,7 +204,7 @@ def shrink(lease: Lease, keep: int) -> Lease:
     return replace(lease, held=min(lease.held, max(keep, lease.floor)))
 
 
-def lent(lease: Lease, more: int, *, is_answer: bool, turn: int | None = 0) -> Lease:
+def add_lent(lease: Lease, more: int, *, is_answer: bool, turn: int | None = 0) -> Lease:
     """Add pages that the engine has got.
 
     Args:

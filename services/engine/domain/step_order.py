@@ -9,7 +9,7 @@ whose (start-time fair queueing, with deadlines on top):
 2. Else the lane that has had the least compute time goes first.
 
 Compute time is counted in tags: a lane's tag grows by the duration of each of its steps. A lane
-that becomes busy starts at the tag of those that compute (`joined`), so that idle time is not saved
+that becomes busy starts at the tag of those that compute (`admit`), so that idle time is not saved
 up. A busy lane therefore waits for at most `LEAD_S` and one step of each other lane more than its
 fair share.
 """
@@ -39,7 +39,7 @@ class Lane:
     deadline: float | None = None
 
 
-def joined(lane: Lane, busy: Iterable[Lane], last_tag_s: float) -> Lane:
+def admit(lane: Lane, busy: Iterable[Lane], last_tag_s: float) -> Lane:
     """Return the lane as it becomes busy.
 
     Args:
@@ -70,6 +70,6 @@ def next_lane(busy: Iterable[Lane], now: float) -> Lane:
     return min(lanes, key=lambda lane: (lane.tag_s, lane.name))  # 2
 
 
-def charged(lane: Lane, took_s: float) -> Lane:
+def charge(lane: Lane, took_s: float) -> Lane:
     """Return the lane after a step of `took_s` seconds."""
     return replace(lane, tag_s=lane.tag_s + took_s)

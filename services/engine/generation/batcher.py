@@ -290,7 +290,7 @@ class Batcher:
         first = next(iter(self._running.values()), None) or (self._waiting[0] if self._waiting else None)
         return first.view if first is not None else None
 
-    def _protected(self) -> int | None:
+    def _find_protected(self) -> int | None:
         """Return the key of the sequence that is not preempted: the oldest one."""
         if self._kv is not None:
             return self._kv.lease.protected
@@ -368,7 +368,7 @@ class Batcher:
         if self._runner is None or not (self._running or self._waiting or self._prepared.busy):
             return []
         waiting = (s.view for s in self._waiting)
-        plan = plan_step([s.view for s in self._running.values()], waiting, limits, self._protected())
+        plan = plan_step([s.view for s in self._running.values()], waiting, limits, self._find_protected())
         events: list[Event] = list(self._move(plan, self._runner))
         self._make_room(plan)
         computed = [self._running[work.key] for work in plan.work]

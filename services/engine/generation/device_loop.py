@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from services.engine.domain.step_order import Lane, charged, joined, next_lane
+from services.engine.domain.step_order import Lane, admit, charge, next_lane
 from services.engine.generation.batcher import Batcher
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class DeviceLoop:
         ready = {name for name, at in due.items() if at <= now}
         for name in ready - self._busy:
             others = [self._lanes[other] for other in ready & self._busy]
-            self._lanes[name] = joined(self._lanes[name], others, self._last_tag_s)
+            self._lanes[name] = admit(self._lanes[name], others, self._last_tag_s)
         self._busy = ready
         if not ready:
             self._on_step(None)
@@ -128,7 +128,7 @@ class DeviceLoop:
         begun = time.monotonic()
         try:
             if batcher.step(is_contended=is_contended):
-                self._lanes[name] = charged(lane, time.monotonic() - begun)
+                self._lanes[name] = charge(lane, time.monotonic() - begun)
                 return
         except Exception as e:  # a process boundary: this model fails, the others compute on
             log.exception("a batcher failed", extra={"instance": name})

@@ -56,17 +56,17 @@ class SequenceKV:
         end = start + keys.shape[2]
         held = self._layers.get(layer)
         if held is None or held.shape[2] < end:
-            held = self._layers[layer] = self._grown(held, start, end, keys)
+            held = self._layers[layer] = self._grow(held, start, end, keys)
         self._length = end
         held[:1, :, start:end] = keys
         held[1:, :, start:end] = values
         return held[:1, :, :end], held[1:, :, :end]
 
-    def _grown(self, held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> torch.Tensor:
+    def _grow(self, held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> torch.Tensor:
         heads, width = new.shape[1], new.shape[3]
         grown = None
         if new.device.type == "cpu" and end <= self._context:
-            grown = _reserved((2, heads, _whole_blocks(self._context), width), new.dtype)
+            grown = _reserve((2, heads, _whole_blocks(self._context), width), new.dtype)
         if grown is None:
             grown = new.new_empty((2, heads, _whole_blocks(end), width))
         if held is not None and start:
@@ -85,7 +85,7 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _reserved(shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor | None:
+def _reserve(shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor | None:
     """Reserve addresses for a tensor. None: the kernel refuses."""
     count = shape[0] * shape[1] * shape[2] * shape[3]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.engine.domain.elastic_kv import Demand, Lease, Need, adjust, lent, next_adjustment, shrink
+from services.engine.domain.elastic_kv import Demand, Lease, Need, add_lent, adjust, next_adjustment, shrink
 
 
 class Lender(Protocol):
@@ -58,7 +58,7 @@ class KvPages:
             self.lender.give_back(found.give_back)
 
     def on_lent(self, more: int, *, is_answer: bool, turn: int | None) -> None:
-        self.lease = lent(self.lease, more, is_answer=is_answer, turn=turn)
+        self.lease = add_lent(self.lease, more, is_answer=is_answer, turn=turn)
 
     def shrink(self, keep: int) -> int:
         """Keep no more than `keep` pages; return the number to `release` when they are free."""

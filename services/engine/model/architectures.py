@@ -126,7 +126,7 @@ class ModelCache:
         key = (kind, repr(sorted(described.items(), key=lambda item: item[0])), dtype, shapes)
         known = self._architectures.get(key)
         if known is not None and known.skeleton is not None:
-            return _filled(known.skeleton, known.names, tensors), known
+            return _fill(known.skeleton, known.names, tensors), known
         model = checkpoint.bind(kind, config, tensors, dtype, is_packed=is_packed)
         return model, known if known is not None else self._architectures.put(key, _architecture(model, segment, tensors))
 
@@ -159,7 +159,7 @@ def _architecture(model: PreTrainedModel, segment: Segment, tensors: dict[str, t
     return Architecture(copy.deepcopy(model, memo), names)
 
 
-def _filled(skeleton: PreTrainedModel, names: dict[str, str], tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
+def _fill(skeleton: PreTrainedModel, names: dict[str, str], tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
     """Return a copy of the skeleton with the parameters `tensors`."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in skeleton.buffers()}
     by_tensor: dict[str, nn.Parameter] = {}

@@ -43,7 +43,7 @@ class LateConversion:
             self._aliases.setdefault(id(parameter), []).append(name)
         places = {self._place(name) for name in copied}
         found = self._targets(names)
-        self._sources = {place: [n for n, target in found.items() if _within(target, place)] for place in places}
+        self._sources = {place: [n for n, target in found.items() if _is_within(target, place)] for place in places}
         self._left = set(self._sources)
 
     @property
@@ -76,7 +76,7 @@ class LateConversion:
     def places(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """Return the places that have to be converted before these parameters are read."""
         names = [name for t in tensors for name in self._aliases.get(id(t), ())]
-        return frozenset(place for place in self._sources if any(_within(name, place) for name in names))
+        return frozenset(place for place in self._sources if any(_is_within(name, place) for name in names))
 
     def sources(self, places: Iterable[str]) -> list[str]:
         """Return the names of the checkpoint's tensors that these places are converted from."""
@@ -110,5 +110,5 @@ class LateConversion:
             setattr(module, own, parameter)
 
 
-def _within(name: str, place: str) -> bool:
+def _is_within(name: str, place: str) -> bool:
     return name == place or (place.endswith(".") and name.startswith(place))

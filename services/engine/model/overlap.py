@@ -108,7 +108,7 @@ class Overlap:
         ready, self._gates = loading.begin(self._bound, files, self._start, settings, self._follower.arriving, self._follower.pages)
         return ready
 
-    def opened(self, serving: Serving, batcher: Batcher) -> None:
+    def serve_with(self, serving: Serving, batcher: Batcher) -> None:
         self._serving, self._batcher = serving, batcher
 
     def deliver(self, events: Sequence[Event]) -> None:
@@ -155,7 +155,7 @@ class Overlap:
     async def _confirm_pages(self, attached: WeightsAttached) -> WeightsAttached:
         """Map every unit as the loader has it, and make sure that they are still this instance's.
 
-        As `Engine._mapped`: after the second answer the loader sees this process's mappings.
+        As `Engine._map_pages`: after the second answer the loader sees this process's mappings.
         """
         while True:
             if attached.device_error is not None:
@@ -185,11 +185,11 @@ class Overlap:
         assert self._serving is not None
         gates = self._gates
 
-        def done() -> None:
+        def finish_warm_up() -> None:
             gates.remove()
             loop.call_soon_threadsafe(warm.set)
 
-        self._batcher.warm_up(done)
+        self._batcher.warm_up(finish_warm_up)
         if not self._serving.streams:
             with self._timeline.phase(Phase.PROFILE):
                 await warm.wait()

@@ -66,10 +66,10 @@ class LlamaCpp(Driver):
             found += ["--n-gpu-layers", "999"]
         if launch.threads and "threads" not in spec.engine_args:
             found += ["--threads", str(launch.threads)]
-        return (*found, *flags(self._given()))
+        return (*found, *flags(self._select_arguments()))
 
     def _python_arguments(self) -> tuple[str, ...]:
-        launch, given = self.launch, self._given()
+        launch, given = self.launch, self._select_arguments()
         found = ["--model", self._file(), "--model_alias", self.served_name, "--host", launch.host, "--port", str(launch.port)]
         found += ["--n_ctx", str(self.card.context_length)]
         if launch.on_cuda and "n_gpu_layers" not in given:
@@ -86,7 +86,7 @@ class LlamaCpp(Driver):
     def environment(self) -> dict[str, str]:
         return {"LLAMA_API_KEY": self.launch.key} if self._native else {"API_KEY": self.launch.key}
 
-    def _given(self) -> dict[str, object]:
+    def _select_arguments(self) -> dict[str, object]:
         return {k: v for k, v in self.card.spec.engine_args.items() if k not in _OURS}
 
     def _file(self) -> str:

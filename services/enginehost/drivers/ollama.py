@@ -79,7 +79,7 @@ class Ollama(Driver):
                 while piece := await response.read():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in filter(None, lines):
-                        _pulled(json.loads(line), self.served_name, on_progress)
+                        _report_pull(json.loads(line), self.served_name, on_progress)
             finally:
                 response.close()
         except (HttpError, ValueError) as e:
@@ -131,7 +131,7 @@ class Ollama(Driver):
         await self._load(client)
 
 
-def _pulled(message: dict[str, object], name: str, on_progress: OnProgress) -> None:
+def _report_pull(message: dict[str, object], name: str, on_progress: OnProgress) -> None:
     if "error" in message:
         raise EngineFailed(f"Ollama failed to download {name}: {message['error']}")
     total, completed = message.get("total"), message.get("completed")

@@ -193,7 +193,7 @@ class Driver:
         """Levels of `SleepEngine` beyond 0 that the engine supports on this device."""
         return ()
 
-    async def healthy(self, client: Client) -> bool:
+    async def is_healthy(self, client: Client) -> bool:
         try:
             status, _ = await client.ask(HttpRequest("GET", self.health))
         except HttpError:

@@ -261,7 +261,7 @@ def _body(
 
 async def remove_containers(docker: Docker, mark: str) -> list[str]:
     """Remove containers of an earlier host of the instance; return their ids."""
-    found = await docker.labelled(f"{LABEL_MARK}={mark}")
+    found = await docker.find_labelled(f"{LABEL_MARK}={mark}")
     for container in found:
         await docker.remove(container)
     return found

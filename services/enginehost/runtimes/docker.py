@@ -40,7 +40,7 @@ class Docker:
         status, body = await self._ask(json_request(f"{_VERSION}/containers/create?name={quote(name)}", options))
         if status == 404:
             raise NoSuchImage(_message(body))
-        return str(_checked(status, body, 201)["Id"])
+        return str(_check(status, body, 201)["Id"])
 
     async def ensure_network(self, name: str) -> None:
         """Create a bridge whose containers cannot reach each other, if it does not exist.
@@ -56,7 +56,7 @@ class Docker:
             status, body = await self._ask(json_request(f"{_VERSION}/networks/create", made))
             if status in (200, 201, 409):  # 409: another host created it first
                 return
-        _checked(status, body, 201)
+        _check(status, body, 201)
 
     async def pull(self, image: str) -> AsyncIterator[dict[str, Any]]:
         """Pull an image and yield the API's progress messages."""
@@ -65,7 +65,7 @@ class Docker:
             response = await self._client.send(HttpRequest("POST", f"{_VERSION}/images/create?{query}"))
             try:
                 if response.status != 200:
-                    raise EngineFailed(f"Image {image} cannot be pulled: {_message(await response.whole())}")
+                    raise EngineFailed(f"Image {image} cannot be pulled: {_message(await response.read_all())}")
                 rest = b""
                 while piece := await response.read():
                     *lines, rest = (rest + piece).split(b"\n")
@@ -77,38 +77,38 @@ class Docker:
             finally:
                 response.close()
         except HttpError as e:
-            raise self._away(e) from e
+            raise self._explain_unreachable(e) from e
 
     async def start(self, container: str) -> None:
-        _checked(*await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/start")), 204)
+        _check(*await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/start")), 204)
 
     async def inspect(self, container: str) -> dict[str, Any]:
-        found: dict[str, Any] = _checked(*await self._ask(HttpRequest("GET", f"{_VERSION}/containers/{container}/json")), 200)
+        found: dict[str, Any] = _check(*await self._ask(HttpRequest("GET", f"{_VERSION}/containers/{container}/json")), 200)
         return found
 
     async def wait(self, container: str) -> int:
         """Wait until the container exits, and return its exit status."""
         answer = await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/wait"))
-        return int(_checked(*answer, 200)["StatusCode"])
+        return int(_check(*answer, 200)["StatusCode"])
 
     async def kill(self, container: str, signal_name: str) -> bool:
         """Send a signal. False if the container is not running."""
         status, body = await self._ask(HttpRequest("POST", f"{_VERSION}/containers/{container}/kill?signal={signal_name}"))
         if status in (404, 409):
             return False
-        _checked(status, body, 204)
+        _check(status, body, 204)
         return True
 
     async def remove(self, container: str) -> None:
         """Kill and remove a container. Unknown ids are ignored."""
         status, body = await self._ask(HttpRequest("DELETE", f"{_VERSION}/containers/{container}?force=1&v=1"))
         if status not in (404, 409):
-            _checked(status, body, 204)
+            _check(status, body, 204)
 
-    async def labelled(self, *labels: str) -> list[str]:
+    async def find_labelled(self, *labels: str) -> list[str]:
         """Ids of all containers, running or not, that carry every one of `labels`."""
         filters = quote(json.dumps({"label": list(labels)}))
-        found: Any = _checked(*await self._ask(HttpRequest("GET", f"{_VERSION}/containers/json?all=1&filters={filters}")), 200)
+        found: Any = _check(*await self._ask(HttpRequest("GET", f"{_VERSION}/containers/json?all=1&filters={filters}")), 200)
         return [str(c["Id"]) for c in found]
 
     async def logs(self, container: str) -> AsyncIterator[bytes]:
@@ -129,13 +129,13 @@ class Docker:
         try:
             return await self._client.ask(request)
         except HttpError as e:
-            raise self._away(e) from e
+            raise self._explain_unreachable(e) from e
 
-    def _away(self, error: HttpError) -> EngineFailed:
+    def _explain_unreachable(self, error: HttpError) -> EngineFailed:
         return EngineFailed(f"The container engine at {self._socket} does not answer: {error}; THAW_CONTAINER_SOCKET names it")
 
 
-def _checked(status: int, body: bytes, expected: int) -> Any:
+def _check(status: int, body: bytes, expected: int) -> Any:
     if status not in (expected, 304):
         raise EngineFailed(f"The container engine answered {status}: {_message(body)}")
     return json.loads(body) if body.strip() else {}

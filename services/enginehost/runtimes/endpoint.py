@@ -23,7 +23,7 @@ from pathlib import Path
 
 from services.enginehost.drivers.port import Launch
 from services.enginehost.runtimes import spawn
-from services.enginehost.runtimes.reaper import started
+from services.enginehost.runtimes.reaper import read_start_time
 from shared.contracts.models import ENGINE_SOURCE, ContainerOptions
 from shared.errors import EngineFailed
 
@@ -128,7 +128,7 @@ def make_directory(node_state: Path) -> Path:
     parent = node_state / "run"
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _sweep(parent)
-    name = f"{os.getpid()}-{started(os.getpid())}-{secrets.token_hex(4)}"
+    name = f"{os.getpid()}-{read_start_time(os.getpid())}-{secrets.token_hex(4)}"
     if len(os.fsencode(parent / name / _SHARED / _NAME)) > MAX_SOCKET_PATH:
         return Path(tempfile.mkdtemp(prefix="thaw-engine-"))
     (parent / name).mkdir(mode=0o700)
@@ -140,7 +140,7 @@ def _sweep(parent: Path) -> None:
     for directory in parent.iterdir():
         with contextlib.suppress(ValueError):
             pid, start, _ = directory.name.split("-")
-            if started(int(pid)) != int(start):
+            if read_start_time(int(pid)) != int(start):
                 shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -114,8 +114,8 @@ class EngineProcess:
         try:
             reaper_pipe = _start_reaper(token, cgroup_procs or "")
             child = spare.become(command, env, cgroup_procs, niceness, log_path) if spare is not None else None
-            child = child or _spawned(command, env, cgroup_procs, niceness, _network(endpoint, address.port))
-            message = f"{child.pid} {reaper.started(child.pid)}\n"
+            child = child or _spawn(command, env, cgroup_procs, niceness, _network(endpoint, address.port))
+            message = f"{child.pid} {reaper.read_start_time(child.pid)}\n"
             if endpoint.directory is not None:
                 message += f"{reaper.DIRECTORY} {endpoint.directory}\n"
             os.write(reaper_pipe, message.encode())
@@ -165,7 +165,7 @@ class EngineProcess:
 
     def record_shared_memory(self) -> None:
         pids = self.pids() or find_marked(self._mark) | _same_session(self._child.pid)
-        found = {path: inode for pid in pids for path, inode in reaper.shared(pid).items()}
+        found = {path: inode for pid in pids for path, inode in reaper.find_shared_memory(pid).items()}
         with contextlib.suppress(OSError):  # the reaper is gone: the segments stay
             os.write(self._reaper_pipe, "".join(f"{inode} {path}\n" for path, inode in found.items()).encode())
 
@@ -215,7 +215,7 @@ def _network(endpoint: Endpoint, port: int) -> str:
     return "own" if endpoint.engine_listens else f"{port}:{endpoint.socket}"
 
 
-def _spawned(
+def _spawn(
     command: Command, env: Mapping[str, str], cgroup_procs: str | None, niceness: int, network: str
 ) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", str(niceness), network, "--", *command.argv]

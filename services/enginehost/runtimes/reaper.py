@@ -52,7 +52,7 @@ def carrying(entry: str) -> list[int]:
     return found
 
 
-def started(pid: int) -> int:
+def read_start_time(pid: int) -> int:
     """Start time in clock ticks since boot; 0 if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
@@ -67,7 +67,7 @@ def in_session(leader: int, start: int) -> list[int]:
     The kernel does not reuse a leader's pid while its session has members; if it was reused, the
     session is over.
     """
-    if started(leader) not in (0, start):
+    if read_start_time(leader) not in (0, start):
         return []
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208
@@ -82,7 +82,7 @@ def in_session(leader: int, start: int) -> list[int]:
     return found
 
 
-def shared(pid: int) -> dict[str, int]:
+def find_shared_memory(pid: int) -> dict[str, int]:
     """Python's shared memory that a process has mapped, as inode by path.
 
     The creator of a semaphore maps it under a temporary name, which `sem_open` unlinks afterwards.
@@ -116,7 +116,7 @@ def remove(left: dict[str, int]) -> None:
         used: set[str] = set()
         for name in os.listdir("/proc"):  # noqa: PTH208
             if name.isdigit():
-                used.update(shared(int(name)))
+                used.update(find_shared_memory(int(name)))
         for path in left.keys() - used:
             try:
                 os.unlink(path)  # noqa: PTH108
@@ -161,7 +161,7 @@ def end(entry: str, files: str, session: tuple[int, int] | None, left: dict[str,
     deadline = time.monotonic() + _WITHIN_S
     while (found := carrying(entry) + (in_session(*session) if session else [])) and time.monotonic() < deadline:
         for pid in found:
-            left.update(shared(pid))
+            left.update(find_shared_memory(pid))
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -35,7 +35,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _TORN = "\ufffd"
 
 
-async def resumed(
+async def build_request(
     request: InferRequest, driver: Driver, client: Client
 ) -> tuple[TokenApi, HttpRequest, ResumeState, tuple[int, ...]]:
     """Build the request that resumes a response.
@@ -63,8 +63,8 @@ async def resumed(
     if len(prompt) != resume.prompt_tokens:
         raise Conflict(f"The prompt has {len(prompt)} tokens here, and {resume.prompt_tokens} where it began", param=RESUME)
     choice = resume.choices[0]
-    most = _most(request, card.context_length - len(prompt))
-    kept, chars = await _kept(prompt, choice, most, _text_of(request, api, driver, client))
+    most = _limit_tokens(request, card.context_length - len(prompt))
+    kept, chars = await _count_kept(prompt, choice, most, _text_of(request, api, driver, client))
     if kept == len(choice.token_ids) and choice.text_chars > chars and request.body.get("temperature") != 0:
         raise Conflict(f"{card.name} cannot resume this response: not all of its tokens are known", param=RESUME)
     given = (*prompt, *choice.token_ids[:kept])
@@ -90,7 +90,7 @@ def _text_of(request: InferRequest, api: TokenApi, driver: Driver, client: Clien
     return text_of
 
 
-def _most(request: InferRequest, room: int) -> int:
+def _limit_tokens(request: InferRequest, room: int) -> int:
     """The largest number of tokens that the response may have."""
     body = request.body
     asked = body.get("max_tokens")
@@ -102,7 +102,7 @@ def _most(request: InferRequest, room: int) -> int:
     return room if asked is None else min(room, int(asked))
 
 
-async def _kept(prompt: Sequence[int], choice: ResumedChoice, most: int, text_of: TextOf) -> tuple[int, int]:
+async def _count_kept(prompt: Sequence[int], choice: ResumedChoice, most: int, text_of: TextOf) -> tuple[int, int]:
     """The number of tokens whose text the client has completely, and its characters.
 
     At least one token is left for the engine to generate, so that it can end the response.

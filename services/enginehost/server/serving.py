@@ -72,7 +72,7 @@ class _Stream:
         )
 
 
-async def _unknown() -> bool:
+async def _was_not_killed() -> bool:
     return False
 
 
@@ -86,7 +86,7 @@ class Serving(RequestServer[_Stream]):
         super().__init__(mesh)
         self._driver: Driver | None = None
         self._client: Client | None = None
-        self.was_killed: Callable[[], Awaitable[bool]] = _unknown
+        self.was_killed: Callable[[], Awaitable[bool]] = _was_not_killed
         """Returns whether the engine has just been killed from outside."""
 
     def open(self, driver: Driver, client: Client) -> None:

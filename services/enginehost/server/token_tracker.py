@@ -174,7 +174,7 @@ class TokenTracker:
         return rest
 
     def _event(self, event: bytes, out: bytearray, deltas: list[ChoiceDelta]) -> None:
-        message = _parsed(event)
+        message = _parse(event)
         if message is None:
             out += event + b"\n\n"
             return
@@ -263,7 +263,7 @@ def _has_content(choice: Mapping[str, Any]) -> bool:
     return bool(text or choice.get("finish_reason") or choice.get("token_ids"))
 
 
-def _parsed(event: bytes) -> dict[str, Any] | None:
+def _parse(event: bytes) -> dict[str, Any] | None:
     """Parse an event with choices; None for other events, such as [DONE] or an error."""
     if not event.startswith(b"data: {"):
         return None

@@ -10,7 +10,7 @@ from typing import Any
 from services.enginehost.drivers.port import Driver
 from services.enginehost.drivers.token_api import TokenApi
 from services.enginehost.http1 import Client, HttpRequest, json_request
-from services.enginehost.server.resume import resumed
+from services.enginehost.server.resume import build_request
 from services.enginehost.server.token_tracker import TokenTracker, not_resumable_reason
 from shared.contracts.inference import InferRequest
 
@@ -44,13 +44,13 @@ async def build_upstream_request(request: InferRequest, driver: Driver, client: 
     body, chat = request.body, request.endpoint == "chat"
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     if request.resume is not None:
-        known, outgoing, resume_state, prompt = await resumed(request, driver, client)
+        known, outgoing, resume_state, prompt = await build_request(request, driver, client)
         tracker = TokenTracker(
-            known, chat, hide_usage=not wants_usage, hide_ids=_hidden(known, body), resume_state=resume_state, prompt=prompt
+            known, chat, hide_usage=not wants_usage, hide_ids=_hides_ids(known, body), resume_state=resume_state, prompt=prompt
         )
         return UpstreamRequest(outgoing, tracker=tracker, seed=body.get("seed"))
     if request.endpoint == "other":
-        return UpstreamRequest(_other(request, driver), fixed="only its engine understands this route")
+        return UpstreamRequest(_forward(request, driver), fixed="only its engine understands this route")
     fixed = not_resumable_reason(driver, request.endpoint, body)
     outgoing_body = driver.body(body)
     hide = False
@@ -61,17 +61,17 @@ async def build_upstream_request(request: InferRequest, driver: Driver, client: 
     if fixed or api is None:
         return UpstreamRequest(json_request(_PATHS[request.endpoint], outgoing_body), hide, fixed)
     prompt = () if api.includes_prompt_ids else tuple(await api.prompt(body, driver.served_name, client, chat=chat))
-    tracker = TokenTracker(api, chat, hide_usage=hide, hide_ids=_hidden(api, body), prompt=prompt)
+    tracker = TokenTracker(api, chat, hide_usage=hide, hide_ids=_hides_ids(api, body), prompt=prompt)
     outgoing = json_request(_PATHS[request.endpoint], {**outgoing_body, **api.request_fields})
     return UpstreamRequest(outgoing, hide, tracker=tracker, seed=body.get("seed"))
 
 
-def _hidden(api: TokenApi, body: Mapping[str, Any]) -> bool:
+def _hides_ids(api: TokenApi, body: Mapping[str, Any]) -> bool:
     """True if the client did not request the token ids that the host requests."""
     return not any(body.get(name) for name in api.request_fields)
 
 
-def _other(request: InferRequest, driver: Driver) -> HttpRequest:
+def _forward(request: InferRequest, driver: Driver) -> HttpRequest:
     path = request.route + (f"?{request.query}" if request.query else "")
     if request.data is not None:
         headers = {**request.headers, "content-type": request.content_type}

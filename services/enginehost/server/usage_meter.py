@@ -47,7 +47,7 @@ class UsageMeter:
             for event in _EVENT_END.split(bytes(self._tail)):
                 self._note(event)
         elif self._json and len(self._tail) <= _WHOLE_LIMIT:
-            self._usage = usage_of(_parsed(bytes(self._tail)))
+            self._usage = usage_of(_parse(bytes(self._tail)))
         rest, self._rest = self._rest, b""
         return rest
 
@@ -79,7 +79,7 @@ class UsageMeter:
         """Record the usage of `event`. True if the event carries nothing else."""
         if b'"usage"' not in event or not event.startswith(b"data: {"):
             return False
-        message = _parsed(event[6:])
+        message = _parse(event[6:])
         found = usage_of(message)
         if found is None:
             return False
@@ -87,7 +87,7 @@ class UsageMeter:
         return isinstance(message, dict) and message.get("choices") == []
 
 
-def _parsed(data: bytes) -> Any:
+def _parse(data: bytes) -> Any:
     try:
         return from_json(data)
     except ValueError:

@@ -118,10 +118,10 @@ class Copies:
         """True for a cpu device with memory of its own."""
         return device in self._devices.separate
 
-    def lacking(self, weights_id: str, layout: Layout) -> dict[str, int]:
+    def count_missing(self, weights_id: str, layout: Layout) -> dict[str, int]:
         """Return the bytes to read where a separate device has some of the units, by device."""
         contents = Contents(layout.tensors, _digests(layout))
-        found = {name: device.lacking(weights_id, contents) for name, device in self.separate.items()}
+        found = {name: device.count_missing(weights_id, contents) for name, device in self.separate.items()}
         return {name: n for name, n in found.items() if n is not None}
 
     def begin(self, run: int, weights_id: str, region: Region, layout: Layout | None = None, *, is_sparse: bool = False) -> None:
@@ -141,19 +141,19 @@ class Copies:
         None are returned if the arena has failed or was closed, or the run was cancelled.
         """
 
-        def copy() -> _Copy | None:
+        def find_copy() -> _Copy | None:
             source = self._sources.get(run)
             return next((c for c in source.copies if c.order.device == device), None) if source is not None else None
 
         def is_planned() -> bool:
-            found = copy()
+            found = find_copy()
             return cancelled.is_set() or (found is not None and (found.arena is not None or found.is_over))
 
         with self._progress:
             self._progress.wait_for(is_planned)
-        found = copy()
+        found = find_copy()
         arena = found.arena if found is not None else None
-        return arena.next_lacking(seen, cancelled) if isinstance(arena, PagedArena) else ()
+        return arena.wait_for_missing(seen, cancelled) if isinstance(arena, PagedArena) else ()
 
     def wait_over(self, run: int, cancelled: threading.Event) -> None:
         """Wait until the run's copies are complete, failed or closed, or the run is cancelled."""
@@ -165,7 +165,7 @@ class Copies:
         with self._progress:
             self._progress.notify_all()
 
-    def arrived(self, run: int, offset: int, nbytes: int) -> None:
+    def copy_range(self, run: int, offset: int, nbytes: int) -> None:
         """Copy these bytes, which are now in host memory, to the run's arenas.
 
         They may cross chunks.

@@ -186,7 +186,7 @@ class Run:
             The chunks, and the device whose lacking bytes alone are to be read; None: all are.
         """
         nbytes, copies = layout.total_bytes, self.context.copies
-        found = copies.lacking(self.order.weights_id, layout) if copies is not None else {}
+        found = copies.count_missing(self.order.weights_id, layout) if copies is not None else {}
         lacking = {device: len(layout.head) + n for device, n in found.items()}
         self.wake.clear()
         self.context.free_memory()
@@ -220,7 +220,7 @@ class Run:
         assert copies is not None
         copies.begin(order.run, order.weights_id, region, layout, is_sparse=True)
         region.write(0, layout.head)
-        copies.arrived(order.run, 0, len(layout.head))
+        copies.copy_range(order.run, 0, len(layout.head))
         self._report_indexed(tier, layout, directory, len(layout.head))
         seen: set[tuple[int, int]] = set()
         while ranges := copies.wait_lacking(order.run, device, self.cancelled, seen):
@@ -280,7 +280,7 @@ class Run:
             for start, end in self.wanted or ((offset, offset + nbytes),):
                 first, last = max(start, offset), min(end, offset + nbytes)
                 if first < last:
-                    self.context.copies.arrived(self.order.run, first, last - first)
+                    self.context.copies.copy_range(self.order.run, first, last - first)
         self.arrivals.add(ByteRange(offset=offset, nbytes=nbytes))
 
     def _on_loaded(self, watermark: int) -> None:

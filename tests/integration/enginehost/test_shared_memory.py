@@ -58,10 +58,10 @@ def test_shared_memory_of_a_killed_engine_is_removed_and_that_of_others_kept(of_
         assert engine.stdout is not None
         own = Path("/dev/shm") / json.loads(engine.stdout.readline())
         assert own.exists()
-        os.write(writing, f"{engine.pid} {reaper.started(engine.pid)}".encode())
+        os.write(writing, f"{engine.pid} {reaper.read_start_time(engine.pid)}".encode())
         os.close(writing)  # the end of the host
         assert engine.wait(30) == -9
-    assert reaper.shared(os.getpid()), "this test has a segment of its own mapped"
+    assert reaper.find_shared_memory(os.getpid()), "this test has a segment of its own mapped"
     until(lambda: not own.exists(), what="the reaper has removed it")
     assert (Path("/dev/shm") / of_another.name).exists()
 

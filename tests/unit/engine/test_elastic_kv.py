@@ -12,8 +12,8 @@ from services.engine.domain.elastic_kv import (
     Demand,
     Lease,
     Need,
+    add_lent,
     adjust,
-    lent,
     needed_blocks,
     next_adjustment,
     shrink,
@@ -26,7 +26,7 @@ OLDEST = SequenceView(7, 9 * BLOCK_TOKENS, greatest_length=12 * BLOCK_TOKENS)
 
 
 def holding(pages: int) -> Lease:
-    return lent(replace(LEASE, asked=Demand(pages)), pages, is_answer=True)
+    return add_lent(replace(LEASE, asked=Demand(pages)), pages, is_answer=True)
 
 
 def test_need_counts_sequences_that_have_a_slot() -> None:
@@ -60,10 +60,10 @@ def test_stalled_engine_asks_for_pages_first_and_then_for_a_turn() -> None:
     first = adjust(holding(2), stalled, 0.0)
     assert first.ask == Demand(6)
     assert adjust(first.lease, stalled, 0.0).ask is None  # not answered yet
-    second = adjust(lent(first.lease, 1, is_answer=True), stalled, 0.0)
+    second = adjust(add_lent(first.lease, 1, is_answer=True), stalled, 0.0)
     assert second.ask == Demand(6, turn=1, turn_pages=5)
     assert second.lease.protected is None
-    granted = lent(second.lease, 3, is_answer=True, turn=1)
+    granted = add_lent(second.lease, 3, is_answer=True, turn=1)
     assert granted.protected == OLDEST.key
     longer = Need(12, 10, oldest=replace(OLDEST, length=11 * BLOCK_TOKENS))
     assert adjust(granted, longer, 0.0).ask == Demand(7, turn=1, turn_pages=6)
@@ -72,10 +72,10 @@ def test_stalled_engine_asks_for_pages_first_and_then_for_a_turn() -> None:
 def test_turn_ends_with_its_sequence() -> None:
     turn = adjust(holding(6), Need(10, 0, oldest=OLDEST, is_stalled=True), 0.0).lease
     other = Need(4, 0, oldest=replace(OLDEST, key=8))
-    ended = adjust(lent(turn, 0, is_answer=True, turn=1), other, 0.0)
+    ended = adjust(add_lent(turn, 0, is_answer=True, turn=1), other, 0.0)
     assert ended.ask == Demand(6)
     assert ended.lease.turn is None
-    again = adjust(lent(ended.lease, 0, is_answer=True), replace(other, blocks=9, is_stalled=True), 0.0)
+    again = adjust(add_lent(ended.lease, 0, is_answer=True), replace(other, blocks=9, is_stalled=True), 0.0)
     assert again.ask is not None
     assert again.ask.turn == 2
 
@@ -89,8 +89,8 @@ def test_aged_sequence_asks_for_a_turn_unless_the_floor_suffices() -> None:
 
 def test_loader_that_knows_no_turns_counts_as_one_that_grants_them() -> None:
     asked = adjust(holding(6), Need(10, 0, oldest=OLDEST, is_stalled=True), 0.0).lease
-    assert lent(asked, 0, is_answer=True, turn=None).protected == OLDEST.key
-    assert lent(asked, 0, is_answer=True, turn=0).protected is None
+    assert add_lent(asked, 0, is_answer=True, turn=None).protected == OLDEST.key
+    assert add_lent(asked, 0, is_answer=True, turn=0).protected is None
 
 
 @given(
@@ -115,7 +115,7 @@ def test_used_blocks_always_have_pages(events: list[tuple[str, int, int, float, 
                 assert found.ask.turn_pages <= found.ask.pages
             lease = found.lease
         elif kind == "lent":
-            lease = lent(lease, max(0, min(a, lease.asked.pages - lease.held)), is_answer=True, turn=b % 3)
+            lease = add_lent(lease, max(0, min(a, lease.asked.pages - lease.held)), is_answer=True, turn=b % 3)
         else:
             smaller = shrink(lease, a)
             assert min(lease.held, lease.floor) <= smaller.held <= lease.held

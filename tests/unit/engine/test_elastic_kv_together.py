@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from services.engine.domain.elastic_kv import Demand, Lease, Need, adjust, lent, needed_blocks, shrink
+from services.engine.domain.elastic_kv import Demand, Lease, Need, add_lent, adjust, needed_blocks, shrink
 from services.engine.domain.step_planning import BLOCK_TOKENS, MAX_PREEMPTIONS, Limits, SequenceView, blocks_for, plan_step
 from weights.store.lending import Borrower, Lender, Turn
 from weights.store.pages import Cost, Store, audit, complete, release, reserve
@@ -116,7 +116,7 @@ class Engine:
         if pages or not self.answered or turn != self.sent_turn:
             self.answered, self.sent_turn = True, turn
             self.pages += pages
-            self.lease = lent(self.lease, len(pages), is_answer=not self.sent, turn=turn)
+            self.lease = add_lent(self.lease, len(pages), is_answer=not self.sent, turn=turn)
         keep = self.lender.target(self.name)
         if keep is not None:
             self.shrink(keep)
@@ -190,7 +190,7 @@ class Load:
                     lender.lack(self.name, self.pages - len(device.pages.free))
                     return True
                 device.pages = complete(found.store, [self.name])
-                lender.settled(self.name)
+                lender.end_shortage(self.name)
             self.began = now
         if now - self.began < self.keeps_for:
             return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.domain.step_order import LEAD_S, Lane, charged, joined, next_lane
+from services.engine.domain.step_order import LEAD_S, Lane, admit, charge, next_lane
 
 
 def test_lane_with_least_compute_time_goes_first() -> None:
@@ -28,9 +28,9 @@ def test_deadlines_do_not_take_more_than_the_lead() -> None:
 
 def test_idle_time_is_not_saved_up() -> None:
     busy = [Lane("b", 7.0), Lane("c", 8.0)]
-    assert joined(Lane("a", 1.0), busy, 7.5).tag_s == 7.0
-    assert joined(Lane("a", 1.0), [], 7.5).tag_s == 7.5
-    assert joined(Lane("a", 9.0), busy, 7.5).tag_s == 9.0
+    assert admit(Lane("a", 1.0), busy, 7.5).tag_s == 7.0
+    assert admit(Lane("a", 1.0), [], 7.5).tag_s == 7.5
+    assert admit(Lane("a", 9.0), busy, 7.5).tag_s == 9.0
 
 
 @given(
@@ -47,7 +47,7 @@ def test_busy_lane_waits_for_a_bounded_compute_time_of_each_other(
     for _ in range(steps):
         name = next_lane(lanes.values(), now=0.0).name
         took = durations[int(name)]
-        lanes[name] = charged(lanes[name], took)
+        lanes[name] = charge(lanes[name], took)
         waited[name] += took
         if name == "0":
             waited = dict.fromkeys(lanes, 0.0)

@@ -29,7 +29,7 @@ def index(state: ClusterState, old: Entity | None, new: Entity | None) -> None:
 def _index_report(state: ClusterState, old: InstanceReport | None, new: InstanceReport | None) -> None:
     present = new or old
     assert present is not None
-    _regroup(state, "by_template", _offered(old), _offered(new), present.instance_id)
+    _regroup(state, "by_template", _find_template_keys(old), _find_template_keys(new), present.instance_id)
     i = state.instances.get(present.instance_id)
     if i is not None and _counts(old) != _counts(new):
         _rebook(state, i.node, i.device_ids)
@@ -50,7 +50,7 @@ def _estimate(state: ClusterState, old: Estimate | None, new: Estimate | None) -
         _regroup(state, "measured_on", {present.model} if old else (), {present.model} if new else (), present.node)
 
 
-def _offered(report: InstanceReport | None) -> tuple[str, ...]:
+def _find_template_keys(report: InstanceReport | None) -> tuple[str, ...]:
     return (report.status.template_key,) if report is not None and report.status.template_key else ()
 
 

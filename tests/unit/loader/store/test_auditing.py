@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weights.store.auditing import Snapshot, audit_mappings, audit_records, confirmed
+from weights.store.auditing import Snapshot, audit_mappings, audit_records, confirm
 from weights.store.pages import Store, complete, release, reserve
 from weights.store.units import PAGE_BYTES, Unit
 
@@ -67,4 +67,4 @@ def test_a_page_that_was_given_out_during_the_audit_is_no_violation() -> None:
 def test_only_repeated_violations_count() -> None:
     device = snapshot()
     first, second = (audit_mappings(device, {page: [70], 3: [70]}, device) for page in (2, 1))
-    assert confirmed(first, second).violations == ("page 3 is free, and processes 70 map it",)
+    assert confirm(first, second).violations == ("page 3 is free, and processes 70 map it",)

@@ -72,8 +72,8 @@ def test_only_units_that_no_device_has_are_read(node: Node) -> None:
     load(node.one, Model("base", 1, 2, 3))
     tuned = Model("tuned", 1, 2, 4)
     arena = node.two.allocate(tuned.place())
-    assert [end - start for start, end in arena.lacking()] == [TENSOR]
-    [(start, end)] = arena.lacking()
+    assert [end - start for start, end in arena.find_missing()] == [TENSOR]
+    [(start, end)] = arena.find_missing()
     arena.fill(start, tuned.address + start, end - start)
     assert arena.wait(tuned.nbytes)
     assert (node.two.pages().peer_bytes, arena.copied_bytes) == (2 * TENSOR, 3 * TENSOR)
@@ -107,7 +107,7 @@ def test_a_damaged_unit_of_another_device_is_taken_from_host_memory(node: Node, 
     arena = node.two.allocate(model.place())
     with node.two.changed:
         assert node.two.changed.wait_for(lambda: all(m.peer is None for m in arena.missing.values()), 30.0)
-    assert len(arena.lacking()) == 2
+    assert len(arena.find_missing()) == 2
     fill(arena, model)
     assert node.two.pages().peer_bytes == 0
     assert arena.copied_bytes == 2 * TENSOR

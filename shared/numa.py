@@ -15,7 +15,7 @@ PROCESS_STATUS = Path("/proc/self/status")
 class NumaNode:
     """A node with processors and memory.
 
-    Memory without processors (a GPU's, or an expander's) is no node here.
+    Nodes without processors (memory of a GPU or an expander) are left out.
     """
 
     number: int
@@ -26,7 +26,7 @@ class NumaNode:
 def numa_nodes(system: Path = SYSTEM_NODES, status: Path = PROCESS_STATUS) -> tuple[NumaNode, ...]:
     """Return the nodes that this process may allocate from, by number.
 
-    None on a kernel without NUMA.
+    The result is empty on a kernel without NUMA.
 
     Args:
         system: The kernel's directory of nodes.
@@ -43,9 +43,9 @@ def numa_nodes(system: Path = SYSTEM_NODES, status: Path = PROCESS_STATUS) -> tu
 
 
 def numa_node_of(device_id: str, nodes: Sequence[NumaNode]) -> int | None:
-    """Return the number of the node that `cpu:N` is bound to: node N, or else one in turn.
+    """Return the number of the node that `cpu:N` is bound to; None: there are no nodes.
 
-    None without nodes.
+    This is node N. If node N does not exist, the devices take the nodes in turn.
     """
     if not nodes:
         return None

@@ -1,7 +1,7 @@
-"""Which models can take each other's place in a running engine.
+"""Template keys: models with equal keys can replace each other in a running engine.
 
-An initialised engine that serves one model can serve another one of the same template key: only
-weights, tokenizer, chat template, generation defaults and the served name differ. Pure.
+They differ only in weights, tokenizer, chat template, generation defaults and the served name.
+Pure.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ _PREVENTS = frozenset(
         "worker_extension_cls",
     }
 )
-"""engine_args that tie vLLM to one model, or have parts of it where a change does not reach."""
+"""engine_args that tie vLLM to one model, or keep parts of a model where a change does not replace
+them.
+"""
 _DIGEST_BYTES = 16
 
 
 def template_key(card: ModelCard) -> str:
-    """Return a digest of all that a running engine of `card` depends on, but the model's content.
+    """Return a digest of everything that a running engine depends on except the model's content.
 
-    The version of the engine is not part of it: what changes its model is one running process.
+    The version of the engine is not part of the digest, because only a running process changes its
+    model.
 
     Returns:
-        The digest. Empty if an engine of the model cannot change its model.
+        The digest; empty if an engine of the model cannot change its model.
     """
     spec, info = card.spec, card.info
     if not info.shape or not can_change_model(spec) or "://" in info.source:
@@ -68,8 +71,8 @@ def template_key(card: ModelCard) -> str:
 def can_change_model(spec: ModelSpec) -> bool:
     """Return whether an engine with these options can change its model.
 
-    That is vLLM as a process, with its weights from Thaw's loader and nothing that ties it to one
-    model.
+    The engine must be vLLM as a process, get its weights from Thaw's loader, and have no option
+    that ties it to one model.
     """
     if spec.engine != "vllm" or spec.engine_args.get("load_format") != "thaw":
         return False

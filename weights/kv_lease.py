@@ -1,8 +1,9 @@
 """Client of the node's loader for a KV cache that borrows pages (ADR 0056).
 
-A lent page is a right to 2 MiB of memory of this process. The lease maps each without access: as
-long as a page is mapped, no loader gives it to others, whether this process, the connection or the
-loader ends. After a restart of the loader the lease keeps its pages, and borrows from the new one.
+A lent page is a right to 2 MiB of memory of this process. The lease maps each page without access.
+As long as a page is mapped, no loader lends it to another process, even if the connection or the
+loader ends. After a restart of the loader the lease keeps its pages, and borrows from the new
+loader.
 
 Needs only the standard library and pydantic; imports nothing of the loader.
 """
@@ -48,11 +49,11 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Lent:
-    """The lease has got `more` pages.
+    """The loader has lent `more` pages.
 
     Attributes:
-        is_answer: The loader has seen the latest demand.
-        turn: The turn that the lease has; 0: none. None: the loader knows no turns.
+        is_answer: True if the loader has received the latest demand.
+        turn: Number of the granted turn; 0: none. None: the loader does not support turns.
     """
 
     more: int
@@ -62,7 +63,7 @@ class Lent:
 
 @dataclass(frozen=True)
 class Shrink:
-    """Others need pages: return all but `keep`."""
+    """Another process needs pages: return all but `keep`."""
 
     keep: int
 
@@ -87,12 +88,12 @@ class KvLease:
         *,
         model: str = "",
     ) -> None:
-        """Connect in the background, again and again while the loader is away.
+        """Connect in the background, and repeat that while the loader is not running.
 
         Args:
             path: The loader's socket.
             floor_pages: Pages that are booked for the instance.
-            deliver: Called on the lease's thread.
+            deliver: Receives events, on the lease's thread.
             model: Name of the instance's model, for the loader's status.
         """
         self._path, self._deliver = path, deliver
@@ -113,12 +114,14 @@ class KvLease:
             return len(self._claims)
 
     def demand(self, pages: int, turn: int = 0, turn_pages: int = 0) -> None:
-        """Ask for `pages` in all; `Lent` follows. Fewer than before bound what is lent later.
+        """Ask for a total number of pages. `Lent` events follow.
+
+        A smaller number than before returns no page, and limits later loans.
 
         Args:
-            pages: Pages in all.
+            pages: Total number of pages.
             turn: Number of the turn that the engine waits for or has; 0: none.
-            turn_pages: Pages that it needs for that.
+            turn_pages: Pages that the engine needs for the turn.
         """
         with self._lock:
             self._demand, self._turn, self._turn_pages = pages, turn, turn_pages
@@ -127,7 +130,7 @@ class KvLease:
     def give_back(self, pages: int) -> None:
         """Return `pages` pages, whose memory the caller has freed."""
         with self._lock:
-            # Those of an earlier loader first: nothing else can be done with them.
+            # Pages of an earlier loader first: the present loader cannot take them back.
             self._claims.sort(key=lambda c: c.file == self._file, reverse=True)
             kept = len(self._claims) - pages
             given, self._claims = self._claims[kept:], self._claims[:kept]
@@ -139,7 +142,7 @@ class KvLease:
                 self._send_demand()
 
     def abandon(self) -> None:
-        """Borrow nothing more. The pages stay until this process ends."""
+        """Stop borrowing. The pages stay until this process ends."""
         self._closed.set()
 
     def close(self) -> None:
@@ -162,7 +165,7 @@ class KvLease:
             try:
                 self._talk()
             except OSError as e:
-                log.debug("the loader is away; its pages stay borrowed", extra={"error": str(e)})
+                log.debug("no connection to the loader; borrowed pages stay", extra={"error": str(e)})
             except ValidationError:
                 log.exception("the loader sent a line that this engine does not know")
             self._closed.wait(_RECONNECT_S)
@@ -203,7 +206,9 @@ class KvLease:
                 log.error("the loader lends no pages", extra={"error": error.message})
 
     def _map(self, pages: tuple[int, ...]) -> list[_Claim]:
-        """Map lent pages without access. None if the loader has been replaced meanwhile."""
+        """Map lent pages without access. Raises `OSError` if the loader has been replaced
+        meanwhile.
+        """
         if not pages:
             return []
         path, found = SHARED_MEMORY / self._file, []
@@ -238,5 +243,5 @@ class KvLease:
         if self._connection is not None:
             try:
                 self._connection.sendall(message.model_dump_json().encode() + b"\n")
-            except OSError as e:  # the reading side sees the end, and connects again
+            except OSError as e:  # the reading thread sees the end of the connection, and connects again
                 log.debug("failed to send to the loader", extra={"error": str(e)})

@@ -1,12 +1,13 @@
-"""Replaces the model of a running vLLM by another of the same shape.
+"""Replace the model of a running vLLM by another model of the same shape.
 
-vLLM keeps its processes, compiled code and KV cache; weights, tokenizer, chat template, generation
-defaults and served name change. Three parts, each in the process that owns the state:
+vLLM keeps its processes, compiled code and the memory of its KV cache. Weights, tokenizer, chat
+template, generation defaults and served name change. Each of the three parts runs in the process
+that owns the state:
 
 - `ModelSwitch` is an ASGI middleware of the API server (`--middleware`). It answers
   `POST /thaw/model` and replaces what the server derived from the model's files.
-- `register` adds `EngineCore.thaw_change_model`: it drops caches and the grammar compiler's
-  tokenizer.
+- `register` adds the method `EngineCore.thaw_change_model`, which drops caches and replaces the
+  grammar compiler's tokenizer.
 - `SwitchWorker` (`--worker-extension-cls`) copies the weights into the existing parameters.
 
 The caller proves that both models have one shape (`weights.shape`) and that no request is running.
@@ -48,8 +49,9 @@ class SwitchError(RuntimeError):
 class ModelSwitch:
     """ASGI middleware that answers `POST /thaw/model`.
 
-    Its body is JSON: `model` (a directory), `name` (served), `source`, `socket` (of the node's
-    loader, or null: the files are read) and `log` (the file for this server's output, or empty).
+    The request's body is JSON: `model` (a directory), `name` (served), `source`, `socket` (of the
+    node's loader; null: the engine reads the files) and `log` (the file for this server's output,
+    or empty).
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -120,13 +122,13 @@ async def _change_model(state: Any, model: str, name: str, source: str, socket: 
 
 
 def _point_at(config: Any, model: str) -> None:
-    """Let a `ModelConfig` name the model's files."""
+    """Set the paths of a `ModelConfig` to the model's files."""
     from vllm.tokenizers.registry import cached_get_tokenizer  # type: ignore[import-not-found]
 
     config.model = config.tokenizer = model
     config.model_weights = ""
     config.revision = config.tokenizer_revision = None
-    # It keeps 128 tokenizers of some 10 MB each.
+    # The cache keeps 128 tokenizers of some 10 MB each.
     cached_get_tokenizer.cache_clear()
 
 
@@ -142,7 +144,7 @@ def _redirect(log: str) -> None:
 
 
 def register() -> None:
-    """Add the engine's side to `EngineCore`. vLLM calls this in each of its processes."""
+    """Add `thaw_change_model` to `EngineCore`. vLLM calls this in each of its processes."""
     from vllm.v1.engine.core import EngineCore  # type: ignore[import-not-found]
 
     EngineCore.thaw_change_model = _thaw_change_model

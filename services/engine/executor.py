@@ -1,9 +1,9 @@
 """An executor: a process with several engines of one device (ADR 0063).
 
-    attach  an `Engine` on the process's connection, computing thread and model cache
-    detach  the engine ends as on SIGTERM; its memory is unmapped, and that is verified
+    attach  start an `Engine` with the process's connection, computing thread and model cache
+    detach  stop the engine as SIGTERM would, and verify that its memory is unmapped
 
-Everything else about an instance is as in a process of its own.
+In all other respects an instance behaves like one in a process of its own.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ _POLL_S = 0.005
 
 @dataclass
 class _Attached:
-    """An instance.
+    """An attached instance.
 
-    `engine` is None once it has ended and its memory was not free yet; `ranges` are then known.
+    Attributes:
+        engine: None once the engine has ended, until its memory is unmapped.
+        ranges: Addresses at which the ended engine's weights were mapped.
     """
 
     engine: Engine | None
@@ -135,10 +137,10 @@ class Executor:
         log.info("attached", extra={"instance": start.instance_id, "model": start.card.name})
 
     async def _detach(self, instance_id: str) -> InstanceDetached:
-        """End an engine, and verify that its weights are not mapped any more.
+        """End an engine, and verify that its weights are no longer mapped.
 
         Raises:
-            EngineFailed: They still are. A repeated command looks again.
+            EngineFailed: They are still mapped. A repeated command checks again.
         """
         begun, before = time.monotonic(), private_bytes()
         attached = self._attached.get(instance_id)
@@ -158,7 +160,7 @@ class Executor:
             left = mapped_bytes(attached.ranges, others)
             if not left or time.monotonic() > deadline:
                 break
-            await asyncio.sleep(_POLL_S)  # cancelled tasks leave the event loop, with what they refer to
+            await asyncio.sleep(_POLL_S)  # cancelled tasks leave the event loop, and release their objects
         _trim()
         if left:
             raise EngineFailed(f"{left} bytes of the weights of {instance_id} are still mapped")
@@ -173,10 +175,10 @@ class Executor:
 
 
 async def _run(engine: Engine) -> int:
-    """Run an engine. An error that it does not report itself is logged, and ends only this one."""
+    """Run an engine. Log an error that the engine does not report, and keep the others running."""
     try:
         return await engine.run()
-    except Exception:  # a process boundary: the others serve on
+    except Exception:  # a process boundary: the other engines keep serving
         log.exception("an engine ended with an error")
         return 1
 
@@ -211,7 +213,8 @@ def mapped_bytes(ranges: Iterable[AddressRange], others: Iterable[AddressRange] 
 
     Args:
         ranges: Addresses.
-        others: Addresses in use by others since: an equal range may have been mapped again.
+        others: Addresses that other instances use now. They may include some of `ranges`, mapped
+            again since.
     """
     kept = set(others)
     wanted = [r for r in ranges if r not in kept and not any(low < r[1] and r[0] < high for low, high in kept)]

@@ -1,8 +1,9 @@
-"""Between a nodeagent and its executors: processes with several instances of the builtin engine.
+"""Messages to executors: processes with several instances of the builtin engine.
 
 A nodeagent starts an executor as it starts an engine, by a line on the zygote's socket
-(`ExecutorStart`). From then on it sends commands on the executor's control subject. The instances
-of an executor report and answer as those of dedicated engines do (shared/contracts/engine.py).
+(`ExecutorStart`). From then on it sends commands on the executor's control subject. The
+instances of an executor send the same reports and replies as dedicated engines
+(shared/contracts/engine.py).
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from shared.contracts.base import Deadline, Message, Request
 from shared.contracts.engine import EngineStart
 
 CURRENT_BYTES = 256
-"""Length of the file that names the instance which computes, padded with zero bytes."""
+"""Length of the file that names the computing instance, padded with zero bytes."""
 
 
 class ExecutorStart(Message):
     """Start an executor.
 
     Attributes:
-        current_path: A file in which the executor writes the id of the instance that computes, so
-            that it is known after a crash; empty while none computes.
+        current_path: The executor writes the id of the computing instance into this file, so that
+            the nodeagent knows it after a crash. The file is empty while none computes.
     """
 
     kind: Literal["executor"] = "executor"
@@ -36,12 +37,12 @@ class ExecutorStart(Message):
 
     @property
     def instance_id(self) -> str:
-        """The name by which the zygote's answers call the process."""
+        """The name of the process in the zygote's replies."""
         return self.executor_id
 
 
 class AttachInstance(Request):
-    """Serve an instance as well. The reply is `InstanceAttached`, before the instance is ready.
+    """Serve one more instance. The reply, `InstanceAttached`, precedes the instance's readiness.
 
     Repeating the command is harmless.
     """
@@ -69,10 +70,10 @@ class DetachInstance(Request):
 
 
 class InstanceDetached(Message):
-    """The process has no mapping of the instance's weights any more.
+    """The process no longer maps the instance's weights.
 
     Attributes:
-        freed_bytes: Private memory of the process that was freed.
+        freed_bytes: Private memory that the process has freed.
     """
 
     kind: Literal["detached"] = "detached"
@@ -98,4 +99,4 @@ EXECUTOR_CONTROL: TypeAdapter[ExecutorControl] = TypeAdapter(ExecutorControl)
 PROCESS_START: TypeAdapter[EngineStart | ExecutorStart] = TypeAdapter(
     Annotated[EngineStart | ExecutorStart, Field(discriminator="kind")]
 )
-"""What a process of the builtin engine is started with."""
+"""The first message to a process of the builtin engine."""

@@ -1,8 +1,9 @@
-"""Start a mesh's processes, and wait for their ends.
+"""Start a mesh's processes, and wait for their exits.
 
-Services are forked from a server that has imported all of them: a start takes some 20 ms instead of
-the half to whole CPU second of a service's imports, and their memory is shared. Servers such as
-NATS, and everything while the fork server does not work, are started as usual.
+The starter forks services from a server that has imported all of them. Such a start takes some 20
+ms, where the imports of a service take a half to a whole CPU second, and the services share the
+memory of the imports. Servers such as NATS start as usual; so do services if the fork server does
+not work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from thaw.launcher.services import SERVICES, Program
 log = logging.getLogger("thaw.supervisor")
 _IMPORTS_WITHIN_S = 30.0
 _MAX_FAILURES = 3
-"""Fork servers that failed in a row, after which there is no other."""
+"""After this many fork servers have failed in a row, the starter makes no more."""
 Wait = Callable[[], Awaitable[int | None]]
 
 
@@ -40,7 +41,7 @@ class Starter:
     """Starts processes as children of this one, each in a session of its own.
 
     Args:
-        environment: What all services have in their environment.
+        environment: Environment variables of all services.
     """
 
     def __init__(self, home: Home, environment: Mapping[str, str]) -> None:
@@ -50,7 +51,7 @@ class Starter:
         self._failures = 0 if sys.platform.startswith("linux") else _MAX_FAILURES
 
     def prepare(self) -> None:
-        """Start the fork server, if there is none and it is not known to fail."""
+        """Start the fork server, unless one runs or too many have failed."""
         if self._server is None and self._failures < _MAX_FAILURES:
             with self._home.log("supervisor").open("ab") as output:
                 self._server = ForkServer(SERVICES, self._environment, self._home.root, output.fileno())
@@ -59,8 +60,8 @@ class Starter:
         """Start a program; its output goes to its log.
 
         Args:
-            environment: Variables beside those of `program`.
-            handed: Variables whose values are file descriptors for the process.
+            environment: Variables in addition to those of `program`.
+            handed: Variables whose values are file descriptors that the process inherits.
 
         Raises:
             OSError: The program could not be started.
@@ -85,7 +86,7 @@ class Starter:
             return Started(child.pid, child.wait)
 
     def _fork(self, module: str, environment: Mapping[str, str], output: int, files: tuple[int, ...]) -> int | None:
-        """Return the pid of a forked process; None: start it in another way."""
+        """Fork a process and return its pid; None: it has to be started in another way."""
         server = self._server
         if server is None:
             self.prepare()  # for the next start: its imports take longer than those of one service
@@ -108,14 +109,14 @@ class Starter:
         return pid
 
     def close(self) -> None:
-        """End the fork server; what it forked keeps running."""
+        """End the fork server; the processes that it forked keep running."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return this process's environment; the packages are found from a checkout, too."""
+    """Return this process's environment, with a PYTHONPATH that finds a checkout's packages."""
     source = str(Path(thaw.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": source if not inherited else f"{source}{os.pathsep}{inherited}"}
@@ -133,10 +134,7 @@ def _until_exited(pid: int) -> Wait:
 
 
 def until_gone(process: Identity) -> Wait:
-    """Wait for the end of a process that is not our child.
-
-    Its exit status cannot be known.
-    """
+    """Wait for the end of a process that is not a child of this one, without its exit status."""
 
     async def wait() -> int | None:
         if not hasattr(os, "pidfd_open"):  # macOS has no event for the end of a process that is not a child

@@ -82,7 +82,10 @@ class CudaVirtualMemory:
         return found
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        """Call, and return the one result, or None. cuda-bindings returns (status, *results)."""
+        """Call a function of the driver, and return its result, or None.
+
+        cuda-bindings returns (status, *results).
+        """
         status, *results = function(*arguments)
         if status == self._cu.CUresult.CUDA_SUCCESS:
             return results[0] if results else None

@@ -1,7 +1,7 @@
-"""Define the port for CUDA's virtual memory management (ADR 0060).
+"""The port for CUDA's virtual memory management (ADR 0060).
 
-Physical allocations, addresses without memory and mappings are separate there. An allocation lives
-until its last handle, descriptor and mapping are gone, in all processes.
+CUDA separates physical allocations, reserved addresses and mappings. An allocation exists until its
+last handle, descriptor and mapping are released, in all processes.
 `cuda_virtual_memory.CudaVirtualMemory` calls the real driver. Tests use allocations in host memory
 (tests/support/fake_virtual_memory.py).
 """
@@ -15,7 +15,7 @@ Allocation = NewType("Allocation", int)
 
 
 class VirtualMemory(Protocol):
-    """The calls of CUDA's virtual memory management that Thaw uses.
+    """Calls of CUDA's virtual memory management.
 
     The device's context must be current in the calling thread (`CudaDriver.use`). All sizes and
     addresses are multiples of `granularity`.
@@ -30,7 +30,7 @@ class VirtualMemory(Protocol):
         ...
 
     def granularity(self, device: int) -> int:
-        """Return the bytes that sizes and addresses on the device are multiples of."""
+        """Return the number of bytes of which sizes and addresses on the device are multiples."""
         ...
 
     def create(self, device: int, nbytes: int) -> Allocation:
@@ -38,7 +38,7 @@ class VirtualMemory(Protocol):
         ...
 
     def release(self, allocation: Allocation) -> None:
-        """Give back a handle of `create` or `import_descriptor`. Mappings keep the memory."""
+        """Release a handle of `create` or `import_descriptor`. Mappings keep the memory."""
         ...
 
     def export_descriptor(self, allocation: Allocation) -> int:
@@ -46,7 +46,9 @@ class VirtualMemory(Protocol):
         ...
 
     def import_descriptor(self, descriptor: int) -> Allocation:
-        """Return a handle of another process's allocation. The descriptor may be closed then."""
+        """Return a handle of another process's allocation. Afterwards the caller may close the
+        descriptor.
+        """
         ...
 
     def reserve(self, nbytes: int) -> int:
@@ -54,11 +56,11 @@ class VirtualMemory(Protocol):
         ...
 
     def free_reservation(self, address: int, nbytes: int) -> None:
-        """Give back a whole reservation, in which nothing is mapped any more."""
+        """Free a whole reservation. No allocation may be mapped in it."""
         ...
 
     def map(self, address: int, nbytes: int, allocation: Allocation) -> None:
-        """Map a whole allocation of `nbytes` at reserved addresses. No access is granted yet."""
+        """Map a whole allocation of `nbytes` at reserved addresses, without access."""
         ...
 
     def unmap(self, address: int, nbytes: int) -> None:
@@ -66,5 +68,5 @@ class VirtualMemory(Protocol):
         ...
 
     def set_access(self, address: int, nbytes: int, device: int, *, writable: bool) -> None:
-        """Let the device access a range in which everything is mapped."""
+        """Let the device access a range that is completely mapped."""
         ...

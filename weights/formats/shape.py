@@ -1,4 +1,4 @@
-"""The shape of a model: all that an initialised engine depends on, except the weights' values."""
+"""The shape of a model: everything that an initialised engine depends on except weight values."""
 
 from __future__ import annotations
 

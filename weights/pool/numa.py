@@ -20,8 +20,8 @@ _libc.syscall.restype = ctypes.c_long
 def bind(address: int, nbytes: int, node: int) -> None:
     """Take the memory of these addresses from one node only.
 
-    Of shared memory the file remembers it: the memory comes from there whichever process
-    allocates it. Memory that is already there stays where it is.
+    The binding of shared memory belongs to the file, and applies to whichever process allocates the
+    memory. Memory that is already allocated stays where it is.
 
     Raises:
         OSError: The node does not exist or is not allowed (EINVAL), the kernel has no NUMA

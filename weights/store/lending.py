@@ -1,12 +1,13 @@
 """Lend the pages of a device to KV caches (ADR 0056).
 
-A borrower has booked a floor of pages. What it has beyond it is lent until others need it: a load
-that lacks pages names how many, the service asks borrowers to shrink, and the load waits for them.
-A borrower below its floor lacks pages in the same way. While pages are lacking, nothing beyond the
-floors is lent.
+Each borrower has booked a floor of pages, and keeps pages beyond it until others need them. If a
+load needs pages and none are free, it reports how many; the service asks borrowers to shrink, and
+the load waits for their pages. A borrower below its floor reports a shortage in the same way.
+During a shortage the lender lends no page beyond a floor.
 
-Borrowers whose floor does not suffice for any sequence ask for a turn. The first of them has it:
-the pages that it names are guaranteed like a floor, until it names none or asks for another turn.
+If a borrower's floor does not suffice for any sequence, the borrower asks for a turn. The borrower
+that asked first has the turn: the pages of its turn are guaranteed like a floor, until it ends the
+turn or asks for another one.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _LOAD_WAITS_S = 20.0
 
 
 def shrink_targets(held: Mapping[str, int], floors: Mapping[str, int], short: int) -> dict[str, int]:
-    """Choose how many pages borrowers keep so that they return `short` pages, or what they can.
+    """Return the number of pages that each borrower keeps when `short` pages are to be returned.
 
-    The borrower with most pages beyond its floor gives first.
+    The borrower with most pages beyond its floor returns pages first. If all floors are reached,
+    the borrowers return fewer than `short`.
     """
     excess = {b: max(0, held.get(b, 0) - floor) for b, floor in floors.items()}
     targets: dict[str, int] = {}
@@ -41,7 +43,7 @@ def shrink_targets(held: Mapping[str, int], floors: Mapping[str, int], short: in
 
 
 class Turn(NamedTuple):
-    """A turn that a borrower waits for or has: its number, and the pages that it needs for it."""
+    """A turn that a borrower waits for or has: its number and the pages needed."""
 
     number: int
     pages: int
@@ -52,12 +54,13 @@ class Borrower:
     """A KV cache.
 
     Attributes:
-        floor: Pages that are booked for it.
-        instance_id: Whose cache it is; empty: unknown.
+        floor: Booked pages.
+        instance_id: The instance of the cache; empty: unknown.
         model: Name of the instance's model; empty: unknown.
-        pid: Its process, which maps the pages; None: unknown.
-        wanted: Pages that it wants to have.
-        is_open: It is connected. Others have pages that a process may still map.
+        pid: The process that maps the pages; None: unknown.
+        wanted: Total number of pages that the borrower asks for.
+        is_open: True while the borrower is connected. A process may still map the pages of a
+            disconnected one.
     """
 
     floor: int
@@ -69,7 +72,7 @@ class Borrower:
 
 
 class LendingDevice(Protocol):
-    """What the lender needs of a device. `changed` guards the store."""
+    """The device whose pages are lent. `changed` guards the store."""
 
     @property
     def changed(self) -> threading.Condition: ...
@@ -85,8 +88,8 @@ class Lender:
     """Pages lent from one device. Methods may be called from any thread.
 
     Attributes:
-        on_change: Called, in any thread and with the device's lock held, when pages may have become
-            free or a load lacks pages.
+        on_change: Called when pages may have become free or a load needs pages, in any thread, with
+            the device's lock held.
     """
 
     device: LendingDevice
@@ -109,14 +112,14 @@ class Lender:
         return dict(self._borrowers)
 
     def lend(self, borrower: str, wanted: int, turn: Turn | None = None) -> tuple[int, ...]:
-        """Lend pages until `borrower` has `wanted`, or as many as there are.
+        """Lend pages until `borrower` has `wanted` pages or no page is left.
 
-        Reusable units are reclaimed as needed. Pages have no memory when they are lent.
+        The lender reclaims reusable units as needed. Lent pages have no memory.
 
         Args:
-            borrower: Who borrows.
-            wanted: Pages in all.
-            turn: The turn that it waits for or has.
+            borrower: The borrower's name.
+            wanted: Total number of pages that the borrower asks for.
+            turn: The turn that the borrower waits for or has.
 
         Returns:
             The additional pages.
@@ -148,7 +151,7 @@ class Lender:
         return granted
 
     def _note_turn(self, borrower: str, turn: Turn | None) -> None:
-        """Put a borrower behind the others that wait for a turn, or end its turn."""
+        """Add a borrower to the queue for turns, or end its turn."""
         first, before = next(iter(self._turns), None), self._turns.get(borrower)
         if before is not None and (turn is None or turn.number != before.number):
             del self._turns[borrower]
@@ -168,7 +171,7 @@ class Lender:
             self._borrowers[borrower] = replace(self._borrowers[borrower], **values)
 
     def _note_lacking(self, borrower: str, held: int, wanted: int) -> None:
-        """Let others shrink for pages that `borrower` is guaranteed and wants."""
+        """Start or end the shortage of a borrower that wants guaranteed pages and has fewer."""
         lacking = min(wanted, self._count_guaranteed().get(borrower, 0)) - held
         if lacking <= 0:
             self.end_shortage(borrower)

@@ -17,7 +17,7 @@ class UnitsOf:
     """Bytes of one model's units, in whole pages.
 
     Attributes:
-        shared_bytes: Of both, units that another model has as well.
+        shared_bytes: Mapped or reusable bytes of units that another model has as well.
     """
 
     model: str
@@ -32,9 +32,9 @@ class KvOf:
     """The pages of one instance's KV cache, in bytes.
 
     Attributes:
-        floor_bytes: Booked for it.
-        lent_bytes: What it has.
-        wanted_bytes: What it wants to have.
+        floor_bytes: Booked bytes.
+        lent_bytes: Bytes that the cache has.
+        wanted_bytes: Bytes that the cache asks for in total.
     """
 
     instance_id: str
@@ -49,13 +49,13 @@ class PagesInUse:
     """A device's pages in bytes: free, mapped, reusable and lent are `total_bytes` together.
 
     Attributes:
-        copied_bytes: Copied to the device since the loader's start.
-        reused_bytes: Not copied since then, because the device had them.
-        weights: What it has of each weights' units, loaded or not.
-        peer_bytes: Of `copied_bytes`, from other devices.
-        kv: The KV caches that have or want pages. The rest of the lent pages is of earlier loaders.
-        paced_bytes_per_second: Copies from host memory are slowed to it, for an experiment.
-        numa_node: NUMA node that the memory is bound to; None: to none.
+        copied_bytes: Bytes copied to the device since the loader's start.
+        reused_bytes: Bytes that loads since then did not copy, because the device had them.
+        weights: The units of each model that the device has, loaded or not.
+        peer_bytes: The part of `copied_bytes` from other devices.
+        kv: The KV caches that have or want pages. The other lent pages belong to earlier loaders.
+        paced_bytes_per_second: Limit of copies from host memory, for an experiment; None: no limit.
+        numa_node: NUMA node that the memory is bound to; None: unbound.
     """
 
     device_id: str
@@ -97,7 +97,7 @@ def pages_in_use(
 
 
 def kv_in_use(store: Store, borrowers: Mapping[str, Borrower]) -> tuple[KvOf, ...]:
-    """Return what each KV cache has and wants, by model."""
+    """Return the pages of each KV cache, ordered by model."""
     found = [
         KvOf(
             b.instance_id,

@@ -1,8 +1,8 @@
 """The computing thread of a device: one step of one model at a time.
 
-A dedicated engine has one batcher here, an executor one for each of its models.
-`services.engine.domain.step_order` decides whose step is next. While several models have work, none
-computes a whole long prompt in one step (`Batcher.step`).
+The thread of a dedicated engine has one batcher, that of an executor one for each of its models.
+`services.engine.domain.step_order` chooses the model of the next step. While several models have
+work, each computes a long prompt in several steps (`Batcher.step`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class DeviceLoop:
 
         Args:
             threads: Threads that torch computes with; 0: as many as it chooses.
-            on_step: Called on the thread with a lane's name before a step or job of it, and with
-                None before the thread waits.
+            on_step: The thread calls it with a lane's name before each step or job of the lane, and
+                with None before it waits.
         """
         self._threads = threads
         self._on_step = on_step if on_step is not None else _ignore
@@ -68,7 +68,8 @@ class DeviceLoop:
     def serve(self, name: str, batcher: Batcher) -> Future[None]:
         """Run the batcher's steps until it is stopped.
 
-        The future ends then, or with the exception of a step that failed outside of the model.
+        The future ends when the batcher is stopped, or with the exception of a step that failed
+        outside of the model.
         """
         ended: Future[None] = Future()
         batcher.on_command = self.wake
@@ -76,7 +77,7 @@ class DeviceLoop:
         return ended
 
     def wake(self) -> None:
-        """Look for work again."""
+        """Make the thread look for work."""
         self._inbox.put(None)
 
     def stop(self) -> None:
@@ -105,7 +106,7 @@ class DeviceLoop:
             return
 
     def _compute(self) -> float | None:
-        """Run one step, and return for how many seconds there is nothing to do."""
+        """Run one step, and return the seconds until the next one; None: no step is due."""
         now = time.monotonic()
         due = {name: batcher.next_step_at(now) for name, (batcher, _) in self._batchers.items()}
         ready = {name for name, at in due.items() if at <= now}
@@ -130,7 +131,7 @@ class DeviceLoop:
             if batcher.step(is_contended=is_contended):
                 self._lanes[name] = charge(lane, time.monotonic() - begun)
                 return
-        except Exception as e:  # a process boundary: this model fails, the others compute on
+        except Exception as e:  # a process boundary: only this model fails
             log.exception("a batcher failed", extra={"instance": name})
             self._remove(name)
             ended.set_exception(e)

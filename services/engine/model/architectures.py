@@ -1,13 +1,13 @@
-"""What models of one architecture have in common: built once in a process, used by all of them.
+"""The common parts of models of one architecture: a process builds them once for all its models.
 
 - Tokenizers, by the content of their files.
 - Configurations, by the content of config.json.
 - Skeletons: modules without weights, by class, configuration, dtype and the tensors of the
-  checkpoint. transformers builds the first model of each; the others are copies of its modules with
-  their own tensors, as no parameter needs a conversion.
-- Bytes of KV cache per token, which the first model's warm-up measured.
+  checkpoint. transformers builds the first model of an architecture. Further models are copies of
+  its modules with their own tensors. Architectures with converted parameters have no skeleton.
+- Bytes of KV cache per token, measured by the first model's warm-up.
 
-Models with code of their own are left out.
+Models with code of their own share nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges*", "special_token
 
 
 class _Recent(Generic[V]):
-    """The values of the last used keys. Thread-safe."""
+    """The values of the most recently used keys. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[Hashable, V] = OrderedDict()
@@ -56,17 +56,17 @@ class _Recent(Generic[V]):
         return value
 
     def find(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the value of the key, made if it is unknown."""
+        """Return the value of the key; make it if it is unknown."""
         found = self.get(key)
         return found if found is not None else self.put(key, make())
 
 
 @dataclass
 class Architecture:
-    """A skeleton, and what was measured with it.
+    """A skeleton, and measurements of its first model.
 
     Attributes:
-        skeleton: The model on the meta device; None: its models cannot share one.
+        skeleton: The model on the meta device; None: models of this architecture cannot share one.
         names: The checkpoint's tensor of each parameter, by the parameter's name.
         token_bytes: KV cache per token; None: not measured yet.
     """

@@ -12,22 +12,22 @@ from shared.errors import QueueFull, ThawError
 def meets_objective(
     slo: Slo, ttft_s: float | None, tpot_s: float | None, duration_s: float, error: ThawError | None, *, has_client_left: bool
 ) -> bool | None:
-    """Judge a finished request; None: it does not count.
+    """Return whether a finished request met the objective; None: it does not count.
 
-    1. A model without an objective, and a request that is the client's fault: does not count.
-    2. A failure, and a request that the model's full queue refused: missed.
-    3. A client that left before the first token: missed if that was late already; else it does not
-       count.
-    4. Otherwise met if the first token and the time per further token are within the objective. A
-       response without tokens (embeddings) counts with its duration.
+    1. A request does not count if its model has no objective, or if the client caused its error.
+    2. A failed request, and one that the model's full queue refused, missed the objective.
+    3. If the client left before the first token, the request missed the objective if the token was
+       late already; otherwise it does not count.
+    4. Any other request met the objective if the first token and the time per further token are
+       within it. A response without tokens (embeddings) counts with its duration.
 
     Args:
         slo: The model's objective.
         ttft_s: Seconds from arrival to the first token; None: there was none.
         tpot_s: Seconds for each further token; None: there was none.
         duration_s: Seconds from arrival to the end.
-        error: Why the request failed.
-        has_client_left: The client disconnected before the end.
+        error: The error of a failed request.
+        has_client_left: True if the client disconnected before the end.
     """
     if not slo.is_set:  # 1
         return None

@@ -1,8 +1,8 @@
-"""Complete the SSD cache's entry of a model of which a load has read a part (ADR 0058).
+"""Complete the SSD cache's entry of a model after a partial load (ADR 0058).
 
-A partial load keeps the ranges that it reads. Afterwards the rest is fetched, one model at a time
-and one read at a time, behind the reads of all loads on the same link. A load of the same model
-ends this, and continues the same entry.
+A partial load keeps the ranges that it reads. `CacheFill` then fetches the rest: one model and one
+read at a time, after the reads of all loads on the same link. A new load of the model cancels the
+fetching, and continues the entry itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class _Fill:
-    """One model. Reads take their turn on the link, as background ones."""
+    """The fetching of one model. Its reads are background transfers of the link."""
 
     def __init__(self, order: StartRun) -> None:
         self.order = order
@@ -32,7 +32,7 @@ class _Fill:
         self._lock = threading.Lock()
         self._waiting: tuple[Link, Transfer] | None = None
 
-    def in_turn(self, link: Link, nbytes: int, read: Callable[[], None]) -> None:
+    def read_in_turn(self, link: Link, nbytes: int, read: Callable[[], None]) -> None:
         transfer = Transfer((Piece(0, 0, 0, nbytes, 0),), lambda _: read(), background=True, cancelled=self.cancelled)
         with self._lock:
             link.submit(transfer)
@@ -42,7 +42,7 @@ class _Fill:
         transfer.result()
 
     def cancel(self) -> None:
-        """End soon: a read that waits for its turn ends before the next one of a load."""
+        """Cancel the fetching. A read that waits in the link's queue ends without reading."""
         self.cancelled.set()
         with self._lock:
             if self._waiting is not None:
@@ -51,17 +51,17 @@ class _Fill:
 
 
 class CacheFill:
-    """All models to complete, in order of their loads. Methods may be called from any thread."""
+    """The models to complete, in the order of their loads. Thread-safe."""
 
     def __init__(self, sources: Sources, links: Links, threads: int) -> None:
-        """`threads`: of a link to a remote host."""
+        """`threads`: the number of threads of a link to a remote host."""
         self._sources, self._links, self._link_threads = sources, links, threads
         self._lock = threading.Lock()
         self._fills: dict[str, _Fill] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cache-fill")
 
     def begin(self, order: StartRun) -> None:
-        """Fetch what the cache lacks of the model, unless that is under way."""
+        """Fetch the missing ranges of the model, unless they are being fetched."""
         with self._lock:
             if order.weights_id in self._fills:
                 return
@@ -69,7 +69,7 @@ class CacheFill:
         self._pool.submit(self._run, fill)
 
     def cancel(self, weights_id: str) -> None:
-        """End the fetching of a model, of which a load begins."""
+        """Cancel the fetching of a model, because a load of it begins."""
         with self._lock:
             fill = self._fills.get(weights_id)
         if fill is not None:
@@ -103,7 +103,7 @@ class CacheFill:
             if not isinstance(tier, CachingTier) or not tier.caches:
                 return
             link = self._links.get(tier.link, self._link_threads)
-            tier.complete(lambda nbytes, read: fill.in_turn(link, nbytes, read), fill.cancelled)
+            tier.complete(lambda nbytes, read: fill.read_in_turn(link, nbytes, read), fill.cancelled)
             tier.get_settled_event().wait()
         finally:
             tier.close()

@@ -1,4 +1,4 @@
-"""Which instances share a process."""
+"""Decide which instances share a process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_CRASHES = 2
 def shares(transition: Transition, command: StartInstance) -> bool:
     """True if the instance is attached to its device's executor.
 
-    1. The model asks for it (`isolation: shared`).
-    2. It runs on the builtin engine, on one device, without code of its own.
-    3. It has not crashed executors before.
+    1. The model requests it (`isolation: shared`).
+    2. The model runs on the builtin engine, on one device, and has no code of its own.
+    3. The model has crashed fewer than `MAX_CRASHES` executors.
     """
     spec = command.card.spec
     return (
@@ -31,7 +31,7 @@ def shares(transition: Transition, command: StartInstance) -> bool:
 
 
 def count_crash(transition: Transition, instance: Instance, culprit: str) -> None:
-    """Count the exit of an executor for the instance that was computing."""
+    """Count an executor's crash for the model of `culprit`, the instance that was computing."""
     if instance.is_shared and instance.instance_id == culprit:
         key = _key(instance.command.card)
         crashes = transition.state.crashes

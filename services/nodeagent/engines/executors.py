@@ -1,6 +1,6 @@
 """The node's executors: one process for each device that hosts shared instances (ADR 0063).
 
-They outlive this agent, as engines do. The next agent finds them by their records on disk.
+Executors outlive this agent, as engines do. The next agent finds them by their records on disk.
 """
 
 from __future__ import annotations
@@ -98,10 +98,12 @@ class Executors:
         return pid in self._by_pid
 
     async def attach(self, start: EngineStart) -> int:
-        """Attach an instance to its device's executor, started if needed, and return its pid.
+        """Attach an instance to its device's executor, and return the executor's pid.
+
+        Start an executor if the device has none.
 
         Raises:
-            ThawError: It is not attached.
+            ThawError: The instance is not attached.
         """
         async with self._starting.setdefault(start.device, asyncio.Lock()):
             record = self._find(start.device) or await self._start(start.device)
@@ -124,7 +126,7 @@ class Executors:
 
         Raises:
             Unreachable: The executor does not answer, or is unknown.
-            DeadlineExceeded: It did not answer in time.
+            DeadlineExceeded: The executor did not answer in time.
             EngineFailed: The instance's memory is still mapped.
         """
         record = self._by_pid.get(pid)
@@ -136,7 +138,7 @@ class Executors:
         return detached
 
     def culprit(self, pid: int) -> str:
-        """Return the instance that a dead executor was computing for; empty: none."""
+        """Return the id of the instance that was computing when an executor died; empty: none."""
         record = self._by_pid.get(pid)
         if record is None:
             return self._culprits.get(pid, "")

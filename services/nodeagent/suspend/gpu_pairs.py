@@ -1,8 +1,8 @@
-"""Which GPU a snapshot is restored onto (`gpuPairs` of `cuCheckpointProcessRestore`).
+"""Choose the GPU that a snapshot is restored onto (`gpuPairs` of `cuCheckpointProcessRestore`).
 
-The driver wants a pair for every GPU that the process had at its checkpoint, and a process may have
-each GPU that it sees. So all GPUs of the machine are named: those that change places, and the
-others as themselves. The new GPU must be of the same chip.
+The driver needs a pair of GPUs, old and new, for each GPU that the process used at its checkpoint.
+A process may use every GPU that it sees. The pairs therefore name all GPUs of the machine: those
+that change places, and the others paired with themselves. The new GPU must have the same chip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Gpu:
 
     Attributes:
         name: Its product name.
-        is_of_node: The node uses it (THAW_DEVICES).
+        is_of_node: The node uses the GPU (THAW_DEVICES).
     """
 
     device_id: str
@@ -64,7 +64,7 @@ def others_of_kind(gpus: Iterable[Gpu], device_id: str) -> tuple[str, ...]:
 
 
 def pairs(gpus: Iterable[Gpu], old: tuple[str, ...], new: tuple[str, ...]) -> Pairs:
-    """Return old and new UUID of every GPU, for a snapshot of `old` to be restored onto `new`.
+    """Return old and new UUID of every GPU, to restore a snapshot of `old` onto `new`.
 
     Raises:
         EngineFailed: A device is no GPU of this machine.

@@ -19,10 +19,10 @@ from thaw.launcher.forkserver.protocol import GO, MAX_FILES, PACKET_BYTES, READY
 
 
 def serve(client: socket.socket) -> Start | None:
-    """Fork until the client is gone.
+    """Fork processes until the client closes its socket.
 
     Returns:
-        None in the server; in a forked process what it is to run.
+        None in the server; in a forked process the start to carry out.
     """
     while True:
         packet, files, _, _ = socket.recv_fds(client, PACKET_BYTES, 1 + MAX_FILES)
@@ -51,10 +51,10 @@ def _await_go(control: int) -> None:
 
 
 def _become(start: Start, files: list[int]) -> None:
-    """Give this process what `start` says that it has."""
+    """Give this process the session, files, environment and identity of `start`."""
     if start.session:
         os.setsid()
-    # Moved away first: a file's number may be the place of another one.
+    # Move the files away first: a file's present number may be the wanted number of another one.
     above = max((*files, *start.files, 2)) + 1
     moved = [os.dup2(file, above + i, inheritable=False) for i, file in enumerate(files)]
     for file, number in zip(moved, start.files, strict=True):
@@ -106,6 +106,6 @@ def main() -> Start | None:
 
 if __name__ == "__main__":
     if (task := main()) is not None:
-        # It runs a second time, under the name __main__.
+        # The module runs a second time, under the name __main__.
         sys.modules.pop(_main_of(task.module), None)
         runpy.run_module(task.module, run_name="__main__", alter_sys=True)

@@ -19,18 +19,18 @@ _END_WITHIN_S = 2.0
 
 
 class ForkServerFailed(Exception):
-    """The process was not started, and will not be: start it in another way."""
+    """The server did not start the process, and will not: start it in another way."""
 
 
 class ForkServer:
-    """A fork server, the child of this process; its processes are this process's children, too.
+    """A fork server. The server and the processes that it forks are children of this process.
 
-    Returns at once; `await_ready` waits for the server's imports.
+    The constructor returns at once; `await_ready` waits for the server's imports.
 
     Args:
-        modules: What the server imports: modules that can be run with `python -m`.
-        environment: Variables that a library reads at its import have the values in here.
-        log: Where the server's own standard output and error go.
+        modules: Modules that the server imports. `python -m` can run each of them.
+        environment: The server's environment variables. Libraries read them during the imports.
+        log: The file descriptor of the server's own standard output and error.
     """
 
     def __init__(self, modules: tuple[str, ...], environment: Mapping[str, str], directory: Path, log: int | None = None) -> None:
@@ -54,7 +54,7 @@ class ForkServer:
         return self._process.pid
 
     def await_ready(self, within_s: float) -> bool:
-        """Return whether the server forks, waiting at most this long for its imports."""
+        """Wait for the server's imports, and return whether they ended within `within_s` seconds."""
         if not self._is_ready:
             self._socket.settimeout(within_s)
             with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ class ForkServer:
         """Run `python -m MODULE ARGUMENTS`; return its pid.
 
         Args:
-            files: This process's file descriptors by the number that each has in the new process.
+            files: File descriptors of this process, by the number that each gets in the new one.
 
         Raises:
             ForkServerFailed: The server is dead, hangs, or cannot fork.
@@ -93,7 +93,7 @@ class ForkServer:
                 raise ForkServerFailed(f"the fork server does not answer: {e}") from e
             if not pid:
                 raise ForkServerFailed("the fork server did not fork")
-            # If the process was killed already, its exit status says so.
+            # If the process has been killed meanwhile, its exit status shows it.
             with contextlib.suppress(OSError):
                 ours.send(GO)
             return int(pid)

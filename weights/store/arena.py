@@ -40,13 +40,13 @@ class PagedArena:
     """The units of one segment. All its fields are guarded by the device's lock.
 
     Attributes:
-        keys: Key in the store of each unit; a private one while its bytes are missing.
+        keys: Key of each unit in the store; a private key while its bytes are missing.
         missing: Units without bytes on the device, by index.
         ready: Missing units whose bytes are all in host memory, by execution order.
-        here: Units that are on the device, in the order in which they became so.
-        group_bytes: Units are reported in groups of this many bytes, or fewer where none is waiting
-            to be copied (Torpor, section 4.3).
-        under_way: Units being copied.
+        here: Units on the device, in the order of their completion.
+        group_bytes: The arena reports units in groups of this many bytes, or smaller ones if no
+            unit waits to be copied (Torpor, section 4.3).
+        under_way: Number of units that are being copied.
     """
 
     def __init__(self, device: ArenaOwner, holder: str, place: Place, priority: Priority, units: Sequence[Unit]) -> None:
@@ -105,7 +105,7 @@ class PagedArena:
                 heappush(self.ready, (missing.rank, index))
 
     def report(self, index: int) -> None:
-        """A unit is on the device. The caller has removed it from `missing`."""
+        """Report a unit that is now on the device. The caller has removed it from `missing`."""
         self._group.append(index)
         if not self.ready or sum(self.units[i].nbytes for i in self._group) >= self.group_bytes:
             self.here += self._group
@@ -123,8 +123,8 @@ class PagedArena:
         """Block until more than `after` units are on the device.
 
         Returns:
-            The pages of the units from the `after`-th on; none if all are there or the arena was
-            released.
+            The pages of the units from the `after`-th on; none if all units are on the device or
+            the arena was released.
 
         Raises:
             DeviceFailed: The device has failed.
@@ -152,7 +152,7 @@ class PagedArena:
             return self._device.handle_of(self) if self.is_open and not self.missing else None
 
     def find_missing(self) -> tuple[tuple[int, int], ...]:
-        """Return first byte and end in the segment of the units that host memory has to provide."""
+        """Return the ranges of the segment that host memory has to provide: first byte and end."""
         with self._device.changed:
             return self._find_missing()
 
@@ -162,10 +162,11 @@ class PagedArena:
     def wait_for_missing(self, seen: Collection[tuple[int, int]], cancelled: threading.Event) -> tuple[tuple[int, int], ...]:
         """Wait for ranges to read that are not in `seen`.
 
-        A unit of another device is lacking again if it cannot be copied from there.
+        A unit becomes missing again if it cannot be copied from another device.
 
         Returns:
-            None if every unit is on its way or there, or the arena failed or was released.
+            The ranges. There are none if every unit is being copied or is on the device, or if the
+            arena failed or was released.
         """
 
         def find_new() -> tuple[tuple[int, int], ...]:
@@ -179,7 +180,7 @@ class PagedArena:
             return find_new() if self.is_open and self.error is None else ()
 
     def without_peer(self, index: int) -> None:
-        """Take a unit from host memory after all. The device's lock is held."""
+        """Take a unit from host memory instead of another device. The device's lock is held."""
         missing = self.missing[index]
         missing.peer, missing.source, missing.reads_host, missing.is_under_way = None, None, True, False
         if missing.arrived == missing.unit.nbytes:
@@ -190,6 +191,6 @@ class PagedArena:
             self.priority = priority
 
     def release(self) -> int:
-        """Release the units; they stay for reuse, so no byte is given back."""
+        """Release the units. They stay for reuse, so the number of freed bytes is 0."""
         self._device.remove(self)
         return 0

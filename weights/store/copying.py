@@ -36,7 +36,7 @@ class Target(Protocol):
         ...
 
     def reserve_ahead(self, arena: PagedArena, index: int) -> None:
-        """Reserve pages for a unit of the arena, waiting for those that KV caches return."""
+        """Reserve pages for a unit of the arena; wait for KV caches to return some if necessary."""
         ...
 
     def settle(
@@ -50,7 +50,7 @@ class CopyThread:
     """Copies the ready units of all arenas, requests before background loads.
 
     Attributes:
-        bytes_per_second: Of the latest units, hashing included; None before the first.
+        bytes_per_second: Bandwidth of the latest copies, hashing included; None before the first.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CopyThread:
         """Start the thread.
 
         Args:
-            arenas: The open ones by holder, guarded by the device's lock.
+            arenas: The open arenas by holder, guarded by the device's lock.
             pacer: Slows copies down, for experiments.
         """
         self._target, self._memory, self._arenas, self._clock, self._pacer = target, memory, arenas, clock, pacer
@@ -90,7 +90,7 @@ class CopyThread:
                     changed.wait()
                 _, index = heappop(arena.ready)
                 if index not in arena.missing or arena.missing[index].is_under_way:
-                    continue  # it comes from another device
+                    continue  # the unit is copied from another device
                 arena.missing[index].is_under_way = True
                 arena.under_way += 1
             error: ThawError | None = None
@@ -115,7 +115,7 @@ class CopyThread:
         return min(waiting, key=lambda a: (a.priority, int(a.holder.removeprefix("arena-"))), default=None)
 
     def _copy(self, arena: PagedArena, index: int) -> None:
-        """Share the unit's content if it is here, else copy it."""
+        """Share the unit's content if the device has it, otherwise copy it."""
         began, missing = self._clock(), arena.missing[index]
         digests = digests_of(missing)
         key = content_key(missing.unit.offset, missing.tensors, digests)
@@ -130,7 +130,7 @@ class CopyThread:
                 extra={"device": self._target.device_id, "weights": arena.place.weights_id},
             )
         with self._target.changed:
-            # At once: content that is here now may be reclaimed as soon as the lock is free.
+            # Under the same lock: without it another thread may reclaim the content.
             if self._target.find_unit(key) is not None:
                 self._target.settle(arena, index, key, digests, copied_bytes=0)
                 return

@@ -38,7 +38,7 @@ class EarlierPages:
         self._memory = PoolMemory(name, PAGE_BYTES, chunk_bytes=PAGE_BYTES, keep=True)
 
     def free_unmapped(self) -> int:
-        """Free the pages that no process maps, and return the number of the others."""
+        """Free the pages that no process maps, and return the number of mapped pages."""
         kept = self._memory.mapped_by_others()
         self._memory.punch(page for page in range(self._memory.count) if page not in kept)
         return len(kept)
@@ -48,9 +48,10 @@ class EarlierPages:
 
 
 def retire(prefix: str, device_id: str) -> list[EarlierPages]:
-    """Take the files of earlier loaders of a device out of use.
+    """Rename the files of a device's earlier loaders, so that no new loader uses them.
 
-    Returns those of which a process maps pages; the others are removed.
+    Returns:
+        The files with pages that a process maps; the others are removed.
     """
     device = device_id.replace(":", "") + "-"
     for name in shm.segments(prefix + CURRENT + device):

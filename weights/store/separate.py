@@ -1,17 +1,18 @@
-"""A cpu device with memory of its own: units in pages that bytes are copied into (ADR 0054).
+"""A cpu device with memory of its own: pages that the loader copies units into (ADR 0054).
 
-Units outlive the arenas that brought them: the next arena with equal units shares their pages, and
-only missing ones are copied. A unit is hashed before it is copied, and is known by the hash that
-was computed here. An index with wrong hashes therefore never gives its bytes to other weights.
+Units outlive their arenas: the next arena with equal units shares their pages, and only missing
+units are copied. The device hashes each unit before the copy, and identifies units by these hashes.
+An index with wrong hashes therefore never gives its bytes to other weights.
 
-    allocate    units with known hashes that are here are shared; others with known hashes get pages
-    fill        a unit whose bytes are all in host memory is hashed; if its content is here by now
-                it is shared and its own pages are freed, else it is copied (`CopyThread`). A unit
-                of unknown content gets its pages then
-    handle      the pages of all units, once every unit is here
-    release     units of which every byte is here stay, reusable
+    allocate    share units with known hashes that are on the device; reserve pages for the others
+                with known hashes
+    fill        hash a unit when all its bytes are in host memory. If the device has the content by
+                then, share it and free the unit's own pages; otherwise copy it (`CopyThread`). A
+                unit of unknown content gets its pages at this time
+    handle      return the pages of all units, once every unit is on the device
+    release     keep complete units as reusable ones
 
-`DevicePages` keeps account of the pages, `PagedArena` is one segment's units.
+`DevicePages` accounts for the pages; a `PagedArena` has the units of one segment.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class SeparateDevice:
             verify: Check the hashes of all reused units; otherwise of a sample.
             known: The units of weights, which the loader's devices share.
             host_bytes_per_second: Pace of copies from host memory; None: as fast as possible.
-            group_bytes: Units are reported in groups of this size while others wait to be copied.
-            numa_node: NUMA node that the memory is taken from; None: any.
+            group_bytes: Size of the groups in which arenas report units while others wait to be
+                copied.
+            numa_node: NUMA node that the memory is taken from; None: any node.
         """
         count = nbytes // PAGE_BYTES
         if count < 1:
@@ -134,7 +136,7 @@ class SeparateDevice:
         return self._pacer.bytes_per_second if self._pacer is not None else None
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Do nothing: copies read pages as they are."""
+        """Do nothing: copies need no pinned pages."""
 
     def unpin(self, address: int) -> None:
         """Do nothing: no page was pinned."""
@@ -195,10 +197,10 @@ class SeparateDevice:
                 self._pages.discard(arena, damaged)
 
     def count_missing(self, weights_id: str, contents: Contents) -> int | None:
-        """Return the bytes of a model's units that are not here.
+        """Return the bytes of a model's units that are not on the device.
 
-        None if no unit is here or on a connected device, or the content of one is unknown before it
-        is read.
+        None if neither this device nor a connected one has a unit of the model, or if the content
+        of a unit is unknown before it is read.
         """
         known = {**contents.digests, **self._known.digests(weights_id)}
         units = cut_units(contents.tensors, known, weights_id)
@@ -233,14 +235,14 @@ class SeparateDevice:
         return time.monotonic()
 
     def handle_of(self, arena: PagedArena) -> PagesHandle:
-        """Return the handle of an arena whose units are all here."""
+        """Return the handle of an arena with all units on the device."""
         stored, layout = [self._pages.store.units[key] for key in arena.keys], arena.layout()
         return PagesHandle(
             device=layout.device, nbytes=layout.nbytes, file=layout.file, extents=extents_of(stored), units=layout.units
         )
 
     def pages_of(self, arena: PagedArena, indexes: Sequence[int]) -> tuple[UnitPages, ...]:
-        """Return where these units of an arena are."""
+        """Return the pages of these units of an arena."""
         stored = [self._pages.store.units[arena.keys[i]] for i in indexes]
         return tuple(UnitPages(unit=i, extents=extents_of((u,))) for i, u in zip(indexes, stored, strict=True))
 
@@ -293,7 +295,7 @@ class SeparateDevice:
         return self._memory
 
     def hold(self, holder: str, units: Iterable[Unit]) -> Mapping[str, StoredUnit]:
-        """Hold those of the units that are here, so that they are not reclaimed until `unhold`."""
+        """Keep those of the units that are on the device from being reclaimed until `unhold`."""
         with self.changed:
             if self._closing:
                 return {}
@@ -303,7 +305,7 @@ class SeparateDevice:
             return found
 
     def complete_units(self) -> Mapping[str, int]:
-        """Return the bytes of the units whose content is known and here, by key."""
+        """Return the sizes in bytes of the complete units with known content, by key."""
         with self.changed:
             units = self._pages.store.units
         return {k: u.nbytes for k, u in units.items() if u.is_complete and k.startswith("sha256:")}
@@ -315,13 +317,13 @@ class SeparateDevice:
             return self._from_peers.links()
 
     def has_any(self, units: Iterable[Unit]) -> bool:
-        """True if one of the units is complete here."""
+        """True if the device has one of the units, complete."""
         with self.changed:
             stored = self._pages.store.units
             return any((s := stored.get(u.key)) is not None and s.is_complete and s.nbytes == u.nbytes for u in units)
 
     def unhold(self, holder: str) -> None:
-        """Release what `hold` held."""
+        """Release the units of `hold`."""
         with self.changed:
             if holder in self._opening:
                 self._opening.discard(holder)

@@ -1,12 +1,13 @@
 """How many pages a KV cache borrows, and when it returns them (ADR 0056).
 
 1. An engine keeps its floor of pages, which is booked.
-2. It asks for what its sequences are known to need, and a margin, so that decoding rarely waits.
-3. It returns pages that were not needed for `RETURN_AFTER_S`: a short lull costs no round trip.
-4. When others need pages it returns them at once, and preempts sequences if it must.
+2. The engine asks for the pages that its sequences are known to need and a margin, so that decoding
+   rarely waits.
+3. It returns pages that it has not needed for `RETURN_AFTER_S`: a short lull costs no round trip.
+4. When others need pages it returns pages at once, and preempts sequences if it must.
 5. If no sequence can run, or the oldest has been preempted `MAX_PREEMPTIONS` times, the engine asks
-   for a turn. One engine of a device has the turn at a time, in the order in which they asked. The
-   pages that its oldest sequence needs are then as safe as its floor, until that sequence ends.
+   for a turn. One engine of a device at a time has the turn, in the order of asking. The pages that
+   its oldest sequence needs are then guaranteed like its floor, until that sequence ends.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Turn:
 
     Attributes:
         number: Increases with each turn of the engine.
-        key: The sequence that it is for.
-        pages: What the sequence needs now.
-        is_granted: The loader has granted it.
+        key: Key of the sequence that needs the turn.
+        pages: Pages that the sequence needs now.
+        is_granted: True if the loader has granted the turn.
     """
 
     number: int
@@ -40,12 +41,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Demand:
-    """What an engine asks the loader for.
+    """The pages that an engine asks the loader for.
 
     Attributes:
-        pages: Pages in all.
-        turn: Number of the turn that it wants or has; 0: none.
-        turn_pages: What the sequence of the turn needs of them.
+        pages: Total number of pages.
+        turn: Number of the turn that the engine wants or has; 0: none.
+        turn_pages: The part of `pages` that the sequence of the turn needs.
     """
 
     pages: int
@@ -59,15 +60,16 @@ class Lease:
 
     Attributes:
         floor: Booked pages.
-        ceiling: Most pages that the engine can use.
+        ceiling: The largest number of pages that the engine can use.
         block_bytes: Bytes of a block of tokens.
         page_bytes: Bytes of a page.
         held: Pages that the engine has.
-        asked: Its latest demand.
-        is_answered: The loader has answered that.
-        low_since: Since when fewer pages were needed than asked for, in monotonic seconds.
-        turn: The turn that it wants or has.
-        turns: How many turns it has asked for so far.
+        asked: The engine's latest demand.
+        is_answered: True if the loader has answered the latest demand.
+        low_since: Time since which the engine needs fewer pages than it asked for, in monotonic
+            seconds; None: it needs all.
+        turn: The turn that the engine wants or has.
+        turns: Number of turns that the engine has asked for so far.
     """
 
     floor: int
@@ -93,7 +95,7 @@ class Lease:
 
     @property
     def protected(self) -> int | None:
-        """Key of the sequence whose pages are safe."""
+        """Key of the sequence with the granted turn; None: there is none."""
         return self.turn.key if self.turn is not None and self.turn.is_granted else None
 
     def pages_for(self, blocks: int) -> int:
@@ -102,14 +104,14 @@ class Lease:
 
 @dataclass(frozen=True)
 class Need:
-    """What an engine needs at one moment.
+    """The blocks that an engine needs at one moment.
 
     Attributes:
-        blocks: Blocks for everything (`needed_blocks`, and `other_blocks`).
+        blocks: All blocks (`needed_blocks`, and `other_blocks`).
         used_blocks: Blocks in use.
-        other_blocks: Blocks of `blocks` without which no sequence runs: for LoRA adapters.
+        other_blocks: The part of `blocks` for LoRA adapters, without which no sequence runs.
         oldest: The oldest sequence, running or waiting.
-        is_stalled: There are sequences, and none can run.
+        is_stalled: True if there are sequences and none can run.
     """
 
     blocks: int
@@ -124,7 +126,7 @@ class Adjustment:
     """The changed lease, and messages for the loader.
 
     Attributes:
-        ask: The new demand; None: unchanged.
+        ask: The new demand; None: the demand has not changed.
         give_back: Pages to return.
     """
 
@@ -134,7 +136,7 @@ class Adjustment:
 
 
 def needed_blocks(running: Iterable[SequenceView], waiting: Iterable[SequenceView], limits: Limits) -> int:
-    """Return the blocks with which all sequences that have a slot can run, one spare for each."""
+    """Return the blocks that let all sequences with a slot run, and one spare block for each."""
     views = list(running)
     slots = max(0, limits.max_sequences - len(views))
     views += [view for view, _ in zip(waiting, range(slots), strict=False)]
@@ -191,28 +193,28 @@ def _with_turn(lease: Lease, need: Need, *, has_asked: bool) -> Lease:
 
 
 def _is_at_risk(lease: Lease, need: Need, oldest: SequenceView) -> bool:
-    """True if the sequence may not be preempted again, and its floor does not suffice for it."""
+    """True if the sequence must not be preempted again and the floor does not suffice for it."""
     fits = blocks_for(oldest.greatest_length) + need.other_blocks <= lease.floor_blocks
     return oldest.is_aged and not (oldest.greatest_length and fits)
 
 
 def shrink(lease: Lease, keep: int) -> Lease:
-    """Apply rule 4: the lease after at most `keep` pages, or the floor, are left.
+    """Apply rule 4: reduce the lease to `keep` pages, or to the floor if that is more.
 
-    The engine preempts what does not fit, and then returns the difference.
+    The engine preempts the sequences that no longer fit, and then returns the difference.
     """
     return replace(lease, held=min(lease.held, max(keep, lease.floor)))
 
 
 def add_lent(lease: Lease, more: int, *, is_answer: bool, turn: int | None = 0) -> Lease:
-    """Add pages that the engine has got.
+    """Add pages that the loader has lent.
 
     Args:
         lease: The lease before.
         more: The number of additional pages.
-        is_answer: The loader has seen the latest demand.
-        turn: The number of the turn that the engine has; None: the loader knows no turns, and its
-            engines proceed as if each had one.
+        is_answer: True if the loader has received the latest demand.
+        turn: Number of the granted turn; None: the loader does not support turns, and each engine
+            proceeds as if it had one.
     """
     own = lease.turn
     if own is not None:
@@ -221,5 +223,5 @@ def add_lent(lease: Lease, more: int, *, is_answer: bool, turn: int | None = 0) 
 
 
 def next_adjustment(lease: Lease) -> float | None:
-    """Return when `adjust` has something to do without an event, in monotonic seconds."""
+    """Return the time of the next `adjust` without an event, in monotonic seconds; None: never."""
     return lease.low_since + RETURN_AFTER_S if lease.low_since is not None else None

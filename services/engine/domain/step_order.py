@@ -1,17 +1,16 @@
 """The order in which the models of one device compute.
 
-Each model with work to do has a lane. A step of one lane runs at a time, and `next_lane` decides
-whose (start-time fair queueing, with deadlines on top):
+Each model with work to do has a lane. One step of one lane runs at a time, and `next_lane` chooses
+the lane by start-time fair queueing with deadlines:
 
-1. Lanes whose most urgent request has a deadline that has not passed go first, earliest deadline
-   first, unless they are more than `LEAD_S` of compute time ahead of the lane that is furthest
-   behind.
-2. Else the lane that has had the least compute time goes first.
+1. Lanes with a request whose deadline has not passed go first, the earliest deadline first. A lane
+   that is more than `LEAD_S` of compute time ahead of the last lane loses this precedence.
+2. Otherwise the lane with the least compute time goes first.
 
-Compute time is counted in tags: a lane's tag grows by the duration of each of its steps. A lane
-that becomes busy starts at the tag of those that compute (`admit`), so that idle time is not saved
-up. A busy lane therefore waits for at most `LEAD_S` and one step of each other lane more than its
-fair share.
+A lane's tag is its compute time: it grows by the duration of each of its steps. A lane that becomes
+busy starts at the smallest tag of the busy lanes (`admit`), so that idle time gives no credit. A
+busy lane therefore waits at most `LEAD_S` and one step of each other lane longer than its fair
+share.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Lane:
 
     Args:
         name: The model's instance.
-        tag_s: Compute time that it has had, in seconds since the device's lanes were first used.
-        deadline: When its most urgent request should have its first token, in seconds of the
-            monotonic clock; None: no request has an objective.
+        tag_s: Compute time of the lane, in seconds since the first use of the device's lanes.
+        deadline: Time by which its most urgent request should have its first token, in monotonic
+            seconds; None: no request has an objective.
     """
 
     name: str
@@ -40,12 +39,12 @@ class Lane:
 
 
 def admit(lane: Lane, busy: Iterable[Lane], last_tag_s: float) -> Lane:
-    """Return the lane as it becomes busy.
+    """Return a lane that becomes busy, with its first tag.
 
     Args:
         lane: The lane.
         busy: The other lanes with work to do.
-        last_tag_s: The greatest tag at which a step has begun.
+        last_tag_s: The greatest tag of a lane at the start of a step.
     """
     floor = min((other.tag_s for other in busy), default=last_tag_s)
     return replace(lane, tag_s=max(lane.tag_s, floor))

@@ -1,7 +1,7 @@
 """Templates: suspended engines that become an instance of another model of their template key.
 
-The suspended instance ends, and its process belongs to the new one. Nothing is freed in between:
-the ledger replaces the one booking by the other in the same decision.
+The suspended instance ends, and its process belongs to the new one. No memory is freed in between:
+one decision replaces the old booking by the new one in the ledger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.template_key import template_key
 def find_offered(state: NodeState) -> dict[str, str]:
     """Return the template keys of the suspended instances that other models may take, by instance.
 
-    One for each key, the latest suspended, and no more than `THAW_TEMPLATES`.
+    The node offers the latest suspended instance of each key, at most `THAW_TEMPLATES` in all.
     """
     found: dict[str, str] = {}
     parked = [i for i in state.instances.values() if _is_available(state, i)]
@@ -31,7 +31,7 @@ def find_offered(state: NodeState) -> dict[str, str]:
 
 
 def template_of(state: NodeState, command: StartInstance) -> Instance | None:
-    """Return the suspended instance whose engine the command is to take, if it still can."""
+    """Return the suspended instance whose engine the command takes; None: it is not available."""
     template = state.instances.get(command.template or "")
     if template is None or not _is_available(state, template):
         return None
@@ -47,13 +47,13 @@ def _is_available(state: NodeState, i: Instance) -> bool:
 
 
 def ledger_without_template(state: NodeState, command: StartInstance) -> Ledger:
-    """Return the ledger as it is once the command has taken its template."""
+    """Return the ledger without the booking of the command's template."""
     template = template_of(state, command)
     return state.ledger if template is None else state.ledger.remove_booking(template.instance_id)
 
 
 def begin(transition: Transition, instance: Instance) -> None:
-    """Start an instance whose memory is booked: take its template's engine, or fork."""
+    """Start an instance with booked memory: take its template's engine, or fork a process."""
     template = template_of(transition.state, instance.command)
     if template is None:
         transition.change(instance, process=Process.FORKING)
@@ -86,7 +86,7 @@ def begin(transition: Transition, instance: Instance) -> None:
 
 
 def on_take_failed(transition: Transition, event: TakeFailed) -> None:
-    """End the process; one cold start follows under the same id (`resuming.restart`)."""
+    """End the process. One cold start follows under the same id (`resuming.restart`)."""
     instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE or instance.stop_asked or not instance.state.starting:
         return

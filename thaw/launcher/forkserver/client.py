@@ -54,7 +54,7 @@ class ForkServer:
         return self._process.pid
 
     def await_ready(self, within_s: float) -> bool:
-        """Wait for the server's imports, and return whether they ended within `within_s` seconds."""
+        """Wait up to `within_s` seconds for the server's imports; return whether they have ended."""
         if not self._is_ready:
             self._socket.settimeout(within_s)
             with contextlib.suppress(OSError):

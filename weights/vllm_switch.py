@@ -195,14 +195,14 @@ class SwitchWorker:
 
 
 def _check_first_logits(model: Any) -> None:
-    """Let the model's next logits be checked: the engine ends if they are not finite numbers.
+    """Check the model's next logits, once: the engine ends if they are not finite numbers.
 
-    A request for log-probabilities would show it too, but has vLLM compile their kernel first.
+    A request for log-probabilities would check them too, but vLLM compiles a kernel for it first.
     """
     compute = model.compute_logits
 
     def compute_checked(*args: Any, **kwargs: Any) -> Any:
-        del model.compute_logits  # the method of its class again
+        del model.compute_logits  # restores the method of the class
         logits = compute(*args, **kwargs)
         if logits is not None and not bool(logits.amax(-1).isfinite().all()):
             raise SwitchError("the logits of the changed model are not finite")
@@ -212,9 +212,9 @@ def _check_first_logits(model: Any) -> None:
 
 
 def _comparable(model: torch.nn.Module) -> frozenset[str]:
-    """Names of parameters that vLLM stores as the checkpoint has them, on one device.
+    """Return the names of parameters that vLLM stores unchanged, on one device.
 
-    These are vectors, and the embedding of the input tokens. Other matrices are fused or packed.
+    These are vectors, and the embedding of the input tokens. vLLM fuses or packs other matrices.
     """
     found = {name for name, parameter in model.named_parameters() if parameter.ndim == 1 and parameter.numel()}
     for name, module in model.named_modules():
@@ -226,13 +226,14 @@ def _comparable(model: torch.nn.Module) -> frozenset[str]:
 def _iter_keeping(
     coming: Iterator[tuple[str, torch.Tensor]], comparable: frozenset[str], kept: dict[str, torch.Tensor], *, copies: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, and keep the first rows of some that are comparable.
+    """Yield the tensors, and keep the first rows of some comparable ones.
 
     Args:
         coming: The tensors.
-        comparable: Names of tensors to keep.
+        comparable: Names of the tensors to keep.
         kept: Receives the rows.
-        copies: A tensor is valid only until the next one, and vLLM collects those of a layer.
+        copies: Yield copies: a tensor is valid only until the next one, and vLLM collects the
+            tensors of a layer.
     """
     for name, tensor in coming:
         if name in comparable and len(kept) < _CHECKED_TENSORS:

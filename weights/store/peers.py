@@ -1,9 +1,8 @@
-"""Copy units from another device of the node that has them (Torpor section 4.3, ADR 0058).
+"""Copy units from another device of the node (Torpor section 4.3, ADR 0058).
 
-The other device holds the units for the arena that copies them, so that they are not reclaimed;
-engines there continue to read them. A unit is copied by the first link that is free for it: the one
-from host memory, once its bytes are there, or the one from the other device. Both take units in
-execution order.
+The other device keeps the units from being reclaimed during the copy; its engines continue to read
+them. The first free link copies a unit: the link from host memory, once the unit's bytes are in
+host memory, or the link from the other device. Both links copy units in execution order.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from weights.store.units import Unit
 
 log = logging.getLogger(__name__)
 TYPICAL_BYTES_PER_SECOND = 5e9
-"""Of a link that has neither a pace nor a measured bandwidth."""
+"""Assumed bandwidth of a link without a pace and without a measurement."""
 
 
 class Peer(Protocol):
@@ -39,14 +38,14 @@ class Peer(Protocol):
     def memory(self) -> PageMemory: ...
 
     def hold(self, holder: str, units: Iterable[Unit]) -> Mapping[str, StoredUnit]:
-        """Hold those of the units that are here, until `unhold`."""
+        """Keep those of the units that are on the device from being reclaimed until `unhold`."""
         ...
 
     def unhold(self, holder: str) -> None: ...
     def has_any(self, units: Iterable[Unit]) -> bool: ...
 
     def complete_units(self) -> Mapping[str, int]:
-        """Return the bytes of the units whose content is known and here, by key."""
+        """Return the sizes in bytes of the complete units with known content, by key."""
         ...
 
     def reading(self) -> AbstractContextManager[None]:
@@ -56,12 +55,12 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class PeerLink:
-    """Copies from another device into one.
+    """A link from another device to this one.
 
     Attributes:
-        bytes_per_second: Its pace, or as measured; None: neither.
-        queued_bytes: Of units that wait for it.
-        loads: Arenas that wait for them.
+        bytes_per_second: Its pace, or its measured bandwidth; None: neither is known.
+        queued_bytes: Bytes of units that wait for the link.
+        loads: Number of arenas with such units.
     """
 
     peer: str
@@ -72,13 +71,15 @@ class PeerLink:
 
 
 def split(units: Iterable[tuple[int, int, float]], host_rate: float, host_bytes: int = 0) -> set[int]:
-    """Return the units that are to come from host memory: each link takes what it finishes sooner.
+    """Return the units to copy from host memory, so that both links end at about the same time.
+
+    Each unit goes to the link that finishes it sooner.
 
     Args:
-        units: Index, bytes, and bytes per second from the other device of each, in execution order.
-            One thread copies from all other devices, one unit after the other.
-        host_rate: Bytes per second by way of host memory, reading included.
-        host_bytes: Of further units, which no other device has.
+        units: Index, bytes, and bytes per second from the other device of each unit, in execution
+            order. One thread copies from all other devices, one unit after the other.
+        host_rate: Bytes per second through host memory, reading included.
+        host_bytes: Bytes of further units, which no other device has.
     """
     peer_s, host_s = 0.0, host_bytes / host_rate
     host = set()
@@ -104,7 +105,16 @@ class PeerThread:
         verify: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pacers`: by device. `verify`: hash every copied unit, otherwise some of each arena."""
+        """Create the thread's state; `connect` starts it.
+
+        Args:
+            target: The device that the units are copied to.
+            memory: Its pages.
+            arenas: Its open arenas by holder, guarded by the device's lock.
+            pacers: Paces of the links, by device.
+            verify: Check the hash of every copied unit; otherwise of a sample of each arena.
+            clock: Monotonic seconds.
+        """
         self._target, self._memory, self._arenas, self._pacers = target, memory, arenas, pacers
         self._verify, self._clock = verify, clock
         self.peers: Mapping[str, Peer] = {}
@@ -127,7 +137,7 @@ class PeerThread:
             self._thread.join()
 
     def rate_of(self, peer: str) -> float | None:
-        """Return the bytes per second of copies from a device: its pace, or as measured."""
+        """Return the pace of copies from a device, or their measured bytes per second."""
         return self._pacers[peer].bytes_per_second if peer in self._pacers else self._rates.get(peer)
 
     def _fastest_first(self) -> list[tuple[str, float]]:
@@ -135,7 +145,7 @@ class PeerThread:
         return sorted(rates, key=lambda found: -found[1])
 
     def find(self, arena: PagedArena, host_rate: float) -> None:
-        """Find the missing units of a new arena on other devices, and hold them there."""
+        """Find the missing units of a new arena on other devices, and keep them there."""
         wanted = {i: m.unit for i, m in arena.missing.items() if m.unit.key.startswith("sha256:")}
         found: dict[int, tuple[str, float, StoredUnit]] = {}
         for name, rate in self._fastest_first():
@@ -178,7 +188,7 @@ class PeerThread:
         return any(peer.has_any(units) for peer in self.peers.values())
 
     def forget(self, arena: PagedArena) -> None:
-        """Release what other devices hold for an arena. The target's lock is not held."""
+        """Release the units on other devices for an arena. The target's lock is not held."""
         for peer in self.peers.values():
             peer.unhold(self._holder(arena))
 
@@ -225,11 +235,11 @@ class PeerThread:
         return arena, index, arena.missing[index]
 
     def _copy(self, arena: PagedArena, index: int, missing: Missing) -> bool:
-        """Copy the unit; False if its source is gone or has other bytes."""
+        """Copy the unit; return False if its source is gone or has other bytes."""
         began, target, key = self._clock(), self._target, missing.unit.key
         peer, source = self.peers[missing.peer or ""], missing.source
         with target.changed:
-            if target.find_unit(key) is not None:  # another arena has brought it meanwhile
+            if target.find_unit(key) is not None:  # another arena has loaded it meanwhile
                 target.settle(arena, index, key, {}, copied_bytes=0)
                 return True
             stored = target.find_unit(missing.key)

@@ -23,10 +23,10 @@ _ROUNDS, _SECONDS = 9, 0.15
 
 
 def measure(memory: PageMemory, sizes: Sequence[int] = SIZES) -> list[Point]:
-    """Measure copies of each size: hashed and written, as units are.
+    """Measure copies of each size, hashing included.
 
-    Copies are work of one thread, so its CPU time is measured: other processes do not change the
-    curve. It is bounded by 0.15 s, or one round of 20 MiB where that takes longer.
+    One thread does the copies, and the probe measures its CPU time, so that other processes do not
+    change the curve. It takes at most 0.15 s, or one round of 20 MiB where that takes longer.
 
     Args:
         memory: Pages for the largest size; their content is lost.
@@ -52,13 +52,13 @@ def measure(memory: PageMemory, sizes: Sequence[int] = SIZES) -> list[Point]:
 
 
 def group_bytes(device_id: str, bytes_per_second: float | None = None) -> int:
-    """Return the elbow of a separate device's curve, measured now.
+    """Measure a separate device's curve, and return its elbow.
 
-    A measurement that fails is logged, and the elbow is the published one.
+    If the measurement fails, log it and return the published elbow.
 
     Args:
         device_id: The device, for the log.
-        bytes_per_second: Pace of its link from host memory, which no copy exceeds.
+        bytes_per_second: Pace of the link from host memory; None: not paced.
     """
     memory = PageMemory(None, -(-max(SIZES) // PAGE_BYTES))
     try:

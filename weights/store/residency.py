@@ -1,6 +1,7 @@
-"""Which weights a device has units of, and how many of their bytes are missing.
+"""The units that a device has of each model's weights, and the bytes that are missing.
 
-The units of weights are known from the hashes in their checkpoint's index, or from an earlier load.
+The loader knows the units of weights from the hashes in their checkpoint's index, or from an
+earlier load.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class LoadingWeights:
     """Weights that instances of the device map or load.
 
     Attributes:
-        keys: Their units in the store, those that are being filled included.
-        missing_bytes: Of units that are not complete.
-        unreserved_bytes: Of those, whole pages of units that have no pages yet.
+        keys: Keys of their units in the store, incomplete ones included.
+        missing_bytes: Bytes of units that are not complete.
+        unreserved_bytes: Bytes, in whole pages, of units that have no pages yet.
     """
 
     weights_id: str
@@ -88,7 +89,7 @@ class KnownUnits:
         return self._users.get(key, frozenset())
 
     def size_of(self, weights_id: str) -> tuple[int, int] | None:
-        """Return the bytes of the weights' distinct units, and in whole pages; None: unknown."""
+        """Return the bytes of the weights' distinct units, and those of their pages; None: unknown."""
         known = self._known.get(weights_id)
         return (known.total_bytes, known.page_bytes) if known is not None else None
 
@@ -120,8 +121,8 @@ def bytes_on_peers(peers: Iterable[tuple[str, Mapping[str, int]]], store: Store,
     """Return the bytes that a device lacks and its peers have, by weights and peer.
 
     Args:
-        peers: Name of each, and the bytes of its complete units by key. A unit counts for the first
-            that has it.
+        peers: Name of each peer, and the bytes of its complete units by key. A unit counts for the
+            first peer that has it.
         store: The device's own pages.
         known: The units of weights.
     """
@@ -147,7 +148,7 @@ def residency(
     Args:
         store: The device's pages.
         known: The units of weights.
-        loading: Weights whose units instances map or load; known or not.
+        loading: Weights that instances map or load, of known and of unknown units.
         on_peers: Result of `bytes_on_peers`.
     """
     holding: dict[str, LoadingWeights] = {}

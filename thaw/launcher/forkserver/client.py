@@ -54,7 +54,7 @@ class ForkServer:
         return self._process.pid
 
     def await_ready(self, within_s: float) -> bool:
-        """Wait up to `within_s` seconds for the server's imports; return whether they have ended."""
+        """Return whether the server has ended its imports, after at most `within_s` seconds."""
         if not self._is_ready:
             self._socket.settimeout(within_s)
             with contextlib.suppress(OSError):

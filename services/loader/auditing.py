@@ -1,7 +1,7 @@
 """Audit device memory: on request, and in the background after changes (invariant 12).
 
-A violation counts if two audits in succession find it: the records and the mappings of processes
-cannot be read at the same moment.
+A violation counts only if two audits in succession find it, because the records and the mappings of
+processes cannot be read at the same moment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Auditor:
     """Audits the devices of a loader.
 
     Attributes:
-        violations: By device, as the latest audit found them.
+        violations: Violations that the latest audit found, by device.
     """
 
     def __init__(self, loop: Loop) -> None:

@@ -1,7 +1,7 @@
 """Lend a device's pages to the KV caches of engines, over the local socket (ADR 0056).
 
-A connection is a borrower. Its pages are taken back when the engine returns them, or when the
-connection has ended and no process maps them.
+Each connection is a borrower. The loader takes its pages back when the engine returns them, or when
+the connection has ended and no process maps them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from weights.store.separate import SeparateDevice
 
 log = logging.getLogger(__name__)
 _UNMAP_POLL_S = 0.1
-"""The kernel reports no unmapping. A killed engine has unmapped before its socket closes."""
+"""The kernel sends no event for an unmapping. It unmaps a killed engine's pages before it closes
+the engine's socket.
+"""
 _LACKING_POLL_S = 1.0
-"""How often pages that a borrower is guaranteed are looked for again, if processes unmap some."""
+"""How often the loader looks for pages for a borrower's guarantee, as processes may unmap some."""
 
 
 @dataclass
@@ -88,13 +90,13 @@ class KvLending:
         try:
             await _send(writer, SocketBorrowing(file=device.file, total_pages=device.page_count))
             await self._read(borrower, reader)
-        except asyncio.CancelledError:  # the loader stops: the next one counts the pages that are mapped
+        except asyncio.CancelledError:  # the loader stops; the next loader counts the mapped pages
             is_stopping = True
             raise
         finally:
             borrower.is_open = False
             borrower.changed.set()
-            await asyncio.shield(granting)  # a thread may be lending: its pages must be known before they are taken back
+            await asyncio.shield(granting)  # a thread may be lending pages that have to be taken back
             device.lender.close(name)
             del self._borrowers[name]
             if not is_stopping:
@@ -119,7 +121,7 @@ class KvLending:
                     await asyncio.to_thread(borrower.device.lender.take_back, borrower.name, frozenset(pages))
 
     async def _grant(self, borrower: _Borrower, writer: asyncio.StreamWriter) -> None:
-        """Lend what is demanded as soon as it is there, and ask for what others need."""
+        """Lend the demanded pages as they become free, and ask for pages that others need."""
         lender = borrower.device.lender
         while borrower.is_open:
             with contextlib.suppress(TimeoutError):
@@ -139,7 +141,7 @@ class KvLending:
             borrower.asked_to_keep = keep
 
     async def _reclaim(self, borrower: _Borrower) -> None:
-        """Take all pages back, each when no process maps it."""
+        """Take all pages back, each as soon as no process maps it."""
         while left := await asyncio.to_thread(borrower.device.lender.take_back, borrower.name):
             log.debug("a process still maps lent pages", extra={"borrower": borrower.name, "pages": left})
             await asyncio.sleep(_UNMAP_POLL_S)
@@ -158,5 +160,5 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
     try:
         writer.write(message.model_dump_json().encode() + b"\n")
         await writer.drain()
-    except ConnectionError:  # the reading side sees the end
+    except ConnectionError:  # `_read` sees the end of the connection
         pass

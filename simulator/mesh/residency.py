@@ -1,8 +1,8 @@
-"""Weights on a device with memory of its own, as its loader knows them.
+"""The simulated loader's record of the weights on a device with memory of its own.
 
-Weights are reserved when their load begins, and are reusable once no instance has them. Reusable
-weights are given up when a load needs their memory: those first that are least likely to be loaded
-again (Tangram Eq. 2), whole or in part. Models share no tensors here.
+A load reserves the memory of its weights at its begin. Weights without an instance are reusable. If
+a load needs memory, the loader evicts reusable weights, whole or in part, those first that are
+least likely to be loaded again (Tangram Eq. 2). Simulated models share no tensors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Residency:
         self._holders: dict[str, set[str]] = {}
         """Instances by model."""
         self._nbytes: dict[str, int] = {}
-        """Of all weights that were here, by model."""
+        """Sizes of all weights that the device has had, by model."""
         self._incomplete: set[str] = set()
         self.likelihood: Mapping[str, float] = {}
-        """By model: that it is requested soon."""
+        """Probability that a model is requested soon, by model."""
 
     def reserve(self, model: str, nbytes: int, instance: str) -> int:
         """Reserve the memory of a load, and return the bytes that the device lacks."""
@@ -58,7 +58,7 @@ class Residency:
             self._device.keep(model, self._nbytes[model], now)
         self._incomplete.discard(model)
 
-    def count_there(self, model: str) -> int:
+    def count_copyable(self, model: str) -> int:
         """Return the bytes that another device can copy from here."""
         if model in self._holders:
             return 0 if model in self._incomplete else self._nbytes[model]
@@ -70,7 +70,7 @@ class Residency:
         return sum(self._nbytes[m] for m in self._holders)
 
     def clear(self) -> None:
-        """Forget all weights, as a node that fails does."""
+        """Forget all weights, because the node has failed."""
         for model in list(self._device.kept):
             self._device.drop(model)
         self._holders.clear()
@@ -102,5 +102,5 @@ class Residency:
             missing_bytes=missing,
             read_bytes=missing,
             unmapped_bytes=total,
-            peer_bytes={device_id: n for device_id, other in others.items() if (n := min(missing, other.count_there(model)))},
+            peer_bytes={device_id: n for device_id, other in others.items() if (n := min(missing, other.count_copyable(model)))},
         )

@@ -93,7 +93,7 @@ class Weights:
         """
         sim, device = node.sim, instance.device
         found = [
-            (link, node.residency[other.key].count_there(instance.model))
+            (link, node.residency[other.key].count_copyable(instance.model))
             for other in sim.devices
             if other is not device and (link := sim.peer(other, device)) is not None
         ]

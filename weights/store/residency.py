@@ -89,7 +89,7 @@ class KnownUnits:
         return self._users.get(key, frozenset())
 
     def size_of(self, weights_id: str) -> tuple[int, int] | None:
-        """Return the bytes of the weights' distinct units, and those of their pages; None: unknown."""
+        """Return the bytes of the weights' distinct units and of their pages; None: unknown."""
         known = self._known.get(weights_id)
         return (known.total_bytes, known.page_bytes) if known is not None else None
 

@@ -1,16 +1,16 @@
 """Choose the size of pages and the number of threads that populate memory for a load (ADR 0059).
 
-The module has values only; its input is what the load itself measures.
+The functions are pure; their input is measured by the load itself.
 
 `choose(costs)`
- 1. the first chunk: huge pages and small ones in turn, a piece each;
- 2. the kernel grants no huge pages → small;
- 3. huge pages cost more than `HUGE_LIMIT` times as much as small ones → small (a kernel that has to
-    move memory to find them);
- 4. else huge: direct reads into them are quicker as well.
+ 1. First chunk: one part with huge pages, one with small pages, to measure both.
+ 2. The kernel grants no huge pages: small pages.
+ 3. Huge pages cost more than `HUGE_LIMIT` times as much as small ones (the kernel has to move
+    memory to find them): small pages.
+ 4. Otherwise huge pages: direct reads into them are quicker as well.
 
-`wants_thread(…)`: a reader waits for memory although the populating threads had time to get ahead →
-one more thread, up to one per core.
+`wants_thread(…)`: if a reader waits for memory although the populating threads had time to get
+ahead, one more thread populates, up to one per core.
 """
 
 from __future__ import annotations

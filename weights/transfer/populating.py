@@ -1,8 +1,8 @@
 """Populate a load's memory ahead of its readers (ADR 0059).
 
-A reader that faults waits for the kernel's zeroing, and on a virtual machine for the host's memory,
-while its disk is idle. Few threads populate instead, in the order in which pieces are read, at most
-`AHEAD` pieces beyond the last one that a reader asked for.
+A reader that touches fresh memory waits until the kernel has zeroed it, on a virtual machine also
+for the host's memory, and its disk is idle meanwhile. Instead, a few threads populate the memory in
+the order of the reads, at most `AHEAD` pieces beyond the last one that a reader asked for.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Populating:
 
     @property
     def uses_small_pages(self) -> bool:
-        """True if small pages were found to be the better ones."""
+        """True if the measurements favour small pages."""
         return choose(self.costs) == "small" and (self.costs.refused or self.costs.small is not None)
 
     # -- the readers -------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Populating:
                 raise self._error or Cancelled
 
     def skip(self, piece: Piece) -> None:
-        """Record that the piece needs no memory from here."""
+        """Record that these threads need not populate the piece."""
         with self._changed:
             self._done[piece.index] = 1
 

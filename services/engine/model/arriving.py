@@ -1,7 +1,7 @@
 """Weights that arrive while the model computes (Torpor, section 4.3).
 
-The loader reports over its local socket what has arrived. Its answers over NATS stay the authority:
-a lost connection costs the overlap and nothing else.
+The loader reports over its local socket which bytes have arrived. Its replies over NATS stay the
+authority: after a lost connection the engine waits for the whole load, and loses nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ByteSpan = tuple[int, int]
 
 
 class ArrivingWeights:
-    """Which bytes of a segment may be read. Threads report arrivals; the computing thread waits."""
+    """The bytes of a segment that have arrived. Threads report them; the computing thread waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,19 +43,19 @@ class ArrivingWeights:
             self._changed.notify_all()
 
     def mark_complete(self) -> None:
-        """All bytes are there."""
+        """Record that all bytes have arrived."""
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()
 
     def fail(self, error: ThawError) -> None:
-        """Make every wait raise `error`. It has no effect after `complete`."""
+        """Make every wait raise `error`. This has no effect after `mark_complete`."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def wait(self, spans: Sequence[ByteSpan]) -> None:
-        """Return when all of these bytes are there. Raises the error of the load."""
+        """Wait until all of these bytes have arrived. Raises the error of the load."""
         with self._changed:
             while not self._is_complete and not all(self._there.has(*span) for span in spans):
                 if self._error is not None:
@@ -64,10 +64,10 @@ class ArrivingWeights:
 
 
 class ArrivingPages:
-    """A device's pages, mapped unit by unit at the addresses that they keep.
+    """A device's pages, mapped unit by unit at fixed addresses.
 
-    An access to a unit that is not mapped yet ends the process, so that no wrong byte is computed
-    with.
+    An access to an unmapped unit ends the process, so that the engine never computes with wrong
+    bytes.
     """
 
     def __init__(self, layout: PagesLayout) -> None:
@@ -91,7 +91,7 @@ class ArrivingPages:
         return [(found.offset, found.offset + found.nbytes) for found in (self.layout.units[u.unit] for u in units)]
 
     def map_all(self, handle: PagesHandle) -> None:
-        """Map all units as the loader's final answer says; those that are mapped so stay.
+        """Map all units where the loader's final reply places them; keep mappings that are equal.
 
         Raises:
             EngineFailed: The units are not those that the model is bound to, or their file is gone.
@@ -140,7 +140,7 @@ def _by_unit(handle: PagesHandle) -> list[tuple[Extent, ...]]:
 
 
 class Follower:
-    """A thread that follows a load, and passes on what arrives."""
+    """A thread that follows a load, and reports the bytes that arrive."""
 
     def __init__(self, socket: Path, instance_id: str, weights_id: str, on_pages: Callable[[PagesLayout | None], None]) -> None:
         """Connect, and start the thread.
@@ -148,7 +148,7 @@ class Follower:
         Args:
             socket: The loader's socket.
             instance_id: The holder of the weights.
-            weights_id: What it holds.
+            weights_id: The weights.
             on_pages: Called once: with the layout of a device's pages before the first of them, or
                 None if the connection ends without one. It is not called for host memory.
 

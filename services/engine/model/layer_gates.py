@@ -14,8 +14,8 @@ from services.engine.model.conversion import LateConversion
 class LayerGates:
     """Hooks on a model whose parameters are still arriving.
 
-    A layer waits for all of its parameters at once, and converts those that need it. A module
-    outside of the layers (embeddings, the last norm, the head) waits for its own.
+    A layer waits for all of its parameters at once, and converts those that need a conversion. A
+    module outside of the layers (embeddings, the last norm, the head) waits for its own parameters.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class LayerGates:
 
         Args:
             model: A model that is bound to the segment.
-            offset_of: Offset of a tensor in the segment; None for one that is elsewhere.
-            weights: What has arrived.
+            offset_of: Offset of a tensor in the segment; None for a tensor outside of it.
+            weights: The bytes that have arrived.
             late: The parameters to convert; None: there are none.
             span_of: Place in the segment of a tensor of the checkpoint, for `late`.
         """
@@ -48,7 +48,7 @@ class LayerGates:
     def remove(self) -> None:
         """Remove the hooks, on the computing thread or while it computes nothing.
 
-        All weights have arrived, and those that no step has read are converted now.
+        All weights have arrived. Weights that no step has read yet are converted now.
         """
         for hook in self._hooks:
             hook.remove()

@@ -1,13 +1,13 @@
-"""An engine that computes while its weights arrive (Torpor, section 4.3).
+"""Compute requests while the engine's weights arrive (Torpor, section 4.3).
 
     begin            follow the load over the loader's socket
-    make_ready       bind the model to the addresses of the bytes; each layer waits for its own
-    opened           requests compute from now on
-    finish           the loader's answer over NATS ends the load
-    release_results  results go out, once the engine has reported ready
+    make_ready       bind the model to the addresses of the bytes; each layer waits for its bytes
+    serve_with       compute requests from now on
+    finish           wait for the loader's reply over NATS, which ends the load
+    release_results  send results, once the engine has reported ready
 
-No result leaves the engine before the loader has confirmed over NATS that the bytes are this
-instance's: what was computed with them is then what any other engine computes.
+The engine sends no result before the loader has confirmed over NATS that the bytes belong to this
+instance. Results are therefore equal to those of any other engine.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from shared.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)
 _LAYOUT_WITHIN_S = 5.0
-"""A loader that reserves pages for longer is waiting for memory: the engine then waits with it."""
+"""A loader that takes longer to reserve pages waits for memory. The engine then waits for the load.
+"""
 
 
 class Overlap:
-    """The load of one engine that computes meanwhile.
+    """The load of one engine, which computes requests during the load.
 
     Used on the event loop, except `make_ready` and `deliver`.
     """
@@ -74,7 +75,9 @@ class Overlap:
     ) -> Overlap | None:
         """Follow the load.
 
-        None if the loader cannot be followed, or has no pages for the weights yet.
+        Returns:
+            None if the engine cannot reach the loader's socket, or if the loader has no pages for
+            the weights yet.
         """
         loop = asyncio.get_running_loop()
         laid_out: asyncio.Future[PagesLayout | None] = loop.create_future()
@@ -89,7 +92,7 @@ class Overlap:
         try:
             follower = await asyncio.to_thread(Follower, socket, start.instance_id, index.weights_id, on_pages)
         except Unreachable as e:
-            log.info("computing starts when all weights are there", extra={"reason": e.message})
+            log.info("computing starts when all weights are loaded", extra={"reason": e.message})
             return None
         if start.separate_memory:
             try:
@@ -98,7 +101,7 @@ class Overlap:
             except TimeoutError:
                 found = None
             if found is None:
-                log.info("computing starts when all weights are there", extra={"reason": "no pages were reported"})
+                log.info("computing starts when all weights are loaded", extra={"reason": "no pages were reported"})
                 await asyncio.to_thread(follower.end)
                 return None
         return cls(follower, bound, start, loader, timeline, deliver)
@@ -109,6 +112,7 @@ class Overlap:
         return ready
 
     def serve_with(self, serving: Serving, batcher: Batcher) -> None:
+        """Set the open server and batcher, which compute requests from now on."""
         self._serving, self._batcher = serving, batcher
 
     def deliver(self, events: Sequence[Event]) -> None:
@@ -138,7 +142,7 @@ class Overlap:
         await self._warm_up()
 
     def release_results(self) -> None:
-        """Let results go out. Call it once after `finish`, when the engine has reported ready."""
+        """Send the results. Call it once after `finish`, when the engine has reported ready."""
         with self._lock:
             held, self._held = self._held or [], None
             if held:
@@ -153,16 +157,17 @@ class Overlap:
         return await self._loader.attach(self._start.card, self._start.instance_id, "complete")
 
     async def _confirm_pages(self, attached: WeightsAttached) -> WeightsAttached:
-        """Map every unit as the loader has it, and make sure that they are still this instance's.
+        """Map every unit where the loader has it, and verify that the pages are still this
+        instance's.
 
-        As `Engine._map_pages`: after the second answer the loader sees this process's mappings.
+        As in `Engine._map_pages`: after the second reply the loader sees this process's mappings.
         """
         while True:
             if attached.device_error is not None:
                 raise from_body(attached.device_error)
             if not isinstance(attached.handle, PagesHandle) or self._follower.pages is None:
                 raise EngineFailed(f"The loader has no memory for {self._start.device}: set THAW_DEVICES for both services alike")
-            await asyncio.to_thread(self._follower.end)  # it maps no more units after this
+            await asyncio.to_thread(self._follower.end)  # the follower maps no more units
             await asyncio.to_thread(self._follower.pages.map_all, attached.handle)
             confirmed = await self._attach()
             if confirmed.handle == attached.handle:
@@ -171,7 +176,7 @@ class Overlap:
             attached = confirmed
 
     async def _confirm_segment(self, attached: WeightsAttached) -> WeightsAttached:
-        """Map the segment of a restarted loader. The loader gives mapped chunks to no one else."""
+        """Map the segment of a restarted loader. The loader reuses no chunk that is mapped."""
         if not self._bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; mapping again")
             await asyncio.to_thread(self._bound.segment.map_again, attached.segment, attached.extents)

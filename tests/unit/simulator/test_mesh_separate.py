@@ -113,7 +113,7 @@ def test_the_least_likely_weights_are_given_up_first() -> None:
         load_and_stop(found, model, float(n))
     found.likelihood = {"likely": 0.9, "unlikely": 0.1}
     found.reserve("new", 15 * GB, "i")
-    assert (found.count_copyable("likely"), found.count_there("unlikely")) == (10 * GB, 5 * GB)
+    assert (found.count_copyable("likely"), found.count_copyable("unlikely")) == (10 * GB, 5 * GB)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=30))

@@ -1,4 +1,4 @@
-"""Which addresses only this machine reaches."""
+"""Recognise addresses that only this machine reaches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server at `host`, an address or `localhost`."""
+    """True if only this machine reaches a server at `host`, an address or `localhost`."""
     if host == "localhost":
         return True
     try:

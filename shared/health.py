@@ -66,7 +66,7 @@ def _over_http() -> None:
 
 
 def check(service: str) -> str | None:
-    """What is wrong; None if nothing is."""
+    """Return the fault; None if there is none."""
     from shared.errors import ThawError
 
     try:

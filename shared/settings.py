@@ -46,7 +46,7 @@ class CommonSettings(BaseSettings):
 
 
 class NodeSettings(CommonSettings):
-    """What the nodeagent, the loader and the engines of one node share."""
+    """Settings that the nodeagent, the loader and the engines of one node share."""
 
     node: str = Field(
         default="node-0", min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name of this node."

@@ -130,7 +130,7 @@ class Run:
 
 
 class Part:
-    """What an instance books on one device."""
+    """The bytes that an instance books on one device."""
 
     __slots__ = ("device", "nbytes")
 
@@ -163,11 +163,11 @@ class Instance:
         self.bound: Run | None = None
         """The request that it was started for, on devices that run one at a time."""
         self.moving = False
-        """Its requests are being migrated: it accepts no new ones."""
+        """True while its requests are migrated: it accepts no new ones."""
         self.runs: dict[Run, None] = {}
         self.keep_timer: Timer | None = None
         self.leaves_at: float | None = None
-        """When the keep-alive of an idle instance ends."""
+        """Time at which the keep-alive of an idle instance ends."""
         self._decoding: list[tuple[float, int, Run]] = []
         self._virtual, self._since, self._speed = 0.0, clock.now, 0.0
         self._next: Timer | None = None

@@ -25,7 +25,7 @@ from simulator.config import GB
 from simulator.report import percentile
 
 DEVICE_GB_PER_SECOND = 100.0
-"""Of a `cpu` device: its engines map the weights, nothing is copied."""
+"""Bandwidth of a `cpu` device: its engines map the weights, and the loader copies nothing."""
 GPU_GB_PER_SECOND = 20.0
 SSD_GB_PER_SECOND = 2.0
 REMOTE_GB_PER_SECOND = 0.125
@@ -41,7 +41,7 @@ _WARM_UP = (Phase.PROFILE, Phase.COMPILE, Phase.CAPTURE)
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a mesh has served, and its replay's requests.
+    """The requests that a mesh has served, and those of its replay.
 
     Attributes:
         ttft_s: Times to the first token, in order of arrival.

@@ -27,7 +27,7 @@ class Served:
     ended: float = 0.0
     cold: bool = False
     number: int = -1
-    """Its index in the list of requests."""
+    """Index of the request in the list."""
 
     @property
     def startup(self) -> float:

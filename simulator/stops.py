@@ -1,4 +1,4 @@
-"""How instances stop: for good, suspended, preempted, or after a migration."""
+"""Stop instances: for good, suspended, preempted, or after a migration."""
 
 from __future__ import annotations
 

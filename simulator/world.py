@@ -17,7 +17,7 @@ from simulator.report import Outcome
 from simulator.shared_fetches import Fetches
 
 HORIZON_S = 60.0
-"""As in the live scheduler (`Policy.horizon_s`)."""
+"""The horizon of the live scheduler (`Policy.horizon_s`)."""
 
 
 class World:

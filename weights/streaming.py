@@ -201,7 +201,7 @@ def _chunks(start: int, nbytes: int) -> range:
 
 
 def _by_chunk(layout: Layout) -> Counter[int]:
-    """How many tensors have bytes in each chunk."""
+    """Number of tensors with bytes in each chunk."""
     return Counter(chunk for start, entry in _in_order(layout) if entry.nbytes for chunk in _chunks(start, entry.nbytes))
 
 

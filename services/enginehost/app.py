@@ -153,7 +153,7 @@ class Host(InstanceProcess):
                 return
 
     async def _probe_error(self) -> EngineFailed | None:
-        """Why an idle engine generates no token; None if it does, or is asleep."""
+        """The reason why an idle engine generates no token; None if it does, or is asleep."""
         async with self._control_lock:
             if not self._is_awake():
                 return None

@@ -82,14 +82,14 @@ class Authorizer:
 
     @property
     def required(self) -> bool:
-        """Whether inference needs a key though none is valid now."""
+        """True if inference needs a key though none is valid now."""
         if self._require is not None:
             return self._require or self._file is not None or self.store.has_unparsable
         return self.is_exposed or self._file is not None or self.store.has_existed("inference")
 
     @property
     def guards_admin(self) -> bool:
-        """Whether the admin API needs a key: always, once an admin key has existed."""
+        """True if the admin API needs a key: always, once an admin key has existed."""
         return bool(self._admin) or self.store.has_existed("admin")
 
     def note_configured(self) -> None:
@@ -132,7 +132,7 @@ class Authorizer:
 
 
 def is_exposed(settings: GatewaySettings, listener: socket.socket) -> bool:
-    """Whether other machines can reach the published or listening address."""
+    """True if other machines can reach the published or listening address."""
     if settings.published_address:
         return not is_loopback(settings.published_address)
     if listener.family not in (socket.AF_INET, socket.AF_INET6):

@@ -37,7 +37,7 @@ _UNMAP_POLL_S = 0.1
 the engine's socket.
 """
 _LACKING_POLL_S = 1.0
-"""How often the loader looks for pages for a borrower's guarantee, as processes may unmap some."""
+"""Period of the search for pages for a borrower's guarantee, as processes may unmap some."""
 
 
 @dataclass

@@ -264,7 +264,7 @@ class EffectRunner:
             self._detaching.discard(instance_id)
 
     async def _ask(self, subject: str, request: Request, reply: type[R]) -> R:
-        """As `Mesh.request`, but a missing connection raises `Unavailable`."""
+        """Send a request as `Mesh.request` does; a missing connection raises `Unavailable`."""
         try:
             return await self._mesh.request(subject, request, reply)
         except NatsError as fault:

@@ -1,4 +1,4 @@
-"""What Thaw's processes say to each other: subjects, messages, deadlines.
+"""The contracts between Thaw's processes: subjects, messages, deadlines.
 
 Nothing of this lives anywhere else.
 """

@@ -96,7 +96,7 @@ class AssumeNode(Frozen):
 
 
 class AssumeBudget(Frozen):
-    """What if a device had another budget?"""
+    """A hypothetical budget of a device."""
 
     kind: Literal["budget"] = "budget"
     node: str
@@ -105,7 +105,7 @@ class AssumeBudget(Frozen):
 
 
 class AssumeNoNode(Frozen):
-    """What if a node were gone, and what runs on it?"""
+    """A hypothetical loss of a node and its instances."""
 
     kind: Literal["drop_node"] = "drop_node"
     node: str
@@ -167,7 +167,7 @@ class ViewCluster(Request):
 
 
 class LoaderView(Frozen):
-    """What a node's loader may keep, and how fast it reads."""
+    """The budgets of a node's loader, and its bandwidths."""
 
     dram_budget_bytes: int = 0
     ssd_budget_bytes: int = 0
@@ -208,7 +208,7 @@ class ParkView(Frozen):
 
 
 class ObjectiveView(Frozen):
-    """How a model meets its objective (`slo`) within the last day.
+    """The requests of the last day that met a model's objective (`slo`).
 
     Attributes:
         total: Requests that count.
@@ -264,7 +264,7 @@ class Migrate(Request):
 
 
 class ViewMigrations(Request):
-    """Those under way, and those of the last hour, the latest first."""
+    """Migrations in progress, and those of the last hour, the latest first."""
 
     kind: Literal["view_migrations"] = "view_migrations"
     migration_id: str | None = None

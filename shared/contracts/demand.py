@@ -16,8 +16,8 @@ from shared.contracts.base import Deadline, ErrorBody, Message, Request
 DEMAND_INTERVAL_S = 1.0
 DEMAND_LOST_AFTER_S = 5.0
 ARRIVALS_WINDOW_S = 1.0
-"""Of the sliding window that arrivals are counted in: the one of the code that HydraServe's authors
-published; the paper states none.
+"""Length of the sliding window that counts arrivals, from HydraServe's published code; the paper
+states none.
 """
 
 

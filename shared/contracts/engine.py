@@ -87,7 +87,7 @@ class LoadedAdapter(Frozen):
 
 
 class EngineLoad(Frozen):
-    """What an engine has to do just now."""
+    """The present load of an engine."""
 
     active: int = 0
     waiting: int = 0

@@ -17,7 +17,7 @@ itself.
 
 
 class Capabilities(Frozen):
-    """What an engine can do.
+    """The abilities of an engine.
 
     `openai` is the least that any command which opens an OpenAI-compatible port can.
     """
@@ -35,7 +35,8 @@ class Capabilities(Frozen):
     them again.
     """
     snapshot: bool = True
-    """Its processes may be frozen and paged out, or checkpointed, without its knowledge."""
+    """True if Thaw may freeze and page out, or checkpoint, the engine's processes without its help.
+    """
     lora: bool = False
     honours: frozenset[str] = frozenset()
     """Fields of `shared.contracts.openai.NOT_HONOURED` that it honours."""
@@ -48,7 +49,7 @@ class Capabilities(Frozen):
     reservation; then what was measured counts.
     """
     run_by_us: bool = False
-    """Whether Thaw's own tests run the real engine; else only a fake of its published API."""
+    """True if Thaw's own tests run the real engine; else only a fake of its published API."""
 
 
 _MIB = 1 << 20

@@ -120,7 +120,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChoiceDelta(Frozen):
-    """What one choice gained.
+    """The new part of one choice.
 
     `text` may lag behind `token_ids` while a character is incomplete or a stop string may be
     starting; all the text of all deltas is the answer, and all their token ids are what the model

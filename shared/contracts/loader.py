@@ -146,7 +146,7 @@ class CancelPrefetch(Request):
 
 
 class ExpectedModel(Frozen):
-    """How soon a model's weights are likely to be loaded."""
+    """The likelihood that a model's weights are loaded soon."""
 
     weights_id: str
     source: str = Field(default="", description="As in `ModelInfo.source`: a loader reads the hashes in the index of a local one.")
@@ -218,7 +218,7 @@ class SegmentStatus(Frozen):
 
 
 class LinkStatus(Frozen):
-    """What loads share: a disk, a remote host, a peer, a device's bus.
+    """A resource that loads share: a disk, a remote host, a peer, a device's bus.
 
     `finish_ms`: when all that is queued now will be loaded.
     """
@@ -259,7 +259,7 @@ class KvOnDevice(Frozen):
 
 
 class WeightsOnDevice(Frozen):
-    """What a device has of the units of some weights, loaded or not.
+    """The units of some weights that a device has, loaded or not.
 
     The shares of a unit that several weights have are in the figures of each of them.
     """

@@ -108,7 +108,7 @@ class ContainerOptions(Strict):
 
 
 class PlacementRules(Strict):
-    """Where instances of a model may run.
+    """Constraints on the placement of a model's instances.
 
     Every rule must hold; each device that one excludes is shown with it by `thaw explain`.
     """
@@ -301,7 +301,7 @@ class LinearShape(Frozen):
 
 
 class AdapterInfo(Frozen):
-    """What a LoRA adapter's files say (PEFT's adapter_config.json).
+    """The properties of a LoRA adapter's files (PEFT's adapter_config.json).
 
     `modules`: the matrices of its base that it adds to, as they lie in the base's files. Patterns
     hold for modules whose name is theirs or ends with it.
@@ -330,7 +330,7 @@ def _is_or_ends(module: str, name: str) -> bool:
 
 
 class ModelInfo(Frozen):
-    """What the loader read from a model's files (no weights are read for it)."""
+    """The properties of a model's files, which the loader reads without the weights."""
 
     source: str = Field(description="The source as resolved: an absolute directory, or hf:// with its commit.")
     revision: str = Field(description="Digest that changes when any weight file does; two equal ones may share memory.")

@@ -156,7 +156,7 @@ class Timing(Frozen):
 
 
 class Suspension(Frozen):
-    """How an instance is suspended, and what that was measured to do."""
+    """The way to suspend an instance, and its measurements."""
 
     possible: bool = False
     assessed: bool = Field(

@@ -73,7 +73,7 @@ class StreamOptions(_Open):
 
 
 class _Generation(_Open):
-    """What chat and text completions have in common."""
+    """The common fields of chat and text completions."""
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)

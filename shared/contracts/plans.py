@@ -14,18 +14,18 @@ from shared.contracts.phases import PhaseSpan, measure_covered
 
 Way = Literal["warm", "load", "evict_then_load", "restore", "evict_then_restore", "template", "wait", "impossible"]
 ReadyBy = Literal["ready", "wake", "restore", "template", "reuse", "load", "peer_copy", "pipeline"]
-"""How a model becomes ready on a device set: it is; from sleep; from a snapshot; in the suspended
-engine of another model of its template key; the missing
-tensors loaded; all of it loaded (from DRAM, SSD or remote); copied from another device; its layers
-over several devices.
+"""Ways to make a model ready on a device set, in this order: it is ready already; wake it from its
+engine's sleep; restore a snapshot; take the suspended engine of another model of its template key;
+load the missing units; load all of it (from DRAM, SSD or remote); copy from another device; divide
+its layers among several devices.
 """
 Clearing = Literal["none", "leaving", "evict", "suspend", "preempt", "migrate"]
-"""What must happen there first: nothing; those on their way out must be out; idle ones leave (for
-good, or to a snapshot); serving ones are interrupted and begin again elsewhere; serving ones move
-elsewhere with their tokens.
+"""Ways to clear a device set first, in this order: there is room; wait for leaving instances; stop
+idle instances; suspend idle instances; drain serving instances; migrate the requests of serving
+instances.
 """
 RESTORES = ("restore", "evict_then_restore")
-"""Ways that bring a suspended instance back: what they measure says nothing of a start."""
+"""Ways that resume a suspended instance. Their measurements do not count for starts."""
 
 
 class Candidate(Frozen):
@@ -83,7 +83,7 @@ class Candidate(Frozen):
 
     @property
     def error_ms(self) -> float | None:
-        """What was measured less what was predicted."""
+        """The measured minus the predicted seconds."""
         return None if self.took_ms is None or self.predicted_ms is None else self.took_ms - self.predicted_ms
 
 

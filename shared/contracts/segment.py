@@ -135,6 +135,6 @@ ArenaHandle = Annotated[SharedMemoryHandle | CudaIpcHandle | PagesHandle, Field(
 
 
 def segment_prefix(home: Path, node: str) -> str:
-    """What the names of all of a node's segments under /dev/shm begin with."""
+    """The common prefix of the names of a node's segments under /dev/shm."""
     digest = hashlib.sha256(f"{home.expanduser().resolve()}\0{node}".encode()).hexdigest()[:8]
     return f"thaw-{digest}-"

@@ -54,7 +54,7 @@ def node_status(node: str) -> str:
 
 
 def engine_report(node: str) -> str:
-    """Where the engines of a node report to their nodeagent."""
+    """Subject of the reports of a node's engines to their nodeagent."""
     return f"{PREFIX}.node.{token(node)}.engines"
 
 
@@ -67,7 +67,7 @@ def loader_status(node: str) -> str:
 
 
 def loader_files(node: str) -> str:
-    """Where the loader of a node answers `ReadModelFile`."""
+    """Subject on which the loader of a node answers `ReadModelFile`."""
     return f"{PREFIX}.loader.{token(node)}.files"
 
 
@@ -95,12 +95,12 @@ def executor_id(number: int, node: str) -> str:
 
 
 def executor_control(executor_id: str) -> str:
-    """Where an executor attaches and detaches instances."""
+    """Subject of an executor's commands to attach and detach instances."""
     return f"{PREFIX}.engine.{executor_id}.control"
 
 
 def gateway_control(gateway_id: str) -> str:
-    """Where a gateway is asked to swap the route of a request that it holds."""
+    """Subject of commands to a gateway to change the route of one of its requests."""
     return f"{PREFIX}.gateway.{gateway_id}.control"
 
 

@@ -24,7 +24,7 @@ class SystemIds(IdGenerator):
 
 
 def _number(size: int) -> int:
-    """Of `size` bytes, never 0, which names no span."""
+    """Return a random id of `size` bytes, never 0, which names no span."""
     while not (value := int.from_bytes(os.urandom(size), "big")):
         continue
     return value

@@ -50,7 +50,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is known of one process."""
+    """The state of one process."""
 
     last: Look
     silent_s: float = 0.0

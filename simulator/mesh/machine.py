@@ -38,14 +38,14 @@ class MeshInstance:
     """Expected seconds to resume."""
     can_suspend: bool = False
     accepts_early: bool = False
-    """It accepts requests, maybe before its weights are there."""
+    """True if it accepts requests, maybe before its weights are loaded."""
     holds: bool = False
     """True while the weights are pinned in the node's memory for it."""
     phases: tuple[tuple[Phase, float, float], ...] = ()
     """Start and end, in seconds of the simulation."""
     flows: list[Flow] = field(default_factory=list)
     ended: bool = False
-    """Its load was ended."""
+    """True if its load was cancelled."""
     leaves: list[Callable[[], None]] = field(default_factory=list)
     """Functions that leave the shared fetches."""
 
@@ -76,7 +76,7 @@ class MeshNode:
         self.snapshots = 0
         separate = sim.devices if sim.group.memory == "separate" else ()
         self.residency = {d.key: Residency(d) for d in separate}
-        """Of separate devices, by key."""
+        """The weights of separate devices, by key."""
 
     @property
     def alive(self) -> bool:

@@ -55,7 +55,7 @@ class Api(Gateway):
             raise CommandError(f"The gateway's answer to {path} is not understood.", "Is it of another version of Thaw?") from e
 
     def is_ready(self) -> bool:
-        """Whether the gateway says it can serve."""
+        """True if the gateway says it can serve."""
         try:
             with self.client(_TIMEOUT) as client:
                 return client.get("/ready").is_success
@@ -96,7 +96,7 @@ class Api(Gateway):
         return self._get(MigrationsViewed, "POST", "/admin/v1/migrations", order, timeout=Migrate.usual_ms() / 1e3).migrations
 
     def migrations(self, limit: int = 50, migration_id: str | None = None) -> list[MigrationRecord]:
-        """Those under way and those of the last hour, the latest first; or one."""
+        """Return the migrations of the last hour, the latest first, or one of them."""
         path = "/admin/v1/migrations" + (f"/{quote(migration_id, safe='')}" if migration_id else "")
         return list(self._get(MigrationsViewed, "GET", path, limit=str(limit)).migrations)
 

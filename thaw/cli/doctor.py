@@ -67,7 +67,7 @@ def _findings(home: Home) -> Iterable[Finding]:
 
 
 def _set_up_swap(home: Home, out: Console) -> list[str]:
-    """What was done, in words."""
+    """Set up swap if there is none, and return the descriptions of the changes."""
     if swap.swap().total >= swap.LEAST:
         out.print("Nothing to fix: there is swap already.")
         return []

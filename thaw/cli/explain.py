@@ -168,7 +168,7 @@ def outcome(plan: PlanRecord) -> str:
 
 
 def _phases(ms: dict[str, float]) -> str:
-    """Those that matter, the longest first."""
+    """Return the phases that matter, the longest first."""
     longest = sorted(((v, k) for k, v in ms.items() if v >= 1), reverse=True)[:5]
     return ", ".join(f"{name} {format_duration(value / 1e3)}" for value, name in longest)
 

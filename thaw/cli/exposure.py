@@ -51,7 +51,7 @@ def of_home(home: Home) -> Finding:
 
 
 def judge(host: str, keys: KeyList) -> Finding:
-    """Whether strangers can use an endpoint at `host` with these keys."""
+    """True if strangers can use an endpoint at `host` with these keys."""
     exists = bool(keys.configured) or any(key.scope == "inference" for key in keys.keys)
     if is_loopback(host):
         text = "a key is needed" if exists or keys.required else "no key is needed, and only this machine reaches the endpoint"
@@ -74,7 +74,7 @@ def judge(host: str, keys: KeyList) -> Finding:
 
 
 def requires_key(wanted: Wanted) -> bool:
-    """Whether a gateway that is started so asks for a key before any exists."""
+    """True if a gateway that is started so asks for a key before any exists."""
     setting = wanted.environment.get(_VARIABLE) or os.environ.get(_VARIABLE) or ""
     if setting:
         return setting.lower() in ("1", "true", "yes", "on", "t", "y")

@@ -55,7 +55,7 @@ def lanes(trace: RequestTrace) -> list[Lane]:
 
 
 def _find_last_token_ms(handover: HandoverTrace) -> float:
-    """When the last token of the instance before had arrived."""
+    """Return the time at which the last token of the previous instance arrived."""
     return handover.since_ms if handover.since_ms is not None else handover.at_ms
 
 

@@ -96,7 +96,7 @@ def _has_inference_key(keys: KeyList) -> bool:
 
 
 def _without_keys(keys: KeyList) -> str:
-    """What becomes of requests while no key for inference exists."""
+    """Describe the treatment of requests while no key for inference exists."""
     if keys.required:
         return "every request is refused until `thaw keys add NAME` makes one (`thaw up` with THAW_REQUIRE_KEY=false opens the endpoint)"
     return "every client that reaches the endpoint may use it"

@@ -109,7 +109,7 @@ def drain(
 
 
 def _until_empty(api: Api, name: str, within: float) -> tuple[list[InstanceStatus], list[MigrationRecord]]:
-    """What is left on a node, and what was moved off it."""
+    """The instances that are left on a node, and those that were moved off it."""
     known = {r.migration_id for r in api.migrations(limit=1000) if r.over}
     deadline = time.monotonic() + within
     while True:

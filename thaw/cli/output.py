@@ -1,4 +1,4 @@
-"""What every verb shares: `--json`, errors with their remedy, exit statuses.
+"""The common parts of all verbs: `--json`, errors with their remedy, exit statuses.
 
 A verb prints to `screen(json)`, which is mute with `--json`, and returns its document, which is
 printed only with `--json`. Status 0: done; 1: failed (`CommandError`, or a document whose "ok" is
@@ -25,13 +25,13 @@ from thaw.errors import CommandError
 P = ParamSpec("P")
 Document = dict[str, Any]
 STDOUT = Path("-")
-"""What `thaw simulate --json` is given where other verbs' option takes nothing."""
+"""The value of `thaw simulate --json`, an option without a value in other verbs."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def screen(as_json: bool) -> Console:
-    """Where people read; mute with `--json`."""
+    """Return the console for people; it is mute with `--json`."""
     # Output that is no terminal (a pipe, a log of CI) has no width: tables get the width that they
     # need.
     return Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 140)

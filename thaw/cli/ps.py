@@ -204,7 +204,7 @@ def show_models(out: Console, cluster: ClusterView, migrations: Sequence[Migrati
 def loads_of(
     view: ModelView, instances: list[tuple[NodeView, InstanceStatus]]
 ) -> list[tuple[NodeView, InstanceStatus, LoadedAdapter]]:
-    """Where an adapter is loaded, of its base's `instances`."""
+    """Return those of the base's `instances` that have loaded an adapter."""
     return [(n, i, a) for n, i in instances for a in i.load.adapters if a.name == view.card.spec.name]
 
 

@@ -34,7 +34,7 @@ def wake(model: Model, as_json: Json = False) -> Document:
 
 
 def nothing_left(cluster: ClusterView, model: str) -> str:
-    """Why no instance of the model left: it is suspended already, or has none."""
+    """The reason why no instance of the model left: it is suspended already, or has none."""
     name = _name(cluster, model)
     parked = [i for node in cluster.nodes if node.alive for i in node.instances if i.model == name and i.state.parked]
     if not parked:

@@ -23,7 +23,7 @@ from thaw.errors import CommandError
 from thaw.units import parse_duration, parse_size
 
 NODE_PATTERN = r"[a-z0-9][a-z0-9-]{0,62}"
-"""As `NodeSettings.node` has it."""
+"""The form of a node's name (`NodeSettings.node`)."""
 HUB_PATTERN = r"hf://\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?"
 REMOTE_PATTERN = r"https?://[^/\s]+(/\S*)?|(s3|gs|az)://\w[\w.-]*(/[^\s?#]*)?"
 DEVICE_PATTERN = r"^(cpu|cuda):\d+$"

@@ -30,7 +30,7 @@ class Tree:
     faults: list[Fault] = field(default_factory=list)
 
     def place(self, path: Path) -> tuple[int, int]:
-        """Where `path` is, or what encloses it where it is not in the file."""
+        """Return the position of `path`, or of its nearest parent in the file."""
         for length in range(len(path), -1, -1):
             found = self.keys.get(path[:length]) or self.places.get(path[:length])
             if found is not None:

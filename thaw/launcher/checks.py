@@ -164,7 +164,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _suspending_on_gpus(driver: str) -> Finding:
-    """Whether engines on GPUs can be suspended by CUDA's checkpoint."""
+    """True if engines on GPUs can be suspended by CUDA's checkpoint."""
     lacking = "engines on GPUs are stopped, not suspended, but for those that sleep by themselves"
     if int(driver.split(".")[0]) < CHECKPOINT_DRIVER:
         text = f"NVIDIA driver {driver} has no checkpoint calls: {lacking}"

@@ -129,7 +129,7 @@ def check_unused(home: Home, host: str, port: int) -> None:
 
 
 def has_survivors(home: Home, plan: MeshPlan) -> bool:
-    """Whether `launch` would take over the processes of a supervisor that was killed."""
+    """True if `launch` would take over the processes of a supervisor that was killed."""
     return _find_adoptable(home, plan) is not None
 
 

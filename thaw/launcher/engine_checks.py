@@ -15,7 +15,7 @@ _PROBE_WITHIN_S = 20.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where to look for an engine.
+    """The setting and the program of an engine.
 
     Attributes:
         variable: Variable that names the program.

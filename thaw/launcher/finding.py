@@ -1,4 +1,4 @@
-"""What a check of `thaw doctor` found."""
+"""The result of a check of `thaw doctor`."""
 
 from __future__ import annotations
 

@@ -48,12 +48,14 @@ class Home:
 
     @property
     def supervisor_file(self) -> Path:
-        """Which supervisor runs, and its services (`thaw.launcher.status.MeshStatus`)."""
+        """The file with the running supervisor and its services
+        (`thaw.launcher.status.MeshStatus`).
+        """
         return self.run / "supervisor.json"
 
     @property
     def plan_file(self) -> Path:
-        """What the supervisor is to run (`thaw.launcher.plan.MeshPlan`), secrets included."""
+        """The file with the supervisor's plan (`thaw.launcher.plan.MeshPlan`), secrets included."""
         return self.run / "mesh.json"
 
     @property
@@ -77,7 +79,7 @@ class Home:
         return self.run / "start.lock"
 
     def heartbeat_socket(self, service: str) -> Path:
-        """Where the supervisor receives the heartbeats of a service."""
+        """The socket on which the supervisor receives the heartbeats of a service."""
         return self.run / f"{service}.beat"
 
     @property

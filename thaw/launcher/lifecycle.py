@@ -1,4 +1,4 @@
-"""Which service to start, restart, stop or kill when: pure.
+"""Decide which service to start, restart, stop or kill, and when. Pure.
 
 The supervisor feeds it events and carries out its effects.
 
@@ -48,7 +48,7 @@ class Service:
     last_exit: int | None = None
     hangs: int = 0
     last_hang: str | None = None
-    """Why it was ended the last time that it hung."""
+    """The reason why it was ended the last time that it hung."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Mesh:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `Tick` is due next."""
+        """Return the time at which `Tick` is due next."""
         return min((s.deadline for s in self.services.values() if s.deadline is not None), default=None)
 
 

@@ -77,7 +77,7 @@ class MeshPlan(Strict):
         return self.database_url or own
 
     def endpoints(self) -> dict[str, str]:
-        """How to reach this mesh: what `endpoints.json` holds while it runs."""
+        """The addresses of this mesh: the contents of `endpoints.json` while it runs."""
         return {
             "url": self.gateway_url,
             "admin_key": self.credentials.admin_key,
@@ -110,7 +110,7 @@ def read_plan(home: Home) -> MeshPlan:
 
 
 def listen_fault(host: str, port: int) -> OSError | None:
-    """What keeps a server from listening there now; None: nothing."""
+    """Return the reason why a server cannot listen there now; None: it can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

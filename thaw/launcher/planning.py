@@ -59,12 +59,12 @@ class Wanted:
 
     @property
     def api_key_hashes(self) -> tuple[str, ...]:
-        """Of the keys in the file, which may be hashes already."""
+        """Return the hashes of the keys in the file, which may be hashes already."""
         return tuple(key if _HASH.match(key) else hashlib.sha256(key.encode()).hexdigest() for key in self.mesh.api_keys)
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """Those of the file first; `--nodes` cuts them or adds node-N."""
+        """Return the nodes: those of the file first; `--nodes` cuts them or adds node-N."""
         named = tuple(self.mesh.nodes)
         count = self.nodes if self.nodes is not None else max(1, len(named))
         more = (name for i in range(count + len(named)) if (name := f"node-{i}") not in named)

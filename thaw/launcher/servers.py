@@ -151,7 +151,7 @@ def locate_postgres(home: Home) -> Postgres:
 
 
 def postgres_directories(home: Home) -> tuple[Path, Path]:
-    """Where the database of `home` may lie."""
+    """Return the possible directories of the database of `home`."""
     return home.root / "postgres", _public_place(home) / "postgres"
 
 

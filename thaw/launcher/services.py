@@ -67,7 +67,7 @@ class Program:
 
 
 def common_environment(home: Home, plan: MeshPlan) -> dict[str, str]:
-    """What every service has in its environment."""
+    """Return the environment variables of every service."""
     marks = {MARK: "1", "THAW_HOME": str(home.root)}
     return {**plan.environment, **marks, "THAW_NATS_URL": plan.effective_nats_url, "PYTHONUNBUFFERED": "1"}
 

@@ -78,7 +78,7 @@ def remove_stale_locks(postgres: Postgres) -> None:
 
 
 def _is_server(pid: int, data: Path) -> bool:
-    """Whether `pid` is a living server of `data`; also True if that cannot be found out."""
+    """True if `pid` is a living server of `data`; also True if that cannot be found out."""
     identity = identify(pid)
     if identity is None or not identity.is_alive():
         return False
@@ -105,7 +105,7 @@ def _await_unused(segment: tuple[int, int], data: Path) -> bool:
 
 
 def _is_used(segment: tuple[int, int]) -> bool:
-    """Whether a process has the shared memory attached; also True if that cannot be found out."""
+    """True if a process has the shared memory attached; also True if that cannot be found out."""
     try:
         rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
     except OSError:

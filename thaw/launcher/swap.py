@@ -38,7 +38,7 @@ def swap() -> Swap:
 
 
 def missing_capabilities() -> list[str]:
-    """Of those that paging out another process needs, the ones that this one has not."""
+    """Return the capabilities that paging out another process needs and this process lacks."""
     held = 0
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -92,7 +92,7 @@ def wanted_bytes(directory: Path) -> int:
 
 
 def commands(path: Path, size: int) -> list[list[str]]:
-    """What sets up a swap file, in order."""
+    """Return the commands that set up a swap file, in order."""
     return [
         ["fallocate", "-l", str(size), str(path)],
         ["chmod", "600", str(path)],
@@ -127,7 +127,7 @@ def _by_hand(path: Path, size: int) -> str:
 
 
 def remedy(home: Path, existing: Path) -> str:
-    """How to get swap here.
+    """Return the advice for setting up swap on this machine.
 
     `existing`: the nearest directory above `home` that is there.
     """

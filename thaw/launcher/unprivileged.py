@@ -15,7 +15,7 @@ from pathlib import Path
 
 CLONE_NEWUSER = 0x10000000
 INSIDE_ID = 1000
-"""What root is called inside the namespace; any id but 0 does."""
+"""The id of root inside the namespace; any id but 0 works."""
 
 
 def enter_user_namespace() -> None:

@@ -37,7 +37,7 @@ class NotTranslatable(ValueError):
 
 @dataclass
 class Server:
-    """What a command line says about a model.
+    """The options of a model that a command line contains.
 
     Attributes:
         engine: Thaw's engine for it.

@@ -1,4 +1,4 @@
-"""Which entries of the SSD cache to evict for another one."""
+"""Choose the entries of the SSD cache to evict for another one."""
 
 from __future__ import annotations
 

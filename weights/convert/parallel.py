@@ -37,7 +37,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class Plan:
-    """How to divide a model's tensors.
+    """The way to divide a model's tensors.
 
     Attributes:
         styles: Patterns of tensor names, and the style of each in
@@ -81,7 +81,7 @@ class Plan:
 
 
 def _split(name: str, style: str, dimensions: int) -> Split | None:
-    """As the style's `shard_param` does it."""
+    """Divide a tensor as the style's `shard_param` does."""
     bias = name.endswith("bias")
     if style in _WHOLE or (style in _ROWS and bias) or (style == "packed_rowwise" and dimensions == 1):
         return None

@@ -50,7 +50,7 @@ _BROKEN = (
     struct.error,
     zipfile.BadZipFile,
 )
-"""What torch.load and zipfile raise for files that are not what they expect."""
+"""Exceptions of torch.load and zipfile for files of another form."""
 
 
 def torch_names(present: Collection[str]) -> tuple[str, ...] | None:

@@ -42,7 +42,7 @@ class Shard(Protocol):
         ...
 
     def tensors(self) -> AbstractContextManager[Sequence[SourceTensor]]:
-        """Its tensors, readable in the block. Raises `CheckpointInvalid`."""
+        """Return the file's tensors, readable in the block. Raises `CheckpointInvalid`."""
         ...
 
 
@@ -65,7 +65,7 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """What `path` holds: a model or adapter directory, or one file.
+    """Open `path`: a model or adapter directory, or one file.
 
     Raises `CheckpointInvalid`.
     """

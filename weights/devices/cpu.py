@@ -93,7 +93,7 @@ class CpuDevice:
         """Engines on the CPU read pages as they are."""
 
     def unpin(self, address: int) -> None:
-        """Nothing was pinned."""
+        """Do nothing: no memory was pinned."""
 
     def allocate(self, place: Place, priority: Priority = Priority.REQUEST) -> CpuArena:
         arena = CpuArena(self._device_id, place, self._forget)

@@ -20,12 +20,12 @@ from weights.devices.pinning import Pins
 
 log = logging.getLogger(__name__)
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""What the driver shows on Linux, and on Windows' subsystem for it."""
+"""Paths that the driver creates on Linux, and on Windows' subsystem for it."""
 _CUDA = re.compile(r"^cuda:(\d+)$")
 
 
 def has_driver() -> bool:
-    """Whether an NVIDIA driver is here, without asking it."""
+    """True if an NVIDIA driver is here, without asking it."""
     return any(node.exists() for node in _NODES)
 
 

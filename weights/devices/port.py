@@ -40,7 +40,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a segment holds, for devices that share equal bytes between weights.
+    """The contents of a segment, for devices that share equal bytes between weights.
 
     Attributes:
         tensors: The segment's tensors.
@@ -128,7 +128,7 @@ class Arena(Protocol):
 class Device(Protocol):
     @property
     def device_id(self) -> str:
-        """As `cpu:0`, `cuda:1`."""
+        """The device's id, such as `cpu:0` or `cuda:1`."""
         ...
 
     @property

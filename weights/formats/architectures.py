@@ -98,8 +98,8 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "roberta": {"max_position_embeddings": 512, "num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768},
     "distilbert": {"max_position_embeddings": 512, "n_layers": 6, "n_heads": 12, "dim": 768},
 }
-"""What transformers' configuration classes assume where config.json is silent (files of small Gemma
-3 leave out nearly all); tests/contract/test_loader_defaults.py compares.
+"""Defaults of transformers' configuration classes for keys that config.json lacks (files of small
+Gemma 3 lack nearly all); tests/contract/test_loader_defaults.py compares them.
 """
 
 

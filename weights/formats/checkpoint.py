@@ -33,7 +33,7 @@ TOKENIZERS = (
 )
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _OTHER_SUFFIXES = (".json", ".gguf", ".jinja", ".md", ".txt", ".yaml")
-"""Of files that a person may name in place of the weights beside them."""
+"""Endings of files that a person may name in place of the weights beside them."""
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ INDEX_NAME = "thaw.index.json"
 FORMAT: Literal["thaw-checkpoint"] = "thaw-checkpoint"
 VERSION: Literal[1] = 1
 ALIGNMENT: Literal[256] = 256
-"""What cudaMalloc promises of every address, and so all that kernels rely on; cache lines and
-AVX-512 want 64.
+"""The alignment that cudaMalloc guarantees, on which kernels rely; cache lines and AVX-512 need 64.
 """
 PAGE_ALIGNED_FROM = 16 * PAGE
 """Tensors of 64 KiB or more begin on a page: they can be read directly, mapped and paged out alone.
@@ -47,7 +46,7 @@ Costs at most 6 % (of a 64 KiB tensor).
 MAX_RANKS = 1024
 MAX_INDEX_BYTES = 256 * 1024 * 1024
 _LINE_BYTES = 256 * 1024
-"""Of one line: 1024 partitions take 80 kB, the longest name and most dimensions 30."""
+"""Limit of one line: 1024 partitions take 80 kB, the longest name and most dimensions 30."""
 _OPEN = b',"tensors":['
 _CLOSE = b"\n]"
 _TAIL = b',"sha256":"'
@@ -112,7 +111,7 @@ class _Version(BaseModel):
 
 @dataclass(frozen=True)
 class Index:
-    """What the whole index says; checked."""
+    """The checked contents of the whole index."""
 
     ranks: int
     partitions: tuple[Partition, ...]
@@ -133,7 +132,7 @@ def partition_name(rank: int, ranks: int) -> str:
 
 
 def place_after(end: int, size: int) -> int:
-    """Where a tensor of `size` bytes goes that follows one ending at `end`."""
+    """Return the place of a tensor of `size` bytes that follows one ending at `end`."""
     step = PAGE if size >= PAGE_ALIGNED_FROM else ALIGNMENT
     return -(-end // step) * step
 
@@ -174,7 +173,7 @@ def parse_index(data: bytes, where: str) -> Index:
 
 
 def _entries(data: bytes, start: int, stop: int, where: str) -> Iterator[Entry]:
-    """What the lines from `start` to `stop` say, one tensor each."""
+    """Parse the lines from `start` to `stop`, one tensor each."""
     number = 0
     while start < stop:
         end = data.find(b",\n", start, min(stop, start + _LINE_BYTES))

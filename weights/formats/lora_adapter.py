@@ -49,7 +49,7 @@ _PATTERNS = 256
 
 
 def is_adapter(present: Collection[str]) -> bool:
-    """Whether the files named `present` are an adapter's."""
+    """True if the files named `present` are an adapter's."""
     return CONFIG in present and not {SINGLE, INDEX} & set(present)
 
 

@@ -20,7 +20,7 @@ from shared.errors import CheckpointInvalid
 
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 25_000_000
-"""As huggingface_hub has it; the largest real headers are a few MB."""
+"""The limit of huggingface_hub; the largest real headers are a few MB."""
 MAX_NAME = 4096
 MAX_DIMENSIONS = 64
 """Beyond what torch computes with. The product of millions of numbers takes hours."""

@@ -11,7 +11,7 @@ from weights.formats.checkpoint import parse_json, read_small
 CONFIG = "tokenizer_config.json"
 TOKENIZER = "tokenizer.json"
 _MAX_BYTES = 256 * 1024 * 1024
-"""Of a tokenizer.json: vocabularies of a quarter of a million tokens take 33 MB."""
+"""Limit of a tokenizer.json: vocabularies of a quarter of a million tokens take 33 MB."""
 
 
 def special_token_ids(directory: Path, present: Collection[str]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ _DESKTOPS = ("microsoft", "linuxkit", "orbstack")
 
 @dataclass(frozen=True)
 class Host:
-    """What lies behind this machine's memory.
+    """The backing of this machine's memory.
 
     Attributes:
         is_virtual: This machine is a virtual one.

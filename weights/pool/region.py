@@ -15,7 +15,7 @@ from weights.pool.shm import no_room
 
 
 class Space(Protocol):
-    """Where pieces are read to.
+    """The memory that pieces are read into.
 
     Offsets are the segment's; the range of all methods but `write` lies within one chunk.
     """
@@ -103,6 +103,6 @@ class Region:
 
 
 def extents(chunks: Sequence[int], nbytes: int) -> tuple[Extent, ...]:
-    """Where `nbytes` in `chunks` lie in the pool's file, neighbours joined."""
+    """Return the places of `nbytes` in `chunks` in the pool's file, neighbours joined."""
     ends = [min(CHUNK_BYTES, nbytes - i * CHUNK_BYTES) for i in range(len(chunks))]
     return tuple(coalesce([Extent(offset=c * CHUNK_BYTES, nbytes=n) for c, n in zip(chunks, ends, strict=True)]))

@@ -28,7 +28,7 @@ class FailoverTier:
 
     @property
     def link(self) -> str:
-        """Of the place that is read now."""
+        """Link of the place that is read now."""
         return self._places[self._at].link
 
     @property

@@ -55,5 +55,5 @@ class PeerTier(RemoteTier):
 
 
 def same_files(one: Sequence[TierFile], other: Sequence[TierFile]) -> bool:
-    """Whether two places list the same files of the same sizes."""
+    """True if two places list the same files of the same sizes."""
     return {(f.name, f.size) for f in one} == {(f.name, f.size) for f in other}

@@ -66,7 +66,7 @@ def _has(status: LoaderStatus, revision: str) -> bool:
 
 
 def peers_first(peers: Sequence[float | None], source: float | None) -> bool:
-    """Whether a peer is read before the source.
+    """True if a peer is read before the source.
 
     Speeds in bytes per second, None: not measured yet.
 

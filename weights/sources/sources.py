@@ -59,7 +59,7 @@ class Sources:
     # -- inspecting --------------------------------------------------------------------------------
 
     def inspect(self, source: str, *, trust_remote_code: bool) -> ModelInfo:
-        """What a model is, by its small files and its weights' headers.
+        """The properties of a model, from its small files and its weights' headers.
 
         Raises `InvalidModel` and its kin, or `Unavailable` if the source cannot be reached and the
         cache does not have it.
@@ -262,7 +262,7 @@ class Sources:
 
 
 def _names(tier: Tier) -> frozenset[str]:
-    """Of all files: of a directory those too that no load wants."""
+    """Return the names of all files, including files of a directory that no load needs."""
     if tier.directory is not None:
         try:
             return frozenset(p.name for p in tier.directory.iterdir())

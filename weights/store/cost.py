@@ -15,7 +15,7 @@ disk at 1.4 GB/s, 1 Gbit/s from elsewhere.
 LEAST_LIKELY = 0.001
 """Likelihood of weights without expected demand: bytes and tier still order them."""
 Likelihood = Callable[[StoredUnit], float]
-"""How likely a unit is loaded again soon, compared with others."""
+"""The likelihood that a unit is loaded again soon, compared with others."""
 
 
 def equally_likely(_: StoredUnit) -> float:

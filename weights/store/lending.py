@@ -23,7 +23,7 @@ from weights.store.pages import Cost, Store, give_back, lend, lendable_pages
 
 log = logging.getLogger(__name__)
 _LOAD_WAITS_S = 20.0
-"""How long a load waits for pages that borrowers are asked for."""
+"""A load waits this long for pages that borrowers return."""
 
 
 def shrink_targets(held: Mapping[str, int], floors: Mapping[str, int], short: int) -> dict[str, int]:

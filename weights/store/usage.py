@@ -1,4 +1,4 @@
-"""How the pages of a device are used: by which models, shared, reusable, lent and free."""
+"""The use of a device's pages: by model, shared, reusable, lent and free."""
 
 from __future__ import annotations
 

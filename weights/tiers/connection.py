@@ -44,7 +44,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a connection is to: scheme, host, port, and the proxy that it goes through."""
+    """The destination of a connection: scheme, host, port, and its proxy."""
 
     scheme: str
     host: str

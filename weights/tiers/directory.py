@@ -106,7 +106,7 @@ class DirectoryTier:
         return self._settled
 
     def close(self) -> None:
-        """Nothing is open between reads."""
+        """Do nothing: no file is open between reads."""
 
 
 def _fill(fd: int, path: Path, offset: int, into: memoryview, cancelled: threading.Event | None) -> None:

@@ -134,7 +134,7 @@ class HttpTier(RemoteTier):
 
 
 def _credentials(host: str) -> dict[str, str]:
-    """Of ~/.netrc, where it has this host."""
+    """Return the credentials of ~/.netrc, if it has this host."""
     path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         found = netrc.netrc(str(path)).authenticators(host)

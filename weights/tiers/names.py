@@ -31,7 +31,7 @@ PROBED = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
-"""What is asked for at a place that cannot list its files."""
+"""Names that the loader tries at a place that cannot list its files."""
 _PART = re.compile(r"[^/\\\0]{1,255}")
 
 

@@ -222,7 +222,7 @@ def _open(scheme: str, bucket: str, backoff: Backoff) -> Store:
 
 
 def _has_credentials(scheme: str) -> bool:
-    """Whether the operator has given the loader credentials for that kind of store."""
+    """True if the operator has given the loader credentials for that kind of store."""
     named = any(value and _CREDENTIALS[scheme].fullmatch(name) for name, value in os.environ.items())
     return named or (scheme == "gs" and _GCLOUD.expanduser().is_file())
 

@@ -60,7 +60,7 @@ class Tier(Protocol):
 
     @property
     def link(self) -> str:
-        """What its reads share and are measured by, as `LinkStatus.link`."""
+        """Name of the link of its reads, as in `LinkStatus.link`."""
         ...
 
     @property

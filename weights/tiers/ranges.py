@@ -55,7 +55,7 @@ class RemoteFile:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def address(self) -> str:
-        """Where redirects led the last time, for a while; else the URL itself."""
+        """The target of the latest redirects, for a while; otherwise the URL itself."""
         final = self.final
         return final[0] if final is not None and time.monotonic() < final[1] else self.url()
 

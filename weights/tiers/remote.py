@@ -40,7 +40,7 @@ class RemoteTier(ABC):
 
     @property
     def revision(self) -> str:
-        """Of the place, and of every file's name, size and version."""
+        """Digest of the place, and of every file's name, size and version."""
         digest = hashlib.sha256(f"remote\0{self.source}\0".encode())
         for file in self.files():
             digest.update(f"{file.name}\0{file.size}\0{file.version}\0".encode())

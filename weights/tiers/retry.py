@@ -1,4 +1,4 @@
-"""How often and when a failed request is made again."""
+"""Decide how often and when a failed request is repeated."""
 
 from __future__ import annotations
 

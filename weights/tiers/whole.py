@@ -13,7 +13,7 @@ from weights.tiers.http_client import Answer
 from weights.tiers.port import Cancelled
 
 _GAP_S = 1.0
-"""How long the bytes in between are held for another reader before they are skipped."""
+"""Bytes in between are kept this long for another reader before they are skipped."""
 _SLICE_S = 0.1
 _SCRATCH_BYTES = 1024 * 1024
 

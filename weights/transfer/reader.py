@@ -38,10 +38,9 @@ _buffered_logged = threading.Event()
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read.
+    """Options of reads. Only bench/loader.py changes the defaults.
 
-    What is not the default is there to be measured (bench/loader.py). `chunk_bytes`, of one read,
-    counts whole pages.
+    `chunk_bytes`, the size of one read, is a multiple of the page size.
     """
 
     threads: int = 4

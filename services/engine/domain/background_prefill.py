@@ -1,4 +1,4 @@
-"""How much memory and compute background prefill may take (`PrepareResume`).
+"""The limits of memory and compute for background prefill (`PrepareResume`).
 
 1. It never takes memory from running or waiting requests: an order is accepted only if it fits
    beside everything that those are known to need, and prepared sequences are evicted when running

@@ -1,4 +1,4 @@
-"""How many pages a KV cache borrows, and when it returns them (ADR 0056).
+"""Decide how many pages a KV cache borrows, and when it returns them (ADR 0056).
 
 1. An engine keeps its floor of pages, which is booked.
 2. The engine asks for the pages that its sequences are known to need and a margin, so that decoding

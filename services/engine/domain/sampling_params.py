@@ -42,7 +42,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class StopConditions:
-    """When a response ends.
+    """The conditions that end a response.
 
     After `max_tokens`, at a stop token (whose text is not shown), or before a stop string.
     """

@@ -61,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class LoraBudget:
-    """How LoRA adapters share the memory granted to the KV cache.
+    """The share of LoRA adapters in the memory granted to the KV cache.
 
     Args:
         granted: Granted bytes.

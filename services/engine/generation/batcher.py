@@ -48,7 +48,7 @@ from shared.errors import EngineFailed, ThawError
 
 log = logging.getLogger(__name__)
 _PAGES_WITHIN_S = 0.05
-"""How long a step waits for the loader's answer before it preempts a sequence for lack of pages."""
+"""A step waits this long for the loader's reply before it preempts a sequence for lack of pages."""
 
 
 class Batcher:

@@ -67,7 +67,7 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """How to pool hidden states."""
+    """The way to pool hidden states."""
 
     mode: str
     normalize: bool

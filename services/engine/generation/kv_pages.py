@@ -9,7 +9,7 @@ from services.engine.domain.elastic_kv import Demand, Lease, Need, add_lent, adj
 
 
 class Lender(Protocol):
-    """Where pages come from. Answers arrive as commands of the computing thread.
+    """The source of pages. Its replies arrive as commands of the computing thread.
 
     - `demand`: ask for a number of pages in all, and for a turn.
     - `give_back`: return a number of pages, whose memory is free.

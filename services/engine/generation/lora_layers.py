@@ -62,7 +62,7 @@ class LoraSpan:
 
 @dataclass(frozen=True)
 class LoraSpans:
-    """Which adapter each of the pass's `tokens` uses."""
+    """The adapter of each of the pass's `tokens`."""
 
     tokens: int
     parts: Sequence[LoraSpan]

@@ -23,7 +23,7 @@ _STEPS = 64
 
 
 def not_resumable_reason(request: GenerationRequest | EmbedRequest | None) -> str:
-    """Why another engine cannot resume the response; empty if it can."""
+    """The reason why another engine cannot resume the response; empty if it can."""
     return "an embedding has no tokens to resume from" if isinstance(request, EmbedRequest) else ""
 
 

@@ -98,7 +98,7 @@ class Driver:
 
     health_path = "/health"
     stream_usage = True
-    """Whether the engine supports `stream_options.include_usage`."""
+    """True if the engine supports `stream_options.include_usage`."""
     location_variables: tuple[str, ...] = ()
     """The node's variables with the path of the program, or of the interpreter that has its
     `module`.
@@ -108,11 +108,11 @@ class Driver:
     """The module that the interpreter runs; a spare interpreter has imported it."""
 
     isolates = True
-    """Whether the engine has its own network namespace by default: it talks only to its host."""
+    """True if the engine has its own network namespace by default: it talks only to its host."""
 
     @property
     def takes_socket(self) -> bool:
-        """Whether an engine started by `command` listens on a Unix socket."""
+        """True if an engine started by `command` listens on a Unix socket."""
         return False
 
     @classmethod
@@ -122,7 +122,7 @@ class Driver:
 
     @property
     def tokens(self) -> TokenApi | None:
-        """How the engine accepts and reports token ids.
+        """The way in which the engine accepts and reports token ids.
 
         Responses can be resumed with it.
 
@@ -132,7 +132,7 @@ class Driver:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether a request reuses the computed prefix of an earlier one."""
+        """True if a request reuses the computed prefix of an earlier one."""
         return False
 
     @property
@@ -224,7 +224,7 @@ class Driver:
 
     @property
     def changes_model(self) -> bool:
-        """Whether the running engine can serve another model of its template key."""
+        """True if the running engine can serve another model of its template key."""
         return False
 
     async def change_model(self, client: Client, asleep: int) -> None:

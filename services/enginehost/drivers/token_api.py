@@ -52,10 +52,10 @@ class TokenApi(ABC):
     request_fields: ClassVar[Mapping[str, Any]]
     blocking_fields: ClassVar[Mapping[str, str]] = {}
     includes_prompt_ids = True
-    """Whether a stream has the ids of its prompt; otherwise the host asks for them."""
+    """True if a stream has the ids of its prompt; otherwise the host asks for them."""
 
     def untracked_reason(self, endpoint: str) -> str:
-        """Why the endpoint's responses have no token ids; empty if they have."""
+        """The reason why the endpoint's responses have no token ids; empty if they have."""
         return ""
 
     @abstractmethod

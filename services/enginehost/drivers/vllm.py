@@ -104,7 +104,7 @@ class Vllm(Driver):
 
     @property
     def _from_loader(self) -> bool:
-        """Whether vLLM gets its weights from this node's loader, through Thaw's plug-in."""
+        """True if vLLM gets its weights from this node's loader, through Thaw's plug-in."""
         return self.card.spec.engine_args.get("load_format") == "thaw"
 
     def environment(self) -> dict[str, str]:

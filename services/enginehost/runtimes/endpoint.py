@@ -1,4 +1,4 @@
-"""How a host reaches its engine in private (ADR 0050).
+"""The private endpoint between a host and its engine (ADR 0050).
 
 No other user of the machine should reach it.
 
@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 _NAME = "engine.sock"
 _SHARED = "s"
 CONTAINER_DIRECTORY = "/run/thaw"
-"""Where the socket's directory is mounted in a container."""
+"""Mount point of the socket's directory in a container."""
 _TRIAL_WITHIN_S = 30.0
 LOOPBACK_ENVIRONMENT = {
     "VLLM_HOST_IP": LOOPBACK,
@@ -46,7 +46,7 @@ LOOPBACK_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the host connects to its engine.
+    """The address at which the host connects to its engine.
 
     Args:
         socket: A Unix socket in `directory`; None: a port on the machine's loopback.

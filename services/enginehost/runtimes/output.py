@@ -1,4 +1,4 @@
-"""Where this process writes its log."""
+"""The log file of this process."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from services.enginehost.http1 import Address
 
 @dataclass(frozen=True)
 class EngineExit:
-    """How an engine exited.
+    """The exit of an engine.
 
     Args:
         returncode: -N for signal N; None if unknown.
@@ -73,7 +73,7 @@ class Running(Protocol):
     def activity(self) -> Activity: ...
 
     def owns_port(self) -> bool | None:
-        """Whether this engine listens at `address`; None if unknown."""
+        """True if this engine listens at `address`; None if unknown."""
         ...
 
     def take_over(self, log_path: Path, cgroup_procs: str | None) -> None:

@@ -45,14 +45,14 @@ reason.
 
 
 def not_resumable_reason(driver: Driver, endpoint: str, body: Mapping[str, Any]) -> str:
-    """Why another engine could not resume this engine's response; empty if one could."""
+    """The reason why another engine could not resume this engine's response; empty if one could."""
     if driver.tokens is None:
         return f"{driver.card.spec.engine} does not report token ids, or does not accept them"
     return not_resumable_request_reason(endpoint, body, driver.card.spec.engine_args, driver.tokens)
 
 
 def not_resumable_request_reason(endpoint: str, body: Mapping[str, Any], engine_args: Mapping[str, Any], api: TokenApi) -> str:
-    """Why no other engine could resume the response; empty if one could."""
+    """The reason why no other engine could resume the response; empty if one could."""
     if endpoint not in ("chat", "completion"):
         return "only chat and text completions are tracked"
     if untracked_reason := api.untracked_reason(endpoint):

@@ -45,9 +45,9 @@ _FULL = (
 LEASE_S = 5.0
 RENEW_S = 1.5
 _CAPTURE_TIMEOUT_S = 2.0
-"""How long the stream may stand still before messages that it lacks count as lost."""
+"""Missing messages count as lost after the stream has received nothing for this long."""
 _CAPTURE_LIMIT_S = 60.0
-"""How long a stream that falls behind its disk is waited for."""
+"""Limit of the wait for a stream that falls behind its disk."""
 _CAPTURE_POLL_S = 0.05
 _READ_TIMEOUT_S = 10.0
 _WAITERS_TIMEOUT_S = 1.0
@@ -111,7 +111,7 @@ def store_errors_as_unavailable() -> Iterator[None]:
 
 
 def is_store_unavailable(error: Exception) -> bool:
-    """Whether the store did not reply, as during a restart of NATS; a retry may help."""
+    """True if the store did not reply, as during a restart of NATS; a retry may help."""
     return isinstance(error, NatsError | TimeoutError) or isinstance(error.__cause__, NatsError | TimeoutError)
 
 
@@ -366,7 +366,7 @@ class IdempotencyStore:
                 await nc.publish(subjects.keyed_left(key))
 
     async def has_waiters(self, key: str) -> bool:
-        """Whether another client waits; NATS replies at once if none does."""
+        """True if another client waits; NATS replies at once if none does."""
         try:
             await self._mesh.nc.request(subjects.keyed_waiters(key), timeout=_WAITERS_TIMEOUT_S)
         except NoRespondersError:

@@ -68,12 +68,12 @@ class KeyStore:
         return self._scopes.get(scope, frozenset())
 
     def has_existed(self, scope: Scope) -> bool:
-        """Whether a key of the scope exists or has existed."""
+        """True if a key of the scope exists or has existed."""
         return scope in self._existed
 
     @property
     def has_unparsable(self) -> bool:
-        """Whether the bucket has entries that cannot be parsed and may be keys."""
+        """True if the bucket has entries that cannot be parsed and may be keys."""
         return bool(self._unparsable)
 
     def list_keys(self) -> list[ApiKey]:

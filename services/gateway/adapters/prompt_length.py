@@ -27,7 +27,7 @@ _AVAILABLE = importlib.util.find_spec("tokenizers") is not None
 _MAX_TOKENIZERS = 8
 """Tokenizers cached in memory; each takes tens of megabytes."""
 _LOAD_TIMEOUT_S = 3.0
-"""How long a request waits for a tokenizer; one that loads later serves the next request."""
+"""A request waits this long for a tokenizer; one that loads later serves the next request."""
 _RETRY_S = 30.0
 _MAX_COUNTED_BYTES = 1 << 20
 """Longer text is left to the engine: 1 MiB takes the tokenizer about a second and 200 MB."""

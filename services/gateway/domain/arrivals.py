@@ -38,7 +38,7 @@ class Arrivals:
         return max([count for number, count in self._counts if present - WINDOWS <= number < present], default=0)
 
     def is_idle(self, now: float) -> bool:
-        """Whether both counts are zero."""
+        """True if both counts are zero."""
         return not self.window(now) and not self.peak(now)
 
     def _expire(self, now: float) -> None:

@@ -70,7 +70,7 @@ class Catalog:
         return card
 
     def _matches(self, card: ModelCard, prefix: str | None) -> bool:
-        """Whether `prefix` is empty, or names the base of the LoRA adapter `card`."""
+        """True if `prefix` is empty, or names the base of the LoRA adapter `card`."""
         if card.spec.base is None:
             return prefix is None
         base = self._lookup(card.spec.base)

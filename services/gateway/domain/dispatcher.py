@@ -162,7 +162,7 @@ class Dispatcher:
             self._requeue(ticket, now)
 
     def _all_excluded(self, ticket: Ticket) -> bool:
-        """Whether every live instance has refused to resume the response."""
+        """True if every live instance has refused to resume the response."""
         alive = [
             r for r in self.routes.iter_routes(ticket.model) if r.status.state is InstanceState.READY or r.status.state.starting
         ]

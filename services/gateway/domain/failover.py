@@ -14,16 +14,16 @@ MAX_MESSAGE_LOSSES = 3
 MAX_LOSSES_BEFORE_ADMISSION = 32
 MAX_LOSSES = 64
 GONE_GRACE_S = 0.3
-"""How long messages of an instance that is reported failed or stopped may still arrive."""
+"""Messages of an instance that is reported failed or stopped may still arrive for this long."""
 ABSENT_GRACE_S = 3.0
-"""How long an instance that its node does not report may be silent.
+"""An instance that its node does not report may be silent for this long.
 
 A nodeagent that has just restarted adopts its engines first.
 """
 STALL_S = 30.0
-"""How long a request may be silent while its node is: an engine outlives its nodeagent."""
+"""A request may be silent for this long while its node is silent: engines outlive nodeagents."""
 IDLE_GRACE_S = 10.0
-"""How long an instance may report itself idle before a request sent to it counts as lost."""
+"""A request counts as lost after its instance has reported itself idle for this long."""
 PROBE_AFTER_S = 10.0
 """Silence of a request after which its instance is probed.
 
@@ -32,7 +32,7 @@ An instance that serves other requests is never reported idle.
 
 
 def is_instance_gone(ticket: Ticket, route: Route | None, now: float, *, is_node_known: bool) -> bool:
-    """Whether no further message of the request's instance is to be expected."""
+    """True if no further message of the request's instance is to be expected."""
     silence_s = now - ticket.last_activity_at
     if route is None:
         return silence_s >= (ABSENT_GRACE_S if is_node_known else STALL_S)
@@ -42,7 +42,7 @@ def is_instance_gone(ticket: Ticket, route: Route | None, now: float, *, is_node
 
 
 def has_crashed(status: InstanceStatus) -> bool:
-    """Whether the engine died by itself.
+    """True if the engine died by itself.
 
     A killed engine is no evidence against its requests.
     """
@@ -51,13 +51,13 @@ def has_crashed(status: InstanceStatus) -> bool:
 
 
 def is_missing(ticket: Ticket, now: float) -> bool:
-    """Whether the instance reported the request missing, and is silent since."""
+    """True if the instance reported the request missing, and is silent since."""
     reported_at = ticket.reported_missing_at
     return reported_at > ticket.last_activity_at and now - reported_at >= GONE_GRACE_S
 
 
 def needs_probe(ticket: Ticket, now: float) -> bool:
-    """Whether the request has been silent for `PROBE_AFTER_S`."""
+    """True if the request has been silent for `PROBE_AFTER_S`."""
     return now - max(ticket.last_activity_at, ticket.probed_at) >= PROBE_AFTER_S
 
 
@@ -78,7 +78,7 @@ def count_loss(ticket: Ticket, *, is_reported: bool, has_died: bool) -> None:
 
 
 def is_poison(ticket: Ticket, *, is_shared: bool) -> bool:
-    """Whether the request is assumed to kill its engines.
+    """True if the request is assumed to kill its engines.
 
     Args:
         is_shared: The last engine that died served other requests as well.
@@ -87,12 +87,12 @@ def is_poison(ticket: Ticket, *, is_shared: bool) -> bool:
 
 
 def is_suspect(ticket: Ticket) -> bool:
-    """Whether the request is one of several of which one may kill engines."""
+    """True if the request is one of several of which one may kill engines."""
     return ticket.engine_deaths >= MAX_ENGINE_DEATHS
 
 
 def may_retry(ticket: Ticket) -> bool:
-    """Whether another instance may be tried."""
+    """True if another instance may be tried."""
     return (
         ticket.message_losses <= MAX_MESSAGE_LOSSES
         and ticket.losses_before_admission <= MAX_LOSSES_BEFORE_ADMISSION

@@ -1,4 +1,4 @@
-"""Whether requests meet the objectives of their models, and the counts for the scheduler."""
+"""Judge requests by the objectives of their models, and count them for the scheduler."""
 
 from __future__ import annotations
 

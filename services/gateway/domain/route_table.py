@@ -57,11 +57,11 @@ class Route:
 
     @property
     def accepts_early(self) -> bool:
-        """Whether it takes requests while its weights are loading."""
+        """True if it takes requests while its weights are loading."""
         return self.status.state is InstanceState.LOADING and self.status.accepts_requests
 
     def accepts(self, now: float) -> bool:
-        """Whether a request may be sent now.
+        """True if a request may be sent now.
 
         One request of this gateway is always allowed: the engine queues it fairly.
         """
@@ -151,7 +151,7 @@ class RouteTable:
             self._shared.discard(instance_id)
 
     def is_shared(self, instance_id: str) -> bool:
-        """Whether the instance has had several requests at once while it had ours."""
+        """True if the instance has had several requests at once while it had ours."""
         return instance_id in self._shared
 
     def _sync(self, instance_id: str) -> None:

@@ -7,11 +7,11 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     NEW = "new"
     FOLLOWING = "following"
-    """It replays the response of another request with the same Idempotency-Key."""
+    """The request replays the response of another one with the same Idempotency-Key."""
     QUEUED = "queued"
     SENT = "sent"
     DONE = "done"
@@ -76,5 +76,5 @@ class Ticket:
 
     @property
     def last_activity_at(self) -> float:
-        """When the present attempt was sent, or sent its last message."""
+        """Time at which the present attempt was sent, or sent its last message."""
         return max(self.last_message_at, self.sent_at)

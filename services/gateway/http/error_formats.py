@@ -14,7 +14,7 @@ from shared.errors import ThawError
 
 
 class ErrorFormat(Protocol):
-    """How one API formats an error."""
+    """The format of errors in one API."""
 
     def body(self, error: ThawError) -> dict[str, Any]: ...
     def event(self, error: ThawError, number: int) -> bytes:

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _STORE_RETRY_TIMEOUT_S, _STORE_RETRY_S = 60.0, 0.5
 _GAP_TIMEOUT_S = 5.0
-"""How long missing messages are expected from the stored stream."""
+"""The gateway expects missing messages from the stored stream for this long."""
 _QUICK_FAILURE_S = 10.0
 """An attempt that fails within it did not find the store at work; longer than the time-out of any
 call of the store.
@@ -343,7 +343,7 @@ class IdempotentRequest:
             await claim.delete()
 
     def _is_worth_keeping(self) -> bool:
-        """Whether a repetition of the request shall get this response.
+        """True if a repetition of the request shall get this response.
 
         It also gets a stream that broke off after the client received some of it, rather than
         another response.

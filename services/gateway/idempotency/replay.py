@@ -97,7 +97,7 @@ class Replay:
         return ResponsePart(reply=entry.reply, messages=len(_without_gap(await self._store.stored_messages(entry.reply))))
 
     async def is_available(self, entry: Entry) -> bool:
-        """Whether the messages that have not been read are still stored."""
+        """True if the messages that have not been read are still stored."""
         if entry.state == "running" or entry.reply == self.subject:
             return True
         for part in self._unread_parts(entry):
@@ -106,7 +106,7 @@ class Replay:
         return await self._store.captured_messages(entry.reply) >= entry.messages
 
     async def has_lost_parts(self, entry: Entry) -> bool:
-        """Whether a part that has not been read is not stored: NATS was killed before it had stored
+        """True if a part that has not been read is not stored: NATS was killed before it had stored
         what it delivered.
         """
         for part in self._unread_parts(entry):
@@ -115,7 +115,7 @@ class Replay:
         return False
 
     async def _is_stored(self, part: ResponsePart) -> bool:
-        """Whether all messages of a part are stored.
+        """True if all messages of a part are stored.
 
         Their number is not enough: its engine may have sent more.
         """

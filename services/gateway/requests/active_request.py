@@ -106,7 +106,7 @@ class ActiveRequest:
 
     @property
     def can_resume(self) -> bool:
-        """Whether the next attempt continues the response instead of starting it again."""
+        """True if the next attempt continues the response instead of starting it again."""
         return self._resume_fields() is not None
 
     def begin_attempt(self, route: Route, now: float) -> None:

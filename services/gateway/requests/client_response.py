@@ -24,18 +24,18 @@ class ClientResponse:
 
     @property
     def keeps_partial_output(self) -> bool:
-        """Whether output survives a hand-off; a buffered HTTP body is generated again."""
+        """True if output survives a hand-off; a buffered HTTP body is generated again."""
         return self.passthrough is None or self.passthrough.streams
 
     @property
     def is_irrevocable(self) -> bool:
-        """Whether forwarded output rules out starting the response again."""
+        """True if forwarded output rules out starting the response again."""
         if self.passthrough is not None:
             return self.passthrough.streams
         return self.sink.streams and not self.sink.is_repeatable
 
     def overflows(self, pending_bytes: int) -> bool:
-        """Whether the client reads too slowly; replays are exempt, as capture is bounded."""
+        """True if the client reads too slowly; replays are exempt, as capture is bounded."""
         return pending_bytes > self._buffer_limit_bytes and not self.is_replay
 
     def restart(self) -> None:

@@ -10,7 +10,7 @@ from shared.errors import ThawError
 
 
 class Completion:
-    """Whether and how a request ended, and the wake-up of its response writer.
+    """The end of a request, and the wake-up of its response writer.
 
     Attributes:
         is_done: The request ended: answered, failed, or abandoned by its client.

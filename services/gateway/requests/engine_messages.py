@@ -34,14 +34,14 @@ def phases_of(message: dict[str, Any]) -> tuple[PhaseSpan, ...]:
 
 
 def ends_attempt(message: dict[str, Any]) -> bool:
-    """Whether the message ends an attempt, and another instance continues the response."""
+    """True if the message ends an attempt, and another instance continues the response."""
     if message["kind"] == "failed":
         return message.get("engine_lost") is True or bool(message["error"]["code"] == InstanceDraining.code)
     return bool(message["kind"] == "yielded")
 
 
 def is_duplicate_refusal(message: dict[str, Any]) -> bool:
-    """Whether an engine refuses the request because it serves it already."""
+    """True if an engine refuses the request because it serves it already."""
     if message["kind"] != "failed":
         return False
     return bool(message["error"]["code"] == Conflict.code and message["error"].get("param") != RESUME)

@@ -24,7 +24,7 @@ class PassthroughResponse:
 
     @property
     def streams(self) -> bool:
-        """Whether bytes are forwarded as they arrive.
+        """True if bytes are forwarded as they arrive.
 
         JSON and errors are buffered until they are complete, so that an engine that fails
         midway still yields an error with its own status.
@@ -39,11 +39,11 @@ class PassthroughResponse:
 
     @property
     def is_cacheable(self) -> bool:
-        """Whether a repetition gets this response, rather than a retry."""
+        """True if a repetition gets this response, rather than a retry."""
         return self.head.status < 500 and self.head.status not in _RETRIED
 
     def matches(self, head: InferResponse) -> bool:
-        """Whether the rest of this response may arrive under another engine's `head`."""
+        """True if the rest of this response may arrive under another engine's `head`."""
         return head.status == self.head.status and head.content_type == self.head.content_type
 
     @property
@@ -53,7 +53,7 @@ class PassthroughResponse:
 
     @property
     def is_between_events(self) -> bool:
-        """Whether an event or comment of the gateway may follow the bytes taken so far."""
+        """True if an event or comment of the gateway may follow the bytes taken so far."""
         return self._tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
     def add(self, data: bytes) -> None:

@@ -67,7 +67,7 @@ class ReplayFilter:
         return [rest for delta in deltas if (rest := self._new_part(delta)) is not None]
 
     def covers(self, deltas: list[dict[str, Any]]) -> bool:
-        """Whether all of `deltas` is pending; marks it as received.
+        """True if all of `deltas` is pending; marks it as received.
 
         Raises:
             Diverged: Some of it is pending and some is new.

@@ -23,7 +23,7 @@ class ResumeChoice:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How much of a choice has been generated."""
+    """The generated part of a choice."""
 
     tokens: int = 0
     chars: int = 0

@@ -1,4 +1,4 @@
-"""What has arrived of a load, for engines that compute while the rest is on the way."""
+"""Report the bytes that have arrived, for engines that compute during the load."""
 
 from __future__ import annotations
 

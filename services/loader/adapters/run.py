@@ -44,7 +44,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all runs share. `emit` takes events to the loop, from any thread."""
+    """The common context of all runs. `emit` passes events to the loop, from any thread."""
 
     pool: PoolMemory
     sources: Sources

@@ -1,4 +1,4 @@
-"""Which migration to claim: one whose lease has expired.
+"""Choose a migration to claim: one whose lease has expired.
 
 A lease has expired when its record has not changed for `LEASE_S` by this process's own clock;
 clocks of two machines are never compared. After a failed claim the record is skipped for a while,

@@ -59,7 +59,9 @@ class Job:
     rate: float = 0.0
     asked_prepare: bool = False
     refusal: str = ""
-    """Why the gateway refused the move; the destination is asked whether it has the request."""
+    """The reason why the gateway refused the move; the destination is asked whether it has the
+    request.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Work:
     destination: tuple[RunningRequest, ...] | None = None
     passes: int = 0
     source_error: ErrorBody | None = None
-    """Why the source could not be asked."""
+    """The reason why the source could not be asked."""
     given_up: bool = False
     ended: bool = False
 

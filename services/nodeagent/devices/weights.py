@@ -1,4 +1,4 @@
-"""Whether engines map the loader's weights on a GPU or copy them (ADR 0027)."""
+"""Decide whether engines map the loader's weights on a GPU or copy them (ADR 0027)."""
 
 from __future__ import annotations
 

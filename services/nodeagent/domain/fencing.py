@@ -11,7 +11,7 @@ from shared.errors import StaleToken
 
 
 def check_stale(transition: Transition, token: int, instance: Instance | None) -> StaleToken | None:
-    """Why a command with `token` is stale for this node or instance.
+    """The reason why a command with `token` is stale for this node or instance.
 
     None if it is not. Records a newer epoch.
     """

@@ -52,7 +52,7 @@ class Ledger:
     def refusal(
         self, device_ids: tuple[str, ...], total: int, but: str = "", weights: BookedWeights | None = None
     ) -> ThawError | None:
-        """Why `total` bytes cannot be booked evenly over `device_ids`; None if they can.
+        """The reason why `total` bytes cannot be booked evenly over `device_ids`; None if they can.
 
         Args:
             device_ids: The device set.

@@ -70,7 +70,7 @@ def on_resume(transition: Transition, event: ResumeCommand) -> None:
 
 
 def cannot_move(instance: Instance, device_ids: tuple[str, ...]) -> str:
-    """Why a suspended instance cannot be restored onto these devices; empty if it can."""
+    """The reason why an instance cannot be restored onto these devices; empty if it can."""
     p = instance.suspend_state
     if not device_ids or device_ids == instance.command.device_ids:
         return ""

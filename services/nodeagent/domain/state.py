@@ -51,7 +51,7 @@ class TimedStep(Frozen):
 
 
 class Outlook(Frozen):
-    """What a suspension would do to an instance.
+    """The expected effect of suspending an instance.
 
     `way` None: it is impossible, for `reason`.
 
@@ -78,7 +78,7 @@ class Outlook(Frozen):
 
 
 class SuspendState(Frozen):
-    """What is known of an instance's suspensions.
+    """The measurements of an instance's suspensions.
 
     Args:
         pausing: The engine accepts no new request, and is frozen once idle.
@@ -152,7 +152,7 @@ class Instance(Frozen):
     taken_from: str | None = None
     """The suspended instance whose engine, and process, this one took."""
     is_shared: bool = False
-    """It is in its device's executor: `pid` is that of the executor."""
+    """True if the instance is in its device's executor: `pid` is that of the executor."""
 
     @property
     def instance_id(self) -> str:
@@ -216,11 +216,11 @@ class NodeState:
     queue: tuple[Reservation, ...] = ()
     snapshot_budget: int = 0
     templates: int = 0
-    """How many suspended engines are offered to other models of their template key."""
+    """Limit of suspended engines that the node offers to other models of their template key."""
     crashes: Mapping[str, int] = field(default_factory=dict)
-    """How often a model was computing when its executor crashed."""
+    """Number of crashes of an executor while it computed for a model, by model."""
     spills: bool = False
-    """Whether snapshots in host memory can be written to swap."""
+    """True if snapshots in host memory can be written to swap."""
 
     @property
     def snapshot_bytes(self) -> int:

@@ -49,7 +49,7 @@ restarted instead of suspended.
 
 
 def not_suspendable_reason(state: NodeState, instance: Instance) -> str:
-    """Why the instance would be stopped instead of suspended; empty if not."""
+    """The reason why the instance would be stopped instead of suspended; empty if not."""
     suspend_state, outlook = instance.suspend_state, instance.suspend_state.outlook
     if outlook.way is None:
         return outlook.reason or "it has not been assessed yet"

@@ -37,7 +37,7 @@ class Transition:
         return changed
 
     def park(self, instance: Instance, **update: Any) -> Instance:
-        """As `change`, for fields of its suspend state."""
+        """Change fields of an instance's suspend state, as `change` does."""
         return self.change(instance, suspend_state=instance.suspend_state.model_copy(update=update))
 
     def drop(self, instance_id: str) -> None:

@@ -45,7 +45,7 @@ class DirectLauncher:
             await self._spares.run()
 
     async def until_warm(self) -> None:
-        """Nothing is kept warm that a start waits for."""
+        """Return None: direct starts keep no process warm."""
 
     async def launch(self, start: EngineStart | ExecutorStart) -> int:
         try:

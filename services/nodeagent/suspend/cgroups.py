@@ -146,7 +146,7 @@ class Cgroups:
             return ()
 
     def list_outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `pids` that run outside the group.
+        """Return those of `pids` that run outside the group.
 
         A delegated v2 group cannot take them from another group.
         """

@@ -257,7 +257,7 @@ class CudaCheckpoint:
             raise RestoreFailed(f"The engine's control group cannot be thawed: {e}") from e
 
     def cannot_spill(self) -> str:
-        """Why snapshots cannot be written to swap; empty if they can."""
+        """The reason why snapshots cannot be written to swap; empty if they can."""
         if memory.swap_space().total == 0:
             return "this machine has no swap (`thaw doctor --fix` sets it up)"
         if not self._cgroups.available:
@@ -348,7 +348,7 @@ class CudaCheckpoint:
 
 
 def _several_devices(target: Target) -> str:
-    """Why an engine with several devices cannot be checkpointed.
+    """The reason why an engine with several devices cannot be checkpointed.
 
     NCCL uses peer-to-peer and shared memory links.
     """

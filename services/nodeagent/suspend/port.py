@@ -66,11 +66,11 @@ class SuspendMethod(Protocol):
     def name(self) -> SuspendWay: ...
 
     def explain_unavailable(self) -> str:
-        """Why this node cannot use the method; empty if it can. Blocking."""
+        """The reason why this node cannot use the method; empty if it can. Blocking."""
         ...
 
     def outlook(self, target: Target) -> Outlook:
-        """What a suspension of this engine would do, or why it is impossible. Blocking."""
+        """Return the expected effect of a suspension, or why it is impossible. Blocking."""
         ...
 
     async def suspend(self, target: Target) -> SuspendResult:
@@ -103,7 +103,7 @@ class Spilling(Protocol):
     def explain_unavailable(self) -> str: ...
 
     def cannot_spill(self) -> str:
-        """Why this node cannot; empty if it can. Blocking."""
+        """The reason why this node cannot; empty if it can. Blocking."""
         ...
 
     async def spill(self, target: Target) -> int:

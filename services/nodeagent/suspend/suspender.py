@@ -160,7 +160,7 @@ class Suspender:
         return taken
 
     def can_spill(self) -> bool:
-        """Whether snapshots in host memory can be written to swap. Blocking."""
+        """True if snapshots in host memory can be written to swap. Blocking."""
         return any(
             isinstance(way, Spilling) and not way.explain_unavailable() and not way.cannot_spill() for way in self._ways.values()
         )

@@ -37,7 +37,8 @@ class Migrations:
         self._post = post
         self._records: dict[str, MigrationRecord] = {}
         self._changed_at: dict[str, float] = {}
-        """When each record last changed (seconds of the loop's clock), the oldest first."""
+        """Time of the last change of each record, in seconds of the loop's clock, the oldest first.
+        """
 
     async def _open(self) -> KeyValue:
         return await migrations_bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas, owner=True)

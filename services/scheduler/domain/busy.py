@@ -1,4 +1,4 @@
-"""Whether the passing of time may change anything soon; if not, ticks may be rare.
+"""Decide whether time alone may change a decision soon; if not, ticks may be rare.
 
 A busy state has requests or operators that wait, something that starts, resumes, moves or is being
 prefetched, or a deadline that is near. The others change by events only.

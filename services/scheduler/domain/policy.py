@@ -9,13 +9,14 @@ from shared.contracts.demand import DEMAND_LOST_AFTER_S
 from shared.contracts.node import NODE_LOST_AFTER_S
 
 LIVE: frozenset[Capability] = frozenset({"sleep", "suspend", "reuse", "peer_copy", "preempt", "migrate", "template"})
-"""What the mesh can do besides loading and evicting. Options that need more are not offered."""
+"""Capabilities of the mesh besides loading and evicting. Options that need others are not offered.
+"""
 
 
 @value(frozen=True, slots=True)
 class Policy:
     profile: Profile = thaw.PROFILE
-    """Its functions make the choices that the placement rules (placement/place.py) leave open."""
+    """The functions for choices that the placement rules (placement/place.py) leave open."""
     capabilities: frozenset[Capability] = LIVE
     preempt_after_s: float = 15.0
     """After this wait a serving instance of another model may be drained."""

@@ -1,4 +1,4 @@
-"""What a fork server and its client say to each other, over a socket that keeps packets apart.
+"""The messages between a fork server and its client, over a socket that preserves packets.
 
 1. The client sends the names of the modules to import (`encode_modules`).
 2. The server replies with `READY`, or ends.

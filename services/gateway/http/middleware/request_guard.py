@@ -25,7 +25,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a name in a Host header always means this machine, whatever DNS says."""
+    """True if a name in a Host header always means this machine, whatever DNS says."""
     return host in _LOCAL or host.endswith(".localhost") or (host.startswith("127.") and host.replace(".", "").isdigit())
 
 

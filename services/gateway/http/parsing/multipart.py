@@ -26,7 +26,7 @@ _MAX_TYPE_BYTES = 1024
 
 
 def is_form(content_type: str) -> bool:
-    """Whether a Content-Type is that of a multipart form."""
+    """True if a Content-Type is that of a multipart form."""
     return content_type.split(";", 1)[0].strip().lower() == MULTIPART
 
 

@@ -175,7 +175,7 @@ class ResponseWriter:
 
     @property
     def _streams(self) -> bool:
-        """Whether output is written as it arrives."""
+        """True if output is written as it arrives."""
         passthrough = self._request.response.passthrough
         if passthrough is None:
             return isinstance(self._sink, EventStream)

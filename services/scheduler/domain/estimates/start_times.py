@@ -105,7 +105,7 @@ class Prediction:
 
 
 class _Loading(NamedTuple):
-    """How the weights are loaded; fields as of `Prediction`."""
+    """The load of the weights; its fields are those of `Prediction`."""
 
     source: str
     resident_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What follows from a failed start or instance: a retry elsewhere, or failed requests."""
+"""React to a failed start or instance: retry elsewhere, or fail the requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which instances stop without eviction, and how.
+"""Stop instances without eviction.
 
 Those of removed or changed models, on drained nodes, past their keep-alive, and starts without
 demand.

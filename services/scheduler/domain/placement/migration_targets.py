@@ -1,4 +1,4 @@
-"""Where a serving instance's requests can migrate (migrate-then-load, ServerlessLLM §6.2)."""
+"""Find targets for a serving instance's requests (migrate-then-load, ServerlessLLM §6.2)."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class FeasiblePlacement(NamedTuple):
 
 
 class DeviceFit(NamedTuple):
-    """How one device gets room: its victims, and the bytes that they have to free."""
+    """The victims on one device, and the bytes that they have to free."""
 
     device: DeviceView
     clearance: Clearance
@@ -244,7 +244,7 @@ def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceF
 
 
 def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit | str:
-    """As `_fit`, for a separate device: the need depends on which instances stay.
+    """Return the fit on a separate device, where the need depends on the instances that stay.
 
     Victims that share units free less together than they hold. The policy is asked for more until
     what its victims leave suffices.

@@ -86,7 +86,7 @@ def one_each(demand: Demand) -> int:
 
 
 def per_request(demand: Demand) -> int:
-    """As many instances as the present requests fill (ServerlessLLM §7.4: concurrency 1)."""
+    """Return the number of instances that the requests fill (ServerlessLLM §7.4: concurrency 1)."""
     return clamp_replicas(demand, -(-(demand.waiting + demand.running) // max(1, demand.capacity)))
 
 

@@ -16,7 +16,7 @@ from services.scheduler.domain.cost.cost import Clearing, Cost, Way
 from services.scheduler.domain.values import value
 
 Capability = Literal["sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate", "template"]
-"""What the executing side can do besides loading and evicting idle instances."""
+"""Capabilities of the executing side besides loading and evicting idle instances."""
 
 
 @value(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Resident:
     replicas: int = 1
     """Number of devices with the model."""
     protected_reason: str = ""
-    """Why it must not be touched; empty: it may."""
+    """The reason why the instance must stay; empty: it may be a victim."""
 
 
 @value(frozen=True, slots=True)
@@ -127,12 +127,12 @@ class DeviceView:
     has_failed: bool = False
     """The model has just failed here."""
     kv_lacking_bytes: int = 0
-    """What its KV caches want beyond the pages that they have and can get."""
+    """Bytes that its KV caches want beyond the pages that they have and can get."""
 
 
 @value(frozen=True, slots=True)
 class Clearance:
-    """How `freed_bytes` of a device become free, and at what cost.
+    """The way in which `freed_bytes` of a device become free, and its cost.
 
     Attributes:
         how: The way of clearing.
@@ -169,7 +169,7 @@ class Option:
     """The tier or device that the bytes come from."""
     stages: int = 1
     full_workers: int = 1
-    """Of a pipeline: s and w of HydraServe's Algorithm 1."""
+    """Parameters s and w of a pipeline in HydraServe's Algorithm 1."""
     tpot_s: float = 0.0
     sharing: int = 0
     """Instances that would share its devices (HydraServe §4.1)."""

@@ -123,7 +123,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
 
 
 class _Sharing:
-    """What to deduct from the sums of a separate device's bookings, because weights are shared."""
+    """Deductions from the sums of a separate device's bookings, because weights are shared."""
 
     def __init__(self, units: SharedUnits) -> None:
         self._units = units

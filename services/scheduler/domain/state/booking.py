@@ -31,7 +31,7 @@ class Booking(NamedTuple):
     idle_since: float
     """Time since which the longest-idle of them is idle; infinity without one."""
     closed_reason: str
-    """Why nothing may be placed here; empty if something may."""
+    """The reason why nothing may be placed here; empty if something may."""
     is_reachable: bool
     """The node is alive and not stopping."""
     bytes_per_second: float | None
@@ -41,7 +41,7 @@ class Booking(NamedTuple):
     drained_bytes: int = 0
     """The part of `leaving_bytes` whose instances have drained."""
     is_separate: bool = False
-    """Its loader reports it as a separate device, whose instances share weights."""
+    """True if the loader reports a separate device, whose instances share weights."""
 
 
 def device_key(node: str, device_id: str) -> str:

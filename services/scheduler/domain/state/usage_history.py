@@ -1,4 +1,4 @@
-"""When models were requested, and prefetches under way. Both are kept for one term only."""
+"""Times of requests for models, and prefetches in progress, both for one term only."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def expectation_group(node: str) -> str:
 
 @value(frozen=True, slots=True)
 class ExpectationSent:
-    """When the loaders of a group were last sent the models that are expected."""
+    """Time at which the loaders of a group were last sent the expected models."""
 
     group: str
     sent_at: float
@@ -216,7 +216,7 @@ class FailureHistory:
 
 @value(frozen=True, slots=True)
 class ParkFailures:
-    """Why a model could not be parked.
+    """The reason why a model could not be parked.
 
     `attempts`: failures in a row. `final`: not tried again before the model changes, or the leader.
     """

@@ -1,4 +1,4 @@
-"""What a model's engine was measured to need, by kind of device."""
+"""Add measured memory of models' engines, by kind of device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests met the objective of their model."""
+"""Add counts of requests that met the objective of their model."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ class BookedWeights(NamedTuple):
     """The part of an instance's booking that it shares with others.
 
     Attributes:
-        nbytes: Of its weights.
-        elastic_bytes: Of its KV cache beyond the floor.
+        nbytes: Bytes of its weights.
+        elastic_bytes: Bytes of its KV cache beyond the floor.
     """
 
     weights_id: str
@@ -68,7 +68,7 @@ class SharedUnits:
 
         Args:
             weights: One for each instance.
-            gone: Of instances of the report that no longer count.
+            gone: Weights of instances of the report that no longer count.
         """
         each = {w.weights_id: w.nbytes for w in weights}
         left = {w.weights_id for w in gone} - each.keys()

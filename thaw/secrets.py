@@ -53,7 +53,7 @@ def make_secrets(
     Args:
         nodes: Names of nodes by the folder that their credentials are written to.
         remote_nodes: Names of nodes on other hosts; their credentials are written below nats/nodes.
-        peers: Whether a node may hear the loaders of other nodes, to copy models from them.
+        peers: True if a node may hear the loaders of other nodes, to copy models from them.
         nats: host:port of NATS as the services see it.
         postgres: host:port of PostgreSQL as the services see it.
 

@@ -22,7 +22,7 @@ def bind(name: str, dtype: str, shape: tuple[int, ...], data: memoryview, offset
     A view keeps `data` alive.
 
     Args:
-        offset: Where `data` begins, in bytes from an address that is aligned for every type.
+        offset: Begin of `data`, in bytes from an address that is aligned for every type.
 
     Raises:
         CheckpointInvalid: torch has no type for it.

@@ -76,7 +76,7 @@ class ProcessParts:
         mesh: The connection. A dedicated engine opens and closes it itself.
         compute: The computing thread of the device.
         files: Threads for reading files.
-        models: What models have in common.
+        models: The common parts of models.
         is_shared: Other engines compute on the same thread: no step may wait for weights.
     """
 
@@ -324,8 +324,8 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event, start: Engin
     Args:
         settings: Settings of the process.
         stop: Set by a stop signal.
-        start: What to serve.
-        process_start_s: When this process started, in seconds of the monotonic clock.
+        start: The instance to serve.
+        process_start_s: Time at which this process started, in seconds of the monotonic clock.
     """
     timeline = Timeline("engine")
     timeline.add(Phase.LIBRARIES, process_start_s, time.monotonic())

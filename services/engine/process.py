@@ -57,8 +57,8 @@ def run_engine_process(start: EngineStart | ExecutorStart, process_start_s: floa
     """Serve `start` until a stop signal, and return the exit status.
 
     Args:
-        start: What to serve.
-        process_start_s: When this process started, in seconds of the monotonic clock.
+        start: The instance to serve.
+        process_start_s: Time at which this process started, in seconds of the monotonic clock.
     """
     os.environ.update(start.environment)
     os.environ["THAW_NODE"] = start.node

@@ -258,9 +258,9 @@ async def run_host(
     Args:
         settings: Settings of the host.
         stop: Set by a stop signal.
-        start: What to serve.
-        started_at_s: When this process, or a spare's order, started, in seconds of the monotonic
-            clock.
+        start: The instance to serve.
+        started_at_s: Time at which this process, or a spare's order, started, in seconds of the
+            monotonic clock.
         spare: A spare interpreter of the engine.
     """
     timeline = Timeline("enginehost")

@@ -212,7 +212,7 @@ class ObjectiveView(Frozen):
 
     Attributes:
         total: Requests that count.
-        met: Those that met the objective.
+        met: Requests that met the objective.
         required: Requests that must meet it in a row until the model complies (RRC of Torpor §5.2);
             0 or less: it complies.
     """
@@ -227,7 +227,8 @@ class ModelView(Frozen):
     """A model, its queue, and its last plan.
 
     Attributes:
-        error: Why the last attempt to make the model ready failed, until an attempt succeeds.
+        error: The reason why the last attempt to make the model ready failed, until an attempt
+            succeeds.
     """
 
     card: ModelCard

@@ -27,7 +27,7 @@ class ObjectiveCounts(Frozen):
 
     Attributes:
         total: Requests with an objective that succeeded, or failed by no fault of the client.
-        met: Those of them that met every part of it.
+        met: The part of them that met the whole objective.
     """
 
     model: str

@@ -71,7 +71,7 @@ class InstanceProcess(ABC):
         """Create the instance.
 
         Args:
-            start: What to serve.
+            start: The instance to serve.
             stop: Set when the instance has to end.
             timeline: The phases of its start.
             mesh: The connection to NATS.

@@ -49,7 +49,7 @@ class Packing:
     """A packing, with offsets in bytes.
 
     Attributes:
-        places: Of the new tensors.
+        places: Places of the new tensors.
         moves: New offsets of regions that move.
         moved: The bytes of those together.
         bound: M of Algorithm 1, the allocated bytes of the final subspaces that take tensors.

@@ -63,7 +63,7 @@ class Gateway:
         url: http:// or https://, host and port.
         admin_key: Key of the admin API.
         api_key: Key for inference.
-        own: Whether the gateway is of this machine's mesh. Its certificate, if it has one, is then
+        own: True if the gateway is of this machine's mesh. Its certificate, if it has one, is then
             not checked: it names the outside.
     """
 

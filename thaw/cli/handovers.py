@@ -26,7 +26,7 @@ class Lane:
     """A stretch of a request on one instance, in ms since the request arrived.
 
     Attributes:
-        from_ms: When the client began to wait for this instance.
+        from_ms: Time at which the client began to wait for this instance.
         began_ms: First token; None: there was none.
         handover: The hand-off to this instance; None: the request started here.
     """

@@ -18,7 +18,7 @@ class Entry:
     """One command, or group of commands, of the command line.
 
     Attributes:
-        name: What a person types.
+        name: The command's name on the command line.
         module: Module of `thaw.cli` that has it.
         attribute: The function of a command, or the `Typer` of a group.
         help: First line of its own help.

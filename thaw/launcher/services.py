@@ -38,8 +38,8 @@ class Program:
     """One process to run.
 
     Attributes:
-        port: Where it listens on loopback once it is ready. None: it reports that itself
-            (`shared.runtime.report_ready`).
+        port: The port on loopback on which it listens once it is ready. None: it reports that
+            itself (`shared.runtime.report_ready`).
         listens: Host and port of a socket that is kept here and handed to it, so that those who
             connect while it is started again wait for it instead of being refused.
         prepare: Called before each start, in a thread.

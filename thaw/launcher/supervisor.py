@@ -62,7 +62,7 @@ class Supervisor:
     """Carries out what `lifecycle.decide` says.
 
     Args:
-        programs: What to run.
+        programs: The programs to run.
         survivors: Processes of a supervisor that was killed, by name.
         watcher: Finds those that hang.
         starter: Starts processes.

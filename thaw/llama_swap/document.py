@@ -18,7 +18,7 @@ class Loss:
 
     Attributes:
         path: The key, as `models.qwen.filters`.
-        reason: What Thaw does instead, in one sentence.
+        reason: Thaw's behaviour instead, in one sentence.
     """
 
     path: str

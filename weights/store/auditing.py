@@ -35,7 +35,7 @@ class Audit:
         unclaimed_pages: Lent pages that the borrower's process does not map: it is about to, or has
             unmapped them and is about to return them.
         processes: Processes that map pages.
-        violations: Of conservation; none in a correct device.
+        violations: Violations of conservation; none in a correct device.
     """
 
     snapshot: Snapshot

@@ -35,7 +35,7 @@ class DevicePages:
     Attributes:
         store: The pages.
         tier_of: The tier that weights would be loaded from again, by their id.
-        likelihood: How likely a unit is loaded again soon.
+        likelihood: The likelihood that a unit is loaded again soon.
         short_pages: Pages that the last reservation lacked.
     """
 

@@ -18,10 +18,11 @@ class Missing:
     """A unit whose bytes are not on the device; its pages are reserved under `key`.
 
     Attributes:
-        has_pages: They are reserved. Those of a unit of unknown content are once it is hashed.
-        rank: When a forward pass needs it.
+        has_pages: True if its pages are reserved. A unit of unknown content gets them once it is
+            hashed.
+        rank: Its place in the order of a forward pass.
         peer: Another device that has it, with its pages there as `source`.
-        reads_host: Its bytes are read into host memory, whether a peer has them or not.
+        reads_host: True if its bytes are read into host memory, even if a peer has them.
         is_under_way: A thread copies it.
         pieces: (offset in the segment, address, bytes) in host memory, in order of arrival.
     """

@@ -61,7 +61,7 @@ def cut_ranges(layout: Layout, ranges: Sequence[tuple[int, int]], *, remote: boo
     Args:
         layout: The segment.
         ranges: First byte and end of each.
-        remote: As of `cut`.
+        remote: As in `cut`.
     """
     found: list[Piece] = []
     for start, end in _whole_pages(ranges):

@@ -148,7 +148,7 @@ def adjust(lease: Lease, need: Need, now: float) -> Adjustment:
 
     Args:
         lease: The lease after the last event.
-        need: What the engine needs now.
+        need: The blocks that the engine needs now.
         now: Monotonic seconds.
     """
     wanted = lease.pages_for(need.blocks)

@@ -96,7 +96,7 @@ class SequenceView:
     """A sequence to plan for.
 
     Attributes:
-        preemptions: How often it has been preempted.
+        preemptions: Number of its preemptions.
         greatest_length: Tokens that it may have in the end; 0: unknown.
     """
 

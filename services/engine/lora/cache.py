@@ -74,7 +74,7 @@ class LoraCache:
 
     Args:
         source: Loads and unloads adapters.
-        room: How adapters and the KV cache share memory.
+        room: The memory that adapters and the KV cache share.
         keep_s: Seconds that an unused adapter stays; negative: until its memory is needed.
         changed: Called when the loaded adapters or their users change.
     """

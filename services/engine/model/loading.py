@@ -53,7 +53,7 @@ class BoundModel:
 
     Args:
         copied: Names of parameters outside the segment, because they are converted.
-        architecture: What it has in common with others, if the process keeps that.
+        architecture: Its common parts with other models, if the process keeps them.
         handle: Handle of the device memory, if the loader has loaded it.
         memory: The segment on the device, opened by `handle`; None if the loader has it only in
             host memory.
@@ -175,9 +175,9 @@ def begin(
     Args:
         bound: A model that `can_overlap`.
         files: Its small files.
-        start: What to serve.
+        start: The instance to serve.
         settings: Settings of the process.
-        weights: What has arrived.
+        weights: The bytes that have arrived.
         pages: The pages that the weights arrive in; None: the segment in host memory.
 
     Raises:

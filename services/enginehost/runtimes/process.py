@@ -64,7 +64,7 @@ class EngineProcess:
         Args:
             child: The process.
             mark: Marks all processes of the instance, in their environment.
-            address: Where it listens.
+            address: The address on which it listens.
             log_path: The instance's log.
             groups: cgroup.procs files of its control groups.
             reaper_pipe: Write end of the reaper's pipe; when it closes, the reaper ends the engine.
@@ -99,12 +99,12 @@ class EngineProcess:
         Args:
             command: The engine's command.
             mark: Marks all processes of the instance.
-            address: Where it listens if `endpoint` has no socket.
+            address: The address on which it listens if `endpoint` has no socket.
             log_path: The instance's log.
             cgroup_procs: cgroup.procs files to join, separated by colons.
             niceness: Added to the niceness of this process.
             spare: A spare interpreter that becomes the engine if it can.
-            endpoint: How the host reaches the engine.
+            endpoint: The endpoint at which the host reaches the engine.
 
         Raises:
             EngineFailed: The process cannot be started.

@@ -86,7 +86,7 @@ class ResumeState:
         head: Fields of the first event, such as id and created.
         prompt_tokens: Tokens of the prompt.
         tokens: Generated tokens that the gateway knows.
-        kept: Those of them that the engine was given; it generates the rest again.
+        kept: The part of them that the engine gets; it generates the rest again.
         skip_chars: Characters of regenerated text that the client already has.
         chat: The request is a chat completion.
     """
@@ -104,7 +104,7 @@ class TokenTracker:
     """Splits events into bytes for the client and tokens for the gateway.
 
     Args:
-        api: How the engine reports token ids.
+        api: The form in which the engine reports token ids.
         chat: The request is a chat completion.
         hide_usage: The client did not request usage.
         hide_ids: The client did not request token ids.

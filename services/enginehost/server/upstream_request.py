@@ -24,7 +24,7 @@ class UpstreamRequest:
     Args:
         outgoing: The HTTP request.
         hide_usage: The usage in the engine's stream is not for the client.
-        fixed: Why another engine cannot resume the response; empty if it can.
+        fixed: The reason why another engine cannot resume the response; empty if it can.
         tracker: Tracks the tokens of the response; None if they are not tracked.
         seed: Seed of the request, if it has one.
     """

@@ -72,7 +72,7 @@ class Entry(Frozen):
         reply: Reply subject of the present attempt; empty until an instance is chosen.
         revision: Revision of the weights of the present attempt.
         messages: Messages on `reply`, once the entry is `done`.
-        error: How the response failed, if it broke off.
+        error: The error of a response that broke off.
     """
 
     state: Literal["running", "done"] = "running"

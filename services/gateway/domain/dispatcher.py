@@ -299,7 +299,7 @@ class Dispatcher:
         """The request lost its instance: requeue it, or fail it (rule 5).
 
         Args:
-            error: What the instance's host reported; None: nothing.
+            error: The error that the instance's host reported; None: no error.
         """
         count_loss(ticket, is_reported=error is not None, has_died=has_died)
         poison = is_poison(ticket, is_shared=self.routes.is_shared(ticket.instance_id or ""))

@@ -19,7 +19,7 @@ class ModelQueue:
     """Waiting requests, and the scheduler's last reply about them.
 
     Attributes:
-        published_at: When demand was last published; None: never.
+        published_at: Time at which demand was last published; None: never.
         reply: The scheduler's last reply, received at `replied_at`.
     """
 

@@ -27,8 +27,8 @@ class Route:
     Attributes:
         own: Requests of this gateway that the instance has.
         others: Requests of other gateways, as of the last status.
-        ready_since: When the instance was first reported ready, or to take requests while it loads;
-            None: it is neither.
+        ready_since: Time at which the instance was first reported ready, or to take requests while
+            it loads; None: it is neither.
         start_phases: Phases of its start until then.
         is_early: `ready_since` is when it began to take requests; it has not been ready.
         idle_since: Since when its engine reports no request; None: it has some.

@@ -22,12 +22,13 @@ class Ticket:
     """One request. Times are seconds on the gateway's monotonic clock.
 
     Attributes:
-        stage: Where the request is.
+        stage: The state of the request.
         instance_id: The instance that has the request; None while it waits.
-        sent_at: When the present attempt was sent.
-        last_message_at: When the present attempt's last message arrived; 0: none has.
-        probed_at: When the instance was last asked whether it has the request.
-        reported_missing_at: When the instance last reported that it does not have the request.
+        sent_at: Time at which the present attempt was sent.
+        last_message_at: Time at which the present attempt's last message arrived; 0: none has.
+        probed_at: Time at which the instance was last asked whether it has the request.
+        reported_missing_at: Time at which the instance last reported that it does not have the
+            request.
         attempts: Instances that the request was sent to.
         attempt_id: Names the present attempt on the mesh. Late messages of an earlier attempt
             carry another id.
@@ -38,7 +39,7 @@ class Ticket:
         losses: All losses of an instance.
         is_admitted: The engine has started the request, rather than queued it.
         is_committed: The client has received output that no other engine can continue.
-        is_resumable: There is output that another instance can continue.
+        is_resumable: True if there is output that another instance can continue.
         revision: Revision of the weights that generated the output.
         elapsed_s: Part of the response timeout that earlier instances used.
         preferred_instance: The instance to try before any other.

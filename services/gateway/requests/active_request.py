@@ -52,11 +52,11 @@ class ActiveRequest:
     Attributes:
         ticket: The dispatcher's state of the request.
         reader: The present attempt, and the engine's messages.
-        response: What the client receives.
-        resume_state: What another engine needs to continue the response.
+        response: The response to the client.
+        resume_state: The state with which another engine continues the response.
         handoffs: Hand-offs to other instances.
         stats: Timings and token counts.
-        completion: Whether and how the request ended.
+        completion: The end of the request.
         idempotency: The request's Idempotency-Key; None without one.
         on_requeued: Called when the request waits for another instance.
     """

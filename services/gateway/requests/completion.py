@@ -16,7 +16,7 @@ class Completion:
         is_done: The request ended: answered, failed, or abandoned by its client.
         done: Set when `is_done` becomes true.
         done_at: Monotonic time of the end.
-        error: Why the request failed; None while it runs, and if it did not fail.
+        error: The reason why the request failed; None while it runs, and if it did not fail.
         has_client_left: The client disconnected before the end.
     """
 

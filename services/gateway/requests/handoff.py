@@ -23,7 +23,7 @@ class OrderedHandoff:
         prepared: Name of the KV cache that the destination has computed ahead.
         link: Span of the migration.
         source_released: Set when the gateway no longer listens to the source.
-        result: Where the request runs now, or why it could not be handed off.
+        result: The instance that runs the request now, or the reason why the hand-off failed.
     """
 
     migration_id: str
@@ -52,7 +52,7 @@ class HandoffRecord:
     Attributes:
         kind: `move` if it was ordered, `failover` if the source was lost.
         tokens: Tokens that the destination continues from; 0: it starts again.
-        last_output_at: When the source's last output arrived; None: it sent none.
+        last_output_at: Time at which the source's last output arrived; None: it sent none.
         pause_ms: From the source's last output to the destination's first; None: not yet known.
     """
 
@@ -71,7 +71,7 @@ class Handoffs:
     """All hand-offs of one request.
 
     Attributes:
-        instance_id: Where the request was last sent; empty: nowhere yet.
+        instance_id: The instance to which the request was last sent; empty: none yet.
         ordered: The hand-off that is in progress on a migrator's order.
         fencing_token: The highest token of the orders accepted so far.
     """
@@ -103,7 +103,7 @@ class Handoffs:
         Args:
             ordered: The order that sends it there.
             tokens: Tokens that the instance continues from; None: it starts the response.
-            last_output_at: When the last output arrived; 0: none has.
+            last_output_at: Time at which the last output arrived; 0: none has.
         """
         self._record(ticket, ordered, tokens, last_output_at, now)
         if ordered is not None:

@@ -41,8 +41,8 @@ class Attempt:
         next_seq: Number of the next message, which is also the count of messages read.
         has_output: The attempt has sent output.
         vectors: First vectors of an answer that arrives in several messages.
-        refusal: Why the instance refused the attempt.
-        engine_loss: How the engine was lost, as its host reported.
+        refusal: The reason why the instance refused the attempt.
+        engine_loss: The loss of the engine that its host reported.
     """
 
     id: str = ""

@@ -42,7 +42,7 @@ class ResumeState:
     """Tokens generated so far, and what else an engine needs to continue from them.
 
     Attributes:
-        not_resumable_reason: Why no other engine can continue; empty if one can.
+        not_resumable_reason: The reason why no other engine can continue; empty if one can.
         revision: Revision of the weights that generated the tokens.
         head: Fields common to all parts of an HTTP response, as its id.
         replay_filter: Output that was forwarded and will be generated again.

@@ -23,11 +23,12 @@ class RequestStats:
     """Times are seconds on the gateway's monotonic clock.
 
     Attributes:
-        sent_at: When the response was last requested from its beginning.
-        last_token_at: When the last output arrived; 0: none has.
+        sent_at: Time at which the response was last requested from its beginning.
+        last_token_at: Time at which the last output arrived; 0: none has.
         ignored_parameters: Fields of the body that the engine does not know.
         instance: The instance that began the response.
-        cold_ready_at: When the instance became ready, if the request waited for its cold start.
+        cold_ready_at: Time at which the instance became ready, if the request waited for its cold
+            start.
     """
 
     sent_at: float = 0.0

@@ -23,12 +23,12 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Attach:
-    """An instance or a connection wants weights.
+    """An instance or a connection requests weights.
 
     Attributes:
-        background: None keeps the priority of the holder's prepare.
+        background: True for a background load; None keeps the priority of the holder's prepare.
         local: The holder is a connection, which the nodeagent does not know.
-        device: Where weights can be copied to.
+        device: The device that weights can be copied to; None: none.
     """
 
     reply: int

@@ -31,7 +31,7 @@ class Pretouch:
     """Progress of touching the host's memory.
 
     Attributes:
-        reason: Why it is skipped.
+        reason: The reason why it is skipped.
         not_before: Monotonic seconds.
     """
 

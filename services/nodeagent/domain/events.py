@@ -218,9 +218,9 @@ class Adopted:
 
     Args:
         instance: The recorded instance.
-        alive: Its process (same pid and start time) is running.
+        alive: True if its process (same pid and start time) is running.
         error: Explains the exit if it is not.
-        frozen: Its control group is frozen.
+        frozen: True if its control group is frozen.
     """
 
     instance: Instance

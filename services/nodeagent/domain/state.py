@@ -82,7 +82,7 @@ class SuspendState(Frozen):
 
     Args:
         pausing: The engine accepts no new request, and is frozen once idle.
-        freezing: It is being frozen, or is frozen; recorded before it happens.
+        freezing: True while the instance is being frozen, or is frozen; set beforehand.
         resume_requested: A resume command arrived while it was being frozen.
         frees_bytes: Device memory that the last suspension freed.
         left_bytes: Device memory that stayed in use.

@@ -70,7 +70,7 @@ class Executors:
         Args:
             launcher: Starts processes of the builtin engine.
             request: `Mesh.request`.
-            directory: Where records are kept.
+            directory: The directory of records.
             logs: Directory of logs.
             node: The node's name.
             environment: Settings for executors.

@@ -19,10 +19,10 @@ class Target:
 
     Args:
         pids: All of its processes, without the host.
-        hosted: It has a host, which keeps running.
+        hosted: True if it has a host, which keeps running.
         environment: Variables set by the operator.
         moved_from: Devices of its snapshot, to be restored onto `device_ids`; none: onto the same.
-        in_container: Its processes see the devices that their container was started with.
+        in_container: True if its processes see only the devices of their container.
     """
 
     instance_id: str

@@ -39,7 +39,7 @@ def two_way_load_s(nbytes: int, host_rate: float, peer_bytes: int, peer_rate: fl
     Args:
         nbytes: Bytes to load.
         host_rate: Bytes per second by way of host memory, the source included.
-        peer_bytes: Of `nbytes`, what other devices of the node have.
+        peer_bytes: The part of `nbytes` that other devices of the node have.
         peer_rate: Bytes per second from them.
         queue_s: Seconds before host memory gets its first byte.
     """

@@ -52,7 +52,7 @@ def busy_until(reported_at: float, status: LoaderStatus | None, decided: Sequenc
     is.
 
     Args:
-        reported_at: When the loader last reported.
+        reported_at: Time at which the loader last reported.
         status: Its report.
         decided: Loads that the report may not include, each as (time of the decision, bytes).
     """

@@ -23,7 +23,7 @@ class Migration:
         node: The requested destination; empty: any. Likewise `device`.
         destination: The instance that was found or started for it.
         record: The order as last reported.
-        waiting_reason: What the order waits for.
+        waiting_reason: The reason why the order waits.
     """
 
     migration_id: str

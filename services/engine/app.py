@@ -47,7 +47,7 @@ from shared.contracts.loader import LoaderStatus, WeightsAttached
 from shared.contracts.loader_socket import loader_socket
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
-from shared.contracts.segment import CudaIpcHandle
+from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle
 from shared.engines.instance_process import InstanceProcess
 from shared.errors import EngineFailed, ThawError, from_body
 from shared.messaging import Mesh
@@ -179,12 +179,13 @@ class Engine(InstanceProcess):
             bound = await self._bind(partial(loading.bind_model, directory, attached, self._start, self._parts.models))
         if self._start.separate_memory:
             attached = await self._map_pages(bound, attached)
+        loading.check_isolation(attached.handle, is_shared=self._parts.is_shared)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
             finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle)
             computable = await self._compute(finish)
         self._mapped_at = bound.addresses()
-        self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle) else None
+        self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle | GpuUnitsHandle) else None
         self._open(computable, self._deliver)
 
     async def _begin_overlap(self, bound: loading.BoundModel, files: loading.ModelFiles, index: WeightsAttached) -> Overlap | None:

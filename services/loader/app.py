@@ -39,7 +39,7 @@ from shared.messaging import Mesh
 from shared.private import make_private
 from shared.runtime import report_ready
 from shared.tasks import end, wait_for_first
-from weights.devices.opening import Devices, has_driver, load_driver
+from weights.devices.opening import Devices, has_driver, load_driver, with_arenas
 from weights.devices.pacing import Pacer
 from weights.devices.probe import group_bytes
 from weights.pool.chunks import CHUNK_BYTES, Chunks
@@ -48,6 +48,7 @@ from weights.pool.memory import PoolMemory
 from weights.pool.shm import SHM, default_dram_bytes, default_ready_bytes, physical_memory
 from weights.pool.sweeping import sweep
 from weights.store.generations import file_name, remove_unmapped, retire
+from weights.store.gpu_device import gpu_devices
 from weights.store.node_devices import NodeDevices
 from weights.store.probe import group_bytes as separate_group_bytes
 from weights.store.residency import KnownUnits
@@ -82,12 +83,12 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
     The pool survives a kill, and a shutdown while instances hold weights in it; else the shutdown
     removes it.
     """
-    gpus = _gpus(settings)
+    known = KnownUnits()
+    gpus = _gpus(settings, known)
     on_populated, on_punch = (gpus.pin, gpus.unpin) if gpus is not None else (None, None)
     pool = PoolMemory(records.pool_name, pool_bytes(), keep=True, on_populated=on_populated, on_punch=on_punch)
     await asyncio.to_thread(sweep)
     boot_id = uuid.uuid4().hex
-    known = KnownUnits()
     separate = await asyncio.to_thread(_separate, settings, records.prefix, boot_id, known)
     devices = NodeDevices(separate, gpus, known, _pacers(settings)) if gpus is not None or separate else None
     sharing = Sharing(settings)
@@ -112,11 +113,13 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
         pool.close(unlink=not held)
 
 
-def _gpus(settings: LoaderSettings) -> Devices | None:
+def _gpus(settings: LoaderSettings, known: KnownUnits) -> Devices | None:
     """Return the GPUs, not opened yet; None without a driver."""
     if not has_driver():
         return None
-    return Devices(load_driver, partial(group_bytes, cache=settings.node_state / "loader" / "buses.json"))
+    reuse_bytes = settings.cuda_reuse_bytes
+    open_device = gpu_devices(reuse_bytes, known, verify=settings.verify) if reuse_bytes is not None else with_arenas
+    return Devices(load_driver, partial(group_bytes, cache=settings.node_state / "loader" / "buses.json"), open_device)
 
 
 def _separate(settings: LoaderSettings, prefix: str, boot_id: str, known: KnownUnits) -> dict[str, SeparateDevice]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from services.loader import status_publisher
@@ -57,9 +58,10 @@ from shared.contracts.loader import (
     ReleaseWeights,
     WeightsAttached,
 )
+from shared.contracts.loader_socket import SocketMap
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeStatus
-from shared.contracts.segment import ByteRange
+from shared.contracts.segment import ByteRange, GpuUnitsHandle
 from shared.errors import NotFound, ShuttingDown, StaleToken, from_body
 from shared.tasks import end
 from weights.pool.chunks import Chunks
@@ -68,6 +70,8 @@ from weights.sources.sources import Sources
 
 log = logging.getLogger(__name__)
 _INSPECTIONS_AT_ONCE = 8
+_UNITS_AT_ONCE = 64
+"""Units whose descriptors are sent at once: each is open here meanwhile."""
 _IDLE_BEFORE_PREPARE_S = 10.0
 """Seconds without a load before memory is populated for the next ones."""
 
@@ -291,6 +295,28 @@ class Loader:
             if is_complete:
                 return
             await _wait_for_first(next_change.wait(), *((arrivals.wait_for_more(count),) if arrivals is not None else ()))
+
+    def export_units(self, ask: SocketMap, pid: int) -> Iterator[tuple[tuple[int, ...], Callable[[], list[int]]]]:
+        """Yield units on the GPU of an instance, some at a time.
+
+        With each comes the function that returns their descriptors for process `pid`, for the
+        caller to close. It blocks for a moment.
+
+        Raises:
+            NotFound: The instance has not attached the weights, or they are not on a GPU.
+        """
+        first = 0
+        while True:
+            entry = self._get_held_entry(ask.instance_id, ask.weights_id)
+            device, copies = device_of(entry, ask.instance_id), self._loop.runs.copies
+            handle = copies.handle(entry.run, device) if copies is not None else None
+            if copies is None or device is None or not isinstance(handle, GpuUnitsHandle):
+                raise NotFound(f"The weights of {ask.instance_id} are not on a GPU as units. Attach again")
+            if first >= len(handle.units):
+                return
+            units = tuple(range(first, min(first + _UNITS_AT_ONCE, len(handle.units))))
+            yield units, partial(copies.export, entry.run, device, units, pid)
+            first += len(units)
 
     def _arrivals(self, run: int, device: str | None, entry: Entry) -> Arrivals | None:
         runs = self._loop.runs

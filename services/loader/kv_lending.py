@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from pydantic import ValidationError
 
+from services.loader.adapters.descriptors import peer_process
 from shared.contracts.base import Message
 from shared.contracts.loader_socket import (
     BORROWER_LINE,
@@ -83,7 +82,7 @@ class KvLending:
         if device is None:
             raise NotFound(f"{ask.device} has no memory of its own on this node: see THAW_DEVICES")
         borrower = self._borrowers[name] = _Borrower(name, device)
-        device.lender.open(name, Borrower(ask.floor_pages, ask.instance_id, ask.model, _peer(writer)))
+        device.lender.open(name, Borrower(ask.floor_pages, ask.instance_id, ask.model, peer_process(writer)))
         log.info("lending pages to a KV cache", extra={"instance": ask.instance_id, "device": ask.device})
         is_stopping = False
         granting = asyncio.create_task(self._grant(borrower, writer), name=f"{name}-lending")
@@ -145,15 +144,6 @@ class KvLending:
         while left := await asyncio.to_thread(borrower.device.lender.take_back, borrower.name):
             log.debug("a process still maps lent pages", extra={"borrower": borrower.name, "pages": left})
             await asyncio.sleep(_UNMAP_POLL_S)
-
-
-def _peer(writer: asyncio.StreamWriter) -> int | None:
-    """Return the process at the other end of a Unix socket."""
-    connected = writer.get_extra_info("socket")
-    if connected is None:
-        return None
-    found: int = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
-    return found or None
 
 
 async def _send(writer: asyncio.StreamWriter, message: Message) -> None:

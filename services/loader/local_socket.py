@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from services.loader.adapters.descriptors import open_again, peer_process, send_descriptors
 from services.loader.handlers import Loader
 from services.loader.kv_lending import KvLending
 from shared.contracts.base import Message
@@ -29,14 +30,16 @@ from shared.contracts.loader_socket import (
     SocketAudited,
     SocketBorrow,
     SocketComplete,
+    SocketDescriptors,
     SocketError,
     SocketFollow,
+    SocketMap,
     SocketPages,
     SocketUnits,
     SocketWatermark,
 )
 from shared.contracts.segment import ByteRange, PagesLayout, UnitPages
-from shared.errors import InvalidRequest, NotFound, ThawError
+from shared.errors import EngineFailed, InvalidRequest, NotFound, ThawError
 from shared.unix_sockets import short_address
 
 log = logging.getLogger(__name__)
@@ -86,8 +89,7 @@ class LocalReaders:
             return
         # The reader sends nothing more: reading ends when it disconnects.
         gone = asyncio.create_task(reader.read(1), name=f"{holder}-gone")
-        serving = self._serve_hold(holder, ask, writer) if isinstance(ask, SocketAttach) else self._serve_follower(ask, writer)
-        work = asyncio.create_task(serving, name=holder)
+        work = asyncio.create_task(self._serve(holder, ask, writer), name=holder)
         try:
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -97,6 +99,25 @@ class LocalReaders:
             for task in (gone, work):
                 task.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _serve(self, holder: str, ask: SocketAttach | SocketFollow | SocketMap, writer: asyncio.StreamWriter) -> None:
+        match ask:
+            case SocketAttach():
+                await self._serve_hold(holder, ask, writer)
+            case SocketFollow():
+                await self._serve_follower(ask, writer)
+            case SocketMap():
+                await self._serve_units(ask, writer)
+
+    async def _serve_units(self, ask: SocketMap, writer: asyncio.StreamWriter) -> None:
+        pid = peer_process(writer)
+        if pid is None:
+            raise EngineFailed("The engine's process is not visible to the loader: they must share the PID namespace")
+        for units, export in self._loader.export_units(ask, pid):
+            line = SocketDescriptors(units=units).model_dump_json().encode() + b"\n"
+            # The thread closes what it is given, also if the engine disconnects meanwhile.
+            await asyncio.shield(asyncio.to_thread(send_descriptors, open_again(writer), line, export))
+        await _send(writer, SocketComplete(loaded_bytes=0))
 
     async def _serve_hold(self, holder: str, ask: SocketAttach, writer: asyncio.StreamWriter) -> None:
         card = await self._loader.card_of(weights_id=ask.weights_id, source=ask.source)

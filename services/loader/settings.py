@@ -46,6 +46,13 @@ class LoaderSettings(NodeSettings):
         description="Of THAW_DRAM_BYTES: memory populated at the start, so that no load waits for the kernel's zeroing. By default all of it on a "
         "node with GPUs or whose host takes free memory back, and a third elsewhere, populated when nothing has been loaded for ten seconds.",
     )
+    cuda_reuse_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Keep weights on GPUs as units that instances share, and that stay after their last instance: at most this many bytes of "
+        "those on each GPU, which the sizes in THAW_DEVICES have to leave free. Not yet run on a GPU. By default each load has memory of its own "
+        "there, until its last instance ends.",
+    )
     pretouch: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Touch the free memory of a virtual machine once after boot, in the background at idle priority, and give it back: the host has "

@@ -16,6 +16,12 @@ the rest arrives (Torpor, section 4.3):
                        of its own, `SocketPages` and then `SocketUnits` as units arrive there;
                        `SocketComplete` when all are; or `SocketError`
 
+An engine whose handle is a `GpuUnitsHandle` maps the units:
+
+    engine → loader    one `SocketMap`
+    loader → engine    `SocketDescriptors`, each with the descriptors of its units (SCM_RIGHTS);
+                       `SocketComplete` after the last; or `SocketError`
+
 Its hold is the one over NATS, and does not end with the connection.
 
 The reader holds the weights as long as the connection is open. It unmaps them, and then releases
@@ -91,6 +97,17 @@ class SocketFollow(Message):
     weights_id: str
 
 
+class SocketMap(Message):
+    """Send descriptors of the units on a GPU of weights that `instance_id` has attached there.
+
+    The units count as mapped by the connected process until it has exited.
+    """
+
+    kind: Literal["map"] = "map"
+    instance_id: str
+    weights_id: str
+
+
 class SocketAttached(Message):
     """The segment: the consecutive `extents` of the file at `path`.
 
@@ -130,6 +147,13 @@ class SocketUnits(Message):
 
     kind: Literal["units"] = "units"
     units: tuple[UnitPages, ...]
+
+
+class SocketDescriptors(Message):
+    """Units of which the line carries a descriptor each, in this order."""
+
+    kind: Literal["descriptors"] = "descriptors"
+    units: tuple[int, ...]
 
 
 class SocketComplete(Message):
@@ -215,13 +239,22 @@ SocketAsk = Annotated[
     Annotated[SocketAttach, Tag("attach")]
     | Annotated[SocketAudit, Tag("audit")]
     | Annotated[SocketFollow, Tag("follow")]
+    | Annotated[SocketMap, Tag("map")]
     | Annotated[SocketBorrow, Tag("borrow")],
     Discriminator(_kind_of),
 ]
 SOCKET_ASK: TypeAdapter[SocketAsk] = TypeAdapter(SocketAsk)
 
 SocketReply = Annotated[
-    SocketAttached | SocketWatermark | SocketArrived | SocketPages | SocketUnits | SocketComplete | SocketAudited | SocketError,
+    SocketAttached
+    | SocketWatermark
+    | SocketArrived
+    | SocketPages
+    | SocketUnits
+    | SocketDescriptors
+    | SocketComplete
+    | SocketAudited
+    | SocketError,
     Field(discriminator="kind"),
 ]
 SOCKET_REPLY: TypeAdapter[SocketReply] = TypeAdapter(SocketReply)

@@ -131,7 +131,21 @@ class PagesHandle(Frozen):
     units: tuple[MappedUnit, ...] = Field(description="In the order of their offsets. They hold every tensor.")
 
 
-ArenaHandle = Annotated[SharedMemoryHandle | CudaIpcHandle | PagesHandle, Field(discriminator="kind")]
+class GpuUnitsHandle(Frozen):
+    """The units of a segment in a GPU's memory, each in an allocation of its own.
+
+    An engine asks for their descriptors over the loader's local socket (`SocketMap`), and maps each
+    unit at its start in one range of `nbytes`. `bus_id` as in `CudaIpcHandle`.
+    """
+
+    kind: Literal["gpu-units"] = "gpu-units"
+    device: str
+    nbytes: int = Field(description="Length of the mapped range.")
+    bus_id: str
+    units: tuple[MappedUnit, ...] = Field(description="In the order of their offsets. They hold every tensor.")
+
+
+ArenaHandle = Annotated[SharedMemoryHandle | CudaIpcHandle | PagesHandle | GpuUnitsHandle, Field(discriminator="kind")]
 
 
 def segment_prefix(home: Path, node: str) -> str:

@@ -19,7 +19,7 @@ NOT_ON_NATS = {"EngineStart", "ExecutorStart", "EngineForked", "EngineExited", "
     f"Socket{name}"
     for name in (
         *("Attach", "Attached", "Audit", "Audited", "Watermark", "Complete", "Error"),
-        *("Follow", "Arrived", "Pages", "Units"),
+        *("Follow", "Arrived", "Pages", "Units", "Map", "Descriptors"),
         *("Borrow", "Lent", "Demand", "Return", "Shrink", "Borrowing"),
     )
 }

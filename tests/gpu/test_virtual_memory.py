@@ -8,8 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -37,6 +42,20 @@ host = ctypes.create_string_buffer(7)
 cuda.copy_back(ctypes.addressof(host), start, 7)
 peer.sendall(host.raw)
 """
+WRITER = (
+    READER.rsplit('peer.sendall(b"m")', 1)[0]
+    + """
+from shared.errors import ThawError
+host, stream = ctypes.create_string_buffer(b"changed"), cuda.stream(urgent=True)
+try:
+    cuda.copy(start, ctypes.addressof(host), 7, stream)
+    cuda.wait(cuda.record(stream))
+except ThawError:
+    peer.sendall(b"r")
+else:
+    peer.sendall(b"w")
+"""
+)
 
 
 @pytest.fixture
@@ -118,3 +137,58 @@ def test_another_process_keeps_a_unit_that_was_released_here(cuda: CudaRuntime, 
         mine.sendall(b"r")
         assert mine.recv(7) == b"weights"
         assert reader.wait(120) == 0
+
+
+def test_a_read_only_mapping_cannot_be_written(cuda: CudaRuntime, memory: CudaVirtualMemory) -> None:
+    """Units are shared by engines, which must not change them (ADR 0060).
+
+    CUDA's context may be unusable after the write, so that another process tries it.
+    """
+    size = memory.granularity(0)
+    unit, start = memory.create(0, size), memory.reserve(size)
+    memory.map(start, size, unit)
+    memory.set_access(start, size, 0, writable=True)
+    write(cuda, start, b"weights")
+    mine, theirs = socket.socketpair()
+    mine.settimeout(120)
+    with mine, subprocess.Popen([sys.executable, "-c", WRITER, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as writer:
+        theirs.close()
+        descriptor = memory.export_descriptor(unit)
+        socket.send_fds(mine, [b"u"], [descriptor])
+        os.close(descriptor)
+        assert mine.recv(1) == b"r", "the write failed"
+        writer.wait(120)
+    assert read(cuda, start, 7) == b"weights"
+    memory.unmap(start, size)
+    memory.free_reservation(start, size)
+    memory.release(unit)
+
+
+@pytest.mark.parametrize("mebibytes", [2, 100])
+def test_time_of_each_call_is_printed(cuda: CudaRuntime, memory: CudaVirtualMemory, mebibytes: int) -> None:
+    """The goal of 1 ms for remapping 8 GiB rests on these calls (ADR 0060)."""
+    size, count = memory.granularity(0), 20
+    nbytes = -(-(mebibytes << 20) // size) * size
+    took: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = call()
+        took.setdefault(name, []).append((time.perf_counter() - began) * 1e3)
+        return result
+
+    for _ in range(count):
+        unit = timed("create", lambda: memory.create(0, nbytes))
+        descriptor = timed("export", partial(memory.export_descriptor, unit))
+        imported = timed("import", partial(memory.import_descriptor, descriptor))
+        os.close(descriptor)
+        start = timed("reserve", lambda: memory.reserve(nbytes))
+        timed("map", partial(memory.map, start, nbytes, imported))
+        timed("set access", partial(memory.set_access, start, nbytes, 0, writable=False))
+        timed("unmap", partial(memory.unmap, start, nbytes))
+        memory.release(imported)
+        memory.free_reservation(start, nbytes)
+        timed("release", partial(memory.release, unit))
+    figures = ", ".join(f"{name} {statistics.median(times):.3f}" for name, times in took.items())
+    sys.stdout.write(f"\n{mebibytes} MiB, driver {cuda.facts(0).driver_version}, ms (median of {count}): {figures}\n")
+    assert all(len(times) == count for times in took.values())

@@ -72,7 +72,8 @@ class FakeVirtualMemory:
         self._check_device("cuMemCreate", device)
         self._check_sizes("cuMemCreate", nbytes)
         with self._lock:
-            if nbytes > self.free_bytes(device):
+            # Reading what all processes have takes long: only where the bound does not suffice.
+            if nbytes > self._unused_bytes(device) and nbytes > self.free_bytes(device):
                 raise InsufficientMemory("cuMemCreate: out of memory (CUDA_ERROR_OUT_OF_MEMORY)", should_retry=True)
             fd = os.memfd_create(f"{_MEMFD}-{device}", os.MFD_CLOEXEC)
             os.ftruncate(fd, nbytes)
@@ -102,10 +103,13 @@ class FakeVirtualMemory:
         A descriptor on its way through a socket is not seen.
         """
         with self._lock:
-            if sum(n for d, n in self._created.values() if d == device) > 0:
+            if self._created:
                 live = _live_inodes(self._created)
                 self._created = {inode: entry for inode, entry in self._created.items() if inode in live}
-            return self._total_bytes - sum(n for d, n in self._created.values() if d == device)
+            return self._unused_bytes(device)
+
+    def _unused_bytes(self, device: int) -> int:
+        return self._total_bytes - sum(n for d, n in self._created.values() if d == device)
 
     # -- addresses ---------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ def test_the_pages_of_a_device_are_bound_and_its_status_says_so(node: int, pages
     device = SeparateDevice("cpu:1", 2 * PAGE_BYTES, None, numa_node=node)
     try:
         assert device.pages().numa_node == node
+        assert isinstance(device.memory, PageMemory)
         assert device.memory._pool.bound_to() == (node,)
     finally:
         device.close()

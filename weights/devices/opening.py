@@ -17,6 +17,7 @@ from shared.errors import DeviceMissing, ThawError
 from weights.devices.cuda import CudaDevice
 from weights.devices.driver import CudaDriver, DeviceFacts
 from weights.devices.pinning import Pins
+from weights.devices.port import Device
 
 log = logging.getLogger(__name__)
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -41,6 +42,15 @@ def load_driver() -> CudaDriver:
     return load_cuda()
 
 
+Open = Callable[[CudaDriver, DeviceFacts, int, Pins], Device]
+"""Opens a device: its driver, its facts, the bytes of a group of copies, page-locked memory."""
+
+
+def with_arenas(driver: CudaDriver, facts: DeviceFacts, group_bytes: int, pins: Pins) -> Device:
+    """Open a device whose memory is one arena for each load (ADR 0027)."""
+    return CudaDevice(driver, facts, group_bytes, pins=pins)
+
+
 class Devices:
     """The open devices.
 
@@ -48,17 +58,19 @@ class Devices:
     device is open.
     """
 
-    def __init__(self, load: Callable[[], CudaDriver], group_bytes: Callable[[CudaDriver, DeviceFacts], int]) -> None:
+    def __init__(
+        self, load: Callable[[], CudaDriver], group_bytes: Callable[[CudaDriver, DeviceFacts], int], open_device: Open = with_arenas
+    ) -> None:
         """`group_bytes`: the elbow of a device's curve (`probe.group_bytes`)."""
-        self._load, self._group_bytes = load, group_bytes
+        self._load, self._group_bytes, self._open_device = load, group_bytes, open_device
         self._lock = threading.Lock()
         self._driver: CudaDriver | None = None
         self._pins: Pins | None = None
         self._index = 0
-        self._open: dict[str, CudaDevice] = {}
+        self._open: dict[str, Device] = {}
         self._closed = False
 
-    def get(self, device_id: str) -> CudaDevice:
+    def get(self, device_id: str) -> Device:
         """Opened if it is not yet, which takes seconds on its first use on this machine.
 
         Raises `DeviceMissing` or what CUDA says.
@@ -78,12 +90,12 @@ class Devices:
             group = self._group_bytes(self._driver, facts)
             if self._pins is None:
                 self._index, self._pins = index, Pins(self._driver)
-            self._open[device_id] = opened = CudaDevice(self._driver, facts, group, pins=self._pins)
+            self._open[device_id] = opened = self._open_device(self._driver, facts, group, self._pins)
             log.info("device opened", extra={"device": device_id, "bus": facts.bus_id, "group_bytes": group})
             return opened
 
     @property
-    def opened(self) -> tuple[CudaDevice, ...]:
+    def opened(self) -> tuple[Device, ...]:
         return tuple(self._open.values())
 
     def pin(self, address: int, nbytes: int) -> None:

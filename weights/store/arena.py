@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from heapq import heappush
 from typing import Protocol
 
-from shared.contracts.segment import MappedUnit, PagesHandle, PagesLayout, UnitPages
+from shared.contracts.segment import GpuUnitsHandle, MappedUnit, PagesHandle, PagesLayout, UnitPages
 from shared.errors import ThawError
 from weights.devices.cpu import check_range, wait_for
 from weights.devices.curve import FALLBACK_BYTES
@@ -31,7 +31,7 @@ class ArenaOwner(Protocol):
     @property
     def file(self) -> str: ...
 
-    def handle_of(self, arena: PagedArena) -> PagesHandle: ...
+    def handle_of(self, arena: PagedArena) -> PagesHandle | GpuUnitsHandle: ...
     def pages_of(self, arena: PagedArena, indexes: Sequence[int]) -> tuple[UnitPages, ...]: ...
     def remove(self, arena: PagedArena) -> None: ...
 
@@ -147,7 +147,7 @@ class PagedArena:
         )
         return PagesLayout(device=self._device.device_id, nbytes=places.nbytes, file=self._device.file, units=units)
 
-    def handle(self) -> PagesHandle | None:
+    def handle(self) -> PagesHandle | GpuUnitsHandle | None:
         with self._device.changed:
             return self._device.handle_of(self) if self.is_open and not self.missing else None
 

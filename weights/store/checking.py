@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from shared.contracts.segment import SegmentTensor
 from weights.store.arena import PagedArena
-from weights.store.memory import PageMemory
+from weights.store.memory import UnitMemory
 from weights.store.pages import StoredUnit
 from weights.store.units import Unit, content_key
 
@@ -43,7 +43,7 @@ class Checks:
         return reused
 
 
-def key_on_device(memory: PageMemory, stored: StoredUnit, unit: Unit, tensors: Sequence[SegmentTensor]) -> str:
+def key_on_device(memory: UnitMemory, stored: StoredUnit, unit: Unit, tensors: Sequence[SegmentTensor]) -> str:
     """Return the key of a unit by its bytes on the device. The caller holds the unit."""
     digests = {}
     for tensor in tensors:

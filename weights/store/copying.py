@@ -13,7 +13,7 @@ from typing import Protocol
 from shared.errors import CheckpointInvalid, DeviceFailed, InsufficientMemory, ThawError
 from weights.devices.pacing import Pacer
 from weights.store.arena import PagedArena
-from weights.store.memory import PageMemory
+from weights.store.memory import UnitMemory
 from weights.store.missing import digests_of
 from weights.store.pages import StoredUnit
 from weights.store.units import content_key
@@ -56,7 +56,7 @@ class CopyThread:
     def __init__(
         self,
         target: Target,
-        memory: PageMemory,
+        memory: UnitMemory,
         arenas: Mapping[str, PagedArena],
         clock: Callable[[], float] = time.monotonic,
         pacer: Pacer | None = None,

@@ -18,9 +18,22 @@ from weights.formats.execution_order import execution_rank
 from weights.store.arena import PagedArena
 from weights.store.cost import Likelihood, Tier, equally_likely, reload_cost
 from weights.store.generations import EarlierPages
-from weights.store.memory import PageMemory
+from weights.store.memory import UnitMemory
 from weights.store.missing import Missing
-from weights.store.pages import Cost, Reservation, Store, StoredUnit, condemn, give_back, lend, release, reserve, settle, share
+from weights.store.pages import (
+    Cost,
+    Reservation,
+    Store,
+    StoredUnit,
+    condemn,
+    give_back,
+    give_up,
+    lend,
+    release,
+    reserve,
+    settle,
+    share,
+)
 from weights.store.units import PAGE_BYTES, Unit
 from weights.store.usage import PagesInUse, pages_in_use
 
@@ -40,7 +53,7 @@ class DevicePages:
     """
 
     def __init__(
-        self, device_id: str, memory: PageMemory, count: int, earlier: Sequence[EarlierPages], clock: Callable[[], float]
+        self, device_id: str, memory: UnitMemory, count: int, earlier: Sequence[EarlierPages], clock: Callable[[], float]
     ) -> None:
         """Start with free pages, except those that `earlier` files still have."""
         self._device_id, self._memory, self._clock = device_id, memory, clock
@@ -186,6 +199,13 @@ class DevicePages:
     def release(self, holder: str) -> None:
         """Release the units of an arena, by its holder."""
         self.store, _ = release(self.store, holder, self._clock())
+
+    def limit_reusable(self, pages: int) -> None:
+        """Give up reusable units beyond `pages` pages, but those that are pinned or mapped."""
+        excess = self.store.reusable_pages - pages
+        if excess > 0:
+            self.store, units = give_up(self.store, excess, self.cost(), self.kept_units())
+            log.info("gave up units beyond the limit", extra={"device": self._device_id, "units": len(units)})
 
     def discard(self, arena: PagedArena, damaged: Sequence[int]) -> None:
         """Give the reservation back, and take damaged units out of use."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from weights.store.memory import PageMemory
+from weights.store.memory import UnitMemory
 from weights.store.pages import Cost, Store, give_back, lend, lendable_pages
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Lender:
     """
 
     device: LendingDevice
-    memory: PageMemory
+    memory: UnitMemory
     on_change: Callable[[], None] = lambda: None
     _borrowers: dict[str, Borrower] = field(default_factory=dict)
     _turns: dict[str, Turn] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""The memory of a separate cpu device (ADR 0054).
+"""The memory of a device that units are copied into, and that engines map (ADR 0054).
 
-Units are copied into pages, and engines map them.
+`PageMemory` is that of a separate cpu device, `gpu_memory.GpuMemory` that of a GPU.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from shared.contracts.segment import Extent
 from shared.mapping import coalesce
@@ -16,6 +17,36 @@ from weights.store.pages import StoredUnit
 from weights.store.units import PAGE_BYTES
 
 log = logging.getLogger(__name__)
+
+
+class UnitMemory(Protocol):
+    """Memory of units in numbered pages. Methods may be called from several threads, for different
+    pages.
+    """
+
+    def bind(self, node: int) -> bool:
+        """Take the memory from this NUMA node. Returns True if it is there."""
+        ...
+
+    def write(self, unit: StoredUnit, offset: int, address: int, nbytes: int) -> None:
+        """Copy `nbytes` from host memory at `address` to `offset` in the unit, and wait."""
+        ...
+
+    def views(self, unit: StoredUnit, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of a range of the unit, in pieces. Each is valid until the next."""
+        ...
+
+    def free(self, pages: Iterable[int]) -> int:
+        """Free the memory of pages that are in no unit. Returns the number of freed bytes."""
+        ...
+
+    def mapped_by_others(self) -> dict[int, list[int]]:
+        """Return the pages that other processes map, and these processes."""
+        ...
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Close the memory. `unlink`: no process maps it."""
+        ...
 
 
 class PageMemory:

@@ -279,6 +279,21 @@ def give_back(store: Store, borrower: str, pages: Iterable[int]) -> Store:
     return replace(store, lent=lent, free=(*store.free, *sorted(returned, reverse=True)))
 
 
+def give_up(store: Store, pages: int, cost: Cost, keep: Collection[str] = ()) -> tuple[Store, tuple[str, ...]]:
+    """Free at least `pages` pages of reusable units, or as many as there are.
+
+    Args:
+        keep: Keys of units that stay: pinned, or still mapped by a process.
+
+    Returns:
+        The changed store and the keys of the units.
+    """
+    most = sum(len(u.pages) for u in store.units.values() if u.is_reusable and u.key not in keep)
+    found = _reclaim(store, len(store.free) + min(pages, most), keep, cost)
+    assert found is not None
+    return found
+
+
 def _reclaim(store: Store, pages: int, keep: Iterable[str], cost: Cost) -> tuple[Store, tuple[str, ...]] | None:
     """Free at least `pages` pages; None if that is impossible.
 

@@ -21,7 +21,7 @@ from weights.devices.pacing import Pacer
 from weights.store.arena import PagedArena
 from weights.store.checking import SAMPLE_BYTES, key_on_device
 from weights.store.copying import Target, update_rate
-from weights.store.memory import PageMemory
+from weights.store.memory import UnitMemory
 from weights.store.missing import Missing
 from weights.store.pages import StoredUnit
 from weights.store.units import Unit
@@ -35,7 +35,7 @@ class Peer(Protocol):
     """Another device of the node, as the source of copies."""
 
     @property
-    def memory(self) -> PageMemory: ...
+    def memory(self) -> UnitMemory: ...
 
     def hold(self, holder: str, units: Iterable[Unit]) -> Mapping[str, StoredUnit]:
         """Keep those of the units that are on the device from being reclaimed until `unhold`."""
@@ -98,7 +98,7 @@ class PeerThread:
     def __init__(
         self,
         target: Target,
-        memory: PageMemory,
+        memory: UnitMemory,
         arenas: Mapping[str, PagedArena],
         pacers: Mapping[str, Pacer],
         *,

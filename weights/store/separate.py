@@ -1,4 +1,4 @@
-"""A cpu device with memory of its own: pages that the loader copies units into (ADR 0054).
+"""A device with memory of its own: pages that the loader copies units into (ADR 0054).
 
 Units outlive their arenas: the next arena with equal units shares their pages, and only missing
 units are copied. The device hashes each unit before the copy, and identifies units by these hashes.
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from shared.contracts.segment import PagesHandle, SegmentTensor, UnitPages
+from shared.contracts.segment import GpuUnitsHandle, PagesHandle, SegmentTensor, UnitPages
 from shared.errors import DeviceMissing, InsufficientMemory
 from weights.devices.curve import FALLBACK_BYTES
 from weights.devices.pacing import Pacer
@@ -38,7 +38,7 @@ from weights.store.cost import SECONDS_PER_GB, Tier, equally_likely, expected_lo
 from weights.store.device_pages import DevicePages
 from weights.store.generations import EarlierPages
 from weights.store.lending import Lender
-from weights.store.memory import PageMemory, extents_of
+from weights.store.memory import PageMemory, UnitMemory, extents_of
 from weights.store.pages import Cost, Store, StoredUnit
 from weights.store.peers import TYPICAL_BYTES_PER_SECOND, PeerLink, PeerThread
 from weights.store.residency import KnownUnits, LoadingWeights, bytes_on_peers, residency
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class SeparateDevice:
-    """The pages of one cpu device, and the thread that copies into them."""
+    """The pages of one device, and the thread that copies into them."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class SeparateDevice:
         host_bytes_per_second: float | None = None,
         group_bytes: int = FALLBACK_BYTES,
         numa_node: int | None = None,
+        memory: UnitMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the device's pages.
@@ -77,6 +78,7 @@ class SeparateDevice:
             group_bytes: Size of the groups in which arenas report units while others wait to be
                 copied.
             numa_node: NUMA node that the memory is taken from; None: any node.
+            memory: Where the pages are; None: in a file of shared memory.
         """
         count = nbytes // PAGE_BYTES
         if count < 1:
@@ -90,7 +92,7 @@ class SeparateDevice:
         self._known = known or KnownUnits()
         self._closing = False
         self._group_bytes = group_bytes
-        self._memory = PageMemory(name, count)
+        self._memory: UnitMemory = memory if memory is not None else PageMemory(name, count)
         self._numa_node = numa_node if numa_node is not None and self._memory.bind(numa_node) else None
         self._pages = DevicePages(device_id, self._memory, count, earlier, clock)
         self._pacer = Pacer(host_bytes_per_second) if host_bytes_per_second is not None else None
@@ -234,7 +236,7 @@ class SeparateDevice:
     def now(self) -> float:
         return time.monotonic()
 
-    def handle_of(self, arena: PagedArena) -> PagesHandle:
+    def handle_of(self, arena: PagedArena) -> PagesHandle | GpuUnitsHandle:
         """Return the handle of an arena with all units on the device."""
         stored, layout = [self._pages.store.units[key] for key in arena.keys], arena.layout()
         return PagesHandle(
@@ -290,7 +292,7 @@ class SeparateDevice:
         self._from_peers.connect(peers)
 
     @property
-    def memory(self) -> PageMemory:
+    def memory(self) -> UnitMemory:
         """The pages, for copies to other devices."""
         return self._memory
 

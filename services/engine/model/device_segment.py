@@ -10,14 +10,15 @@ import ctypes
 import math
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from services.engine.model.segment import SHARED_MEMORY, Segment
-from shared.contracts.segment import CudaIpcHandle, PagesHandle, PagesLayout, SegmentIndex, SegmentTensor
+from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle, PagesHandle, PagesLayout, SegmentIndex, SegmentTensor
 from shared.errors import CheckpointInvalid, EngineFailed
 from shared.mapping import map_extents
 
@@ -121,24 +122,39 @@ def open_on_gpu(handle: CudaIpcHandle) -> torch.Tensor:
     Raises:
         EngineFailed: The memory cannot be opened.
     """
-    try:
-        runtime = import_module("cuda.bindings.runtime")
-    except ImportError as e:
-        raise EngineFailed("Weights on a GPU need the package cuda-bindings: pip install 'thaw-mesh[cuda]'") from e
+    runtime = _runtime()
     raw = base64.b64decode(handle.ipc_handle)
     if len(raw) != _HANDLE_BYTES:
         raise EngineFailed(f"A CUDA IPC handle has {_HANDLE_BYTES} bytes, not {len(raw)}")
-    device = torch.device("cuda", int(_call(runtime, runtime.cudaDeviceGetByPCIBusId, handle.bus_id.encode())))
-    with torch.cuda.device(device):
-        # cuda-bindings has its own runtime: both must use the device's primary context.
-        _call(runtime, runtime.cudaSetDevice, device.index)
+    with current_gpu(handle.bus_id) as device:
         opened = runtime.cudaIpcMemHandle_t()
         ctypes.memmove(opened.getPtr(), raw, _HANDLE_BYTES)
         address = int(_call(runtime, runtime.cudaIpcOpenMemHandle, opened, runtime.cudaIpcMemLazyEnablePeerAccess))
-        memory = _Opened(address, handle.nbytes)
+        seen, owner = see_as_bytes(address, handle.nbytes, device)
         # At process exit the driver closes it, because the runtime may be unloaded already.
-        weakref.finalize(memory, runtime.cudaIpcCloseMemHandle, address).atexit = False
-        return torch.as_tensor(memory, device=device)
+        weakref.finalize(owner, runtime.cudaIpcCloseMemHandle, address).atexit = False
+        return seen
+
+
+@contextmanager
+def current_gpu(bus_id: str) -> Iterator[torch.device]:
+    """Use the GPU with this PCI bus id in this thread.
+
+    Raises:
+        EngineFailed: There is no such GPU, or the package cuda-bindings is missing.
+    """
+    runtime = _runtime()
+    device = torch.device("cuda", int(_call(runtime, runtime.cudaDeviceGetByPCIBusId, bus_id.encode())))
+    with torch.cuda.device(device):
+        # cuda-bindings has its own runtime: both must use the device's primary context.
+        _call(runtime, runtime.cudaSetDevice, device.index)
+        yield device
+
+
+def see_as_bytes(address: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, object]:
+    """Return the device's memory as a tensor, and the object that lives as long as its users."""
+    owner = _Opened(address, nbytes)
+    return torch.as_tensor(owner, device=device), owner
 
 
 def open_pages(handle: PagesHandle) -> torch.Tensor:
@@ -163,7 +179,7 @@ def open_pages(handle: PagesHandle) -> torch.Tensor:
 
 
 def offsets_in_pages(
-    handle: PagesHandle | PagesLayout, offset_of: Callable[[torch.Tensor], int | None]
+    handle: PagesHandle | GpuUnitsHandle | PagesLayout, offset_of: Callable[[torch.Tensor], int | None]
 ) -> Callable[[torch.Tensor], int | None]:
     """Return the function from a tensor to its offset in the mapped range.
 
@@ -214,6 +230,13 @@ def tensor_in_pages(handle: PagesHandle | PagesLayout, segment: Segment, memory:
 
 
 _HANDLE_BYTES = 64
+
+
+def _runtime() -> Any:
+    try:
+        return import_module("cuda.bindings.runtime")
+    except ImportError as e:
+        raise EngineFailed("Weights on a GPU need the package cuda-bindings: pip install 'thaw-mesh[cuda]'") from e
 
 
 def _call(runtime: Any, function: Any, *arguments: Any) -> Any:

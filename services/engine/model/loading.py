@@ -20,7 +20,7 @@ from services.engine.generation.embedding import Embedder, Pooling, read_pooling
 from services.engine.generation.kv_cache import SequenceKV
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
-from services.engine.model import checkpoint, device_segment
+from services.engine.model import checkpoint, device_segment, gpu_units
 from services.engine.model.architectures import Architecture, ModelCache
 from services.engine.model.arriving import ArrivingPages, ArrivingWeights
 from services.engine.model.conversion import LateConversion
@@ -31,9 +31,10 @@ from services.engine.settings import EngineSettings
 from services.engine.tokenization import Tokenization
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
+from shared.contracts.loader_socket import loader_socket
 from shared.contracts.models import ModelCard
-from shared.contracts.segment import ArenaHandle, CudaIpcHandle, PagesHandle
-from shared.errors import InsufficientMemory
+from shared.contracts.segment import ArenaHandle, CudaIpcHandle, GpuUnitsHandle, PagesHandle
+from shared.errors import EngineFailed, InsufficientMemory
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart, c
     copied = checkpoint.copied_parameters(model, segment)
     late = LateConversion(model, copied, segment.names()) if copied else None
     bound = BoundModel(model, config, segment, is_packed, copied, architecture, late=late)
-    if not isinstance(attached.handle, PagesHandle):  # pages are mapped when they are complete
+    if not isinstance(attached.handle, PagesHandle | GpuUnitsHandle):  # these are mapped when they are complete
         open_device_memory(bound, attached.handle)
     return bound
 
@@ -132,6 +133,18 @@ def open_device_memory(bound: BoundModel, handle: ArenaHandle | None) -> None:
         elif isinstance(handle, PagesHandle):
             bound.memory = device_segment.open_pages(handle)
         bound.handle = handle
+
+
+def check_isolation(handle: ArenaHandle | None, *, is_shared: bool) -> None:
+    """Refuse units on a GPU in a process of several models.
+
+    The loader takes units back when the process that maps them has exited.
+
+    Raises:
+        EngineFailed: The process is shared, and the handle is one of units on a GPU.
+    """
+    if is_shared and isinstance(handle, GpuUnitsHandle):
+        raise EngineFailed("Units on a GPU need a process for each model. Unset the model's isolation, or THAW_CUDA_REUSE_BYTES")
 
 
 def can_overlap(bound: BoundModel, start: EngineStart) -> bool:
@@ -205,6 +218,10 @@ def complete(
     Raises:
         InsufficientMemory: The KV cache's bytes hold no block.
     """
+    if isinstance(handle, GpuUnitsHandle) and handle != bound.handle:
+        path = loader_socket(settings.node_state)
+        bound.memory = gpu_units.open_units(handle, path, start.instance_id, bound.segment.header.weights_id)
+        bound.handle = handle
     if bound.copied:
         # The earlier conversion may have read bytes that host memory did not have.
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
@@ -272,7 +289,7 @@ def _runner(bound: BoundModel, device: torch.device, context: int) -> Runner:
 def _to_device(bound: BoundModel, start: EngineStart) -> torch.device:
     if bound.memory is not None:
         offset_of: Callable[[torch.Tensor], int | None] = bound.segment.offset_of
-        if isinstance(bound.handle, PagesHandle):
+        if isinstance(bound.handle, PagesHandle | GpuUnitsHandle):
             offset_of = device_segment.offsets_in_pages(bound.handle, bound.segment.offset_of)
         copied = device_segment.rebind(bound.model, offset_of, bound.memory)
         log.info("weights are mapped on the device", extra={"device": str(bound.memory.device), "copied_bytes": copied})

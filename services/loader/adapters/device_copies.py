@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +20,7 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.segment import HEADER_BYTES, ArenaHandle, SegmentHeader, SegmentIndex, SegmentTensor
-from shared.errors import DeviceFailed, ThawError
+from shared.errors import DeviceFailed, NotFound, ThawError
 from shared.telemetry.timeline import Timeline
 from weights.devices.port import Arena, Contents, Place, Priority
 from weights.formats.segment import Layout
@@ -31,6 +31,7 @@ from weights.sources.open import is_remote
 from weights.store.arena import PagedArena
 from weights.store.auditing import Audit
 from weights.store.cost import Tier
+from weights.store.gpu_device import GpuDevice
 from weights.store.node_devices import NodeDevices
 from weights.store.peers import PeerLink
 from weights.store.residency import KnownUnits
@@ -219,6 +220,17 @@ class Copies:
             copies = source.copies if source is not None and self.has(device) else []
             return next((c.arrivals for c in copies if c.order.device == device and not c.closing), None)
 
+    def export(self, run: int, device: str, indexes: Sequence[int], pid: int) -> list[int]:
+        """Return descriptors of units on a GPU, for a process. The caller closes them."""
+        with self._lock:
+            source = self._sources.get(run)
+            copies = source.copies if source is not None else []
+            arena = next((c.arena for c in copies if c.order.device == device and not c.closing), None)
+        found = self._devices.get(device)
+        if not isinstance(arena, PagedArena) or not isinstance(found, GpuDevice):
+            raise NotFound(f"{device} has no units of these weights. Attach again")
+        return found.export(arena, indexes, pid)
+
     def phases(self, run: int, device: str, instance_id: str) -> tuple[PhaseSpan, ...]:
         """Return the phases of the copy to a separate device, if it was made for the instance."""
         with self._lock:
@@ -366,7 +378,9 @@ class Copies:
         with copy.lock:
             if copy.closing:
                 return None
-            contents = self._contents(order, source) if self.has(order.device) else None
+            if isinstance(device, SeparateDevice):
+                device.price_by(self._tier_of)
+            contents = self._contents(order, source) if isinstance(device, SeparateDevice) else None
             place = Place(order.weights_id, order.total_bytes, self._pool.name or "", region.extents, contents)
             arena = device.allocate(place, Priority.BACKGROUND if order.background else Priority.REQUEST)
             for offset, nbytes in tuple(source.ranges):

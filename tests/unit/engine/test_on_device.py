@@ -15,13 +15,15 @@ import torch
 import transformers as tf
 
 from services.engine.generation.runner import Row
-from services.engine.model import device_segment, loading
+from services.engine.model import device_segment, gpu_units, loading
 from services.engine.model.architectures import ModelCache
 from services.engine.process import prepare_environment
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
-from shared.contracts.segment import CudaIpcHandle
+from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle, MappedUnit
+from shared.errors import EngineFailed
 from tests.support.segments import WrittenSegment, card_of
+from weights.store.units import address_range, cut_units
 
 HANDLE = CudaIpcHandle(device="cuda:0", nbytes=1, bus_id="0000:00:00.0", ipc_handle=base64.b64encode(bytes(64)).decode())
 IDS = [5, 6, 7, 8]
@@ -62,11 +64,19 @@ class OnDevice:
         attached = self.segment.attached().model_copy(update={"handle": HANDLE})
         self.bound = loading.bind_model(directory, attached, self.start, ModelCache())
 
+    def open_units(self, handle: GpuUnitsHandle, *_: object) -> torch.Tensor:
+        """Map units one after the other, each from a page on."""
+        units = torch.zeros(handle.nbytes, dtype=torch.uint8)
+        for u in handle.units:
+            units[u.start : u.start + u.nbytes] = self.device[u.offset : u.offset + u.nbytes]
+        self.device = units
+        return units
+
     def open(self, handle: CudaIpcHandle) -> torch.Tensor:
         self.opened.append(handle)
         return self.device
 
-    def complete(self, handle: CudaIpcHandle | None = HANDLE) -> loading.ReadyModel:
+    def complete(self, handle: CudaIpcHandle | GpuUnitsHandle | None = HANDLE) -> loading.ReadyModel:
         files = loading.read_files(self.directory, self.start, ModelCache())
         return loading.complete(self.bound, files, self.start, EngineSettings(), handle)
 
@@ -93,6 +103,29 @@ def test_every_parameter_is_the_devices_memory(on_device: OnDevice, demo_directo
     )
     on_device.device[on_device.segment.index.tensors[0].offset :] = 0
     assert all(p.count_nonzero() == 0 for p in on_device.bound.model.parameters())
+
+
+def test_every_parameter_is_in_the_units_of_a_gpu(
+    on_device: OnDevice, demo_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_units, "open_units", on_device.open_units)
+    places = address_range(cut_units(on_device.segment.index.tensors, {}, "w"))
+    units = [MappedUnit(offset=u.offset, nbytes=u.nbytes, start=s) for u, s in zip(places.units, places.starts, strict=True)]
+    handle = GpuUnitsHandle(device="cuda:0", nbytes=places.nbytes, bus_id="0000:00:00.0", units=tuple(units))
+    computable = on_device.complete(handle)
+    assert on_device.copied() == []
+    reference = tf.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=on_device.bound.model.dtype).eval()
+    torch.testing.assert_close(
+        logits(computable).float(), reference(torch.tensor([IDS])).logits[0, -1].float(), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_units_of_a_gpu_are_refused_in_a_shared_process() -> None:
+    handle = GpuUnitsHandle(device="cuda:0", nbytes=1, bus_id="0000:00:00.0", units=())
+    loading.check_isolation(handle, is_shared=False)
+    loading.check_isolation(HANDLE, is_shared=True)
+    with pytest.raises(EngineFailed, match="THAW_CUDA_REUSE_BYTES"):
+        loading.check_isolation(handle, is_shared=True)
 
 
 def test_without_a_final_handle_the_model_stays_in_its_copies(on_device: OnDevice) -> None:

@@ -38,12 +38,15 @@ GROUP = 2 * 1024 * 1024
 
 class GpuBench(Bench):
     def __init__(self, home: Path, budget: int = 0) -> None:
-        self.driver = FakeDriver(devices=2)
-        self.devices = Devices(lambda: self.driver, lambda *_: GROUP)
+        self.devices = self.open_devices()
         super().__init__(home)
         self.pool.close(unlink=True)
         self.pool = PoolMemory(self.records.pool_name, 8 * CHUNK_BYTES, on_populated=self.devices.pin, on_punch=self.devices.unpin)
         self.loader = self.another("boot", budget)
+
+    def open_devices(self) -> Devices:
+        self.driver = FakeDriver(devices=2)
+        return Devices(lambda: self.driver, lambda *_: GROUP)
 
     def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
         copies = Copies(NodeDevices({}, self.devices), self.pool, emit)

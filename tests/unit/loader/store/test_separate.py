@@ -1,4 +1,7 @@
-"""A cpu device with memory of its own: sharing, reuse, reclaiming, damage, and earlier loaders."""
+"""A device with memory of its own: sharing, reuse, reclaiming, damage, and earlier loaders.
+
+On cpu, and on a GPU by the stand-in driver.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.contracts.segment import PagesHandle, SegmentTensor
+from shared.contracts.segment import GpuUnitsHandle, PagesHandle, SegmentTensor
 from shared.errors import InsufficientMemory
 from shared.mapping import map_extents
 from tests.unit.loader.devices.behaviour import SEGMENT, DeviceBehaviour, Host
 from tests.unit.loader.pools import mapper
+from tests.unit.loader.store.gpu import Gpu
 from weights.devices.port import Arena, Contents, Device, Place
 from weights.pool import shm
 from weights.store import checking, copying
@@ -39,13 +43,27 @@ TENSOR = PAGE_BYTES
 COUNT = 12
 
 
-@pytest.fixture
-def device() -> Iterator[SeparateDevice]:
-    device = made()
+GPUS: dict[object, Gpu] = {}
+"""The GPU of each open device that is one."""
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def device(request: pytest.FixtureRequest) -> Iterator[SeparateDevice]:
+    device = made() if request.param == "cpu" else made_on_gpu()
     yield device
     assert device.audit() == []
-    device.close()
+    close(device)
     assert shm.segments(PREFIX) == []
+
+
+def made_on_gpu(*, pages: int = COUNT, verify: bool = False) -> SeparateDevice:
+    gpu = Gpu(pages, verify=verify)
+    GPUS[gpu.device] = gpu
+    return gpu.device
+
+
+def close(device: SeparateDevice) -> None:
+    (GPUS.pop(device).close if device in GPUS else device.close)()
 
 
 def made(boot: str = "boot", *, pages: int = COUNT, verify: bool = False) -> SeparateDevice:
@@ -88,15 +106,18 @@ def fill(arena: PagedArena, model: Model, step: int = 3_000_017) -> None:
 def seen(arena: Arena, tensors: Sequence[SegmentTensor]) -> list[bytes]:
     """Return what an engine reads of each tensor."""
     handle = arena.handle()
-    assert isinstance(handle, PagesHandle)
+    assert isinstance(handle, PagesHandle | GpuUnitsHandle)
+    places = []
+    for t in tensors:
+        unit = next(u for u in handle.units if u.offset <= t.offset < u.offset + u.nbytes)
+        places.append((unit.start + t.offset - unit.offset, t.nbytes))
+    assert isinstance(arena, PagedArena)
+    if isinstance(handle, GpuUnitsHandle):
+        with GPUS[arena._device].mapped(arena, handle) as address:
+            return [ctypes.string_at(address + start, nbytes) for start, nbytes in places]
     mapped = map_extents(shm.SHM / handle.file, handle.extents)
     try:
-        found = []
-        for t in tensors:
-            unit = next(u for u in handle.units if u.offset <= t.offset < u.offset + u.nbytes)
-            start = unit.start + t.offset - unit.offset
-            found.append(mapped[start : start + t.nbytes])
-        return found
+        return [mapped[start : start + nbytes] for start, nbytes in places]
     finally:
         mapped.close()
 
@@ -115,11 +136,14 @@ def pages_of(used: PagesInUse) -> tuple[int, int, int, int]:
 class TestSeparate(DeviceBehaviour):
     RELEASED = 0
 
+    def made(self) -> SeparateDevice:
+        return made()
+
     @pytest.fixture
     def device(self) -> Iterator[Device]:
-        device = made()
+        device = self.made()
         yield device
-        device.close()
+        close(device)
 
     def read(self, arena: Arena, nbytes: int) -> bytes:
         [found] = seen(arena, [SegmentTensor(name="", dtype="U8", shape=(nbytes,), offset=0, nbytes=nbytes)])
@@ -127,17 +151,22 @@ class TestSeparate(DeviceBehaviour):
 
     def test_a_reader_may_wait_for_the_first_bytes_only(self, arena: Arena, host: Host) -> None:
         """A unit is copied whole: the first one is there while the second is missing."""
-        device, model = made("other"), Model("two", 1, 2)
+        device, model = self.made(), Model("two", 1, 2)
         two = device.allocate(model.place())
         two.fill(0, model.address, HEAD + TENSOR)
         assert two.wait(HEAD + TENSOR)
         assert (two.watermark, two.handle()) == (HEAD + TENSOR, None)
-        device.close()
+        close(device)
 
     def test_the_bytes_count_as_queued_until_they_are_there(self, device: Device, host: Host) -> None:
         arena = device.allocate(Place("w", SEGMENT, ""))
         arena.fill(0, host.address, 100)
         assert device.queued_bytes == 100
+
+
+class TestOnGpu(TestSeparate):
+    def made(self) -> SeparateDevice:
+        return made_on_gpu()
 
 
 @pytest.mark.parametrize("hashed", [True, False], ids=["converted", "other"])
@@ -238,27 +267,32 @@ def test_pinned_and_mapped_units_are_never_reclaimed(device: SeparateDevice) -> 
     load(device, Model("pinned", 1, 2, 3), pinned=True).release()
     mapped = load(device, Model("mapped", 4, 5, 6))
     load(device, Model("free", 7)).release()
-    with pytest.raises(InsufficientMemory, match="need 14 MiB more of cpu:1, of which 12 MiB") as refused:
+    with pytest.raises(InsufficientMemory, match=f"need 14 MiB more of {device.device_id}, of which 12 MiB") as refused:
         device.allocate(Model("new", *range(20, 27)).place())
     assert refused.value.should_retry
     assert pages_of(device.pages()) == (5, 3, 4, 0)
     check(mapped, Model("mapped", 4, 5, 6))
 
 
-def test_units_that_a_process_still_maps_are_not_reclaimed(device: SeparateDevice) -> None:
+def test_units_that_a_process_still_maps_are_not_reclaimed() -> None:
+    device = made()
     arena = load(device, Model("m", 1, 2, 3))
     handle = arena.handle()
-    assert handle is not None
+    assert isinstance(handle, PagesHandle)
     with mapper(shm.SHM / handle.file, handle.extents[:1]):
         arena.release()
         with pytest.raises(InsufficientMemory):
             device.allocate(Model("new", *range(20, 20 + COUNT)).place())
     load(device, Model("new", *range(20, 20 + COUNT))).release()
+    device.close()
 
 
 def corrupt(arena: PagedArena) -> None:
+    if (gpu := GPUS.get(arena._device)) is not None:
+        gpu.overwrite(arena, 0, b"damaged")
+        return
     handle = arena.handle()
-    assert handle is not None
+    assert isinstance(handle, PagesHandle)
     with (shm.SHM / handle.file).open("r+b") as file:
         file.seek(handle.extents[0].offset)
         file.write(b"damaged")
@@ -288,18 +322,19 @@ def test_the_sample_takes_the_units_in_turn(device: SeparateDevice, monkeypatch:
     assert sum(copied) == TENSOR, "one of three loads checked it"
 
 
-def test_verify_checks_all_reused_units(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [made, made_on_gpu])
+def test_verify_checks_all_reused_units(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SeparateDevice]) -> None:
     monkeypatch.setattr(checking, "SAMPLE_BYTES", 1)
-    device, model = made(verify=True), Model("m", 3, 2, 1)
+    device, model = make(verify=True), Model("m", 3, 2, 1)
     corrupt(load(device, model))
     assert load(device, model).copied_bytes == TENSOR
-    device.close()
+    close(device)
 
 
 def test_pages_of_an_earlier_loader_count_until_they_are_unmapped() -> None:
     first, model = made("first"), Model("m", 1, 2, 3)
     handle = load(first, model).handle()
-    assert handle is not None
+    assert isinstance(handle, PagesHandle)
     with mapper(shm.SHM / handle.file, handle.extents) as engine:
         second = made("second")  # as after a kill of the first
         assert not (shm.SHM / handle.file).exists(), "no engine can open it any more"
@@ -321,7 +356,7 @@ def test_pages_of_an_earlier_loader_count_until_they_are_unmapped() -> None:
 def test_a_file_stays_while_an_engine_maps_it_and_no_longer() -> None:
     device = made("first")
     handle = load(device, Model("m", 1)).handle()
-    assert handle is not None
+    assert isinstance(handle, PagesHandle)
     with mapper(shm.SHM / handle.file, handle.extents) as engine:
         device.close()
         assert (shm.SHM / handle.file).exists()
@@ -397,7 +432,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = made("machine", pages=5)
+        self.device = self.make()
         self.arenas: list[tuple[PagedArena, Model]] = []
 
     @rule(model=st.sampled_from(MODELS), hashed=st.booleans(), whole=st.booleans())
@@ -436,15 +471,29 @@ class DeviceMachine(RuleBasedStateMachine):
             if arena.handle() is not None:
                 check(arena, model)
 
+    def make(self) -> SeparateDevice:
+        return made("machine", pages=5)
+
     def teardown(self) -> None:
         for arena, _ in self.arenas:
             arena.release()
         assert self.device.pages().mapped_bytes == 0
-        self.device.close()
+        close(self.device)
 
 
 TestDevice = DeviceMachine.TestCase
 TestDevice.settings = settings(max_examples=6, stateful_step_count=10, deadline=None)
+
+
+class GpuMachine(DeviceMachine):
+    """The same on a GPU whose memory is the five pages: allocations never exceed them."""
+
+    def make(self) -> SeparateDevice:
+        return made_on_gpu(pages=5)
+
+
+TestGpu = GpuMachine.TestCase
+TestGpu.settings = TestDevice.settings
 
 
 def test_hashes_that_one_device_has_computed_serve_another() -> None:

@@ -1,0 +1,218 @@
+"""The loader keeps weights as units on a GPU, and engines' processes map them over its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.engine.model import gpu_units
+from services.loader.local_socket import LocalReaders, listening
+from shared.contracts.loader import WeightsAttached
+from shared.contracts.loader_socket import SocketMap
+from shared.contracts.models import ModelCard
+from shared.contracts.segment import GpuUnitsHandle
+from shared.errors import NotFound
+from tests.support import mapped_gpu_units
+from tests.support.fake_virtual_memory import FakeVirtualMemory
+from tests.unit.loader.checkpoints import write_checkpoint
+from tests.unit.loader.devices.fake_driver import FakeDriver
+from tests.unit.loader.devices.test_live import GROUP, GpuBench
+from weights.devices.opening import Devices
+from weights.pool import shm
+from weights.store.gpu_device import GpuDevice, gpu_devices
+from weights.store.residency import KnownUnits
+from weights.store.units import PAGE_BYTES
+
+REUSE_PAGES = 4
+DEVICE = "cuda:0"
+
+
+class UnitsBench(GpuBench):
+    """A loader with one GPU, of whose units `REUSE_PAGES` may stay without an instance."""
+
+    def open_devices(self) -> Devices:
+        self.virtual_memory = FakeVirtualMemory()
+        self.driver = FakeDriver(virtual_memory=self.virtual_memory)
+        opened = gpu_devices(REUSE_PAGES * PAGE_BYTES, KnownUnits(), verify=True, load=lambda: self.virtual_memory)
+        return Devices(lambda: self.driver, lambda *_: GROUP, opened)
+
+    @property
+    def device(self) -> GpuDevice:
+        found = self.devices.get(DEVICE)
+        assert isinstance(found, GpuDevice)
+        return found
+
+    def used_pages(self) -> tuple[int, int]:
+        """Return the pages of mapped and of reusable units."""
+        assert self.device.audit() == []
+        used = self.device.pages()
+        return used.mapped_bytes // PAGE_BYTES, used.reusable_bytes // PAGE_BYTES
+
+    def allocated_pages(self) -> int:
+        """Return the pages that any process keeps of the GPU's memory."""
+        total = 64 * 1024 * 1024
+        return (total - self.virtual_memory.free_bytes(0)) // PAGE_BYTES
+
+    async def load(self, instance: str, card: ModelCard) -> WeightsAttached:
+        found = await self.on(DEVICE, instance, card)
+        assert isinstance(found.handle, GpuUnitsHandle)
+        return found
+
+    def units(self, found: WeightsAttached) -> list[str]:
+        """Return the hashes of the units as host memory has them."""
+        assert isinstance(found.handle, GpuUnitsHandle)
+        content = self.in_host_memory(found)
+        return [hashlib.sha256(content[u.offset : u.offset + u.nbytes]).hexdigest() for u in found.handle.units]
+
+
+class Engine:
+    """A process that maps an instance's units."""
+
+    def __init__(self, path: Path, instance: str, found: WeightsAttached, kind: str = "stand-in") -> None:
+        arguments = [sys.executable, "-m", "tests.support.mapped_gpu_units", str(path), instance, found.weights_id, kind]
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert found.handle is not None
+        self.say(found.handle.model_dump_json())
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    async def seen(self) -> list[str]:
+        """Return the hashes of the units as the process sees them."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(120):
+            return (await asyncio.to_thread(self.process.stdout.readline)).split()
+
+    async def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(self.process.communicate)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[UnitsBench]:
+    bench = UnitsBench(tmp_path / "home")
+    await bench.engines_may_map()
+    yield bench
+    await bench.loader.stop()
+    vm = bench.virtual_memory
+    assert (vm.handles, vm.mappings, vm.reservations) == ({}, {}, {})
+    assert (bench.driver.pinned, bench.driver.streams) == ({}, [])
+    bench.pool.close(unlink=True)
+
+
+@pytest.fixture
+async def path(bench: UnitsBench, tmp_path: Path) -> AsyncIterator[Path]:
+    async with listening(tmp_path / "loader.sock", LocalReaders(bench.loader, shm.SHM, "socket")):
+        yield tmp_path / "loader.sock"
+
+
+async def model(bench: UnitsBench, directory: Path, *seeds: int) -> ModelCard:
+    """Write a model with a tensor of a page for each seed. Equal seeds: equal bytes."""
+    weights = {
+        f"layers.{i}.weight": np.random.default_rng(seed).standard_normal(PAGE_BYTES // 4, dtype=np.float32)
+        for i, seed in enumerate(seeds)
+    }
+    write_checkpoint(directory, weights)
+    return await bench.card(directory)
+
+
+async def test_engines_map_the_loaded_bytes_and_share_them(bench: UnitsBench, path: Path, tmp_path: Path) -> None:
+    base, tuned = await model(bench, tmp_path / "base", 1, 2, 3, 4, 5), await model(bench, tmp_path / "tuned", 1, 2, 3, 4, 9)
+    first, second = await bench.load("a", base), await bench.load("b", tuned)
+    assert bench.used_pages() == (6, 0), "both together hold 1.2 of one"
+    engines = [Engine(path, "a", first), Engine(path, "b", second)]
+    for engine, found in zip(engines, (first, second), strict=True):
+        assert await engine.seen() == bench.units(found)
+    assert bench.allocated_pages() == 6, "engines map the loader's memory"
+    assert (bench.device.pages().copied_bytes, bench.device.pages().reused_bytes) == (6 * PAGE_BYTES, 4 * PAGE_BYTES)
+    for engine in engines:
+        await engine.kill()
+
+
+async def test_units_outlive_their_instance_up_to_the_limit(bench: UnitsBench, path: Path, tmp_path: Path) -> None:
+    card = await model(bench, tmp_path / "m", 1, 2, 3, 4, 5)
+    found = await bench.load("a", card)
+    engine = Engine(path, "a", found)
+    assert await engine.seen() == bench.units(found)
+    await engine.kill()
+    assert (await bench.release("a")).device_bytes == 0, "nothing for the nodeagent to wait for"
+    assert bench.used_pages() == (0, REUSE_PAGES)
+    assert bench.allocated_pages() == REUSE_PAGES
+    again = await bench.load("b", card)
+    assert bench.device.pages().copied_bytes == (5 + 5 - REUSE_PAGES) * PAGE_BYTES
+    engine = Engine(path, "b", again)
+    assert await engine.seen() == bench.units(again)
+    await engine.kill()
+
+
+async def test_units_that_a_process_maps_are_not_given_up(bench: UnitsBench, path: Path, tmp_path: Path) -> None:
+    card, other = await model(bench, tmp_path / "m", 1, 2, 3, 4, 5), await model(bench, tmp_path / "other", 7)
+    found = await bench.load("a", card)
+    engine = Engine(path, "a", found)
+    assert await engine.seen() == bench.units(found)
+    await bench.release("a")
+    assert bench.used_pages() == (0, 5), "the limit waits for the process"
+    assert bench.device.audit_mapped().held_back_pages == 5
+    await engine.kill()
+    assert bench.device.audit_mapped().held_back_pages == 0
+    await bench.load("b", other)
+    await bench.release("b")
+    assert bench.used_pages() == (0, REUSE_PAGES)
+    assert bench.allocated_pages() == REUSE_PAGES
+
+
+async def test_an_engine_keeps_what_it_maps_when_the_loader_ends(bench: UnitsBench, path: Path, tmp_path: Path) -> None:
+    found = await bench.load("a", await model(bench, tmp_path / "m", 1, 2, 3))
+    engine = Engine(path, "a", found)
+    assert await engine.seen() == bench.units(found)
+    await bench.loader.stop()
+    assert bench.allocated_pages() == 3, "never given to others while it is mapped"
+    await engine.kill()
+    assert bench.allocated_pages() == 0
+
+
+async def test_only_a_holder_of_weights_gets_descriptors(
+    bench: UnitsBench, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_units, "gpu_memory", mapped_gpu_units.gpu_memory)
+    found = await bench.load("a", await model(bench, tmp_path / "m", 1))
+    assert isinstance(found.handle, GpuUnitsHandle)
+    with pytest.raises(NotFound, match="Attach first"):
+        await asyncio.to_thread(gpu_units.open_units, found.handle, path, "b", found.weights_id)
+    assert bench.device.audit_mapped().processes == ()
+
+
+async def test_engine_that_disconnects_leaves_no_descriptor(
+    bench: UnitsBench, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_units, "gpu_memory", mapped_gpu_units.gpu_memory)
+    monkeypatch.setattr(gpu_units, "see_as_bytes", mapped_gpu_units.see_as_bytes)
+    found = await bench.load("a", await model(bench, tmp_path / "m", 1, 2))
+    assert isinstance(found.handle, GpuUnitsHandle)
+    # From now on the loader has a pidfd of this process.
+    await asyncio.to_thread(gpu_units.open_units, found.handle, path, "a", found.weights_id)
+    assert bench.device.audit_mapped().processes == (os.getpid(),)
+    before = open_descriptors()
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
+            connected.connect(str(path))
+            connected.sendall(SocketMap(instance_id="a", weights_id=found.weights_id).model_dump_json().encode() + b"\n")
+    async with asyncio.timeout(60):
+        while open_descriptors() > before:  # noqa: ASYNC110  # threads notify no event loop
+            await asyncio.sleep(0.01)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,66 @@
+"""A contiguous range of a GPU's addresses, into which allocations are mapped (ADR 0060)."""
+
+from __future__ import annotations
+
+from shared.errors import DeviceFailed
+from weights.devices.virtual_memory import Allocation, VirtualMemory
+
+
+class MappedRange:
+    """Reserved addresses, and what is mapped there. Not thread-safe.
+
+    The device's context must be current in the calling thread.
+
+    Attributes:
+        address: The first address.
+        nbytes: Length of the range.
+    """
+
+    def __init__(self, memory: VirtualMemory, device: int, nbytes: int) -> None:
+        """Reserve the addresses.
+
+        Raises:
+            DeviceFailed: The size is no multiple of the device's granularity.
+            InsufficientMemory: There are no such addresses.
+        """
+        self._memory, self._device, self.nbytes = memory, device, nbytes
+        self.address = memory.reserve(nbytes)
+        self._mapped: dict[int, int] = {}
+
+    def map(self, start: int, nbytes: int, allocation: Allocation, *, writable: bool) -> None:
+        """Map a whole allocation from byte `start` on. The mapping keeps its memory.
+
+        Raises:
+            DeviceFailed: Memory is mapped there already, or the driver failed.
+        """
+        if start < 0 or start + nbytes > self.nbytes:
+            raise DeviceFailed(f"{nbytes} bytes at {start} are outside a range of {self.nbytes} bytes")
+        at = self.address + start
+        self._memory.map(at, nbytes, allocation)
+        try:
+            self._memory.set_access(at, nbytes, self._device, writable=writable)
+        except BaseException:
+            self._memory.unmap(at, nbytes)
+            raise
+        self._mapped[at] = nbytes
+
+    def map_descriptor(self, start: int, nbytes: int, descriptor: int) -> None:
+        """Map another process's allocation read-only. The caller closes the descriptor.
+
+        Raises:
+            DeviceFailed: The descriptor is no allocation of this size, or as `map`.
+        """
+        imported = self._memory.import_descriptor(descriptor)
+        try:
+            self.map(start, nbytes, imported, writable=False)
+        finally:
+            self._memory.release(imported)
+
+    def close(self) -> None:
+        """Unmap everything, and give the addresses back. No work may use them any more."""
+        for at, nbytes in self._mapped.items():
+            self._memory.unmap(at, nbytes)
+        self._mapped.clear()
+        if self.nbytes:
+            self._memory.free_reservation(self.address, self.nbytes)
+            self.nbytes = 0

@@ -1,0 +1,108 @@
+"""A GPU whose weights are units that outlive their instances (ADR 0060).
+
+`SeparateDevice` keeps account, copies and verifies; here are the memory and its limit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from shared.contracts.segment import GpuUnitsHandle
+from shared.errors import NotFound
+from weights.devices.cuda_virtual_memory import load_virtual_memory
+from weights.devices.driver import CudaDriver, DeviceFacts
+from weights.devices.pinning import Pins
+from weights.devices.virtual_memory import VirtualMemory
+from weights.store.arena import PagedArena
+from weights.store.gpu_memory import GpuMemory
+from weights.store.residency import KnownUnits
+from weights.store.separate import SeparateDevice
+from weights.store.units import PAGE_BYTES
+
+
+class GpuDevice(SeparateDevice):
+    """The units on one GPU.
+
+    Engines on a GPU allocate memory that is not the store's. So at most `reuse_bytes` of units
+    without an instance stay: this much has to be left out of what instances may book.
+    """
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        virtual_memory: VirtualMemory,
+        facts: DeviceFacts,
+        group_bytes: int,
+        pins: Pins,
+        *,
+        reuse_bytes: int,
+        verify: bool = False,
+        known: KnownUnits | None = None,
+    ) -> None:
+        """Open the device. `pins`: page-locked host memory; the other arguments as there.
+
+        Raises:
+            DeviceFailed: The GPU has no memory that can be exported.
+        """
+        self._driver, self._facts, self._pins, self._reuse_pages = driver, facts, pins, reuse_bytes // PAGE_BYTES
+        self._units = GpuMemory(driver, virtual_memory, facts.index, pins)
+        super().__init__(
+            f"cuda:{facts.index}",
+            facts.total_bytes,
+            None,
+            verify=verify,
+            known=known,
+            group_bytes=group_bytes,
+            memory=self._units,
+        )
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._driver.use(self._facts.index)
+        self._pins.pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self._pins.unpin(address)
+
+    def handle_of(self, arena: PagedArena) -> GpuUnitsHandle:
+        layout = arena.layout()
+        return GpuUnitsHandle(device=layout.device, nbytes=layout.nbytes, bus_id=self._facts.bus_id, units=layout.units)
+
+    def export(self, arena: PagedArena, indexes: Sequence[int], pid: int) -> list[int]:
+        """Return descriptors of units of a complete arena for a process. The caller closes them.
+
+        Raises:
+            EngineFailed: There is no such process.
+            NotFound: The arena was released, or lacks units.
+        """
+        with self.changed:
+            if not arena.is_open or arena.missing or not all(0 <= i < len(arena.keys) for i in indexes):
+                raise NotFound(f"The weights are not on {self.device_id} any more. Attach again")
+            stored = [self.store().units[arena.keys[i]] for i in indexes]
+            found: list[int] = []
+            try:
+                for unit in stored:
+                    found += [self._units.export(unit, pid)]
+            except BaseException:
+                for descriptor in found:
+                    os.close(descriptor)
+                raise
+            return found
+
+    def remove(self, arena: PagedArena) -> None:
+        """Release an arena's units, and free those beyond the limit, cheapest to load first."""
+        super().remove(arena)
+        with self.changed:
+            self._pages.limit_reusable(self._reuse_pages)
+            self._units.free(self._pages.store.free)
+
+
+def gpu_devices(
+    reuse_bytes: int, known: KnownUnits, *, verify: bool = False, load: Callable[[], VirtualMemory] = load_virtual_memory
+) -> Callable[[CudaDriver, DeviceFacts, int, Pins], GpuDevice]:
+    """Return the function that opens GPUs whose units outlive their instances."""
+
+    def open_device(driver: CudaDriver, facts: DeviceFacts, group_bytes: int, pins: Pins) -> GpuDevice:
+        return GpuDevice(driver, load(), facts, group_bytes, pins, reuse_bytes=reuse_bytes, verify=verify, known=known)
+
+    return open_device

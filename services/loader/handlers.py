@@ -299,8 +299,8 @@ class Loader:
     def export_units(self, ask: SocketMap, pid: int) -> Iterator[tuple[tuple[int, ...], Callable[[], list[int]]]]:
         """Yield units on the GPU of an instance, some at a time.
 
-        With each comes the function that returns their descriptors for process `pid`, for the
-        caller to close. It blocks for a moment.
+        The function beside them returns their descriptors for process `pid`, which the caller
+        closes. It blocks for a moment.
 
         Raises:
             NotFound: The instance has not attached the weights, or they are not on a GPU.

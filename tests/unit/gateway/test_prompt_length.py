@@ -216,13 +216,17 @@ async def test_counting_does_not_block_the_loop(model: Path, unit: str) -> None:
     text = unit * ((1 << 20) // len(unit.encode()))
     started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
+    watched = threading.Event()
+
     def count() -> int | None:
         started.get_loop().call_soon_threadsafe(started.set_result, time.pthread_getcpuclockid(threading.get_ident()))
+        watched.wait()
         return counter.count_longest([text], 10**9)
 
     counting = asyncio.create_task(asyncio.to_thread(count))
     clock = await started
     worst_s, last = 0.0, (time.monotonic(), _processor_wait_s(), time.clock_gettime(clock))
+    watched.set()
     while not counting.done():
         await asyncio.sleep(0.001)
         now = (time.monotonic(), _processor_wait_s(), time.clock_gettime(clock))

@@ -1,0 +1,115 @@
+"""`thaw` against every other profile, on clusters and workloads drawn at random, in the simulator.
+
+    python -m bench.regret [--cases 200] [--first 0] [--workers N] [--json PATH]
+
+Each case is simulated with each profile, with equal requests. For each case and measure, the ratio
+is that of `thaw` to the best of the others: the best is chosen afterwards, so that no profile can
+be ahead of 1 everywhere. The measures are the mean and the 99th percentile of the time to the first
+token, and the share of requests that missed their objective or failed, as (1 + missed) so that the
+ratio exists where none is missed. Requests that failed count with the time-out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.regret_cases import draw
+from bench.report import machine
+from simulator.policies import PROFILES
+from simulator.report import percentile
+from simulator.simulate import simulate
+
+OURS = "thaw"
+MEASURES = ("ttft_mean_s", "ttft_p99_s", "missed")
+Figures = Mapping[str, float]
+
+
+def figures_of(seed: int, profile: str) -> dict[str, float]:
+    """Simulate a case with a profile."""
+    case = draw(seed)
+    outcome = simulate(case.cluster, case.models, case.requests, PROFILES[profile], seed)
+    total = len(case.requests)
+    timeout_s = case.cluster.runtime.timeout_s
+    ttft = sorted([*(s.ttft for s in outcome.served), *[timeout_s] * (total - len(outcome.served))])
+    return {
+        "ttft_mean_s": statistics.fmean(ttft),
+        "ttft_p99_s": percentile(ttft, 99) or 0.0,
+        "missed": 1 - sum(s.in_time for s in outcome.served) / total,
+    }
+
+
+def run_case(seed: int, profiles: Sequence[str]) -> dict[str, Any]:
+    found = {name: figures_of(seed, name) for name in profiles}
+    return {"seed": seed, "about": draw(seed).about, "profiles": found, "ratios": ratios(found)}
+
+
+def ratios(found: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+    """Return by measure the ratio of `thaw` to the best of the others, and which that is."""
+    ratio: dict[str, dict[str, Any]] = {}
+    for measure in MEASURES:
+        others = {name: f[measure] for name, f in found.items() if name != OURS}
+        best = min(others, key=lambda name: (others[name], name))
+        ours, theirs = found[OURS][measure], others[best]
+        if measure == "missed":
+            ours, theirs = 1 + ours, 1 + theirs
+        ratio[measure] = {"ratio": ours / max(theirs, 1e-9), "best": best}
+    return ratio
+
+
+def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the distribution of each ratio, and how often each other profile was the best."""
+    found: dict[str, Any] = {}
+    for measure in MEASURES:
+        values = sorted(c["ratios"][measure]["ratio"] for c in cases)
+        best: dict[str, int] = {}
+        for c in cases:
+            best[c["ratios"][measure]["best"]] = best.get(c["ratios"][measure]["best"], 0) + 1
+        found[measure] = {
+            **{f"p{p}": round(percentile(values, p) or 0.0, 4) for p in (5, 25, 50, 75, 95, 100)},
+            "ahead_or_equal": sum(v <= 1.0001 for v in values),
+            "best_of_others": dict(sorted(best.items(), key=lambda item: -item[1])),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="Seed of the first case.")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--profiles", nargs="+", default=sorted(set(PROFILES) - {OURS}), choices=sorted(set(PROFILES) - {OURS}))
+    parser.add_argument("--worst", type=int, default=5, help="Cases to print in full.")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    began = time.perf_counter()
+    seeds = range(options.first, options.first + options.cases)
+    with ProcessPoolExecutor(options.workers) as pool:
+        cases = []
+        for case in pool.map(partial(run_case, profiles=(OURS, *options.profiles)), seeds):
+            cases.append(case)
+            if len(cases) % 20 == 0:
+                print(f"{len(cases)} of {options.cases} cases, {time.perf_counter() - began:.0f} s", flush=True)
+    found = summary(cases)
+    for measure, row in found.items():
+        print(measure, json.dumps(row))
+    worst = sorted(cases, key=lambda c: -c["ratios"]["ttft_mean_s"]["ratio"])[: options.worst]
+    for case in worst:
+        ratio = case["ratios"]["ttft_mean_s"]
+        print(f"case {case['seed']}: mean TTFT {ratio['ratio']:.2f} of {ratio['best']}; {json.dumps(case['about'])}")
+    if options.json:
+        kept = [{"seed": c["seed"], **{m: round(c["ratios"][m]["ratio"], 4) for m in MEASURES}} for c in cases]
+        document = {"machine": machine(), "profiles": options.profiles, "summary": found, "cases": kept}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -24,13 +24,15 @@ class BookedWeights(NamedTuple):
     """The part of an instance's booking that it shares with others.
 
     Attributes:
-        nbytes: Bytes of its weights.
+        nbytes: Bytes of its weights, as booked.
+        rounding_bytes: What the weights take beyond that, because they fill whole pages.
         elastic_bytes: Bytes of its KV cache beyond the floor.
     """
 
     weights_id: str
     nbytes: int
     elastic_bytes: int = 0
+    rounding_bytes: int = 0
 
 
 def booked_weights(card: ModelCard, kv_bytes: int) -> BookedWeights | None:
@@ -43,7 +45,8 @@ def booked_weights(card: ModelCard, kv_bytes: int) -> BookedWeights | None:
     if card.spec.engine != "builtin":
         return None
     need = need_of(card)
-    return BookedWeights(card.info.revision, need.weights, max(0, kv_bytes - need.kv_floor))
+    rounding = max(0, card.info.page_bytes - need.weights)
+    return BookedWeights(card.info.revision, need.weights, max(0, kv_bytes - need.kv_floor), rounding)
 
 
 @dataclass(frozen=True)
@@ -66,16 +69,20 @@ class SharedUnits:
     def saving(self, weights: Collection[BookedWeights], gone: Collection[BookedWeights] = ()) -> int:
         """Return the bytes by which instances need less than they book together.
 
+        Negative if they need more: their weights fill whole pages, and share too few of them.
+
         Args:
             weights: One for each instance.
             gone: Weights of instances of the report that no longer count.
         """
-        each = {w.weights_id: w.nbytes for w in weights}
+        each = {w.weights_id: w.nbytes + w.rounding_bytes for w in weights}
         left = {w.weights_id for w in gone} - each.keys()
         bound = self.mapped_bytes - sum(self.exclusive.get(w, 0) for w in left)
         bound += sum(self.unmapped.get(w, nbytes) for w, nbytes in each.items())
         elastic = [w.elastic_bytes for w in weights] if self.is_lending else []
-        return max(0, sum(w.nbytes for w in weights) - bound) + sum(elastic) - max(elastic, default=0)
+        unshared = sum(w.nbytes + w.rounding_bytes for w in weights)
+        shared = max(0, unshared - bound)
+        return shared - sum(w.rounding_bytes for w in weights) + sum(elastic) - max(elastic, default=0)
 
 
 def shared_units(memory: DeviceMemory) -> SharedUnits:

@@ -338,6 +338,11 @@ class ModelInfo(Frozen):
     model_type: str
     task: Literal["generate", "embed"]
     weights_bytes: int = Field(ge=0)
+    page_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Whole pages that the weights fill on a device with pages of its own, if none is shared; 0: unknown.",
+    )
     parameters: int = Field(ge=0)
     dtype: str
     context_length: int = Field(gt=0)

@@ -17,6 +17,7 @@ from weights.formats.architectures import Architecture, read_architecture
 from weights.formats.checkpoint import TOKENIZERS, Checkpoint, parse_json, read_small
 from weights.formats.lora_adapter import CONFIG as ADAPTER_CONFIG
 from weights.formats.lora_adapter import check_adapter_config, describe_adapter, is_adapter, linear_shapes
+from weights.formats.page_groups import whole_page_bytes
 from weights.formats.root import check_inside
 from weights.formats.segment import lay_out
 from weights.formats.shape import shape_of
@@ -76,13 +77,15 @@ def describe(
         raise InvalidModel(
             f"{source}: most weights are {dtype}; the builtin engine runs {', '.join(DTYPES.values())}: take the unquantised model"
         )
+    layout = lay_out(checkpoint, revision)
     return ModelInfo(
         source=source,
         revision=revision,
         architecture=architecture.name,
         model_type=architecture.model_type,
         task=architecture.task,
-        weights_bytes=lay_out(checkpoint, revision).total_bytes,
+        weights_bytes=layout.total_bytes,
+        page_bytes=whole_page_bytes(layout.tensors),
         parameters=parameters,
         dtype=DTYPES[dtype],
         context_length=architecture.context_length,

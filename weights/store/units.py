@@ -14,14 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shared.contracts.segment import SegmentTensor
-
-PAGE_BYTES = 2 * 1024 * 1024
-"""The granularity of CUDA's virtual memory management."""
-
-
-def pages_of(nbytes: int) -> int:
-    """Return the number of pages that hold `nbytes`."""
-    return -(-nbytes // PAGE_BYTES)
+from weights.formats.page_groups import PAGE_BYTES as PAGE_BYTES
+from weights.formats.page_groups import TensorRange, group_by_page, group_bytes, in_order
+from weights.formats.page_groups import pages_of as pages_of
 
 
 @dataclass(frozen=True)
@@ -47,15 +42,6 @@ class Unit:
         return pages_of(self.nbytes)
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Bytes of the segment that tensors occupy; tensors may overlap."""
-
-    offset: int
-    end: int
-    tensors: tuple[SegmentTensor, ...]
-
-
 def cut_units(tensors: Iterable[SegmentTensor], digests: Mapping[str, str], weights_id: str) -> tuple[Unit, ...]:
     """Return the units of a segment, in the order of their offsets.
 
@@ -65,34 +51,11 @@ def cut_units(tensors: Iterable[SegmentTensor], digests: Mapping[str, str], weig
         weights_id: Identity of the weights, for units with an unknown digest: these are shared with
             no other weights.
     """
-    groups: list[list[_Range]] = []
-    for found in _ranges(tensors):
-        if groups and _size(groups[-1]) < PAGE_BYTES and found.end - found.offset < PAGE_BYTES:
-            groups[-1].append(found)
-        else:
-            groups.append([found])
-    return tuple(_unit(group, digests, weights_id) for group in groups)
+    return tuple(_unit(group, digests, weights_id) for group in group_by_page(tensors))
 
 
-def _size(group: Sequence[_Range]) -> int:
-    return group[-1].end - group[0].offset
-
-
-def _ranges(tensors: Iterable[SegmentTensor]) -> list[_Range]:
-    """Join tensors that share bytes; order by offset."""
-    found: list[_Range] = []
-    for tensor in _in_order(tensors):
-        end = tensor.offset + tensor.nbytes
-        if found and tensor.offset < found[-1].end:
-            last = found[-1]
-            found[-1] = _Range(last.offset, max(last.end, end), (*last.tensors, tensor))
-        else:
-            found.append(_Range(tensor.offset, end, (tensor,)))
-    return found
-
-
-def _unit(group: Sequence[_Range], digests: Mapping[str, str], weights_id: str) -> Unit:
-    start, nbytes = group[0].offset, _size(group)
+def _unit(group: Sequence[TensorRange], digests: Mapping[str, str], weights_id: str) -> Unit:
+    start, nbytes = group[0].offset, group_bytes(group)
     tensors = [t for found in group for t in found.tensors]
     if any(t.name not in digests for t in tensors):
         private = hashlib.sha256(f"{weights_id}\0{start}\0{nbytes}".encode()).hexdigest()
@@ -122,16 +85,12 @@ def tensors_of(units: Sequence[Unit], tensors: Iterable[SegmentTensor]) -> tuple
     """
     starts = [u.offset for u in units]
     found: list[list[SegmentTensor]] = [[] for _ in units]
-    for tensor in _in_order(tensors):
+    for tensor in in_order(tensors):
         at = bisect_right(starts, tensor.offset) - 1
         if at < 0 or tensor.offset + tensor.nbytes > units[at].end:
             raise KeyError(tensor.name)
         found[at].append(tensor)
     return tuple(map(tuple, found))
-
-
-def _in_order(tensors: Iterable[SegmentTensor]) -> list[SegmentTensor]:
-    return sorted((t for t in tensors if t.nbytes), key=lambda t: (t.offset, -t.nbytes, t.name))
 
 
 @dataclass(frozen=True)

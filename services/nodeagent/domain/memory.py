@@ -73,9 +73,11 @@ class Ledger:
         booked = others.set_booking(but, device_ids, total, weights)
         for device in device_ids:
             free = others.free(device)
-            if each > self.budgets[device]:
+            rounding = weights.rounding_bytes if weights is not None and device in self.units else 0
+            if each + rounding > self.budgets[device]:
                 return InsufficientMemory(
-                    f"{_mib(each)} can never fit {device}, whose budget is {_mib(self.budgets[device])}", should_retry=False
+                    f"{_mib(each + rounding)} can never fit {device}, whose budget is {_mib(self.budgets[device])}",
+                    should_retry=False,
                 )
             if booked.free(device) < 0:
                 return InsufficientMemory(

@@ -49,6 +49,14 @@ def test_weights_of_unknown_units_are_charged_in_full() -> None:
     assert two.sum_reserved("cpu:1") == 200
 
 
+def test_weights_are_charged_with_the_whole_pages_that_they_fill() -> None:
+    small = BookedWeights("small", 80, rounding_bytes=50)
+    one = ledger(SharedUnits(), budget=400).book("a", DEVICE, 100, small)
+    assert one.sum_reserved("cpu:1") == 150
+    assert one.book("b", DEVICE, 100, small).sum_reserved("cpu:1") == 150 + 20, "replicas share them"
+    assert ledger(SharedUnits(), budget=149).refusal(DEVICE, 100, weights=small) is not None
+
+
 def test_instances_without_pages_share_nothing() -> None:
     both = ledger(LOADED, budget=400).book("a", DEVICE, 100, BASE).book("b", DEVICE, 100)
     assert both.sum_reserved("cpu:1") == 200
@@ -84,9 +92,10 @@ _NAMES = ("a", "b", "c", "d")
     st.sets(st.sampled_from(_NAMES)),
     st.sets(st.sampled_from(_NAMES)),
     st.lists(st.sampled_from(_NAMES)),
+    st.integers(0, 1),
 )
 def test_the_charge_is_never_less_than_the_pages_of_the_instances(
-    units: dict[str, frozenset[int]], mapped_then: set[str], known: set[str], running: list[str]
+    units: dict[str, frozenset[int]], mapped_then: set[str], known: set[str], running: list[str], rounding: int
 ) -> None:
     """Whatever ran when the loader reported, and whichever weights it knew."""
     mapped = frozenset[int]().union(*(units[n] for n in mapped_then))
@@ -97,9 +106,9 @@ def test_the_charge_is_never_less_than_the_pages_of_the_instances(
         {n: len(units[n] - mapped) for n in known},
         {n: len((units[n] & mapped) - others[n]) for n in known},
     )
-    booked = [BookedWeights(n, len(units[n])) for n in running]
+    booked = [BookedWeights(n, len(units[n]) - rounding, rounding_bytes=rounding) for n in running]
     pages = len(frozenset[int]().union(*(units[n] for n in running)))
-    gone = [BookedWeights(n, len(units[n])) for n in _NAMES if n not in running]
+    gone = [BookedWeights(n, len(units[n]) - rounding, rounding_bytes=rounding) for n in _NAMES if n not in running]
     for left in ((), gone):
         charge = sum(b.nbytes for b in booked) - report.saving(booked, left)
-        assert pages <= charge <= sum(b.nbytes for b in booked)
+        assert pages <= charge <= sum(b.nbytes + b.rounding_bytes for b in booked)

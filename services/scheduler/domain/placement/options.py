@@ -19,7 +19,7 @@ from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.device_memory import per_device_bytes, resume_need_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance
-from services.scheduler.domain.state.shared_weights import lacking_bytes, needed_bytes
+from services.scheduler.domain.state.shared_weights import lacking_bytes, needed_bytes, rounding_bytes
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
@@ -113,8 +113,9 @@ def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | D
         return excluded_candidate(b, r.need_bytes, b.closed_reason)
     if r.excludes is not None and (why := r.excludes(b)):
         return excluded_candidate(b, r.need_bytes, why)
-    if r.need_bytes > b.budget_bytes:
-        return excluded_candidate(b, r.need_bytes, f"needs {gib(r.need_bytes)}, its budget is {gib(b.budget_bytes)}", "impossible")
+    alone = r.need_bytes + (rounding_bytes(r.model.card) if b.is_separate else 0)
+    if alone > b.budget_bytes:
+        return excluded_candidate(b, alone, f"needs {gib(alone)}, its budget is {gib(b.budget_bytes)}", "impossible")
     fit = _fit_sharing(tx, r, b) if b.is_separate else _fit(tx, r, b, r.need_bytes)
     return excluded_candidate(b, r.need_bytes, fit) if isinstance(fit, str) else fit
 

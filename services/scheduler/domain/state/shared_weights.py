@@ -72,6 +72,12 @@ def weights_of(state: ClusterState, i: Instance) -> BookedWeights | None:
     return weights if weights is not None and weights.nbytes <= i.reserve_bytes else None
 
 
+def rounding_bytes(card: ModelCard) -> int:
+    """Return what a separate device needs beyond an instance's need, for whole pages."""
+    weights = booked_weights(card, need_of(card).kv)
+    return weights.rounding_bytes if weights is not None else 0
+
+
 def needed_bytes(state: ClusterState, b: Booking, card: ModelCard, need: int) -> int:
     """Return the bytes that one more instance needs besides the present ones.
 

@@ -183,7 +183,7 @@ CHANNELS: tuple[Channel, ...] = (
     ),
     Channel(
         "executorControl",
-        f"{_P}.engine.{{executor}}.control",
+        f"{_P}.executor.{{executor}}.control",
         "executor",
         "Attach and detach instances.",
         (executor.AttachInstance, executor.DetachInstance, executor.PingExecutor),

@@ -96,7 +96,7 @@ def executor_id(number: int, node: str) -> str:
 
 def executor_control(executor_id: str) -> str:
     """Subject of an executor's commands to attach and detach instances."""
-    return f"{PREFIX}.engine.{executor_id}.control"
+    return f"{PREFIX}.executor.{executor_id}.control"
 
 
 def gateway_control(gateway_id: str) -> str:

@@ -32,6 +32,7 @@ USERS = (*SERVICES, *map(node_user, NODES))
 ALL_ROLES = {*SERVICES, "node"}
 MAY_PUBLISH = {
     "demand": {"gateway"},
+    "objectives": {"gateway"},
     "admin": {"gateway", "scheduler"},
     "loadFailed": {"scheduler"},
     "statusWanted": {"gateway", "scheduler"},
@@ -43,6 +44,7 @@ MAY_PUBLISH = {
     "loaderStatus": {"node"},
     "infer": {"gateway"},
     "engineControl": ALL_ROLES,
+    "executorControl": {"node"},
     "replies": {"node"},
     "gatewayControl": {"migrator"},
     "findRequest": {"scheduler"},
@@ -52,6 +54,7 @@ MAY_PUBLISH = {
 }
 MAY_HEAR = {
     "demand": {"scheduler"},
+    "objectives": {"scheduler"},
     "admin": {"scheduler"},
     "loadFailed": {"gateway"},
     "statusWanted": {"node"},
@@ -63,6 +66,7 @@ MAY_HEAR = {
     "loaderStatus": {"scheduler", "node"},
     "infer": {"node"},
     "engineControl": {"node"},
+    "executorControl": {"node"},
     "replies": {"gateway"},
     "gatewayControl": {"gateway"},
     "findRequest": {"gateway"},
@@ -78,7 +82,7 @@ async def _refused(guarded: Guarded, user: str, node: str, hear: bool) -> set[st
     Args:
         node: The owner of the channels.
     """
-    values = {"node": subjects.token(node), "instance": subjects.instance_id(1, node)}
+    values = {"node": subjects.token(node), "instance": subjects.instance_id(1, node), "executor": subjects.executor_id(1, node)}
     addresses = {re.sub(r"\{(\w+)\}", lambda v: values.get(v[1], "x"), c.address): c.name for c in CHANNELS}
     refusals: list[str] = []
     async with guarded.client(user) as (client, errors):
@@ -101,7 +105,7 @@ async def test_channels_are_open_only_to_roles_that_need_them(
     """
     assert allowed.keys() == {channel.name for channel in CHANNELS}
     role = user if user in SERVICES else "node"
-    of_nodes = {c.name for c in CHANNELS if "{node}" in c.address or "{instance}" in c.address}
+    of_nodes = {c.name for c in CHANNELS if any(owned in c.address for owned in ("{node}", "{instance}", "{executor}"))}
     closed = of_nodes if role == "node" and user != node_user(node) else set()
     assert await _refused(guarded, user, node, hear) == closed | {name for name, roles in allowed.items() if role not in roles}
 

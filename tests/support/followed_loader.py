@@ -8,8 +8,19 @@ import ctypes
 import itertools
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from services.loader.kv_lending import KvLending
 from shared.contracts.loader import AttachWeights, WeightsAttached
-from shared.contracts.loader_socket import SocketArrived, SocketComplete, SocketFollow, SocketPages, SocketUnits, loader_socket
+from shared.contracts.loader_socket import (
+    SocketArrived,
+    SocketBorrow,
+    SocketComplete,
+    SocketFollow,
+    SocketPages,
+    SocketUnits,
+    loader_socket,
+)
 from shared.contracts.segment import ByteRange
 from shared.errors import ThawError
 from shared.messaging import Mesh
@@ -20,6 +31,7 @@ from weights.store.arena import PagedArena
 from weights.store.separate import SeparateDevice
 
 _names = itertools.count(1)
+_ASK: TypeAdapter[SocketFollow | SocketBorrow] = TypeAdapter(SocketFollow | SocketBorrow)
 
 
 class FollowedLoader(FakeLoader):
@@ -38,25 +50,36 @@ class FollowedLoader(FakeLoader):
         self._sent = 0
         self._news = asyncio.Condition()
         self._followers: list[asyncio.StreamWriter] = []
+        self._borrowers: list[asyncio.StreamWriter] = []
         self.followed = asyncio.Event()
         self._restart()
 
     def _restart(self) -> None:
         self.device: SeparateDevice | None = None
+        self._lending: KvLending | None = None
         self.arena: PagedArena | None = None
         if self._pages:
             name = f"thaw-test-followed-{self.segment.name}-{next(_names)}"
             self.device = SeparateDevice("cpu:1", self._pages, name)
+            self._lending = KvLending({"cpu:1": self.device})
             contents = Contents(self.segment.index.tensors, {}, "demo")
             self.arena = self.device.allocate(Place("test", self.segment.total_bytes, "", contents=contents))
 
     async def start(self) -> None:
         await super().start()
         self._socket.parent.mkdir(parents=True)
-        self._server = await asyncio.start_unix_server(self._follow, str(self._socket))
+        self._server = await asyncio.start_unix_server(self._serve, str(self._socket))
 
-    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        SocketFollow.model_validate_json(await reader.readline())
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ask = _ASK.validate_json(await reader.readline())
+        if isinstance(ask, SocketFollow):
+            await self._follow(writer)
+        elif self._lending is not None:
+            self._borrowers.append(writer)
+            with contextlib.suppress(OSError):  # the test has ended
+                await self._lending.serve(f"borrower-{next(_names)}", ask, reader, writer)
+
+    async def _follow(self, writer: asyncio.StreamWriter) -> None:
         self._followers.append(writer)
         self.followed.set()
         sent = 0
@@ -125,6 +148,8 @@ class FollowedLoader(FakeLoader):
 
     async def stop(self) -> None:
         self.disconnect()
+        for writer in self._borrowers:
+            writer.close()
         if self.arena is not None:
             self.arena.release()
         self._server.close()

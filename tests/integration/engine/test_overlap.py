@@ -25,7 +25,7 @@ from tests.support.segments import FakeLoader, card_of
 
 ASK: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 PROMPTS = ["the quick brown fox", "a b c"]
-PAGES = 64 << 20
+PAGES = 256 << 20
 
 
 @pytest.fixture(scope="module")

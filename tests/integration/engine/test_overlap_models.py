@@ -26,7 +26,7 @@ from tests.support.segments import card_of
 
 PROMPT = [7, 8, 9, 10, 11]
 TOKENS = 8
-PAGES = 64 << 20
+PAGES = 256 << 20
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,

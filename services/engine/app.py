@@ -120,13 +120,17 @@ class Engine(InstanceProcess):
         self._overlap: Overlap | None = None
         self._computing: asyncio.Future[None] | None = None
         self._mapped_at: tuple[tuple[int, int], ...] = ()
-        self._jobs: list[Future[Any]] = []
+        self._jobs: set[Future[Any]] = set()
 
     def _compute(self, work: Callable[[], R]) -> asyncio.Future[R]:
         """Run `work` on the computing thread, between two steps."""
-        job = self._parts.compute.submit(self._start.instance_id, work)
-        self._jobs.append(job)
-        return asyncio.wrap_future(job)
+        return asyncio.wrap_future(self._track(self._parts.compute.submit(self._start.instance_id, work)))
+
+    def _track(self, job: Future[R]) -> Future[R]:
+        """Keep a job until it has ended: its result may keep an earlier mapping of the weights."""
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
 
     async def _bind(self, bind: Callable[[], loading.BoundModel]) -> loading.BoundModel:
         """Run `bind`, without keeping other engines from computing."""
@@ -138,9 +142,7 @@ class Engine(InstanceProcess):
 
         if not self._parts.is_shared:
             return await self._compute(work)
-        job = self._files.submit(work)
-        self._jobs.append(job)
-        return await asyncio.wrap_future(job)
+        return await asyncio.wrap_future(self._track(self._files.submit(work)))
 
     def mapped_ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the addresses at which the engine's weights are mapped: first and end."""
@@ -148,7 +150,7 @@ class Engine(InstanceProcess):
 
     async def until_detached(self) -> None:
         """Wait until no thread works for this engine. Call it after `run`."""
-        jobs = [asyncio.wrap_future(job) for job in self._jobs if not job.done()]
+        jobs = [asyncio.wrap_future(job) for job in list(self._jobs) if not job.done()]
         if jobs:
             await asyncio.wait(jobs)
         self._jobs.clear()
@@ -249,7 +251,7 @@ class Engine(InstanceProcess):
             self._prefetcher.on_model_bound(self._adapters)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
         serving = self._parts.compute.serve(self._start.instance_id, self._batcher)
-        self._jobs.append(serving)
+        self._track(serving)
         self._computing = asyncio.wrap_future(serving)
         return self._batcher
 

@@ -166,3 +166,21 @@ async def test_a_schema_that_is_up_to_date_is_not_upgraded(database_url: str, mo
             await migrate(engine)
     finally:
         await engine.dispose()
+
+
+async def test_models_of_an_earlier_version_keep_a_process_of_their_own(database_url: str) -> None:
+    """That version stored `shared` for each model, without effect."""
+    engine = connect(database_url)
+    earlier = card("a").model_copy(update={"spec": ModelSpec(name="a", source="/m/a", isolation="shared")})
+    try:
+        await migrate(engine)
+        repository = Repository(engine)
+        async with leadership(plain_url(database_url)) as term:
+            await repository.commit(term.epoch, [Put(Model(earlier))])
+            async with engine.begin() as connection:
+                await connection.execute(text("UPDATE alembic_version SET version_num = '0004'"))
+            await migrate(engine)
+            state = await repository.load(term.epoch, now=10.0)
+        assert state.models["a"].card.spec.isolation == "dedicated"
+    finally:
+        await engine.dispose()

@@ -119,6 +119,7 @@ class PeerThread:
         self._verify, self._clock = verify, clock
         self.peers: Mapping[str, Peer] = {}
         self._rates: dict[str, float] = {}
+        self._holding: set[PagedArena] = set()
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -160,6 +161,8 @@ class PeerThread:
                 missing = arena.missing[index]
                 missing.peer, missing.source = name, source
                 missing.reads_host = index in from_host
+            if found:
+                self._holding.add(arena)
             self._target.changed.notify_all()
 
     def complete_units(self) -> list[tuple[str, Mapping[str, int]]]:
@@ -189,6 +192,8 @@ class PeerThread:
 
     def forget(self, arena: PagedArena) -> None:
         """Release the units on other devices for an arena. The target's lock is not held."""
+        with self._target.changed:
+            self._holding.discard(arena)
         for peer in self.peers.values():
             peer.unhold(self._holder(arena))
 
@@ -199,26 +204,37 @@ class PeerThread:
         changed = self._target.changed
         while True:
             with changed:
-                while (found := self._choose()) is None:
+                while not (copied := self._find_copied()) and (found := self._choose()) is None:
                     if self._closing:
                         return
                     changed.wait()
-                arena, index, missing = found
-                missing.is_under_way = True
-                arena.under_way += 1
-            is_copied = False
-            try:
-                is_copied = self._copy(arena, index, missing)
-            except Exception:  # the thread's boundary: the unit is copied from host memory instead
-                log.exception("failed to copy a unit from another device", extra={"device": self._target.device_id})
-            with changed:
-                arena.under_way -= 1
-                if not is_copied and index in arena.missing:
-                    arena.without_peer(index)
-                done = not any(m.peer is not None for m in arena.missing.values())
-                changed.notify_all()
-            if done:
-                self.forget(arena)
+                if not copied and found is not None:
+                    found[2].is_under_way = True
+                    found[0].under_way += 1
+            if copied:
+                for arena in copied:
+                    self.forget(arena)
+            elif found is not None:
+                self._copy_unit(*found)
+
+    def _copy_unit(self, arena: PagedArena, index: int, missing: Missing) -> None:
+        is_copied = False
+        try:
+            is_copied = self._copy(arena, index, missing)
+        except Exception:  # the thread's boundary: the unit is copied from host memory instead
+            log.exception("failed to copy a unit from another device", extra={"device": self._target.device_id})
+        with self._target.changed:
+            arena.under_way -= 1
+            if not is_copied and index in arena.missing:
+                arena.without_peer(index)
+            self._target.changed.notify_all()
+
+    def _find_copied(self) -> list[PagedArena]:
+        """Return arenas that hold units on other devices and need none of them any more.
+
+        Either link may have copied the last unit.
+        """
+        return [a for a in self._holding if all(m.peer is None for m in a.missing.values())]
 
     def _choose(self) -> tuple[PagedArena, int, Missing] | None:
         found = [

@@ -20,6 +20,7 @@ from shared.contracts.loader import (
     AttachWeights,
     Inspected,
     InspectModel,
+    LoaderStatus,
     PrepareWeights,
     ReleaseWeights,
     WeightsAttached,
@@ -86,15 +87,25 @@ class Client:
     def __init__(self, mesh: Mesh, node: str) -> None:
         self.mesh, self._node, self._subject = mesh, node, subjects.loader_command(node)
 
-    async def until_served(self, within: float = 60.0) -> None:
+    async def until_served(self, by: LoaderProcess | None = None, within: float = 60.0) -> None:
+        """Wait until the loader answers.
+
+        Args:
+            by: A loader that was started after another was killed. NATS may still deliver to the
+                killed one, which never answers: nothing is asked before the new one's first status.
+        """
         received = asyncio.Event()
 
         async def hear(message: Msg) -> None:
-            received.set()
+            pid = LoaderStatus.model_validate_json(message.data).pid
+            if by is None or (by.process is not None and by.process.pid == pid):
+                received.set()
 
         subscription = await self.mesh.nc.subscribe(subjects.loader_status(self._node), cb=hear)
         try:
             async with asyncio.timeout(within):
+                if by is not None:
+                    await received.wait()
                 while True:
                     try:
                         await self.release("nobody")

@@ -75,7 +75,7 @@ async def test_a_killed_loader_s_pieces_are_not_fetched_again(
     server.unblocked.set()
     server.requests.clear()
     loader.start()
-    await client.until_served()
+    await client.until_served(loader)
     found = await client.attach("i2", card)
     assert_same(found, tensors(megabytes=60))
     size = (server.directory / "m" / NAME).stat().st_size

@@ -63,7 +63,7 @@ async def test_flipped_bits_are_found_if_verification_is_enabled(loader: LoaderP
     loader.end()
     loader.environment["THAW_VERIFY"] = "true"
     loader.start()
-    await client.until_served()
+    await client.until_served(loader)
     with pytest.raises(CheckpointInvalid, match="not those that were converted"):
         await client.attach("i1", await client.card(tmp_path / "out"))
     await client.release("i1")

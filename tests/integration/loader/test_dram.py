@@ -87,7 +87,7 @@ async def test_cached_weights_survive_sigkill_but_not_sigterm(
     loader.end(signum)
     assert loader.segments() == ([] if signum == signal.SIGTERM else [first.segment])
     loader.start()
-    await client.until_served()
+    await client.until_served(loader)
     status = await status_where(client, loader.node, lambda s: True)
     if signum == signal.SIGTERM:
         assert [c for c in status.cached if c.tier == "dram"] == []
@@ -103,7 +103,7 @@ async def test_a_smaller_budget_is_kept_after_a_restart(loader: LoaderProcess, c
     loader.end(signal.SIGKILL)
     loader.environment["THAW_DRAM_BYTES"] = "0"
     loader.start()
-    await client.until_served()
+    await client.until_served(loader)
     await status_where(client, loader.node, lambda s: s.dram_budget_bytes == 0 and s.dram_bytes == 0)
     assert loader.memory() == 0
 
@@ -122,7 +122,7 @@ async def test_memory_is_prepared_at_the_start(loader: LoaderProcess, client: Cl
     loader.end(signal.SIGKILL)
     loader.environment["THAW_DRAM_READY_BYTES"] = str(64 * 1024 * 1024)
     loader.start()
-    await client.until_served()
+    await client.until_served(loader)
     status = await status_where(client, loader.node, lambda s: s.dram_bytes == 64 * 1024 * 1024)
     assert status.dram_bytes == loader.memory()
     _, found = await load_and_release(client, tmp_path / "m", "i1")

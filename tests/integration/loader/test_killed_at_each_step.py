@@ -140,8 +140,11 @@ class Bed:
         except TimeoutError:
             raise AssertionError(f"still {found}\n{self.loader.log.read_text()[-3000:]}") from None
 
-    async def served(self) -> None:
-        await self._client.until_served()
+    async def restart(self) -> None:
+        """Kill the stopped loader, and start the next one."""
+        self.loader.end(signal.SIGKILL)
+        self.loader.start()
+        await self._client.until_served(self.loader)
 
     def stop_at(self, step: str) -> None:
         Path(self.loader.environment[VARIABLE]).write_text(step)
@@ -192,8 +195,7 @@ def holds_only(instance: str, device: DeviceAudit) -> bool:
 
 
 @pytest.fixture
-async def socket(bed: Bed) -> Path:
-    await bed.served()
+def socket(bed: Bed) -> Path:
     return loader_socket(NodeSettings(home=bed.loader.home, node=bed.loader.node).node_state)
 
 
@@ -240,13 +242,9 @@ async def test_loader_killed_at_each_step(bed: Bed) -> None:
         model = await bed.fine_tune()
         handle = await bed.attach(bed.named("base"))
         with mapper(SHM / handle.file, handle.extents) as engine:
-            loader, work = await bed.reach(step, bed.named(model))
-            assert bed.loader.process is not None
-            os.kill(loader, signal.SIGKILL)
-            bed.loader.process.wait()
+            _, work = await bed.reach(step, bed.named(model))
             await ended(work)
-            bed.loader.start()
-            await bed.served()
+            await bed.restart()
             found = await bed.audit()
             assert (found.lent_pages, found.mapped_pages) == (UNITS, 0), step
             await bed.check(model)
@@ -287,12 +285,8 @@ async def test_borrower_killed_at_each_step(bed: Bed, socket: Path) -> None:
 async def test_loader_killed_at_each_step_of_lending(bed: Bed, socket: Path) -> None:
     for step in LENDING_STEPS:
         engine = await borrower(socket)
-        loader = await change(bed, engine, step)
-        assert bed.loader.process is not None
-        os.kill(loader, signal.SIGKILL)
-        bed.loader.process.wait()
-        bed.loader.start()
-        await bed.served()
+        await change(bed, engine, step)
+        await bed.restart()
         # It keeps the pages that it maps, and gets others from the new loader.
         wanted = 9 if step == "lend" else 6
         await engine.reads(f"lent {wanted}")

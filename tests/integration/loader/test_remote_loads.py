@@ -68,7 +68,7 @@ async def test_loader_exits_cleanly_while_a_copy_is_being_written(
     loader.end()
     loader.environment["THAW_DRAM_BYTES"] = str(200_000_000)
     loader.start()
-    await client.until_served()
+    await client.until_served(loader)
     write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=60), shards=2)
     await client.attach("i1", await client.card(f"{server.url}/m"))
     await client.release("i1")

@@ -194,7 +194,7 @@ async def test_restarted_loader_adopts_held_segments_after_sigkill(loader: Loade
     loader.end(signal.SIGKILL)
     assert half.extents != held.extents
     loader.start()
-    await client.until_served()
+    await client.until_served(loader)
     assert loader.memory() == held.total_bytes
     again = await client.attach("i3", await client.card(tmp_path / "m"))
     assert again.extents == held.extents

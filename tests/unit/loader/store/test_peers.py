@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.unit.loader.store.test_separate import PREFIX, TENSOR, Model, check, fill, load, pages_of
 from weights.devices.pacing import Pacer
-from weights.store import peers
+from weights.store import checking, copying, peers
+from weights.store import missing as missing_units
 from weights.store.generations import file_name
+from weights.store.missing import Missing
 from weights.store.node_devices import NodeDevices
 from weights.store.peers import split
 from weights.store.residency import KnownUnits
@@ -31,6 +35,15 @@ class Node:
         self.two = SeparateDevice("cpu:2", 8 * PAGE_BYTES, names[1], known=known, host_bytes_per_second=host, verify=verify)
         pacers = {PAIR: Pacer(peer)} if peer is not None else {}
         self.devices = NodeDevices({"cpu:1": self.one, "cpu:2": self.two}, known=known, pacers=pacers)
+
+    def becomes_reusable(self, count: int) -> bool:
+        """Wait until this number of units on the first device have no holder."""
+
+        def are_reusable() -> bool:
+            return sum(u.is_reusable for u in self.one.store().units.values()) == count
+
+        with self.one.changed:
+            return self.one.changed.wait_for(are_reusable, 30.0)
 
     def close(self) -> None:
         for device in (self.one, self.two):
@@ -65,7 +78,7 @@ def test_units_of_another_device_need_no_bytes_in_host_memory(node: Node) -> Non
     used = node.two.pages()
     assert (used.copied_bytes, used.peer_bytes) == (3 * TENSOR, 3 * TENSOR)
     first.release()
-    assert pages_of(node.one.pages()) == (5, 0, 3, 0), "nothing is held there after the copy"
+    assert node.becomes_reusable(3), "nothing is held there after the copy"
 
 
 def test_only_units_that_no_device_has_are_read(node: Node) -> None:
@@ -98,6 +111,32 @@ def test_host_memory_takes_what_a_slow_device_has_not_copied() -> None:
         assert node.two.changed.wait_for(lambda: len(arena.missing) <= 1, 30.0), "all but the one under way"
     arena.release()
     node.close()
+
+
+def test_units_are_not_held_there_after_host_memory_copied_the_last_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, has_begun, may_end = Model("m", 1, 2), threading.Event(), threading.Event()
+
+    def key_on_device(*arguments: Any) -> str:  # of the thread that copies from the other device
+        assert has_begun.wait(30.0)
+        return checking.key_on_device(*arguments)
+
+    def digests_of(missing: Missing) -> dict[str, str]:  # of the thread that copies from host memory
+        has_begun.set()
+        assert may_end.wait(30.0)
+        return missing_units.digests_of(missing)
+
+    load(node.one, model).release()
+    monkeypatch.setattr(peers, "key_on_device", key_on_device)
+    monkeypatch.setattr(copying, "digests_of", digests_of)
+    arena = node.two.allocate(model.place())
+    arena.fill(0, model.address, model.nbytes)
+    with node.two.changed:
+        assert node.two.changed.wait_for(lambda: len(arena.missing) == 1, 30.0)
+    assert pages_of(node.one.pages()) == (6, 2, 0, 0), "held for the copy"
+    may_end.set()
+    assert arena.wait(model.nbytes)
+    assert (arena.peer_bytes, arena.copied_bytes) == (TENSOR, 2 * TENSOR)
+    assert node.becomes_reusable(2)
 
 
 def test_a_damaged_unit_of_another_device_is_taken_from_host_memory(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,9 +212,10 @@ def at_rest(pid: int, looks: int = 4) -> bool:
 
 
 def kill(pid: int) -> None:
-    """Kill a process and wait until it has ended.
+    """Kill a process and wait until all its threads have ended.
 
-    Its parent may be stopped, and reap it later.
+    Its parent may be stopped, and reap it later. While a thread of a dying process waits for a
+    child, it still reaps this child, although the process itself is a zombie already.
     """
     process = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
@@ -223,7 +224,7 @@ def kill(pid: int) -> None:
 
 def _ended(process: psutil.Process) -> bool:
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1)
     except psutil.NoSuchProcess:
         return True
 
@@ -244,7 +245,10 @@ class Brake:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        os.kill(pid, signal.SIGSTOP)
+        self.stop()
+
+    def stop(self) -> None:
+        stop(self.pid)
 
     def resume(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -253,4 +257,4 @@ class Brake:
     def step(self, seconds: float) -> None:
         self.resume()
         time.sleep(seconds)
-        stop(self.pid)
+        self.stop()

@@ -5,20 +5,24 @@ It stops the process that performs the next step.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
+import nats
 
+from shared.contracts import subjects
 from shared.contracts.migration import MigrationRecord
 from tests.support.launcher import until
 from tests.support.mesh import Brake, held
 from tests.support.moving import Roomy
 
 Step = Literal["asked", "round", "handing_over"]
-_TURN_S = 0.005
+_MESSAGE_WITHIN_S = 60.0
 
 
 class Order(threading.Thread):
@@ -77,18 +81,38 @@ class Staged:
             until(lambda: bool(self.new()), what="the order is written")
             if step == "handing_over":
                 still.enter_context(held(self.mesh.pid("gateway")))
-            if step != "asked":
-                migrator.resume()
-            if step == "handing_over":
-                until(lambda: self.new()[0].state == step, what="the gateway is asked")
             if brake is not None:
-                until(lambda: self._begun(brake), what="a round has begun")
+                asyncio.run(_begin_round(self.mesh.endpoints["nats_url"], self.new()[0].instance_id, migrator, brake))
+                until(lambda: bool(self.new()[0].requests), what="the round is recorded")
+            elif step == "handing_over":
+                migrator.resume()
+                until(lambda: self.new()[0].state == step, what="the gateway is asked")
             yield order
 
-    def _begun(self, destination: Brake) -> bool:
-        """True if the destination has received a request after running briefly."""
-        destination.step(_TURN_S)
-        return bool(self.new()[0].requests)
+
+async def _begin_round(nats_url: str, instance_id: str, migrator: Brake, destination: Brake) -> None:
+    """Resume the migrator, and return when it has sent a round to the stopped destination.
+
+    The migrator first asks the destination for its requests. The destination runs only for that
+    reply, while the migrator is stopped: it cannot complete the round before it is stopped again.
+    """
+    nc = await nats.connect(nats_url)
+    try:
+        requests = await nc.subscribe(subjects.engine_control(instance_id))
+        await nc.flush()
+        migrator.resume()
+        while (kind := json.loads((asked := await requests.next_msg(_MESSAGE_WITHIN_S)).data)["kind"]) != "prepare_resume":
+            if kind != "list_requests":
+                continue
+            migrator.stop()
+            replies = await nc.subscribe(asked.reply)
+            await nc.flush()
+            destination.resume()
+            await replies.next_msg(_MESSAGE_WITHIN_S)
+            destination.stop()
+            migrator.resume()
+    finally:
+        await nc.close()
 
 
 @contextlib.contextmanager

@@ -104,8 +104,10 @@ def test_postgres_restarts_although_its_killed_process_is_a_zombie() -> None:
         assert {name for name in before if before[name] != after[name]} == {"postgres"}
         kill(thaw.pid("supervisor"))
         thaw.json("up", "--detach", "--port", str(thaw.port))
-        adopted = thaw.kill("postgres")  # becomes a zombie, too: its supervisor is not its parent
+        adopted = thaw.pid("postgres")
         assert adopted == after["postgres"]
+        kill(adopted)  # becomes a zombie, too: its supervisor is not its parent
+        assert psutil.Process(adopted).status() == psutil.STATUS_ZOMBIE
         thaw.await_replaced("postgres", adopted)
         until(lambda: thaw.status("postgres")["status"] == "ready", what="PostgreSQL is ready")
         assert thaw.status("postgres")["failures"] == 1

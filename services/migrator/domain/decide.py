@@ -47,10 +47,11 @@ from shared.contracts.migration import (
 from shared.errors import Conflict, DeadlineExceeded, EngineFailed, MigrationFailed, NotFound, Unreachable, UnsupportedParameter
 
 AGAIN_S = 0.2
-PATIENCE_S = 2.5
-"""Milliseconds of unreachability after which a process counts as gone."""
-MAX_TRIES = 2
 """Pause before repeating an unanswered question."""
+PATIENCE_S = 2.5
+"""Unreachability after which a process counts as gone."""
+MAX_TRIES = 2
+"""Attempts to ask a process that does not answer in time."""
 NOT_NOW = 4
 """Attempts to ask a gateway that cannot move a request yet: it may not know that the destination is
 ready.

@@ -122,6 +122,7 @@ async def test_suspended_engine_that_died_with_the_nodeagent_is_cleaned_up(node:
     node.kill_agent()
     os.kill(status.pids[0], signal.SIGKILL)
     open_cgroups(scope(node)).thaw(status.instance_id)
+    assert await gone(status.pids[0])  # the nodeagent resumes a thawed engine that still runs
     await node.start_agent()
     await node.reaches(status.instance_id, FAILED)
     await node.until(lambda s: s.devices[0].reserved_bytes == 0)

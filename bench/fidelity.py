@@ -40,11 +40,9 @@ from shared.ports import free_port
 from simulator.workloads.request import Request
 from simulator.workloads.synthetic import Synthetic, synthetic
 from thaw.cli.demo import budget_for_two
-from thaw.demo.models import SIZES, make_demo_model
+from thaw.demo.models import make_demo_model
 from weights.store.units import PAGE_BYTES
 
-SEPARATE_SIZE = "separate"
-"""A model whose units fill their pages almost."""
 HOST_BANDWIDTH, PEER_BANDWIDTH = "300MB/s", "600MB/s"
 ENGINE_BYTES = 160 << 20
 FIRST = "first"
@@ -108,8 +106,7 @@ class Mesh:
             "THAW_SUSPEND": "auto" if suspend else "off",
             "THAW_ENGINE_THREADS": "1",
         }
-        size = SEPARATE_SIZE if separate else "5m"
-        SIZES[SEPARATE_SIZE] = replace(reuse_models.SHAPE, layers=12)
+        size = replace(reuse_models.SHAPE, layers=12) if separate else "5m"
         sources = [str(make_demo_model(home / "models" / n, size, seed=i)) for i, n in enumerate((*NAMES, FIRST))]
         self.separate = make_bed(separate, Path(sources[0])) if separate else None
         booked = self.separate.booked if self.separate else None

@@ -25,8 +25,7 @@ def write_models(directory: Path, models: Sequence[c.Model], scale: float) -> di
     found = {}
     for seed, (name, model) in enumerate(zip(t.name_copies(models), models, strict=True)):
         layers = max(1, round(model.gb * 1e9 / scale / LAYER_BYTES))
-        SIZES[size := f"bench-{layers}"] = replace(SHAPE, layers=layers)
-        original = make_demo_model(directory / "original" / name, size, seed)
+        original = make_demo_model(directory / "original" / name, replace(SHAPE, layers=layers), seed)
         convert(original, directory / name)
         (original / "model.safetensors").unlink()
         found[name] = directory / name

@@ -38,7 +38,9 @@ ones).
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
+    """The architecture of a demo model."""
+
     vocab: int
     hidden: int
     intermediate: int
@@ -54,28 +56,28 @@ class _Shape:
     """
 
 
-SIZES: dict[str, _Shape] = {
-    "test": _Shape(1024, 64, 160, 2, 4, 2, 1024, "float32", 0.0),
-    "5m": _Shape(8192, 192, 512, 4, 6, 3, 2048, "bfloat16", 4.2),
-    "60m": _Shape(8192, 640, 1728, 11, 10, 5, 2048, "bfloat16", 4.2),
-    "250m": _Shape(8192, 1024, 2816, 20, 16, 8, 2048, "bfloat16", 4.2),
+SIZES: dict[str, Shape] = {
+    "test": Shape(1024, 64, 160, 2, 4, 2, 1024, "float32", 0.0),
+    "5m": Shape(8192, 192, 512, 4, 6, 3, 2048, "bfloat16", 4.2),
+    "60m": Shape(8192, 640, 1728, 11, 10, 5, 2048, "bfloat16", 4.2),
+    "250m": Shape(8192, 1024, 2816, 20, 16, 8, 2048, "bfloat16", 4.2),
 }
 
 
-def make_demo_model(directory: Path, size: str, seed: int = 0, progress: Callable[[float], None] | None = None) -> Path:
+def make_demo_model(directory: Path, size: str | Shape, seed: int = 0, progress: Callable[[float], None] | None = None) -> Path:
     """Write a model of `size` into `directory` and return it.
 
     The directory is replaced atomically. The same seed gives the same weights.
 
     Args:
-        size: A key of `SIZES`.
+        size: A key of `SIZES`, or a shape.
         progress: Called with the completed part, from 0 to 1.
 
     Raises:
         KeyError: An unknown size.
         OSError: The disk failed or is full.
     """
-    shape = SIZES[size]
+    shape = size if isinstance(size, Shape) else SIZES[size]
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
     try:
@@ -93,7 +95,7 @@ def make_demo_model(directory: Path, size: str, seed: int = 0, progress: Callabl
     return directory
 
 
-def _config(shape: _Shape) -> dict[str, Any]:
+def _config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -121,7 +123,7 @@ def _config(shape: _Shape) -> dict[str, Any]:
     }
 
 
-def _tensors(s: _Shape) -> Iterator[tuple[str, tuple[int, ...], _Parts]]:
+def _tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...], _Parts]]:
     """Name, shape and contents of every tensor, in the order of the file."""
     kv = s.hidden // s.heads * s.kv_heads
     yield "model.embed_tokens.weight", (s.vocab, s.hidden), ((s.vocab * s.hidden, 1.0),)
@@ -166,7 +168,7 @@ def _encode_values(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[A
     return ((values.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
 
 
-def _write_weights(path: Path, shape: _Shape, seed: int, progress: Callable[[float], None]) -> None:
+def _write_weights(path: Path, shape: Shape, seed: int, progress: Callable[[float], None]) -> None:
     """Write a safetensors file.
 
     It has the header's length (8 bytes), the header as JSON padded to 8, then the consecutive

@@ -38,6 +38,7 @@ from weights.store.units import PAGE_BYTES, Unit
 from weights.store.usage import PagesInUse, pages_in_use
 
 log = logging.getLogger(__name__)
+COUNT_EARLIER_S = 1.0
 AHEAD_BYTES = 16 * PAGE_BYTES
 """Units of unknown content get pages before they are hashed, for at most this many bytes."""
 
@@ -61,6 +62,7 @@ class DevicePages:
         self.tier_of: Callable[[str], Tier] = lambda _: "ssd"
         self.likelihood: Likelihood = equally_likely
         self.earlier = list(earlier)
+        self._counted_at = 0.0
         self.short_pages = 0
         self._damaged = itertools.count(1)
         self._members: dict[str, tuple[str, frozenset[str]]] = {}
@@ -219,6 +221,7 @@ class DevicePages:
 
     def count_earlier(self) -> None:
         """Lend as many pages as earlier loaders' files still have, and take back the others."""
+        self._counted_at = self._clock()
         for earlier in tuple(self.earlier):
             pages = earlier.free_unmapped()
             lent = self.store.lent.get(earlier.name, ())
@@ -233,7 +236,13 @@ class DevicePages:
                 self.earlier.remove(earlier)
 
     def in_use(self) -> PagesInUse:
-        """Return how the pages are used now."""
+        """Return how the pages are used now.
+
+        Processes may have unmapped pages of earlier loaders without a message. These are counted
+        again, at most once in `COUNT_EARLIER_S` because that reads the mappings of all processes.
+        """
+        if self.earlier and self._clock() - self._counted_at >= COUNT_EARLIER_S:
+            self.count_earlier()
         self._members = {w: (m, k) for w, (m, k) in self._members.items() if not k.isdisjoint(self.store.units)}
         used = pages_in_use(
             self._device_id, self.store, self._members, copied_bytes=self._copied_bytes, reused_bytes=self._reused_bytes

@@ -36,12 +36,14 @@ class EarlierPages:
     def __init__(self, name: str) -> None:
         self.name = name
         self._memory = PoolMemory(name, PAGE_BYTES, chunk_bytes=PAGE_BYTES, keep=True)
+        self._left = frozenset(range(self._memory.count))
 
     def free_unmapped(self) -> int:
         """Free the pages that no process maps, and return the number of mapped pages."""
-        kept = self._memory.mapped_by_others()
-        self._memory.punch(page for page in range(self._memory.count) if page not in kept)
-        return len(kept)
+        mapped = self._memory.mapped_by_others()
+        self._memory.punch(page for page in sorted(self._left) if page not in mapped)
+        self._left = frozenset(mapped)
+        return len(mapped)
 
     def close(self, *, unlink: bool) -> None:
         self._memory.close(unlink=unlink)

@@ -30,6 +30,7 @@ from weights.pool import shm
 from weights.store import checking, copying
 from weights.store.arena import PagedArena
 from weights.store.cost import Tier
+from weights.store.device_pages import COUNT_EARLIER_S
 from weights.store.generations import EARLIER, file_name, remove_unmapped, retire
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
@@ -329,6 +330,23 @@ def test_verify_checks_all_reused_units(monkeypatch: pytest.MonkeyPatch, make: C
     corrupt(load(device, model))
     assert load(device, model).copied_bytes == TENSOR
     close(device)
+
+
+def test_the_status_counts_pages_of_an_earlier_loader_again_without_a_load() -> None:
+    now = [0.0]
+    first, model = made("first"), Model("m", 1, 2, 3)
+    handle = load(first, model).handle()
+    assert isinstance(handle, PagesHandle)
+    with mapper(shm.SHM / handle.file, handle.extents) as engine:
+        name, earlier = file_name(PREFIX, "cpu:1", "second"), retire(PREFIX, "cpu:1")
+        second = SeparateDevice("cpu:1", COUNT * PAGE_BYTES, name, earlier=earlier, clock=lambda: now[0])
+        engine.kill()
+        engine.wait()
+    assert pages_of(second.pages()) == (9, 0, 0, 3), "counted a moment ago"
+    now[0] += COUNT_EARLIER_S
+    assert pages_of(second.pages()) == (12, 0, 0, 0)
+    close(second)
+    close(first)
 
 
 def test_pages_of_an_earlier_loader_count_until_they_are_unmapped() -> None:

@@ -26,6 +26,7 @@
     ├── TooManyConnections      429 too_many_connections
     ├── EngineFailed            500 engine_failed
     │   ├── EngineKilled            engine_killed             by another process, not out of memory
+    │   ├── MemoryExceeded          memory_exceeded           by a model in an executor
     │   └── DeviceFailed            device_failed             the driver failed a call, or hangs
     ├── DeviceMissing           500 device_missing
     ├── CannotSuspend           500 cannot_suspend            the engine still runs
@@ -252,6 +253,12 @@ class EngineKilled(EngineFailed):
     """Another process killed the engine, or it exited unobserved: its model is not at fault."""
 
     code = "engine_killed"
+
+
+class MemoryExceeded(EngineFailed):
+    """The model used more memory than its executor's instances have reserved."""
+
+    code = "memory_exceeded"
 
 
 class DeviceFailed(EngineFailed):

@@ -49,7 +49,7 @@ from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
 from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle
 from shared.engines.instance_process import InstanceProcess
-from shared.errors import EngineFailed, ThawError, from_body
+from shared.errors import EngineFailed, MemoryExceeded, ThawError, from_body
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 from weights.kv_lease import PAGE_BYTES, KvLease, Lent, Shrink
@@ -117,6 +117,7 @@ class Engine(InstanceProcess):
         )
         self._owner: str | None = None
         self._owner_gone = asyncio.Event()
+        self._memory_exceeded = asyncio.Event()
         self._overlap: Overlap | None = None
         self._computing: asyncio.Future[None] | None = None
         self._mapped_at: tuple[tuple[int, int], ...] = ()
@@ -144,6 +145,10 @@ class Engine(InstanceProcess):
             return await self._compute(work)
         return await asyncio.wrap_future(self._track(self._files.submit(work)))
 
+    def exceed_memory(self) -> None:
+        """End the engine because it uses too much of the process's memory."""
+        self._memory_exceeded.set()
+
     def mapped_ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the addresses at which the engine's weights are mapped: first and end."""
         return self._mapped_at
@@ -156,7 +161,13 @@ class Engine(InstanceProcess):
         self._jobs.clear()
 
     def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
-        return {self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")}
+        return {
+            self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again"),
+            self._memory_exceeded: MemoryExceeded(
+                f"{self._start.card.name} made its executor use more memory than the instances in it reserve. "
+                "The model gets a process of its own"
+            ),
+        }
 
     async def _load(self) -> None:
         """Load the weights, and open the engine for requests: if possible while they arrive."""

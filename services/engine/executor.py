@@ -3,7 +3,9 @@
     attach  start an `Engine` with the process's connection, computing thread and model cache
     detach  stop the engine as SIGTERM would, and verify that its memory is unmapped
 
-In all other respects an instance behaves like one in a process of its own.
+The executor ends an instance that makes it use more memory than its instances have reserved
+(`services.engine.domain.memory_shares`). In all other respects an instance behaves like one in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import gc
 import logging
 import mmap
 import os
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.engine.app import Engine, ProcessParts
+from services.engine.domain.memory_shares import MemoryShares, charge, find_excess, join, leave
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.model.architectures import ModelCache
 from services.engine.settings import EngineSettings
@@ -30,6 +34,7 @@ from shared.contracts.engine import EngineStart
 from shared.contracts.executor import (
     CURRENT_BYTES,
     EXECUTOR_CONTROL,
+    STEP_BEGAN,
     AttachInstance,
     DetachInstance,
     ExecutorControl,
@@ -42,6 +47,7 @@ from shared.contracts.executor import (
 from shared.contracts.loader import LoaderStatus
 from shared.errors import EngineFailed, ShuttingDown
 from shared.messaging import Mesh
+from shared.sizing import need_of
 from shared.tasks import wait_for_first
 from shared.telemetry.timeline import Timeline
 
@@ -51,6 +57,7 @@ _ENDS_WITHIN_S = 5.0
 _FILE_THREADS = 2
 _UNMAPPED_WITHIN_S = 2.0
 _POLL_S = 0.005
+_MEASURED_EVERY_S = 0.05
 
 
 @dataclass
@@ -75,10 +82,12 @@ class Executor:
         self._start = start
         self._stop = stop
         self._current = CurrentInstance(Path(start.current_path))
+        self._memory = ExecutorMemory(self._on_excess)
+        self._loop = asyncio.get_running_loop()
         self._parts = ProcessParts(
             settings,
             Mesh(settings, f"executor-{start.executor_id}"),
-            DeviceLoop(settings.engine_threads, self._current.write),
+            DeviceLoop(settings.engine_threads, self._on_step),
             ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="files"),
             ModelCache(),
             is_shared=True,
@@ -107,6 +116,21 @@ class Executor:
         finally:
             self._parts.close()
 
+    def _on_step(self, name: str | None) -> None:
+        """Record what the computing thread is about to do."""
+        self._current.write(name)
+        self._memory.measure(name)
+
+    def _on_excess(self, instance_id: str) -> None:
+        """End an instance for its use of memory. Called on the computing thread."""
+        self._loop.call_soon_threadsafe(self._end_for_memory, instance_id)
+
+    def _end_for_memory(self, instance_id: str) -> None:
+        attached = self._attached.get(instance_id)
+        if attached is not None and attached.engine is not None:
+            log.error("an instance used more memory than the executor's instances reserve", extra={"instance": instance_id})
+            attached.engine.exceed_memory()
+
     async def _control(self, command: ExecutorControl) -> Message:
         match command:
             case AttachInstance(start=start):
@@ -130,6 +154,8 @@ class Executor:
             raise EngineFailed(f"{start.card.name} has code of its own (trust_remote_code), and is never shared")
         if start.instance_id in self._attached:
             return
+        need = need_of(start.card)
+        self._memory.join(start.instance_id, max(need.kv, start.kv_bytes) + need.converted + need.runtime)
         stop = asyncio.Event()
         engine = Engine(self._parts, start, stop, Timeline("engine"))
         running = asyncio.create_task(_run(engine), name=f"engine {start.instance_id}")
@@ -165,6 +191,7 @@ class Executor:
         if left:
             raise EngineFailed(f"{left} bytes of the weights of {instance_id} are still mapped")
         self._attached.pop(instance_id, None)
+        self._memory.leave(instance_id)
         log.info("detached", extra={"instance": instance_id})
         return InstanceDetached(freed_bytes=max(0, before - private_bytes()), took_ms=(time.monotonic() - begun) * 1e3)
 
@@ -184,22 +211,76 @@ async def _run(engine: Engine) -> int:
 
 
 class CurrentInstance:
-    """The file with the id of the instance that computes. It outlives a crash of the process."""
+    """The file that names the instance that computes, and since when. It outlives a crash."""
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, CURRENT_BYTES)
-            self._map = mmap.mmap(fd, CURRENT_BYTES)
+            size = CURRENT_BYTES + STEP_BEGAN.size
+            os.ftruncate(fd, size)
+            self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        self._map[:] = bytes(CURRENT_BYTES)
+        self._map[:] = bytes(size)
         self._name: str | None = None
 
     def write(self, name: str | None) -> None:
+        """Record that a step of `name` begins, or that none runs (None)."""
         if name != self._name:
-            self._map[:] = (name or "").encode()[:CURRENT_BYTES].ljust(CURRENT_BYTES, b"\0")
+            STEP_BEGAN.pack_into(self._map, CURRENT_BYTES, 0)  # a reader must not see the time of another instance's step
+            self._map[:CURRENT_BYTES] = (name or "").encode()[:CURRENT_BYTES].ljust(CURRENT_BYTES, b"\0")
             self._name = name
+        if name is not None:
+            STEP_BEGAN.pack_into(self._map, CURRENT_BYTES, time.monotonic_ns())
+
+
+class ExecutorMemory:
+    """The process's anonymous memory, and which instance's steps have made it grow.
+
+    `measure` runs on the computing thread, the other methods on the event loop.
+    """
+
+    def __init__(self, on_excess: Callable[[str], None]) -> None:
+        """Take the memory in use now as that of no instance.
+
+        Args:
+            on_excess: Called with an instance when the process uses more memory than its instances
+                have reserved, and this one has grown most beyond its part.
+        """
+        self._on_excess = on_excess
+        self._lock = threading.Lock()
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._shares = MemoryShares(base_bytes=self._read(), total_bytes=self._read())
+        self._name: str | None = None
+        self._measure_at = 0.0
+
+    def measure(self, name: str | None) -> None:
+        """Charge the growth since the last measurement to the instance that computed until now.
+
+        Args:
+            name: The instance that computes from now on.
+        """
+        now = time.monotonic()
+        if name == self._name and now < self._measure_at:
+            return
+        with self._lock:
+            self._shares = charge(self._shares, self._name, self._read())
+            excess = find_excess(self._shares)
+        self._name, self._measure_at = name, now + _MEASURED_EVERY_S
+        if excess is not None:
+            self._on_excess(excess)
+
+    def join(self, name: str, limit_bytes: int) -> None:
+        with self._lock:
+            self._shares = join(self._shares, name, limit_bytes)
+
+    def leave(self, name: str) -> None:
+        with self._lock:
+            self._shares = leave(self._shares, name, self._read())
+
+    def _read(self) -> int:
+        _, resident, file_backed = os.pread(self._statm, 128, 0).split()[:3]
+        return (int(resident) - int(file_backed)) * mmap.PAGESIZE
 
 
 def private_bytes() -> int:

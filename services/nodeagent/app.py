@@ -108,6 +108,7 @@ class Nodeagent:
             ledger,
             policy,
             newest_epoch=records.epoch(),
+            crashes=records.crashes(),
             snapshot_budget=snapshot_budget(settings),
             spills=self.suspender.can_spill(),
             templates=settings.templates,
@@ -147,6 +148,7 @@ class Nodeagent:
         self._run("launcher", self.launcher.run())
         self._run("logs", keep_logs_bounded(self.settings.node_state / "logs", self.settings.engine_log_bytes))
         self._run("loop", self.loop.run())
+        self._run("executors", self.executors.watch(self.settings.step_timeout))
         node = self.settings.node
         self.mesh.listen(subjects.engine_report(node), EngineReport, self._on_report)
         self.mesh.listen(subjects.loader_status(node), LoaderStatus, self._on_loader)
@@ -156,7 +158,7 @@ class Nodeagent:
             await self.launcher.close()
             return 0
         for record in known:
-            _adopt(record, self.loop, self.effects, self.timelines)
+            _adopt(record, self.loop, self.effects, self.timelines, self.executors)
         await self.loop.wait_until(lambda state: len(state.instances) >= len(known), _ADOPTED_WITHIN_S)
         await self.suspender.reap_strays(frozenset(i.instance_id for i in self.loop.state.list_live()))
         commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
@@ -254,7 +256,7 @@ def _builtin_launcher(settings: NodeagentSettings, specs: Path) -> Launcher:
     return ZygoteLauncher(socket_path, log_path, engine_environment(settings), settings.zygote_module)
 
 
-def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelines) -> None:
+def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelines, executors: Executors) -> None:
     """Adopt an instance of an earlier agent.
 
     It is alive only if the process of its pid has the recorded start time.
@@ -273,4 +275,5 @@ def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelin
     frozen = effects.is_frozen(instance.instance_id)
     error = explain_exit(instance.pid or 0, None, (None, None), log_path)
     log.info("adopted an instance", extra={"instance": instance.instance_id, "pid": instance.pid, "alive": alive})
-    loop.post(e.Adopted(instance, alive, error, frozen))
+    culprit = executors.culprit(instance.pid) if instance.pid is not None and instance.is_shared and not alive else ""
+    loop.post(e.Adopted(instance, alive, error, frozen, culprit))

@@ -98,6 +98,8 @@ class EffectRunner:
                 self._records.save(instance, self._timelines.spans(instance, origin=0.0))
             case e.PersistEpoch():
                 self._records.save_epoch(effect.epoch)
+            case e.PersistCrashes():
+                self._records.save_crashes(effect.crashes)
             case e.Reply():
                 self._reply(effect.reply, effect.error)
             case e.Publish():
@@ -232,10 +234,14 @@ class EffectRunner:
         await self._suspender.on_ended(instance_id)
         error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
         culprit = self._executors.culprit(pid)
-        if culprit:
+        is_stuck = self._executors.is_stuck(pid)
+        if is_stuck:
+            stuck = f"The executor (pid {pid}) was ended: a step of {culprit} did not end within THAW_STEP_TIMEOUT"
+            error = EngineFailed(stuck).body()
+        elif culprit:
             error = error.model_copy(update={"message": f"{error.message}\nIts executor was computing for {culprit}"})
         log.info("engine exited", extra={"instance": instance_id, "pid": pid, "status": status, "culprit": culprit})
-        self._post(e.EngineExited(instance_id, pid, status, error, culprit))
+        self._post(e.EngineExited(instance_id, pid, status, error, culprit, is_stuck))
 
     async def _detach(self, instance_id: str, pid: int) -> None:
         """Detach a shared instance; end its executor if that does not answer.

@@ -52,6 +52,12 @@ class NodeagentSettings(NodeSettings):
         ge=64 * 1024,
         description="Largest log of an engine, the zygote or the spares; what is larger is moved to one older file beside it.",
     )
+    step_timeout: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds that one step of a model in an executor may take; then the executor is ended, and the model gets a process of "
+        "its own.",
+    )
     kill_grace: float = Field(default=5.0, gt=0, description="Seconds from SIGTERM to SIGKILL.")
 
     suspend: Literal["auto", "sleep", "off"] = Field(

@@ -8,6 +8,7 @@ instances of an executor send the same reports and replies as dedicated engines
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -16,15 +17,18 @@ from shared.contracts.base import Deadline, Message, Request
 from shared.contracts.engine import EngineStart
 
 CURRENT_BYTES = 256
-"""Length of the file that names the computing instance, padded with zero bytes."""
+"""Length of the computing instance's id in `ExecutorStart.current_path`, padded with zero bytes."""
+STEP_BEGAN = struct.Struct("<q")
+"""The time at which its step began follows the id: nanoseconds of the monotonic clock; 0: none."""
 
 
 class ExecutorStart(Message):
     """Start an executor.
 
     Attributes:
-        current_path: The executor writes the id of the computing instance into this file, so that
-            the nodeagent knows it after a crash. The file is empty while none computes.
+        current_path: The executor writes the id of the computing instance into this file, and when
+            its step began, so that the nodeagent knows them after a crash or while a step does not
+            end. The file has zero bytes while none computes.
     """
 
     kind: Literal["executor"] = "executor"
@@ -100,3 +104,19 @@ PROCESS_START: TypeAdapter[EngineStart | ExecutorStart] = TypeAdapter(
     Annotated[EngineStart | ExecutorStart, Field(discriminator="kind")]
 )
 """The first message to a process of the builtin engine."""
+
+
+def parse_current(data: bytes) -> tuple[str, int]:
+    """Return the computing instance and when its step began.
+
+    Args:
+        data: The content of `ExecutorStart.current_path`. Executors of earlier versions write no
+            time.
+
+    Returns:
+        The instance's id, empty if none computes, and nanoseconds of the monotonic clock, 0 if
+        unknown.
+    """
+    name = data[:CURRENT_BYTES].rstrip(b"\0").decode(errors="replace")
+    began = data[CURRENT_BYTES : CURRENT_BYTES + STEP_BEGAN.size]
+    return name, STEP_BEGAN.unpack(began)[0] if len(began) == STEP_BEGAN.size else 0

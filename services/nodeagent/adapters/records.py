@@ -1,19 +1,20 @@
 """Records on disk from which the next agent adopts running engines.
 
-There is one file per instance, and the newest epoch.
+There is one file per instance, the newest epoch, and the crashes of executors by model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from services.nodeagent.domain.state import Instance
 from shared.contracts.base import Frozen
@@ -21,6 +22,7 @@ from shared.contracts.phases import PhaseSpan
 from shared.errors import Conflict
 
 log = logging.getLogger(__name__)
+_CRASHES: TypeAdapter[dict[str, int]] = TypeAdapter(dict[str, int])
 
 
 class Record(Frozen):
@@ -46,6 +48,7 @@ class Records:
     def __init__(self, agent_directory: Path) -> None:
         self._directory = agent_directory / "instances"
         self._epoch = agent_directory / "epoch"
+        self._crashes = agent_directory / "crashes.json"
         self._lock = agent_directory / "lock"
         self._boot = machine_boot()
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -102,6 +105,21 @@ class Records:
         except (OSError, ValueError) as e:
             log.error("failed to read the newest epoch; starting from 0", extra={"path": str(self._epoch), "error": str(e)})
             return 0
+
+    def save_crashes(self, crashes: Mapping[str, int]) -> None:
+        _replace(self._crashes, json.dumps(dict(crashes)))
+
+    def crashes(self) -> dict[str, int]:
+        """Return the number of crashes of executors by model."""
+        try:
+            return _CRASHES.validate_json(self._crashes.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValidationError) as e:
+            log.error(
+                "failed to read the crashes of executors; starting from none", extra={"path": str(self._crashes), "error": str(e)}
+            )
+            return {}
 
 
 def machine_boot() -> str:

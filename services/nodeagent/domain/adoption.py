@@ -5,7 +5,7 @@ Engines keep serving, dead ones are cleaned up, silent ones are ended.
 
 from __future__ import annotations
 
-from services.nodeagent.domain import process_exit, starting, termination
+from services.nodeagent.domain import isolation, process_exit, starting, termination
 from services.nodeagent.domain.events import Adopted, Assess, Persist, Ping, Publish, RequestDrain, Resume
 from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.domain.transition import Transition
@@ -48,6 +48,8 @@ def on_adopted(transition: Transition, event: Adopted) -> None:
     instance = transition.put(instance.model_copy(update={"release_at": None, "progress_at": transition.now}))
     if not event.alive:  # 2
         known_dead = instance.process is Process.GONE
+        if not known_dead:
+            isolation.count_crash(transition, instance, event.culprit)
         process_exit.process_gone(transition, instance, None if known_dead else event.error)
         return
     if not instance.stop_asked and instance.state is not InstanceState.FAILED:

@@ -159,7 +159,8 @@ class EngineExited:
     """An engine's process has exited, or its executor has detached it.
 
     `error` explains the exit if it was not requested. `culprit`: the instance for which an executor
-    was computing when it exited.
+    was computing when it exited. `is_stuck`: the agent ended the executor because a step of the
+    culprit did not end.
     """
 
     instance_id: str
@@ -167,6 +168,7 @@ class EngineExited:
     returncode: int | None
     error: ErrorBody
     culprit: str = ""
+    is_stuck: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,12 +223,14 @@ class Adopted:
         alive: True if its process (same pid and start time) is running.
         error: Explains the exit if it is not.
         frozen: True if its control group is frozen.
+        culprit: The instance for which an executor was computing when it exited.
     """
 
     instance: Instance
     alive: bool
     error: ErrorBody
     frozen: bool = False
+    culprit: str = ""
 
 
 @dataclass(frozen=True)
@@ -387,6 +391,13 @@ class PersistEpoch:
 
 
 @dataclass(frozen=True)
+class PersistCrashes:
+    """Write the number of crashes of executors by model."""
+
+    crashes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Forget:
     instance_id: str
 
@@ -425,6 +436,7 @@ Effect = (
     | Release
     | Persist
     | PersistEpoch
+    | PersistCrashes
     | Forget
     | Reply
     | Publish

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.nodeagent.domain.events import PersistCrashes
 from services.nodeagent.domain.state import Instance
 from services.nodeagent.domain.transition import Transition
 from shared.contracts.models import ModelCard
@@ -11,6 +12,8 @@ from shared.contracts.node import StartInstance
 
 MAX_CRASHES = 2
 """A model that has crashed its executor this often gets a process of its own."""
+_MAX_MODELS = 1024
+"""The counts of the models that crashed last are kept."""
 
 
 def shares(transition: Transition, command: StartInstance) -> bool:
@@ -18,7 +21,8 @@ def shares(transition: Transition, command: StartInstance) -> bool:
 
     1. The model requests it (`isolation: shared`).
     2. The model runs on the builtin engine, on one device, and has no code of its own.
-    3. The model has crashed fewer than `MAX_CRASHES` executors.
+    3. The model has crashed fewer than `MAX_CRASHES` executors, no step of it had to be ended, and
+       it has not exceeded the memory of an executor.
     """
     spec = command.card.spec
     return (
@@ -30,12 +34,28 @@ def shares(transition: Transition, command: StartInstance) -> bool:
     )
 
 
-def count_crash(transition: Transition, instance: Instance, culprit: str) -> None:
-    """Count an executor's crash for the model of `culprit`, the instance that was computing."""
+def count_crash(transition: Transition, instance: Instance, culprit: str, *, is_stuck: bool = False) -> None:
+    """Count an executor's crash for the model of `culprit`, the instance that was computing.
+
+    A step that did not end counts as `MAX_CRASHES`: the next one would take as long.
+    """
     if instance.is_shared and instance.instance_id == culprit:
-        key = _key(instance.command.card)
-        crashes = transition.state.crashes
-        transition.state = replace(transition.state, crashes={**crashes, key: crashes.get(key, 0) + 1})
+        _count(transition, instance, MAX_CRASHES if is_stuck else 1)
+
+
+def separate(transition: Transition, instance: Instance) -> None:
+    """Give the model of `instance` a process of its own from its next start on."""
+    if instance.is_shared:
+        _count(transition, instance, MAX_CRASHES)
+
+
+def _count(transition: Transition, instance: Instance, number: int) -> None:
+    key = _key(instance.command.card)
+    crashes = dict(transition.state.crashes)
+    crashes[key] = crashes.pop(key, 0) + number
+    kept = dict(list(crashes.items())[-_MAX_MODELS:])
+    transition.state = replace(transition.state, crashes=kept)
+    transition.emit(PersistCrashes(kept))
 
 
 def _key(card: ModelCard) -> str:

@@ -26,7 +26,7 @@ from shared.contracts.engine import EngineReport
 from shared.contracts.loader import instance_of
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
-from shared.errors import Conflict, EngineFailed, InsufficientMemory, ShuttingDown
+from shared.errors import Conflict, EngineFailed, InsufficientMemory, MemoryExceeded, ShuttingDown
 from shared.unit_charges import booked_weights
 
 
@@ -161,6 +161,8 @@ def on_report(transition: Transition, report: EngineReport) -> None:
             transition.change(instance, state=InstanceState.READY, progress=1.0, phase=None, suspend_state=lap)
             transition.emit(Measure(instance.instance_id), Assess(instance.instance_id))
         case "failed" if instance.state is not InstanceState.FAILED:
+            if report.error is not None and report.error.code == MemoryExceeded.code:
+                isolation.separate(transition, instance)
             fail(transition, instance, report.error or EngineFailed("The engine failed without a reason").body())
         case "draining" if instance.state is InstanceState.READY:
             transition.change(instance, state=InstanceState.DRAINING)

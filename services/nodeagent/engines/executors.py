@@ -23,12 +23,12 @@ from shared.contracts import subjects
 from shared.contracts.base import Frozen
 from shared.contracts.engine import EngineStart
 from shared.contracts.executor import (
-    CURRENT_BYTES,
     AttachInstance,
     DetachInstance,
     ExecutorStart,
     InstanceAttached,
     InstanceDetached,
+    parse_current,
 )
 from shared.errors import EngineFailed, Unreachable
 
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _ATTACH_WITHIN_S = 60.0
 _ATTACH_MS = 5_000
 _POLL_S = 0.01
+_WATCHED_EVERY_S = 1.0
 _ENDS_WITHIN_S = 5.0
 _KEPT_LOGS = 8
 
@@ -84,6 +85,7 @@ class Executors:
         self._starting: dict[str, asyncio.Lock] = {}
         self._by_pid: dict[int, ExecutorRecord] = {}
         self._culprits: dict[int, str] = {}
+        self._stuck: dict[int, str] = {}
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self._directory.glob("*.json"):
             with contextlib.suppress(OSError, ValidationError):
@@ -142,10 +144,36 @@ class Executors:
         record = self._by_pid.get(pid)
         if record is None:
             return self._culprits.get(pid, "")
+        return self._read_current(record)[0]
+
+    def is_stuck(self, pid: int) -> bool:
+        """True if `watch` has ended the executor because a step did not end."""
+        return pid in self._stuck
+
+    async def watch(self, limit_s: float) -> None:
+        """End executors with a step of more than `limit_s` seconds, until cancelled.
+
+        The file of an executor that hangs in a step names the instance. There is no event for it.
+        """
+        while True:
+            for record in list(self._by_pid.values()):
+                name, began_ns = self._read_current(record)
+                took_s = (time.monotonic_ns() - began_ns) / 1e9
+                if began_ns and took_s > limit_s and record.is_alive and record.pid not in self._stuck:
+                    log.error(
+                        "a step does not end; ending its executor",
+                        extra={"instance": name, "pid": record.pid, "device": record.device, "step_s": round(took_s, 1)},
+                    )
+                    self._stuck[record.pid] = name
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(record.pid, signal.SIGKILL)
+            await asyncio.sleep(min(_WATCHED_EVERY_S, limit_s / 4))
+
+    def _read_current(self, record: ExecutorRecord) -> tuple[str, int]:
         try:
-            return self._current_path(record.executor_id).read_bytes()[:CURRENT_BYTES].rstrip(b"\0").decode(errors="replace")
+            return parse_current(self._current_path(record.executor_id).read_bytes())
         except OSError:
-            return ""
+            return "", 0
 
     async def close(self) -> None:
         """End all executors: SIGTERM, and SIGKILL after some seconds."""
@@ -184,6 +212,7 @@ class Executors:
         record = ExecutorRecord(executor_id=executor_id, device=device, pid=pid, process_start=started)
         self._by_pid[pid] = record
         self._culprits.pop(pid, None)
+        self._stuck.pop(pid, None)
         self._record_path(executor_id).write_text(record.model_dump_json())
         self._prune_logs()
         log.info("executor started", extra={"executor": executor_id, "device": device, "pid": pid})

@@ -1,9 +1,10 @@
-"""A zygote whose engines fail on prompts of certain tokens: `python -m tests.support.faulty_zygote SOCKET`.
+"""A zygote whose engines fail on prompts of certain tokens.
 
-A step with a row that begins with four tokens of a kind
+It is started as `python -m tests.support.faulty_zygote SOCKET`. A step with a row that begins with
+four tokens of a kind
 
     RAISES  raises an exception
-    LEAKS   keeps 32 MiB; each later step of the process keeps as much again, while it is an executor
+    LEAKS   keeps 32 MiB in an executor, as each later step of the model does
     LOOPS   never ends, in an executor
 
 The faults of memory and time happen in executors only, so that the requests end in a process of

@@ -63,10 +63,10 @@ def find_excess(shares: MemoryShares) -> str | None:
 def leave(shares: MemoryShares, name: str, total_bytes: int) -> MemoryShares:
     """Return the shares without an instance that was detached.
 
-    Memory that the process has not given back and that exceeds the remaining reservations is added
-    to the base, so that no other instance is blamed for it.
+    Memory that the process has not given back, and that no remaining instance took, is added to the
+    base, so that no other instance is blamed for it.
     """
     limits = {other: limit for other, limit in shares.limits.items() if other != name}
     grown = {other: nbytes for other, nbytes in shares.grown.items() if other != name}
-    left = replace(shares, total_bytes=total_bytes, limits=limits, grown=grown)
-    return replace(left, base_bytes=left.base_bytes + max(0, left.excess_bytes))
+    base_bytes = max(shares.base_bytes, total_bytes - sum(max(0, nbytes) for nbytes in grown.values()))
+    return replace(shares, base_bytes=base_bytes, total_bytes=total_bytes, limits=limits, grown=grown)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from shared.contracts import subjects
 from shared.contracts.engine import EngineForked, EngineStart
 from shared.contracts.executor import (
+    CURRENT_BYTES,
     AttachInstance,
     DetachInstance,
     ExecutorReport,
@@ -23,6 +25,7 @@ from shared.contracts.executor import (
     InstanceAttached,
     InstanceDetached,
     PingExecutor,
+    parse_current,
 )
 from shared.contracts.inference import InferFailed, InferFinished
 from shared.contracts.phases import Phase
@@ -191,7 +194,10 @@ async def test_killed_executor_names_the_model_that_was_computing(
     await until_streaming(stream)
     os.kill(executor.pid, signal.SIGKILL)
     assert await exited(client, executor.pid) == -signal.SIGKILL
-    assert executor.current.read_bytes().rstrip(b"\0").decode() == busy
+    name, began_ns = parse_current(executor.current.read_bytes())
+    assert name == busy
+    assert 0 < began_ns < time.monotonic_ns()
+    assert parse_current(busy.encode().ljust(CURRENT_BYTES, b"\0")) == (busy, 0), "of an earlier version"
 
 
 async def test_model_with_code_of_its_own_is_refused(executor: RunningExecutor, engines: Engines, directories: list[Path]) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 @asynccontextmanager
-async def shared_node(url: str, directory: Path) -> AsyncIterator[tuple[Node, list[ModelCard]]]:
+async def shared_node(url: str, directory: Path, **more: str) -> AsyncIterator[tuple[Node, list[ModelCard]]]:
     """Yield a node with a loader, and the cards of two shared models."""
     sources = [make_demo_model(directory / f"m{seed}", "test", seed) for seed in (1, 2)]
     settings = {
@@ -32,6 +32,7 @@ async def shared_node(url: str, directory: Path) -> AsyncIterator[tuple[Node, li
         "THAW_ZYGOTE_MODULE": "services.engine.zygote",
         "THAW_ENGINE_THREADS": "1",
         "THAW_DEVICES": "cpu:0=2GiB",
+        **more,
     }
     async with running_node(url, directory, **settings) as node:
         await node.loader_off()

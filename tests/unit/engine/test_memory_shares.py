@@ -15,7 +15,7 @@ def test_instance_that_grows_beyond_all_reservations_is_found() -> None:
     assert find_excess(charge(shares, "b", 201)) == "b"
 
 
-def test_memory_of_no_instance_and_frees_by_others_blame_nobody() -> None:
+def test_memory_of_no_instance_and_frees_by_others_are_not_blamed() -> None:
     shares = charge(two_instances(), "a", 160)
     assert find_excess(shares) is None, "the other instance uses less"
     shares = charge(shares, "b", 110)
@@ -29,5 +29,7 @@ def test_memory_that_a_detached_instance_leaves_behind_is_not_blamed_on_others()
     assert find_excess(shares) == "a"
     shares = leave(shares, "a", 390)
     assert find_excess(shares) is None
-    assert find_excess(charge(shares, "b", 391)) == "b"
+    assert shares.base_bytes == 370
+    assert find_excess(charge(shares, "b", 420)) is None, "its reservation is still its own"
+    assert find_excess(charge(shares, "b", 421)) == "b"
     assert leave(two_instances(), "a", 100).base_bytes == 100

@@ -1,0 +1,95 @@
+"""Models that fail in a real executor: others answer, and the model gets a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.contracts.inference import InferFailed, InferFinished
+from shared.contracts.models import ModelCard
+from shared.contracts.node import InstanceState
+from tests.integration.engine.processes import until_streaming
+from tests.integration.nodeagent.harness import Node
+from tests.integration.nodeagent.test_executor import shared_node, started
+from tests.support import faulty_zygote
+from tests.support.engines import Engines
+from tests.support.servers import NatsServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_kills")]
+ASKED: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+FAULTY = {"THAW_ZYGOTE_MODULE": "tests.support.faulty_zygote"}
+
+
+@pytest.fixture
+async def node(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[tuple[Node, list[ModelCard], Engines]]:
+    """Yield a node whose engines fail on certain prompts, its models, and a client."""
+    async with shared_node(nats_server.url, tmp_path, **FAULTY, THAW_STEP_TIMEOUT="2") as (node, cards):
+        yield node, cards, Engines(node.mesh, node.name, nats_server.url, tmp_path)
+
+
+async def test_model_that_raises_fails_its_own_requests_only(node: tuple[Node, list[ModelCard], Engines]) -> None:
+    agent, cards, engines = node
+    first = await started(agent, cards[0], "raises")
+    await started(agent, cards[1], "other")
+    expected = (await engines.answer("raises", "completion", prompt="abc", **ASKED)).tokens()
+    other = await engines.ask("other", "completion", prompt="abc", **{**ASKED, "max_tokens": 400})
+    await until_streaming(other)
+    failed = (await engines.answer("raises", "completion", prompt=faulty_zygote.prompt(faulty_zygote.RAISES), **ASKED)).replies[-1]
+    assert isinstance(failed, InferFailed)
+    assert "a fault of this test" in failed.error.message
+    assert isinstance(await other.last(), InferFinished)
+    assert (await engines.answer("raises", "completion", prompt="abc", **ASKED)).tokens() == expected
+    assert agent.instance("raises").state is InstanceState.READY
+    assert agent.instance("raises").pids == first.pids
+
+
+async def test_model_that_leaks_is_moved_to_a_process_of_its_own(node: tuple[Node, list[ModelCard], Engines]) -> None:
+    agent, cards, engines = node
+    shared = await started(agent, cards[0], "leaks")
+    await started(agent, cards[1], "other")
+    other = await engines.ask("other", "completion", prompt="abc", **{**ASKED, "max_tokens": 400})
+    leaking = await engines.ask("leaks", "completion", prompt=faulty_zygote.prompt(faulty_zygote.LEAKS), **ASKED)
+    failed = await agent.reaches("leaks", InstanceState.FAILED)
+    assert failed.error is not None
+    assert failed.error.code == "memory_exceeded"
+    assert cards[0].name in failed.error.message
+    assert isinstance(await leaking.last(), InferFailed), "a gateway continues it elsewhere"
+    assert isinstance(await other.last(), InferFinished), "the other model was not disturbed"
+    await agent.until(lambda s: sum(i.memory.reserved > 0 for i in s.instances) == 1)
+    again = await started(agent, cards[0], "again")
+    assert again.pids != shared.pids
+    assert agent.instance("other").pids == shared.pids
+    answer = await engines.answer("again", "completion", prompt=faulty_zygote.prompt(faulty_zygote.LEAKS), **ASKED)
+    assert isinstance(answer.replies[-1], InferFinished)
+    assert isinstance((await engines.answer("other", "completion", prompt="abc", **ASKED)).replies[-1], InferFinished)
+
+
+async def test_step_that_does_not_end_ends_the_executor_and_its_model_is_never_shared_again(
+    node: tuple[Node, list[ModelCard], Engines],
+) -> None:
+    agent, cards, engines = node
+    shared = await started(agent, cards[0], "loops")
+    await started(agent, cards[1], "other")
+    await engines.ask("loops", "completion", prompt=faulty_zygote.prompt(faulty_zygote.LOOPS), **ASKED)
+    for name in ("loops", "other"):
+        failed = await agent.reaches(name, InstanceState.FAILED)
+        assert failed.error is not None
+        assert "a step of loops did not end" in failed.error.message
+    assert not psutil.pid_exists(shared.pids[0])
+
+    agent.kill_agent()
+    await agent.start_agent()
+    other, looping = await started(agent, cards[1], "other2"), await started(agent, cards[0], "loops2")
+    assert other.pids != looping.pids
+    third = await started(agent, cards[1], "other3")
+    assert third.pids == other.pids, "only the other model is shared"
+    answers = await asyncio.gather(
+        engines.answer("loops2", "completion", prompt=faulty_zygote.prompt(faulty_zygote.LOOPS), **ASKED),
+        engines.answer("other2", "completion", prompt="abc", **ASKED),
+    )
+    assert all(isinstance(answer.replies[-1], InferFinished) for answer in answers)

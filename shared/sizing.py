@@ -11,6 +11,8 @@ from shared.contracts.models import ModelCard
 
 MIB = 1024 * 1024
 MIN_KV_BYTES = 32 * MIB
+ATTACHED_BYTES = 4 * MIB
+"""Private memory of an instance in an executor, besides its KV cache: modules and requests."""
 FLOOR_TOKENS = 1024
 """The floor of a KV cache that borrows pages has room for a sequence of this many tokens."""
 PAGE_BYTES = 2 * MIB
@@ -26,6 +28,8 @@ class Need:
     """Bytes by kind; `total` is what is reserved.
 
     `kv_floor` is the part of `kv` that an instance needs for itself where KV caches borrow pages.
+    `executor` is not part of `total`: the process of a shared instance needs it once on a device,
+    for all its instances.
     """
 
     weights: int
@@ -33,6 +37,7 @@ class Need:
     kv: int
     runtime: int
     kv_floor: int = 0
+    executor: int = 0
 
     @property
     def total(self) -> int:
@@ -82,7 +87,10 @@ def _compute_need(card: ModelCard) -> Need:
         kv = int(spec.engine_args.get("kv_cache_bytes", kv)) + adapters
         floor = min(card.context_length, FLOOR_TOKENS) * per_token + adapters
         floor = min(kv, -(-floor // PAGE_BYTES) * PAGE_BYTES) if per_token else kv
-    need = Need(weights, converted, kv, card.capabilities.runtime_bytes, floor)
+    runtime, executor = card.capabilities.runtime_bytes, 0
+    if spec.may_share:
+        runtime, executor = min(runtime, ATTACHED_BYTES), runtime
+    need = Need(weights, converted, kv, runtime, floor, executor)
     return need if spec.memory is None else _fit_to_memory(need, spec.memory)
 
 
@@ -95,4 +103,4 @@ def _fit_to_memory(need: Need, memory: int) -> Need:
     converted = min(need.converted, memory - weights)
     rest = memory - weights - converted
     kv = min(need.kv, max(rest - need.runtime, rest // 2))
-    return Need(weights, converted, kv, rest - kv, min(need.kv_floor, kv))
+    return Need(weights, converted, kv, rest - kv, min(need.kv_floor, kv), need.executor)

@@ -27,26 +27,29 @@ class BookedWeights(NamedTuple):
         nbytes: Bytes of its weights, as booked.
         rounding_bytes: What the weights take beyond that, because they fill whole pages.
         elastic_bytes: Bytes of its KV cache beyond the floor.
+        executor_bytes: Bytes of its executor, beside the instance's booking.
     """
 
     weights_id: str
     nbytes: int
     elastic_bytes: int = 0
     rounding_bytes: int = 0
+    executor_bytes: int = 0
 
 
-def booked_weights(card: ModelCard, kv_bytes: int) -> BookedWeights | None:
-    """Return what an instance has in a separate device's pages; None: nothing.
+def booked_weights(card: ModelCard, kv_bytes: int, executor_bytes: int = 0) -> BookedWeights | None:
+    """Return what an instance shares with others of its device; None: nothing.
 
     Args:
         card: The instance's model.
         kv_bytes: Bytes of its KV cache.
+        executor_bytes: Bytes of its executor.
     """
     if card.spec.engine != "builtin":
         return None
     need = need_of(card)
     rounding = max(0, card.info.page_bytes - need.weights)
-    return BookedWeights(card.info.revision, need.weights, max(0, kv_bytes - need.kv_floor), rounding)
+    return BookedWeights(card.info.revision, need.weights, max(0, kv_bytes - need.kv_floor), rounding, executor_bytes)
 
 
 @dataclass(frozen=True)

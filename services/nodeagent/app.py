@@ -44,6 +44,7 @@ from services.nodeagent.suspend.factory import open_suspender, snapshot_budget
 from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport
+from shared.contracts.engines import CAPABILITIES
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, StartInstance, StatusWanted, SuspendInstance
 from shared.errors import Conflict, DeviceMissing
@@ -103,6 +104,8 @@ class Nodeagent:
             settings.node,
             engine_environment(settings),
         )
+        for device in self.executors.list_devices():  # of an earlier agent
+            ledger = ledger.set_executor(device, CAPABILITIES["builtin"].runtime_bytes)
         self.suspender = open_suspender(settings, devices, self.mesh)
         state = NodeState(
             ledger,

@@ -290,6 +290,11 @@ class ModelSpec(ModelOptions):
             return self.engine_args.get("load_format") != "thaw"
         return self.engine != "builtin"
 
+    @property
+    def may_share(self) -> bool:
+        """True if instances may run in an executor: requested, the builtin engine, no own code."""
+        return self.isolation == "shared" and self.engine == "builtin" and not self.trust_remote_code
+
 
 class LinearShape(Frozen):
     """Weight matrices of one kind: `name` is their module's, each number in it as `*`."""

@@ -45,6 +45,9 @@ class StartInstance(Request):
     device_ids: tuple[str, ...]
     reserve_bytes: int
     kv_bytes: int
+    executor_bytes: int = Field(
+        default=0, description="Of the executor that it is attached to: reserved beside `reserve_bytes`, once on each device."
+    )
     traceparent: str | None = None
     phases: tuple[PhaseSpan, ...] = Field(default=(), description="What went before (schedule), relative to the sending.")
     priority: int = Field(default=0, description="Of its reservation, where several wait for bytes.")
@@ -232,6 +235,7 @@ class DeviceStatus(Frozen):
     name: str = ""
     budget_bytes: int
     reserved_bytes: int
+    executor_bytes: int = Field(default=0, description="The part of `reserved_bytes` for its executor.")
     used_bytes: int = Field(default=0, description="Measured (NVML; PSS and shared memory on cpu).")
     memory: Literal["unified", "separate"] = Field(
         default="unified",

@@ -273,7 +273,8 @@ def show(model: Name, as_json: Json = False) -> Document:
         f"its base's memory, {format_size(card.info.weights_bytes)} of it"
         if card.spec.base is not None
         else f"{format_size(need.total)}: weights {format_size(need.weights)}, KV {format_size(need.kv)}, "
-        f"runtime {format_size(need.runtime)}, converted {format_size(need.converted)}",
+        f"runtime {format_size(need.runtime)}, converted {format_size(need.converted)}"
+        + (f"; its executor {format_size(need.executor)}, once for each device" if need.executor else ""),
     )
     table.add_row("  generation", str(card.generation))
     if view.objective is not None:

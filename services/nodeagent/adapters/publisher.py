@@ -97,7 +97,8 @@ class Publisher:
             seq=self._seq,
             labels=self._labels,
             devices=tuple(
-                device_status(d, state.ledger.sum_reserved(i), self._meter.get_used(i)) for i, d in self._devices.items()
+                device_status(d, state.ledger.sum_reserved(i), self._meter.get_used(i), state.ledger.executor_bytes(i))
+                for i, d in self._devices.items()
             ),
             instances=tuple(
                 instance_status(

@@ -74,7 +74,7 @@ def _cpu_budget(wanted: WantedDevice, settings: NodeagentSettings, budgets: Path
     return max(1, int((available_bytes() - parse_bytes(settings.cpu_reserve)) * share))
 
 
-def device_status(device: Device, reserved: int, used: int) -> DeviceStatus:
+def device_status(device: Device, reserved: int, used: int, executor: int = 0) -> DeviceStatus:
     info = device.info
     return DeviceStatus(
         device_id=info.device_id,
@@ -82,6 +82,7 @@ def device_status(device: Device, reserved: int, used: int) -> DeviceStatus:
         name=info.name,
         budget_bytes=info.budget_bytes,
         reserved_bytes=reserved,
+        executor_bytes=executor,
         used_bytes=used,
         memory=info.memory,
     )

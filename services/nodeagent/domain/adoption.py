@@ -42,10 +42,12 @@ def on_adopted(transition: Transition, event: Adopted) -> None:
         instance.suspend_state.left_bytes if is_still_suspended else max(command.reserve_bytes, instance.suspend_state.need_bytes)
     )
     if instance.booked:
-        weights = booked_weights(command.card, command.kv_bytes) if not is_still_suspended else None
+        weights = booked_weights(command.card, command.kv_bytes, command.executor_bytes) if not is_still_suspended else None
         transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, command.device_ids, booked, weights))
     # Pending work died with the earlier agent: memory is verified and weights are released again.
     instance = transition.put(instance.model_copy(update={"release_at": None, "progress_at": transition.now}))
+    if event.alive:
+        isolation.charge_executor(transition, instance)
     if not event.alive:  # 2
         known_dead = instance.process is Process.GONE
         if not known_dead:

@@ -19,16 +19,14 @@ _MAX_MODELS = 1024
 def shares(transition: Transition, command: StartInstance) -> bool:
     """True if the instance is attached to its device's executor.
 
-    1. The model requests it (`isolation: shared`).
-    2. The model runs on the builtin engine, on one device, and has no code of its own.
+    1. The model requests it (`isolation: shared`), runs on the builtin engine and has no code of
+       its own.
+    2. It runs on one device.
     3. The model has crashed fewer than `MAX_CRASHES` executors, no step of it had to be ended, and
        it has not exceeded the memory of an executor.
     """
-    spec = command.card.spec
     return (
-        spec.isolation == "shared"
-        and spec.engine == "builtin"
-        and not spec.trust_remote_code
+        command.card.spec.may_share
         and len(command.device_ids) == 1
         and transition.state.crashes.get(_key(command.card), 0) < MAX_CRASHES
     )
@@ -56,6 +54,19 @@ def _count(transition: Transition, instance: Instance, number: int) -> None:
     kept = dict(list(crashes.items())[-_MAX_MODELS:])
     transition.state = replace(transition.state, crashes=kept)
     transition.emit(PersistCrashes(kept))
+
+
+def charge_executor(transition: Transition, instance: Instance) -> None:
+    """Book the executor of an instance that is attached, for as long as the executor runs."""
+    command = instance.command
+    if instance.is_shared and command.executor_bytes:
+        transition.set_ledger(transition.state.ledger.set_executor(command.device_ids[0], command.executor_bytes))
+
+
+def on_executor_exited(transition: Transition, instance: Instance) -> None:
+    """Return the bytes of an executor that has died; bookings of its device may need another."""
+    if instance.is_shared:
+        transition.set_ledger(transition.state.ledger.set_executor(instance.command.device_ids[0], 0))
 
 
 def _key(card: ModelCard) -> str:

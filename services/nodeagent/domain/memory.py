@@ -5,8 +5,9 @@ its device set, all or nothing, and keeps it until its process has exited and it
 released. Two instances of one model revision share a weight segment, yet each books its full need:
 the sum can only overstate the use, and the other booking stays right when one instance ends. On a
 separate device, weights that instances share count once, as far as the loader's latest report
-proves it, and so does the growth of their KV caches (shared/unit_charges.py). Actual use is
-measured and reported separately (`DeviceStatus.used_bytes` counts a segment once).
+proves it, and so does the growth of their KV caches (shared/unit_charges.py). An executor's bytes
+count once on each device: while an instance is booked that needs it, and while it runs. Actual use
+is measured and reported separately (`DeviceStatus.used_bytes` counts a segment once).
 """
 
 from __future__ import annotations
@@ -33,16 +34,23 @@ class Booking:
 class Ledger:
     """Budgets in bytes by device, and bookings by instance.
 
-    `units`: what the loader has reported of the units on each separate device.
+    `units`: what the loader has reported of the units on each separate device. `executors`: bytes
+    of the executors that run.
     """
 
     budgets: Mapping[str, int]
     bookings: Mapping[str, Booking] = field(default_factory=dict)
     units: Mapping[str, SharedUnits] = field(default_factory=dict)
+    executors: Mapping[str, int] = field(default_factory=dict)
+
+    def executor_bytes(self, device_id: str) -> int:
+        """Bytes of the device's executor: one that runs, or that a booked instance needs."""
+        there = (b.weights.executor_bytes for b in self.bookings.values() if b.weights is not None and device_id in b.device_ids)
+        return max(self.executors.get(device_id, 0), max(there, default=0))
 
     def sum_reserved(self, device_id: str) -> int:
         there = [b for b in self.bookings.values() if device_id in b.device_ids]
-        booked = sum(b.bytes_each for b in there)
+        booked = sum(b.bytes_each for b in there) + self.executor_bytes(device_id)
         units = self.units.get(device_id)
         return booked if units is None else booked - units.saving([b.weights for b in there if b.weights is not None])
 
@@ -74,9 +82,10 @@ class Ledger:
         for device in device_ids:
             free = others.free(device)
             rounding = weights.rounding_bytes if weights is not None and device in self.units else 0
-            if each + rounding > self.budgets[device]:
+            least = each + rounding + (weights.executor_bytes if weights is not None else 0)
+            if least > self.budgets[device]:
                 return InsufficientMemory(
-                    f"{_mib(each + rounding)} can never fit {device}, whose budget is {_mib(self.budgets[device])}",
+                    f"{_mib(least)} can never fit {device}, whose budget is {_mib(self.budgets[device])}",
                     should_retry=False,
                 )
             if booked.free(device) < 0:
@@ -105,6 +114,11 @@ class Ledger:
         """
         known = tuple(device_ids)
         return replace(self, bookings={**self.bookings, instance_id: Booking(known, _share(known, total), weights)})
+
+    def set_executor(self, device_id: str, nbytes: int) -> Ledger:
+        """The ledger with the bytes of an executor that runs; 0: none runs."""
+        others = {k: n for k, n in self.executors.items() if k != device_id}
+        return replace(self, executors={**others, device_id: nbytes} if nbytes else others)
 
     def remove_booking(self, instance_id: str) -> Ledger:
         """The ledger without the booking of `instance_id`."""

@@ -17,6 +17,8 @@ def on_exit(transition: Transition, event: EngineExited) -> None:
     instance = transition.find(event.instance_id)
     if instance is not None and instance.process is Process.ALIVE and instance.pid == event.pid:
         isolation.count_crash(transition, instance, event.culprit, is_stuck=event.is_stuck)
+        if event.returncode != 0:  # else it is detached, and its executor runs on
+            isolation.on_executor_exited(transition, instance)
         clean = instance.state is InstanceState.DRAINING and event.returncode == 0
         process_gone(transition, instance, None if clean else event.error)
 

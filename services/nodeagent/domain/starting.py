@@ -58,6 +58,10 @@ def on_start(transition: Transition, event: StartCommand) -> None:
         transition.emit(Release(command.instance_id))
         transition.reply(event.reply, ShuttingDown("This node is shutting down"))
         return
+    is_shared = isolation.shares(transition, command)
+    if not is_shared and command.executor_bytes:  # its own process needs what an executor would
+        own = {"reserve_bytes": command.reserve_bytes + command.executor_bytes, "executor_bytes": 0}
+        command = command.model_copy(update=own)
     reservation = Reservation(
         command.instance_id,
         command.device_ids,
@@ -65,14 +69,14 @@ def on_start(transition: Transition, event: StartCommand) -> None:
         command.priority,
         transition.now,
         transition.now + command.wait_ms / 1000,
-        weights=booked_weights(command.card, command.kv_bytes),
+        weights=booked_weights(command.card, command.kv_bytes, command.executor_bytes),
     )
     new = Instance(
         command=command,
         token=command.token,
         progress_at=transition.now,
         suspend_state=SuspendState(begun_at=transition.now),
-        is_shared=isolation.shares(transition, command),
+        is_shared=is_shared,
     )
     before = transition.state.ledger
     transition.set_ledger(templates.ledger_without_template(transition.state, command))
@@ -99,6 +103,7 @@ def on_forked(transition: Transition, event: EngineForked) -> None:
     instance = transition.change(
         instance, process=Process.ALIVE, pid=event.pid, process_start=event.process_start, progress_at=transition.now
     )
+    isolation.charge_executor(transition, instance)
     if instance.stop_asked or instance.state is InstanceState.FAILED:
         termination.kill(transition, instance)
     elif instance.reported_early:

@@ -383,8 +383,11 @@ def on_measured(transition: Transition, event: Measured) -> None:
 def _book_leak(transition: Transition, instance: Instance, used: int) -> None:
     """Book bytes that an engine uses far beyond its booking.
 
-    They are not available to others.
+    They are not available to others. The measurement of a shared instance is a part of its
+    executor's memory, which is booked by itself.
     """
+    if instance.is_shared:
+        return
     booked = transition.state.ledger.bookings.get(instance.instance_id)
     total = booked.bytes_each * len(booked.device_ids) if booked is not None else 0
     if booked is not None and used > LEAK_FACTOR * total and used > total + LEAK_FLOOR:

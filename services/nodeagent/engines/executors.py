@@ -95,6 +95,10 @@ class Executors:
     def is_running(self, device: str) -> bool:
         return self._find(device) is not None
 
+    def list_devices(self) -> list[str]:
+        """Devices whose executor runs."""
+        return [r.device for r in self._by_pid.values() if r.is_alive]
+
     def hosts(self, pid: int) -> bool:
         """True if the process is an executor."""
         return pid in self._by_pid

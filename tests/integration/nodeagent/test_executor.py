@@ -15,6 +15,7 @@ from shared.contracts.base import Done
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState, InstanceStatus
 from shared.contracts.phases import Phase
+from shared.sizing import need_of
 from tests.integration.nodeagent.harness import Node, gone, running_node
 from tests.integration.nodeagent.test_real_engine import inspected, start_of
 from tests.support.servers import NatsServer
@@ -79,7 +80,10 @@ async def test_shared_instances_live_in_one_process_through_a_stop_and_an_adopti
         assert node.instance("shared2").state is InstanceState.READY
         again = await started(node, cards[0], "shared3")
         assert again.pids == first.pids
-        await node.until(lambda s: sum(i.memory.reserved > 0 for i in s.instances) == 2)
+        both = await node.until(lambda s: sum(i.memory.reserved > 0 for i in s.instances) == 2)
+        one = need_of(cards[0])
+        assert both.devices[0].executor_bytes == one.executor
+        assert both.devices[0].reserved_bytes == one.executor + 2 * one.total
     assert await gone(first.pids[0]), "the executor ends with its node"
 
 

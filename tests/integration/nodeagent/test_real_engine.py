@@ -45,6 +45,7 @@ def start_of(card: ModelCard, instance_id: str) -> StartInstance:
         device_ids=("cpu:0",),
         reserve_bytes=need.total,
         kv_bytes=need.kv,
+        executor_bytes=need.executor,
     )
 
 

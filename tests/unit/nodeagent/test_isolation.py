@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain import isolation
@@ -113,3 +115,81 @@ def test_counts_of_the_models_that_crashed_last_are_kept() -> None:
     world.hear(e.EngineExited("i", 7, -11, ERROR, "i"))
     assert len(world.state.crashes) == 1024
     assert world.state.crashes["demo@r"] == 1
+
+
+OTHER = shared(source="/other", name="other").card
+
+
+def with_executor(instance_id: str, reserve: int = 20, executor: int = 50) -> StartInstance:
+    return shared(instance_id).model_copy(update={"reserve_bytes": reserve, "executor_bytes": executor})
+
+
+def detach(world: World, instance_id: str, pid: int = 7) -> None:
+    world.hear(e.StopCommand(stop(instance_id, drain_timeout_ms=0), 1))
+    world.hear(e.EngineExited(instance_id, pid, 0, ERROR))
+    world.hear(e.MemoryFreed(instance_id, 0))
+    world.hear(e.WeightsReleased(instance_id, 0))
+
+
+def test_executor_is_booked_once_and_while_it_runs() -> None:
+    world = World()
+    for name in ("a", "b"):
+        world.hear(e.StartCommand(with_executor(name), 1))
+        world.hear(e.EngineForked(name, 7, 123))
+        world.hear(e.EngineReported(report(name, "ready", 7)))
+    assert world.state.ledger.sum_reserved("cpu:0") == 50 + 2 * 20
+    for name in ("a", "b"):
+        detach(world, name)
+    assert world.state.ledger.sum_reserved("cpu:0") == 50, "it runs without an instance"
+    world.hear(e.StartCommand(with_executor("c"), 1))
+    assert world.state.ledger.sum_reserved("cpu:0") == 50 + 20
+    world.hear(e.EngineForked("c", 7, 123))
+    world.hear(e.EngineExited("c", 7, -9, ERROR))
+    assert world.state.ledger.sum_reserved("cpu:0") == 50 + 20, "its memory is not verified free yet"
+    world.hear(e.MemoryFreed("c", 0))
+    world.hear(e.WeightsReleased("c", 0))
+    assert world.state.ledger.sum_reserved("cpu:0") == 0
+
+
+def test_instance_that_needs_the_first_executor_needs_room_for_both() -> None:
+    world = World()
+    world.hear(e.StartCommand(with_executor("big", reserve=51), 1))
+    assert world.find("big") is None
+    world.hear(e.StartCommand(with_executor("fits", reserve=50), 1))
+    assert world["fits"].booked
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(("start", "detach", "crash"))), max_size=25))
+def test_bookings_are_the_instances_and_one_executor_at_any_time(steps: list[tuple[str, str]]) -> None:
+    world, number = World(), 0
+    names: dict[str, str] = {}
+    for slot, step in steps:
+        live = {s: n for s, n in names.items() if (i := world.find(n)) is not None and i.ended_at is None}
+        if step == "start" and slot not in live:
+            number += 1
+            names[slot] = f"{slot}{number}"
+            world.hear(e.StartCommand(with_executor(names[slot]), 1))
+            world.hear(e.EngineForked(names[slot], 7, 123))
+            world.hear(e.EngineReported(report(names[slot], "ready", 7)))
+        elif step == "detach" and slot in live:
+            detach(world, live[slot])
+        elif step == "crash":
+            for name in live.values():
+                world.hear(e.EngineExited(name, 7, -9, ERROR))
+                world.hear(e.MemoryFreed(name, 0))
+                world.hear(e.WeightsReleased(name, 0))
+        ledger = world.state.ledger
+        instances = sum(b.bytes_each for b in ledger.bookings.values())
+        assert ledger.sum_reserved("cpu:0") - instances == (50 if ledger.bookings else ledger.executors.get("cpu:0", 0))
+        assert ledger.sum_reserved("cpu:0") <= 100
+
+
+def test_model_that_lost_its_executor_reserves_a_process_beside_it() -> None:
+    world = World()
+    world.hear(e.StartCommand(with_executor("other", reserve=5, executor=40).model_copy(update={"card": OTHER}), 1))
+    world.hear(e.EngineForked("other", 7, 123))
+    world.state = replace(world.state, crashes={"demo@r": isolation.MAX_CRASHES})
+    world.hear(e.StartCommand(with_executor("own", reserve=5, executor=40), 1))
+    assert not world["own"].is_shared
+    assert world.state.ledger.bookings["own"].bytes_each == 45
+    assert world.state.ledger.sum_reserved("cpu:0") == 40 + 5 + 45

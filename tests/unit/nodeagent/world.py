@@ -76,6 +76,9 @@ class World:
         self.effects += effects
         return effects
 
+    def find(self, instance_id: str) -> Instance | None:
+        return self.state.instances.get(instance_id)
+
     def __getitem__(self, instance_id: str) -> Instance:
         return self.state.instances[instance_id]
 

@@ -112,10 +112,16 @@ class Agent:
             nbytes += more.reserve_bytes // len(more.device_ids)
             commands.append(more)
         weights = [w for c in commands if (w := booked_weights(c.card, c.kv_bytes)) is not None]
+        nbytes += self.executor_bytes(device_id, more)
         return nbytes - (self.units[device_id].saving(weights) if device_id in self.units else 0)
 
+    def executor_bytes(self, device_id: str, more: StartInstance | None = None) -> int:
+        """Return the bytes of the device's executor, which outlives its instances."""
+        commands = [r.command for r in self.instances.values()] + ([more] if more is not None else [])
+        return max((c.executor_bytes for c in commands if device_id in c.device_ids), default=0)
+
     def fits(self, command: StartInstance, more: int) -> bool:
-        if self.units:
+        if self.units or command.executor_bytes:
             return all(self.reserved(d, command) <= self.budget for d in command.device_ids)
         each = more // len(command.device_ids)
         return all(self.reserved(d) + each <= self.budget for d in command.device_ids)
@@ -207,7 +213,13 @@ class Agent:
             seq=self.seq,
             labels=self.labels,
             devices=tuple(
-                DeviceStatus(device_id=d, kind="cpu", budget_bytes=self.budget, reserved_bytes=self.reserved(d))
+                DeviceStatus(
+                    device_id=d,
+                    kind="cpu",
+                    budget_bytes=self.budget,
+                    reserved_bytes=self.reserved(d),
+                    executor_bytes=self.executor_bytes(d),
+                )
                 for d in self.devices
             ),
             instances=tuple(_status(r, now) for r in self.instances.values()),

@@ -195,7 +195,9 @@ def _refuse_shared_code(spec: ModelSpec) -> None:
 def _refuse_impossible(tx: Transaction, cards: list[ModelCard]) -> None:
     if not tx.bookings().largest_budget():
         return
-    faults = [text for c in cards if (text := never_fits_reason(tx, c.name, need_of(c).total, device_count(c)))]
+    faults = [
+        text for c in cards if (text := never_fits_reason(tx, c.name, need_of(c).total + need_of(c).executor, device_count(c)))
+    ]
     if faults:
         raise InsufficientMemory("; ".join(faults), param="specs")
 

@@ -184,6 +184,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         device_ids=sent.device_ids,
         reserve_bytes=sent.reserve_bytes,
         kv_bytes=sent.kv_bytes,
+        executor_bytes=need_of(model.card).executor,
         traceparent=sent.traceparent,
         priority=model.card.spec.priority,
         wait_ms=wait_ms,

@@ -19,7 +19,7 @@ from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.device_memory import per_device_bytes, resume_need_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance
-from services.scheduler.domain.state.shared_weights import lacking_bytes, needed_bytes, rounding_bytes
+from services.scheduler.domain.state.shared_weights import lacking_bytes, needed_bytes, rounding_bytes, start_needs
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
@@ -93,17 +93,19 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
 
 def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | FeasiblePlacement:
     if (
-        r.need_bytes <= b.free_bytes and not (b.closed_reason or r.has_cooldowns or b.is_separate) and r.excludes is None
+        (need := start_needs(b, r.model.card, r.need_bytes)) <= b.free_bytes
+        and not (b.closed_reason or r.has_cooldowns or b.is_separate)
+        and r.excludes is None
     ):  # the usual case, without the general path
         prediction = r.forecast.predict(b, leaving=False)
         view = DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, has_failed=b.key in r.avoid)
-        return FeasiblePlacement(_load(tx, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), r.need_bytes, prediction)
+        return FeasiblePlacement(_load(tx, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), need, prediction)
     fit = _open_for(tx, r, b)
     if isinstance(fit, Candidate):
         return fit
     prediction = r.forecast.predict(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, (fit.device,), prediction, fit.clearance)
-    need = needed_bytes(tx.state, b, r.model.card, r.need_bytes) if b.is_separate else r.need_bytes
+    need = needed_bytes(tx.state, b, r.model.card, r.need_bytes)
     return FeasiblePlacement(option, b.node, (b.device_id,), need, prediction, fit.short_bytes)
 
 
@@ -113,10 +115,11 @@ def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | D
         return excluded_candidate(b, r.need_bytes, b.closed_reason)
     if r.excludes is not None and (why := r.excludes(b)):
         return excluded_candidate(b, r.need_bytes, why)
-    alone = r.need_bytes + (rounding_bytes(r.model.card) if b.is_separate else 0)
+    need = start_needs(b, r.model.card, r.need_bytes)
+    alone = need + (rounding_bytes(r.model.card) if b.is_separate else 0)
     if alone > b.budget_bytes:
         return excluded_candidate(b, alone, f"needs {gib(alone)}, its budget is {gib(b.budget_bytes)}", "impossible")
-    fit = _fit_sharing(tx, r, b) if b.is_separate else _fit(tx, r, b, r.need_bytes)
+    fit = _fit_sharing(tx, r, b) if b.is_separate else _fit(tx, r, b, need)
     return excluded_candidate(b, r.need_bytes, fit) if isinstance(fit, str) else fit
 
 

@@ -46,6 +46,7 @@ from services.scheduler.domain.state.volatile import Presence
 from services.scheduler.domain.values import create_unchecked, value
 from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
+from shared.sizing import need_of
 
 _name = attrgetter("node", "device_ids")
 
@@ -126,7 +127,7 @@ def place(
     if possible := [c for c in considered if isinstance(c, FeasiblePlacement)]:  # 4 to 7
         return _choose_placement(tx, request, possible, considered)
     candidates = _candidates(considered)
-    if text := never_fits_reason(tx, model.key, whole, devices):  # 3
+    if text := never_fits_reason(tx, model.key, whole + need_of(model.card).executor, devices):  # 3
         return Placement("impossible", text, candidates, error=InsufficientMemory(text))
     return Placement("wait", _obstacles(candidates, len(tx.state.bookings)), candidates)  # 8
 

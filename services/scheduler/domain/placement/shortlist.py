@@ -124,7 +124,7 @@ class _Search:
 
     def _compute_needed(self, b: Booking, need: int) -> int:
         """Return the bytes needed on a device that may have some of the weights in use."""
-        return needed_bytes(self._state, b, self._forecast.card, need) if b.is_separate else need
+        return needed_bytes(self._state, b, self._forecast.card, need)
 
     def most_free_first(self) -> list[Booking]:
         changed = self._view.changed

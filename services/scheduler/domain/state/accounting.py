@@ -16,6 +16,7 @@ from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.shared_weights import units_on, weights_of
 from services.scheduler.domain.state.volatile import InstanceReport
 from shared.contracts.node import InstanceState
+from shared.sizing import need_of
 from shared.unit_charges import BookedWeights, SharedUnits
 
 _READY = InstanceState.READY
@@ -31,15 +32,17 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
 
     Bytes are held from the moment a start is sent until the nodeagent reports the instance gone.
     Bytes that a nodeagent reserves beyond the known instances (a process not proved gone) count
-    too. Weights that instances of a separate device share count once.
+    too. Weights that instances of a separate device share count once, and so does the executor of
+    shared instances.
     """
     units = units_on(state, node, device_id)
     sharing = _Sharing(units) if units is not None else None
-    held = claimed = leaving = going = known = idle = movable = 0
+    held = claimed = leaving = going = known = idle = movable = executor = 0
     idle_since = float("inf")
     key, instances, reports = device_key(node, device_id), state.instances, state.reports
     for instance_id in state.by_device.get(key, ()):
         i, report = instances[instance_id], reports.get(instance_id)
+        executor = max(executor, needed_executor_bytes(state, i))
         if i.sent_at is None:
             claimed += per_device_bytes(i, i.reserve_bytes) - (suspended_bytes(state, i) if report is not None else 0)
             if sharing is not None:
@@ -83,8 +86,10 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     reported = presence.status if presence else None
     for device in reported.devices if reported else ():
         if device.device_id == device_id:
-            held += max(0, device.reserved_bytes - known)
+            held += max(0, device.reserved_bytes - device.executor_bytes - known)
+            executor = max(executor, device.executor_bytes)
             break
+    held += executor
     found = state.nodes.get(node)
     budget = 0
     for own in found.devices if found else ():
@@ -119,7 +124,16 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         remote_bytes_per_second=rounded_speed(find_remote_bandwidth(loader.status)) if loader else None,
         drained_bytes=going,
         is_separate=sharing is not None,
+        executor_bytes=executor,
     )
+
+
+def needed_executor_bytes(state: ClusterState, i: Instance) -> int:
+    """Return the bytes of the executor that an instance is attached to; 0: to none."""
+    model = state.models.get(i.model)
+    if model is None or i.state.parked or len(i.device_ids) != 1:
+        return 0
+    return need_of(model.card).executor
 
 
 class _Sharing:

@@ -78,14 +78,29 @@ def rounding_bytes(card: ModelCard) -> int:
     return weights.rounding_bytes if weights is not None else 0
 
 
+def start_needs(b: Booking, card: ModelCard, need: int) -> int:
+    """Return the bytes that an instance needs on a device, with an executor if the device has none.
+
+    Args:
+        b: The device.
+        card: The instance's model.
+        need: Its own need.
+    """
+    executor = need_of(card).executor
+    return need + max(0, executor - b.executor_bytes) if executor else need
+
+
 def needed_bytes(state: ClusterState, b: Booking, card: ModelCard, need: int) -> int:
     """Return the bytes that one more instance needs besides the present ones.
 
     Args:
         b: The device.
         card: The instance's model.
-        need: Its whole need.
+        need: Its whole need, besides its executor's.
     """
+    need = start_needs(b, card, need)
+    if not b.is_separate:
+        return need
     units, weights = units_on(state, b.node, b.device_id), booked_weights(card, need_of(card).kv)
     if units is None or weights is None or weights.nbytes > need:
         return need
@@ -109,9 +124,10 @@ def lacking_bytes(state: ClusterState, b: Booking, card: ModelCard, need: int, g
     Args:
         b: A separate device.
         card: The instance's model.
-        need: Its whole need.
+        need: Its whole need, besides its executor's.
         gone: The instances that leave.
     """
+    need = start_needs(b, card, need)
     units, weights = units_on(state, b.node, b.device_id) or SharedUnits(), booked_weights(card, need_of(card).kv)
     there = state.on_device(b.node, b.device_id)
     stay = [i for i in there if i.instance_id not in gone]

@@ -155,7 +155,7 @@ class Executor:
         if start.instance_id in self._attached:
             return
         need = need_of(start.card)
-        self._memory.join(start.instance_id, max(need.kv, start.kv_bytes) + need.converted + need.runtime)
+        self._memory.join(start.instance_id, max(need.kv, start.kv_bytes) + need.converted + need.runtime, need.executor)
         stop = asyncio.Event()
         engine = Engine(self._parts, start, stop, Timeline("engine"))
         running = asyncio.create_task(_run(engine), name=f"engine {start.instance_id}")
@@ -270,9 +270,9 @@ class ExecutorMemory:
         if excess is not None:
             self._on_excess(excess)
 
-    def join(self, name: str, limit_bytes: int) -> None:
+    def join(self, name: str, limit_bytes: int, workspace_bytes: int) -> None:
         with self._lock:
-            self._shares = join(self._shares, name, limit_bytes)
+            self._shares = join(self._shares, name, limit_bytes, workspace_bytes)
 
     def leave(self, name: str) -> None:
         with self._lock:

@@ -21,22 +21,29 @@ class MemoryShares:
         total_bytes: The last measurement.
         limits: The reservation of each instance besides its weights, in bytes.
         grown: Growth during each instance's steps, in bytes; negative if memory was freed.
+        workspace_bytes: Memory that the instances use in turns, which the executor reserves once.
     """
 
     base_bytes: int
     total_bytes: int
     limits: Mapping[str, int] = field(default_factory=dict)
     grown: Mapping[str, int] = field(default_factory=dict)
+    workspace_bytes: int = 0
 
     @property
     def excess_bytes(self) -> int:
-        """Memory beyond the base and the reservations of all instances."""
-        return self.total_bytes - self.base_bytes - sum(self.limits.values())
+        """Memory beyond the base, the workspace and the reservations of all instances."""
+        return self.total_bytes - self.base_bytes - self.workspace_bytes - sum(self.limits.values())
 
 
-def join(shares: MemoryShares, name: str, limit_bytes: int) -> MemoryShares:
+def join(shares: MemoryShares, name: str, limit_bytes: int, workspace_bytes: int = 0) -> MemoryShares:
     """Return the shares with one more instance."""
-    return replace(shares, limits={**shares.limits, name: limit_bytes}, grown={**shares.grown, name: 0})
+    return replace(
+        shares,
+        limits={**shares.limits, name: limit_bytes},
+        grown={**shares.grown, name: 0},
+        workspace_bytes=max(shares.workspace_bytes, workspace_bytes),
+    )
 
 
 def charge(shares: MemoryShares, name: str | None, total_bytes: int) -> MemoryShares:

@@ -33,3 +33,11 @@ def test_memory_that_a_detached_instance_leaves_behind_is_not_blamed_on_others()
     assert find_excess(charge(shares, "b", 420)) is None, "its reservation is still its own"
     assert find_excess(charge(shares, "b", 421)) == "b"
     assert leave(two_instances(), "a", 100).base_bytes == 100
+
+
+def test_workspace_counts_once_for_all_instances() -> None:
+    shares = MemoryShares(base_bytes=100, total_bytes=100)
+    for name in ("a", "b"):
+        shares = join(shares, name, 10, 50)
+    assert find_excess(charge(shares, "a", 100 + 50 + 2 * 10)) is None
+    assert find_excess(charge(shares, "a", 100 + 50 + 2 * 10 + 1)) == "a"

@@ -45,10 +45,10 @@ _COMMAND_LINE = """\
 | `THAW_HOME` | `~/.thaw` | State directory of this machine. |
 | `THAW_URL` |  | Gateway to talk to; the one under THAW_HOME by default. |
 | `THAW_ADMIN_KEY` |  | Bearer key of the admin API; read from THAW_HOME by default. `thaw up` gives it to its gateway. |
-| `THAW_API_KEY` |  | Key that `thaw chat` infers with, where the mesh asks for one. |
+| `THAW_API_KEY` |  | Key that `thaw chat` sends, if the mesh requires one. |
 | `THAW_NATS_URL` |  | NATS servers of yours: `thaw up` then starts none. |
 | `THAW_DATABASE_URL` |  | PostgreSQL of yours (`postgresql+asyncpg://…`): `thaw up` then starts none. |
-| `THAW_GATEWAY_HOST`, `THAW_GATEWAY_PORT` | `127.0.0.1`, `8080` | Where `thaw up` has its gateway listen; `--host` and `--port` go before them. |
+| `THAW_GATEWAY_HOST`, `THAW_GATEWAY_PORT` | `127.0.0.1`, `8080` | Where `thaw up` has its gateway listen; `--host` and `--port` take precedence. |
 | `THAW_WATCHDOG_S` | `10` | Seconds without progress after which a hung service is restarted, by `thaw up` or in its container; 0: never. |
 """
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from services.scheduler.domain.cost.links import PEER_LINK
 from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, measure_covered
 from shared.contracts.traces import LoadTrace, RequestTrace
@@ -25,7 +26,7 @@ from simulator.config import GB
 from simulator.report import percentile
 
 DEVICE_GB_PER_SECOND = 100.0
-"""Bandwidth of a `cpu` device: its engines map the weights, and the loader copies nothing."""
+"""Bandwidth of a unified cpu device: its engines map the weights, and the loader copies nothing."""
 GPU_GB_PER_SECOND = 20.0
 SSD_GB_PER_SECOND = 2.0
 REMOTE_GB_PER_SECOND = 0.125
@@ -122,8 +123,10 @@ def _cluster(
 
 
 def _node(node: NodeView, weights: int) -> dict[str, Any]:
-    loader, cpu = node.loader, node.devices[0].kind == "cpu"
+    loader = node.loader
     read = loader.bytes_per_second if loader else None
+    separate = all(d.memory == "separate" for d in node.devices)
+    unified_cpu = node.devices[0].kind == "cpu" and not separate
     return {
         "name": node.node,
         "kind": node.devices[0].kind,
@@ -131,12 +134,26 @@ def _node(node: NodeView, weights: int) -> dict[str, Any]:
         "device_gb": min(d.budget_bytes for d in node.devices) / GB,
         "dram_gb": ((loader.dram_budget_bytes if loader else 0) + node.snapshot_budget_bytes) / GB,
         "ssd_gb": max(loader.ssd_budget_bytes if loader else 0, weights) / GB,
+        "memory": "separate" if separate else "unified",
         "links": {
             "remote": _speed(node, ("remote:", "peer:")) or REMOTE_GB_PER_SECOND,
             "ssd": _speed(node, ("ssd:",)) or (read / GB if read else SSD_GB_PER_SECOND),
-            "device": DEVICE_GB_PER_SECOND if cpu else _speed(node, ("bus:",)) or GPU_GB_PER_SECOND,
+            "device": DEVICE_GB_PER_SECOND if unified_cpu else _speed(node, ("bus:",)) or GPU_GB_PER_SECOND,
+            "peer": _peer_speeds(node) if separate else None,
         },
     }
+
+
+def _peer_speeds(node: NodeView) -> list[list[float]] | None:
+    """Return the measured GB/s from each device of a node to each other; 0: none was measured.
+
+    None: no pair was.
+    """
+    links = node.loader.links if node.loader else ()
+    known = {s.link: s.bytes_per_second / GB for s in links if s.bytes_per_second}
+    ids = [d.device_id for d in node.devices]
+    speeds = [[known.get(f"{PEER_LINK}:{source}>{target}", 0.0) for target in ids] for source in ids]
+    return speeds if any(map(any, speeds)) else None
 
 
 def _speed(node: NodeView, prefixes: tuple[str, ...]) -> float | None:

@@ -76,13 +76,27 @@ def test_nodes_links_and_models(tmp_path: Path) -> None:
         "device_gb": 6,
         "dram_gb": 5,
     }
-    assert node["links"] == {"remote": 0.125, "ssd": 3, "device": 100}
+    assert node["links"] == {"remote": 0.125, "ssd": 3, "device": 100, "peer": None}
     asked, idle = models["models"]  # the more popular one first
     assert (asked["name"], asked["keep_alive"], asked["priority"], asked["slo_ttft"]) == ("b", 7, 3, 2)
     assert asked["weights_gb"] + asked["kv_gb"] == pytest.approx(need_of(cards[1]).total / GB, rel=1e-4)
     assert asked["service"]["prefill_tokens_per_second"] == pytest.approx(500)  # 20 tokens in 40 ms
     assert asked["service"]["tpot_ms"] == pytest.approx(20)
     assert idle["service"] == asked["service"]  # nothing was measured of it: as the others
+
+
+def test_separate_devices_have_the_measured_links(tmp_path: Path) -> None:
+    measured = {"bus:cpu:0": 2 * GB, "bus:cpu:1": GB, "p2p:cpu:0>cpu:1": 4 * GB}
+    seen = view(card_of("a"), links=tuple(LinkStatus(link=k, bytes_per_second=v) for k, v in measured.items()))
+    node = seen.nodes[0]
+    separate = node.model_copy(update={"devices": tuple(d.model_copy(update={"memory": "separate"}) for d in node.devices)})
+    _, (cluster, _) = files(tmp_path, seen.model_copy(update={"nodes": (separate,)}), [], [])
+    (made,) = cluster["nodes"]
+    assert made["memory"] == "separate"
+    assert made["links"]["device"] == 2
+    assert made["links"]["peer"] == [[0, 4], [0, 0]]
+    _, (cluster, _) = files(tmp_path, seen, [], [])
+    assert (cluster["nodes"][0]["memory"], cluster["nodes"][0]["links"]["peer"]) == ("unified", None)
 
 
 def test_overlapping_phases_of_a_start_count_once(tmp_path: Path) -> None:

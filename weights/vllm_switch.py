@@ -16,6 +16,7 @@ After a failure the engine is unusable: the caller stops it. Written against vLL
 
 from __future__ import annotations
 
+import gc
 import hmac
 import json
 import os
@@ -117,6 +118,7 @@ async def _change_model(state: Any, model: str, name: str, source: str, socket: 
     before.shutdown()
     args.model, args.served_model_name = model, [name]
     await init_app_state(client, state, args, await client.get_supported_tasks())
+    gc.collect()  # the earlier tokenizer refers to itself; vLLM's server collects rarely
     done = time.perf_counter()
     return {"checked_tensors": checked, "weights_ms": (loaded - began) * 1e3, "server_ms": (done - loaded) * 1e3}
 
@@ -124,12 +126,15 @@ async def _change_model(state: Any, model: str, name: str, source: str, socket: 
 def _point_at(config: Any, model: str) -> None:
     """Set the paths of a `ModelConfig` to the model's files."""
     from vllm.tokenizers.registry import cached_get_tokenizer  # type: ignore[import-not-found]
+    from vllm.utils import func_utils  # type: ignore[import-not-found]
 
     config.model = config.tokenizer = model
     config.model_weights = ""
     config.revision = config.tokenizer_revision = None
-    # The cache keeps 128 tokenizers of some 10 MB each.
+    # These caches keep 128 entries. Tokenizers and their methods are keys or values of them, and a
+    # tokenizer takes some 10 MB.
     cached_get_tokenizer.cache_clear()
+    func_utils._supports_kw.cache_clear()
 
 
 def _redirect(log: str) -> None:
@@ -165,6 +170,7 @@ def _thaw_change_model(self: Any, model: str, source: str, socket: str | None, l
     if grammars.backend is not None:  # the next request with a grammar creates another one
         grammars.backend.destroy()
         grammars.backend = None
+    gc.collect()
     return min(checked)
 
 

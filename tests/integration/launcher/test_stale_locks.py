@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -68,7 +69,9 @@ class Server:
         return own and lines[-1].strip() == "ready" and self._started[-1].poll() is None
 
     def refuses_to_start(self, why: str) -> bool:
-        return not self.start() and why in self._log.read_text()
+        assert not self.start(), self._log.read_text()
+        assert why in self._log.read_text()
+        return True
 
     def kill(self, *, reap: bool = True) -> list[psutil.Process]:
         """Kill the server alone; return its children. Unless reaped, it stays as a zombie."""
@@ -94,6 +97,15 @@ class Server:
         until(lambda: not stale_locks._processes_of(self.postgres.data), what="the server's children have ended")
         for path in self.locks:
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def killed_at_exit(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +135,13 @@ def test_a_zombie_does_not_keep_postgres_from_starting(server: Server) -> None:
 def test_a_pid_of_another_process_is_no_server(server: Server, tmp_path: Path) -> None:
     shutil.copy(shutil.which("sleep") or "", tmp_path / "postgres")  # of another data directory
     for program in ("sleep", str(tmp_path / "postgres")):
-        with subprocess.Popen([program, "600"], cwd=tmp_path) as stranger:
+        with killed_at_exit(subprocess.Popen([program, "600"], cwd=tmp_path)) as stranger:
             psutil.wait_procs(server.kill(), timeout=60)
             server.names(stranger.pid)
             assert server.refuses_to_start("lock file")
             remove_stale_locks(server.postgres)
             assert not any(path.exists() for path in server.locks)
             assert server.start()
-            stranger.kill()
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -1,39 +1,75 @@
-"""Fork the services and the command lines that tests start, instead of importing them each time.
+"""Fork the processes that tests start, instead of importing their modules each time.
 
-Importing a service takes half to a whole CPU second, and the suite starts hundreds of them.
-`install` makes `subprocess.Popen` fork `[sys.executable, "-m", MODULE, ...]` from a fork server
-(`thaw.launcher.forkserver`), which a test process starts when it first needs it. The new process is
-a child of the test process and runs the module as `python -m` does. Other commands, and those with
-unusual options, are executed.
+Importing a service takes half to a whole CPU second, importing torch and transformers four, and the
+suite starts hundreds of processes. `install` makes `subprocess.Popen` fork
+`[sys.executable, "-m", MODULE, ...]` from a fork server (`tests.support.fork_server`), which a test
+process starts when it first needs it. The new process is a child of the test process and runs the
+module as `python -m` does. Nodeagents and supervisors that were forked so fork what they start in
+the same way. Other commands, and those with unusual options, are executed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from thaw.launcher.forkserver.client import ForkServer
+from thaw.launcher.forkserver.client import MODULE, ForkServer, ForkServerFailed
 from thaw.launcher.forkserver.cloning import supports_cloning
 from thaw.launcher.services import SERVICES
 
 ROOT = Path(__file__).resolve().parents[2]
-FORKED = (*SERVICES, "services.enginehost", "thaw.cli.app")
+SERVER = "tests.support.fork_server"
+ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zygote")
+"""Modules that import torch."""
+_LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.supervisor")
+_STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote")
+FORKED = (*_LIGHT, *_STUBS, *ENGINES)
 _COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
 """Modules that the command line imports when they are used."""
+_LIBRARIES = "tests.support.engine_libraries"
+_READ_BY_PYTHON = ("PYTHON", "LD_")
+_READ_BY_TORCH = ("OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "HF_", "TRANSFORMERS_")
+"""Prefixes of environment variables that are read at the start and during imports."""
 _READY_WITHIN_S = 60.0
 _execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # no public hook has its place
-_server: ForkServer | None = None
+_servers: dict[bool, ForkServer] = {}
+"""This test process's fork servers: without torch, and with it."""
+_own: ForkServer | None = None
+"""In a forked service: the fork server that was forked from it."""
+_is_service = False
 _is_enabled = True
+
+
+class _OwnServer(ForkServer):
+    """A fork server that was forked from this process, and ends with it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._is_ready = True
 
 
 def install() -> None:
     """Fork from here on; where a system has no fork server, commands are executed."""
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+
+
+def install_in_service() -> None:
+    """Fork in the processes of this server that get a server of their own."""
+    global _is_service
+    _is_service = True
+    install()
+
+
+def use(connection: socket.socket) -> None:
+    """Fork from the server at the other end."""
+    global _own
+    _own = _OwnServer(connection)
 
 
 @contextlib.contextmanager
@@ -48,11 +84,9 @@ def executed() -> Iterator[None]:
 
 
 def close() -> None:
-    """End this process's fork server; services that it forked keep running."""
-    global _server
-    if _server is not None:
-        _server.close()
-        _server = None
+    """End this process's fork servers; processes that they forked keep running."""
+    while _servers:
+        _servers.popitem()[1].close()
 
 
 def _execute_child(
@@ -74,40 +108,70 @@ def _execute_child(
     environment = dict(os.environ if env is None else env)
     _, *identity, start_new_session, process_group = rest
     is_usual = preexec_fn is None and close_fds and not shell and process_group < 0 and _are_unset(identity)
-    is_forked = is_usual and _is_enabled and _is_forked(args) and _has_same_interpreter(environment)
-    server = _fork_server() if is_forked else None
-    if server is None:
-        _execute(
-            *(process, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell),
-            *streams_and_rest,
-        )
-        return
-    theirs = (streams[0], streams[3], streams[5])
-    files = {number: number if stream < 0 else stream for number, stream in enumerate(theirs)} | {fd: fd for fd in pass_fds}
-    process.pid = server.start(
-        *args[2:], environment=environment, directory=Path(cwd or Path.cwd()), files=files, session=start_new_session
+    is_forked = is_usual and _is_enabled and _is_forked(args) and _has_same_imports(args[2], environment)
+    server = _server_for(args[2], args[3:], environment) if is_forked else None
+    if server is not None:
+        theirs = (streams[0], streams[3], streams[5])
+        files = {number: number if stream < 0 else stream for number, stream in enumerate(theirs)} | {fd: fd for fd in pass_fds}
+        try:
+            process.pid = server.start(
+                *args[2:], environment=environment, directory=Path(cwd or Path.cwd()), files=files, session=start_new_session
+            )
+        except ForkServerFailed:
+            if not _is_service:
+                raise
+        else:
+            process._child_created = True  # type: ignore[attr-defined]  # as the replaced method does
+            process._close_pipe_fds(*streams)  # type: ignore[attr-defined]
+            return
+    _execute(
+        *(process, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell),
+        *streams_and_rest,
     )
-    process._child_created = True  # type: ignore[attr-defined]  # as the replaced method does
-    process._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
 
-def _fork_server() -> ForkServer | None:
-    """Return this process's fork server; None where the kernel does not support it."""
-    global _server
-    if _server is None and supports_cloning():
-        _server = ForkServer(FORKED + _COMMANDS, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT)
-        assert _server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for a minute"
-    return _server
+def _server_for(module: str, arguments: list[str], environment: Mapping[str, str]) -> ForkServer | None:
+    """Return the fork server for a module; None where it has to be executed."""
+    if _is_service:
+        return _own
+    if module == MODULE or not supports_cloning():
+        return None  # tests of the launcher's fork server start the real one
+    has_torch = module in ENGINES or _starts_engines(module, arguments, environment)
+    if has_torch not in _servers:
+        modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_STUBS, *(ENGINES if has_torch else ()))
+        server = ForkServer(modules, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT, program=SERVER)
+        _servers[has_torch] = server
+        assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for a minute"
+    return _servers[has_torch]
+
+
+def _starts_engines(module: str, arguments: list[str], environment: Mapping[str, str]) -> bool:
+    """True if the process starts a real zygote, itself or in a mesh."""
+    starts = module in ("services.nodeagent", "thaw.launcher.supervisor") or (module == "thaw.cli.app" and "up" in arguments)
+    return (
+        starts
+        and environment.get("THAW_ZYGOTE", "").lower() != "false"
+        and environment.get("THAW_ZYGOTE_MODULE", ENGINES[1]) in ENGINES
+    )
 
 
 def _is_forked(args: Any) -> bool:
-    return isinstance(args, (list, tuple)) and len(args) > 2 and tuple(args[:2]) == (sys.executable, "-m") and args[2] in FORKED
+    return (
+        isinstance(args, (list, tuple))
+        and len(args) > 2
+        and tuple(args[:2]) == (sys.executable, "-m")
+        and args[2] in (*FORKED, MODULE)
+    )
 
 
-def _has_same_interpreter(environment: dict[str, str]) -> bool:
+def _has_same_imports(module: str, environment: Mapping[str, str]) -> bool:
     """True if the interpreter and its imports would be the same with this environment."""
-    names = {name for name in (*environment, *os.environ) if name.startswith(("PYTHON", "LD_"))} - {"PYTHONUNBUFFERED"}
-    return all(environment.get(name) in (os.environ.get(name), str(ROOT)) for name in names)
+    read = _READ_BY_PYTHON + (_READ_BY_TORCH if module in ENGINES else ())
+    names = {name for name in (*environment, *os.environ) if name.startswith(read)} - {"PYTHONUNBUFFERED"}
+    return all(
+        environment.get(name) == os.environ.get(name) or set(environment.get(name, "").split(os.pathsep)) == {str(ROOT)}
+        for name in names
+    )
 
 
 def _are_unset(identity: list[Any]) -> bool:

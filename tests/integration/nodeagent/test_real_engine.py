@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,11 +17,19 @@ from shared.contracts.node import InstanceState, StartInstance
 from shared.contracts.phases import Phase
 from shared.sizing import need_of
 from tests.integration.nodeagent.harness import Node, gone, running_node
+from tests.support.forking import executed
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
 
 pytestmark = pytest.mark.slow
 EPOCH = 1 << 32
+
+
+@pytest.fixture(autouse=True)
+def started_as_by_users() -> Iterator[None]:
+    """Execute the nodeagent, its zygote and its engines; other tests fork them."""
+    with executed():
+        yield
 
 
 async def inspected(node: Node, spec: ModelSpec) -> ModelCard:

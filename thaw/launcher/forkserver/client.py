@@ -31,14 +31,22 @@ class ForkServer:
         modules: Modules that the server imports. `python -m` can run each of them.
         environment: The server's environment variables. Libraries read them during the imports.
         log: The file descriptor of the server's own standard output and error.
+        program: The module of the server.
     """
 
-    def __init__(self, modules: tuple[str, ...], environment: Mapping[str, str], directory: Path, log: int | None = None) -> None:
+    def __init__(
+        self,
+        modules: tuple[str, ...],
+        environment: Mapping[str, str],
+        directory: Path,
+        log: int | None = None,
+        program: str = MODULE,
+    ) -> None:
         self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready = False
         with server:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE],
+                [sys.executable, "-m", program],
                 stdin=server.fileno(),
                 stdout=log,
                 stderr=log,

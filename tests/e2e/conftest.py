@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from shared.contracts.models import ModelSpec
+from tests.support.forking import executed
 from tests.support.launcher import Thaw
 from thaw.cli.demo import budget_for_two
 from thaw.demo.models import make_demo_model
@@ -25,12 +26,14 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Thaw]:
     """Start the mesh.
 
     The test module may set `DRAM` (bytes for unused weights, instead of the loader's default) and
-    `POLICY` (of the scheduler), or `SHARED` (true: the mesh of all modules that set it).
+    `POLICY` (of the scheduler), `SHARED` (true: the mesh of all modules that set it), or `EXECUTED`
+    (true: every process is executed, as by users, none forked from the tests' server).
     """
     if getattr(request.module, "SHARED", False):
         yield request.getfixturevalue("shared_mesh")
         return
-    with started(getattr(request.module, "DRAM", None), getattr(request.module, "POLICY", None)) as thaw:
+    start = executed() if getattr(request.module, "EXECUTED", False) else contextlib.nullcontext()
+    with start, started(getattr(request.module, "DRAM", None), getattr(request.module, "POLICY", None)) as thaw:
         yield thaw
 
 

@@ -22,6 +22,7 @@ from tests.support.launcher import Thaw, until
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Where does the ice go?"}]
 
+EXECUTED = True
 DRAM = 0
 """A sleeping model is read from its files again: these tests damage the files."""
 
@@ -44,6 +45,22 @@ def stream(client: openai.OpenAI, model: str, tokens: int = 12) -> tuple[str, in
             pieces.append(choice.delta.content or "")
             reason = choice.finish_reason or reason
     return "".join(pieces), tokens_seen, reason
+
+
+def test_processes_are_executed_and_forked_from_the_launchers_own_servers(mesh: Thaw, client: openai.OpenAI) -> None:
+    """The whole start is the users': none of these processes is of the tests' fork server."""
+    ask(client, "one")
+    commands = [" ".join(p.cmdline()) for p in mesh.processes()]
+    (engine,) = (i["pids"][0] for i in mesh.instances("one"))
+    for module in ("thaw.launcher.supervisor", "thaw.launcher.forkserver", "services.gateway", "services.engine.zygote"):
+        assert any(f"-m {module}" in command for command in commands), commands
+    assert any(
+        engine == child.pid
+        for zygote in mesh.processes()
+        if "services.engine.zygote" in zygote.cmdline()
+        for child in zygote.children()
+    )
+    assert not any("tests' fork server" in c or "tests.support" in c for c in commands), commands
 
 
 def test_three_models_are_served_on_a_device_with_room_for_two(mesh: Thaw, client: openai.OpenAI) -> None:

@@ -35,6 +35,7 @@ from services.gateway.http.middleware.request_guard import RequestGuard
 from services.gateway.http.middleware.request_id import RequestIds
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import BodyLimits
+from services.gateway.http.scopes import check_scoped
 from services.gateway.http.server import HttpServer
 from services.gateway.loop import Gateway
 from services.gateway.settings import GatewaySettings
@@ -73,6 +74,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/v1/{rest:path}", Inference(gateway, "other", parsers), methods=["POST"]),
         Route("/v1/{rest:path}", info.unknown_route, methods=["GET", "PUT", "PATCH", "DELETE"]),
     ]
+    check_scoped(routes, "/admin/")
     # A bare router: Starlette's exception handlers would respond in another format.
     guard = RequestGuard(gateway.settings, gateway.authorizer, is_loopback=is_loopback)
     app: ASGIApp = ErrorBoundary(Router(routes, redirect_slashes=False), gateway, guard)

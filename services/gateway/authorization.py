@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.gateway.adapters.key_store import KeyStore
+from services.gateway.domain.caller import ADMIN, ANONYMOUS, Caller
 from services.gateway.settings import GatewaySettings
 from shared.addresses import is_loopback
 from shared.errors import AuthenticationFailed, PermissionDenied
 
 log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 1.0
+_READING = frozenset({"GET", "HEAD"})
 
 
 def hash_key(key: str) -> str:
@@ -97,28 +99,64 @@ class Authorizer:
         if self.configured:
             self.store.note("inference")
 
-    def check(self, path: str, headers: Mapping[str, str]) -> None:
-        """Check the API key of a request.
+    def check(self, method: str, path: str, headers: Mapping[str, str]) -> Caller:
+        """Check the API key of a request, and return who sent it.
+
+        A route of the admin API checks in addition that the caller's scope suffices
+        (`services/gateway/http/scopes.py`).
 
         Raises:
             AuthenticationFailed: The path needs a key, and the request has no valid one.
-            PermissionDenied: The admin API is disabled.
+            PermissionDenied: The admin API is disabled, or the key's scope does not suffice.
         """
         if path.startswith("/admin/"):
-            self._check_admin(headers)
-        elif path.startswith("/v1/"):
-            known = self.configured | self.store.hashes("inference")
-            if (known or self.required) and self.key_hash(headers) not in known:
-                raise AuthenticationFailed("The API key is missing or incorrect. Send Authorization: Bearer <key>")
+            return self._check_admin(self.key_hash(headers))
+        if path.startswith("/v1/"):
+            return self._check_inference(method, self.key_hash(headers))
+        return ANONYMOUS
 
-    def _check_admin(self, headers: Mapping[str, str]) -> None:
+    def find_caller(self, digest: str) -> Caller | None:
+        """Return whose key has this hash: any scope, stored or configured. None: no valid key.
+
+        Raises:
+            AuthenticationFailed: The key has expired.
+        """
+        if not digest:
+            return None
+        key = self.store.find(digest)
+        if key is not None:
+            if key.expires is not None and key.expires <= time.time():
+                raise AuthenticationFailed(f"The API key {key.name} has expired. Ask for a new one")
+            return Caller(key.name, key.scope, digest, key)
+        if digest in self._admin:
+            return Caller("THAW_ADMIN_KEY", "admin", digest)
+        if digest in self.configured:
+            return Caller(f"configured-{digest[:12]}", "inference", digest)
+        return None
+
+    def _check_inference(self, method: str, digest: str) -> Caller:
+        caller = self.find_caller(digest)
+        if caller is not None and caller.scope == "inference":
+            return caller
+        if caller is not None and caller.scope == "read-only":
+            if method in _READING:
+                return caller
+            raise PermissionDenied(f"The API key {caller.name} can only read. Use a key with the scope inference")
+        if self.configured or self.store.hashes("inference") or self.required:
+            raise AuthenticationFailed("The API key is missing or incorrect. Send Authorization: Bearer <key>")
+        return ANONYMOUS
+
+    def _check_admin(self, digest: str) -> Caller:
+        caller = self.find_caller(digest)
+        if caller is not None and caller.scope != "inference":
+            return caller
         if self.guards_admin:
-            if self.key_hash(headers) not in self._admin | self.store.hashes("admin"):
-                raise AuthenticationFailed("The admin API needs an admin key. Send Authorization: Bearer <THAW_ADMIN_KEY>")
-        elif self.is_exposed:
+            raise AuthenticationFailed("The admin API needs an admin key. Send Authorization: Bearer <THAW_ADMIN_KEY>")
+        if self.is_exposed:
             raise PermissionDenied(
                 "The admin API is disabled: the gateway is reachable beyond loopback and has no admin key. Start it with THAW_ADMIN_KEY"
             )
+        return ADMIN
 
     @staticmethod
     def key_hash(headers: Mapping[str, str]) -> str:

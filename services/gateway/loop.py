@@ -12,6 +12,7 @@ from services.gateway.adapters.engine_client import EngineClient
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, IdempotencyStore
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
+from services.gateway.adapters.key_writer import KeyWriter
 from services.gateway.adapters.objective_publisher import ObjectivePublisher
 from services.gateway.adapters.prompt_length import PromptLengthChecker
 from services.gateway.adapters.request_probe import RequestProbe
@@ -33,7 +34,7 @@ from services.gateway.telemetry.request_log import RequestLog, RequestOrigin
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeStatus
-from shared.errors import ModelNotFound, ShuttingDown, ThawError, Unavailable
+from shared.errors import AuthenticationFailed, ModelNotFound, ShuttingDown, ThawError, Unavailable
 from shared.messaging import Mesh
 from shared.tasks import end
 from shared.telemetry.tracing import traceparent
@@ -77,7 +78,9 @@ class Gateway:
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = EngineClient(mesh, self.id)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
-        key_store = KeyStore(mesh, KeyMarker(settings.state / "gateway"))
+        key_store = KeyStore(KeyMarker(settings.state / "gateway"))
+        key_store.on_removed = self.on_key_removed
+        self.key_writer = KeyWriter(mesh, key_store)
         self.authorizer = Authorizer(settings, key_store, is_exposed=is_exposed)
         self.admission = Admission(byte_limits(settings))
         self.prompt_lengths = PromptLengthChecker(TokenizerFiles(mesh, self.dispatcher.routes.nodes))
@@ -123,6 +126,7 @@ class Gateway:
         )
         buffer_limit_bytes = self.settings.stream_buffer_bytes
         request = ActiveRequest(ticket, card, engine_request, sink, self.dispatcher, buffer_limit_bytes)
+        request.key_digest = origin.caller.digest
         self._requests[ticket.id] = request
         self._opened.set()
         self._ticket_ids[origin.request_id] = ticket.id
@@ -234,6 +238,13 @@ class Gateway:
             for route in self.dispatcher.routes.iter_all():
                 if route.status.state is InstanceState.READY:
                     self.engines.drop_adapter(route.status.instance_id, name)
+
+    def on_key_removed(self, digest: str) -> None:
+        """An API key was revoked: end its requests."""
+        for request in list(self._requests.values()):
+            if request.key_digest == digest and not request.completion.is_done:
+                error = AuthenticationFailed("The API key was revoked while this request was active", should_retry=False)
+                self.dispatcher.on_abort(request.ticket, error, time.monotonic())
 
     def _prefetch_lora(self, request: ActiveRequest) -> None:
         """Load the LoRA adapter of a waiting request on instances that are starting."""

@@ -15,6 +15,7 @@ from shared.contracts import (
     engine,
     executor,
     inference,
+    keys,
     loader,
     migration,
     node,
@@ -244,5 +245,12 @@ CHANNELS: tuple[Channel, ...] = (
         "stream THAW_TRACES",
         "Where the time of a model load went; written by the scheduler.",
         (traces.LoadTrace,),
+    ),
+    Channel(
+        "keyChanged",
+        subjects.AUDIT_KEYS,
+        "stream THAW_AUDIT",
+        "Who changed which API key; written by a gateway before the change.",
+        (keys.KeyChanged,),
     ),
 )

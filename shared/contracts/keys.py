@@ -1,29 +1,50 @@
-"""Define the API keys that the mesh stores.
+"""Define the API keys that the mesh stores, and the log of their changes.
 
 The bucket `subjects.KEYS_BUCKET` has a record under each key's SHA-256 in hexadecimal. The key
-itself is stored nowhere.
+itself is stored nowhere. A key that is being rotated has two records of the same name.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from shared.contracts.base import Frozen
+from shared.contracts.base import Frozen, Message
 
 KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$"
 HASH_PATTERN = r"^[0-9a-f]{64}$"
-Scope = Literal["inference", "admin"]
+MAX_MODEL_PATTERNS = 256
+MAX_OVERLAP_S = 30 * 24 * 3600
+Scope = Literal["inference", "read-only", "admin"]
 
 
-class ApiKey(Frozen):
+class KeyLimits(Frozen):
+    """What a key may use, over all gateways together. None: no limit.
+
+    Attributes:
+        models: Names of models, or patterns as of a shell (`qwen*`); empty: all models. Other
+            models do not exist for the key.
+        expires: Unix seconds after which the key is refused.
+        requests_per_minute: Rate of requests, with bursts up to as many.
+        tokens_per_minute: Rate of prompt and completion tokens, with bursts up to as many.
+        concurrent_requests: Requests that are active at the same time, waiting ones included.
+    """
+
+    models: tuple[str, ...] = Field(default=(), max_length=MAX_MODEL_PATTERNS)
+    expires: int | None = Field(default=None, ge=0)
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    concurrent_requests: int | None = Field(default=None, ge=1)
+
+
+class ApiKey(KeyLimits):
     name: str = Field(pattern=KEY_NAME_PATTERN)
     scope: Scope = "inference"
     created: int = Field(description="Unix seconds.")
 
 
-class NewKey(Frozen):
+class NewKey(KeyLimits):
     """Request for a new API key at the admin API.
 
     Attributes:
@@ -31,9 +52,31 @@ class NewKey(Frozen):
             the key.
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     name: str = Field(pattern=KEY_NAME_PATTERN)
     scope: Scope = "inference"
     sha256: str = Field(pattern=HASH_PATTERN)
+
+
+class ChangeKey(KeyLimits):
+    """Change of a key's limits at the admin API. Fields that are not given keep their value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RotateKey(Frozen):
+    """Replacement of a key by a new one of the same name and limits.
+
+    Attributes:
+        sha256: Digest of the new key.
+        overlap_s: Seconds for which the old key stays valid.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha256: str = Field(pattern=HASH_PATTERN)
+    overlap_s: int = Field(default=3600, ge=0, le=MAX_OVERLAP_S)
 
 
 class KeyList(Frozen):
@@ -47,3 +90,24 @@ class KeyList(Frozen):
     keys: tuple[ApiKey, ...] = ()
     configured: int = 0
     required: bool = False
+
+
+class KeyChanged(Message):
+    """An entry of the audit log: who changed which API key, when and how.
+
+    It is written before the change. `failed` follows if the change was then not made.
+    """
+
+    kind: Literal["key_changed"] = "key_changed"
+    at: float = Field(description="Unix seconds.")
+    actor: str = Field(description="Name of the admin key, or the source of the permission.")
+    address: str = Field(default="", description="Address of the client.")
+    action: Literal["add", "change", "rotate", "revoke", "failed"]
+    key: str = Field(description="Name of the key.")
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class KeyLog(Frozen):
+    """The latest entries of the audit log, the latest first."""
+
+    entries: tuple[KeyChanged, ...] = ()

@@ -16,6 +16,7 @@ MAX_BYTES = {
     subjects.KEYED_STREAM: KEYED_REPLIES_BYTES,
     subjects.CATALOG_BUCKET: 64 * MIB,
     subjects.KEYS_BUCKET: 16 * MIB,
+    subjects.AUDIT_STREAM: 16 * MIB,
     subjects.IDEMPOTENCY_BUCKET: 256 * MIB,
     subjects.MIGRATIONS_BUCKET: 64 * MIB,
 }

@@ -29,6 +29,9 @@ KEYED_STREAM = "THAW_KEYED_REPLIES"
 KEYED_SUBJECTS = f"{PREFIX}.replies.keyed.>"
 IDEMPOTENCY_BUCKET = "thaw_idempotency"
 KEYS_BUCKET = "thaw_keys"
+AUDIT_STREAM = "THAW_AUDIT"
+AUDIT_SUBJECTS = f"{PREFIX}.audit.>"
+AUDIT_KEYS = f"{PREFIX}.audit.keys"
 MIGRATIONS_BUCKET = "thaw_migrations"
 
 

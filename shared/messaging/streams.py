@@ -70,6 +70,25 @@ async def ensure_keyed_stream(js: JetStreamContext, max_age_s: float, max_bytes:
     await _ensure(js, config, ("max_age", "max_bytes"))
 
 
+async def ensure_audit_stream(js: JetStreamContext, replicas: int = 1) -> None:
+    """Create the audit log of API keys if it is missing.
+
+    Beyond its limit the oldest entries are removed first.
+    """
+    config = StreamConfig(
+        name=subjects.AUDIT_STREAM,
+        subjects=[subjects.AUDIT_SUBJECTS],
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_bytes=MAX_BYTES[subjects.AUDIT_STREAM],
+        num_replicas=replicas,
+        deny_delete=True,
+        allow_direct=True,
+    )
+    await _ensure(js, config, ())
+
+
 async def catalog_bucket(js: JetStreamContext, replicas: int = 1, *, owner: bool = False) -> KeyValue:
     """Open the bucket of model cards, created if missing.
 

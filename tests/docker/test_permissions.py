@@ -50,6 +50,7 @@ MAY_PUBLISH = {
     "findRequest": {"scheduler"},
     "migrations": {"scheduler", "migrator"},
     "requestTrace": {"gateway"},
+    "keyChanged": {"gateway"},
     "loadTrace": {"scheduler"},
 }
 MAY_HEAR = {
@@ -72,6 +73,7 @@ MAY_HEAR = {
     "findRequest": {"gateway"},
     "migrations": set(),  # over JetStream's own inboxes
     "requestTrace": set(),
+    "keyChanged": set(),
     "loadTrace": set(),
 }
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from urllib.parse import quote
 
 from rich.console import Console
 
 from shared.contracts.admin import ModelsAdded
+from shared.contracts.keys import NewKey
 from shared.contracts.models import ModelSpec
 from shared.policies import DEFAULT_POLICY
 from thaw.cli.api import Api
@@ -87,9 +89,33 @@ def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Consol
                 removed.append(name)
     result = result.model_copy(update={"removed": (*result.removed, *removed)})
     if declared:
-        write_private(record, json.dumps({"models": sorted(now)}))
+        write_private(record, json.dumps((read_json(record) or {}) | {"models": sorted(now)}))
     show_difference(out, result, changes)
     return result.model_dump(mode="json", exclude={"v", "kind"})
+
+
+def apply_keys(api: Api, home: Home, keys: tuple[NewKey, ...], out: Console) -> None:
+    """Make the keys of a file exist as described, and revoke those that it no longer declares.
+
+    Keys that were added by hand are unchanged.
+    """
+    record = home.root / "declared.json"
+    document = read_json(record) or {}
+    before = set(document.get("keys", []))
+    if not keys and not before:
+        return
+    for key in keys:
+        api.request("PUT", f"/admin/v1/keys/{quote(key.name, safe='')}", key.model_dump_json())
+    now = {key.name for key in keys}
+    for name in sorted(before - now):
+        try:
+            api.request("DELETE", f"/admin/v1/keys/{quote(name, safe='')}")
+        except CommandError as e:
+            if e.code != "not_found":
+                raise
+    write_private(record, json.dumps(document | {"keys": sorted(now)}))
+    if keys:
+        out.print(f"[green]✓[/] {len(keys)} API keys of the file")
 
 
 def _adapters_first(api: Api, names: set[str]) -> list[str]:

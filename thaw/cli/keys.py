@@ -1,24 +1,36 @@
-"""`thaw keys add|list|revoke`."""
+"""`thaw keys add|list|change|rotate|revoke|log`."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import time
-from typing import Annotated
+from datetime import datetime
+from typing import Annotated, get_args
 from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
+from rich.markup import escape
 from rich.table import Table
 
-from shared.contracts.keys import ApiKey, KeyList, NewKey
+from shared.contracts.keys import ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey, Scope
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
+from thaw.units import parse_duration
 
-app = typer.Typer(help="API keys: add, list, revoke.", no_args_is_help=True)
+app = typer.Typer(help="API keys: add, list, change, rotate, revoke, log.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Name of the key, for example its user.", metavar="NAME")]
+Models = Annotated[
+    list[str] | None, typer.Option("--models", help="Model or pattern that the key may use, e.g. 'qwen*'; may be repeated.")
+]
+Rpm = Annotated[int | None, typer.Option("--rpm", min=0, help="Requests per minute, over all gateways; 0: no limit.")]
+Tpm = Annotated[int | None, typer.Option("--tpm", min=0, help="Prompt and completion tokens per minute; 0: no limit.")]
+Concurrent = Annotated[int | None, typer.Option("--concurrent", min=0, help="Requests at the same time; 0: no limit.")]
+Expires = Annotated[
+    str | None, typer.Option("--expires", help="How long the key is valid, e.g. 12h or 30d, or a date YYYY-MM-DD; never: always.")
+]
 
 
 @app.command()
@@ -26,17 +38,33 @@ Name = Annotated[str, typer.Argument(help="Name of the key, for example its user
 def add(
     name: Name,
     admin: Annotated[bool, typer.Option("--admin", help="For the admin API instead of inference.")] = False,
+    scope: Annotated[str | None, typer.Option("--scope", help="inference (default), read-only or admin.")] = None,
+    models: Models = None,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    concurrent: Concurrent = None,
+    expires: Expires = None,
     as_json: Json = False,
 ) -> Document:
     """Add an API key and show it once. As soon as a key exists, inference (or the admin API) needs
     one.
 
-    Example: [bold]thaw keys add alice[/]
+    Examples:
+    [bold]thaw keys add alice[/]
+    [bold]thaw keys add ci --models 'qwen*' --rpm 60 --tpm 100000 --concurrent 4 --expires 30d[/]
+    [bold]thaw keys add dashboard --scope read-only[/]
     """
+    if admin and scope not in (None, "admin"):
+        raise typer.BadParameter("give --admin or --scope, not both")
+    chosen = "admin" if admin else scope or "inference"
+    if chosen not in get_args(Scope):
+        raise typer.BadParameter(f"{chosen!r} is no scope; allowed: {', '.join(get_args(Scope))}")
     # Made here, so that only its hash ever reaches the mesh.
-    key = f"sk-thaw-{secrets.token_urlsafe(32)}"
+    key, digest = _generate()
     try:
-        asked = NewKey(name=name, scope="admin" if admin else "inference", sha256=hashlib.sha256(key.encode()).hexdigest())
+        asked = NewKey.model_validate(
+            {"name": name, "scope": chosen, "sha256": digest} | _limits(models, rpm, tpm, concurrent, expires)
+        )
     except ValidationError as e:
         raise CommandError(
             f"{name!r} cannot be the name of a key.", "Letters, digits and . _ @ - , at most 100, a letter or digit first."
@@ -55,17 +83,25 @@ def add(
 @app.command("list")
 @verb
 def list_keys(as_json: Json = False) -> Document:
-    """List the API keys that were made with `thaw keys add`.
+    """List the API keys of the mesh with their limits.
 
     Example: [bold]thaw keys list[/]
     """
     found = KeyList.model_validate(Api.find().request("GET", "/admin/v1/keys"))
     out = screen(as_json)
     table = Table(box=None, header_style="dim")
-    for column in ("NAME", "SCOPE", "MADE"):
+    for column in ("NAME", "SCOPE", "MODELS", "RPM", "TPM", "CONCURRENT", "MADE", "EXPIRES"):
         table.add_column(column)
     for key in found.keys:
-        table.add_row(key.name, key.scope, time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created)))
+        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
+        table.add_row(
+            key.name,
+            key.scope,
+            escape(", ".join(key.models)) or "all",
+            *("-" if limit is None else str(limit) for limit in limits),
+            _time(key.created),
+            "-" if key.expires is None else _time(key.expires),
+        )
     out.print(table)
     if found.configured:
         out.print(f"[dim]and {found.configured} from the gateway's settings[/]")
@@ -76,19 +112,131 @@ def list_keys(as_json: Json = False) -> Document:
 
 @app.command()
 @verb
+def change(
+    name: Name,
+    models: Models = None,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    concurrent: Concurrent = None,
+    expires: Expires = None,
+    as_json: Json = False,
+) -> Document:
+    """Change the limits of an API key at once, on every gateway. Other limits keep their value.
+
+    Example: [bold]thaw keys change ci --rpm 120 --expires never[/]
+    """
+    limits = _limits(models, rpm, tpm, concurrent, expires)
+    if not limits:
+        raise typer.BadParameter("give at least one limit to change")
+    changed = _request("PATCH", name, ChangeKey.model_validate(limits).model_dump_json(exclude_unset=True))
+    screen(as_json).print(f"[green]✓[/] {changed.name} is changed on every gateway")
+    return changed.model_dump(mode="json")
+
+
+@app.command()
+@verb
+def rotate(
+    name: Name,
+    overlap: Annotated[str, typer.Option("--overlap", help="How long the old key stays valid, e.g. 1h; 0: not at all.")] = "1h",
+    as_json: Json = False,
+) -> Document:
+    """Replace an API key by a new one with the same limits, and show it once.
+
+    Example: [bold]thaw keys rotate alice --overlap 24h[/]
+    """
+    key, digest = _generate()
+    asked = RotateKey(sha256=digest, overlap_s=_seconds(overlap, "--overlap"))
+    made = _request("POST", name, asked.model_dump_json(), "/rotate")
+    out = screen(as_json)
+    until = f"; the old key is valid for {overlap}" if asked.overlap_s else ""
+    out.print(f"[green]✓[/] {made.name} has a new key{until}. Only its hash is kept, so write it down now:")
+    out.print(f"  [bold]{key}[/]", soft_wrap=True)
+    return made.model_dump(mode="json") | {"key": key}
+
+
+@app.command("log")
+@verb
+def show_log(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Entries to show at most.")] = 100,
+    as_json: Json = False,
+) -> Document:
+    """Show who changed which API key, the latest change first.
+
+    Example: [bold]thaw keys log --limit 20[/]
+    """
+    found = KeyLog.model_validate(Api.find().request("GET", "/admin/v1/key-log", limit=str(limit)))
+    table = Table(box=None, header_style="dim")
+    for column in ("TIME", "BY", "FROM", "ACTION", "KEY", "DETAILS"):
+        table.add_column(column)
+    for entry in found.entries:
+        details = escape(", ".join(f"{name}={value}" for name, value in entry.details.items() if name not in ("name", "created")))
+        table.add_row(_time(entry.at), entry.actor, entry.address, entry.action, entry.key, details)
+    screen(as_json).print(table)
+    return found.model_dump(mode="json")
+
+
+@app.command()
+@verb
 def revoke(name: Name, as_json: Json = False) -> Document:
-    """Revoke an API key at once, on every gateway.
+    """Revoke an API key at once, on every gateway. Its active requests end with an error.
 
     Example: [bold]thaw keys revoke alice[/]
     """
     api, out = Api.find(), screen(as_json)
-    revoked = ApiKey.model_validate(api.request("DELETE", f"/admin/v1/keys/{quote(name, safe='')}"))
+    revoked = _request("DELETE", name)
     out.print(f"[green]✓[/] {revoked.name} is not valid any more")
     if revoked.scope == "inference" and not _has_inference_key(
         left := KeyList.model_validate(api.request("GET", "/admin/v1/keys"))
     ):
         out.print(f"[yellow]it was the last one for inference: {_without_keys(left)}[/]")
     return revoked.model_dump(mode="json")
+
+
+def _generate() -> tuple[str, str]:
+    """Make a key; return it and its hash."""
+    key = f"sk-thaw-{secrets.token_urlsafe(32)}"
+    return key, hashlib.sha256(key.encode()).hexdigest()
+
+
+def _request(method: str, name: str, body: str | None = None, action: str = "") -> ApiKey:
+    return ApiKey.model_validate(Api.find().request(method, f"/admin/v1/keys/{quote(name, safe='')}{action}", body))
+
+
+def _limits(
+    models: list[str] | None, rpm: int | None, tpm: int | None, concurrent: int | None, expires: str | None
+) -> dict[str, object]:
+    """Return the limits that the options give; an option that is not given has no entry."""
+    limits: dict[str, object] = {"models": tuple(models)} if models else {}
+    if models == ["*"]:
+        limits["models"] = ()
+    for field, value in (("requests_per_minute", rpm), ("tokens_per_minute", tpm), ("concurrent_requests", concurrent)):
+        if value is not None:
+            limits[field] = value or None
+    if expires is not None:
+        limits["expires"] = _expiry(expires)
+    return limits
+
+
+def _expiry(text: str) -> int | None:
+    if text == "never":
+        return None
+    try:
+        return int(datetime.strptime(text, "%Y-%m-%d").astimezone().timestamp())
+    except ValueError:
+        return int(time.time()) + _seconds(text, "--expires")
+
+
+def _seconds(text: str, option: str) -> int:
+    if text.strip() == "0":
+        return 0
+    try:
+        return int(parse_duration(text))
+    except ValueError as e:
+        raise CommandError(f"{option} {text!r} is no duration.", "Give e.g. 30m, 12h or 30d.") from e
+
+
+def _time(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
 def _has_inference_key(keys: KeyList) -> bool:

@@ -16,7 +16,7 @@ from shared.contracts.models import ModelSpec
 from thaw.cli import demo as demos
 from thaw.cli import exposure
 from thaw.cli.api import Api
-from thaw.cli.apply import apply_models, await_ready, differences
+from thaw.cli.apply import apply_keys, apply_models, await_ready, differences
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.park import follow_parking
 from thaw.cli.paths import program
@@ -182,13 +182,15 @@ def _warn(api: Api, plan: MeshPlan, out: Console) -> list[str]:
 
 
 def _apply_file(api: Api, home: Home, file: ThawFile | None, out: Console) -> Document:
-    """Apply the file's models to the mesh.
+    """Apply the file's models and API keys to the mesh.
 
-    Without a file the models are unchanged, also those of an earlier start's file.
+    Without a file they are unchanged, also those of an earlier start's file.
     """
     if file is None:
         return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
-    return apply_models(api, home, file.models, out)
+    document = apply_models(api, home, file.models, out)
+    apply_keys(api, home, file.keys, out)
+    return document
 
 
 def _dump_nodes(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:

@@ -5,14 +5,17 @@ Every fault is found before any of the input is used.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from shared.contracts.keys import HASH_PATTERN, NewKey
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
 from shared.device_list import PAGE_BYTES, SEPARATE, parse_devices, parse_rate
 from shared.policies import policy_names
@@ -95,9 +98,11 @@ class ThawFile(Strict):
     mesh: MeshConfig = MeshConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     models: tuple[ModelSpec, ...] = ()
+    keys: tuple[NewKey, ...] = ()
 
 
-_KEYS = ("defaults", "mesh", "models", "scheduler")
+_KEYS = ("defaults", "keys", "mesh", "models", "scheduler")
+_HASH = re.compile(HASH_PATTERN)
 
 
 def load_config(path: Path) -> ThawFile:
@@ -149,7 +154,36 @@ class _Check:
             mesh=self._mesh(root.get("mesh")),
             scheduler=self._scheduler(root.get("scheduler")),
             models=self._models(root.get("models"), defaults),
+            keys=self._keys(root.get("keys")),
         )
+
+    def _keys(self, value: Any) -> tuple[NewKey, ...]:
+        """`keys:`; each has its key, or the SHA-256 of it, under `key`."""
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            self._tree.fault(("keys",), "must be a list; each entry begins with '- name: …'")
+            return ()
+        found: dict[str, NewKey] = {}
+        for i, entry in enumerate(value):
+            path: KeyPath = ("keys", i)
+            fields = {name: given for name, given in entry.items() if name != "key"}
+            key = os.path.expandvars(entry["key"]) if isinstance(entry.get("key"), str) else ""
+            if not key or key.startswith("${"):
+                self._tree.fault((*path, "key"), "must be the key, its SHA-256 in hex, or ${VARIABLE} of the environment")
+                continue
+            fields["sha256"] = key if _HASH.match(key) else hashlib.sha256(key.encode()).hexdigest()
+            if isinstance(fields.get("expires"), date):
+                fields["expires"] = int(datetime.combine(fields["expires"], datetime.min.time()).astimezone().timestamp())
+            try:
+                new = NewKey.model_validate(fields)
+            except ValidationError as e:
+                self._report(e, path, NewKey)
+                continue
+            if new.name in found:
+                self._tree.fault((*path, "name"), f"given {new.name!r}, which is another key's name; allowed: each once")
+            found[new.name] = new
+        return tuple(found.values())
 
     def _scheduler(self, value: Any) -> SchedulerConfig:
         if value is None:

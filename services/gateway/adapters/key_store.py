@@ -1,4 +1,4 @@
-"""API keys that operators add and revoke: hashes in a JetStream bucket.
+"""API keys that operators add and revoke: a copy of their JetStream bucket.
 
 The bucket also records for each scope that a key has existed, and so does a file of the gateway
 (`KeyMarker`): an endpoint that had keys does not open when the last one is revoked or lost. See
@@ -9,50 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
-from nats.errors import Error as NatsError
-from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
-from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
 from services.gateway.adapters.key_marker import KeyMarker
 from shared.contracts.keys import ApiKey, Scope
-from shared.errors import Conflict, NotFound, Unavailable
-from shared.messaging import Mesh
-from shared.messaging.full_stores import full_as
-from shared.messaging.streams import keys_bucket
 
 log = logging.getLogger(__name__)
-_FULL = "The store of API keys is full (16 MiB). Revoke unused keys with `thaw keys revoke NAME`."
 _SCOPES: tuple[Scope, ...] = ("inference", "admin")
+"""Scopes of which a key closes routes that are open without one."""
 _MARKERS: dict[str, Scope] = {f"existed.{scope}": scope for scope in _SCOPES}
 """Entries of the bucket that are not keys; a gateway of an older version logs and skips them."""
 
 
-@contextmanager
-def _store_errors_as_unavailable() -> Iterator[None]:
-    try:
-        yield
-    except (NatsError, TimeoutError) as e:
-        raise Unavailable(
-            f"The store of API keys cannot be reached ({type(e).__name__}). Repeat the request", should_retry=True
-        ) from e
-
-
 class KeyStore:
-    """A copy of the bucket, and its writer.
+    """A copy of the bucket.
 
     An entry that cannot be parsed may be a key of any scope: it counts as an existing key of each
     scope, and grants nothing.
 
     Attributes:
         complete: The bucket has been read; no request can be authorized before.
+        on_removed: Called with the hash of each key that is no longer valid.
     """
 
-    def __init__(self, mesh: Mesh, marker: KeyMarker) -> None:
-        self._mesh = mesh
+    def __init__(self, marker: KeyMarker) -> None:
         self._marker = marker
         self._keys: dict[str, ApiKey] = {}
         self._unparsable: set[str] = set()
@@ -62,6 +44,15 @@ class KeyStore:
         self._in_file: set[Scope] = set(self._existed)
         self._writing: asyncio.Task[None] | None = None
         self.complete = False
+        self.on_removed: Callable[[str], None] = lambda _: None
+
+    def find(self, digest: str) -> ApiKey | None:
+        """Return the key with this hash, which may have expired."""
+        return self._keys.get(digest)
+
+    def find_named(self, name: str) -> dict[str, ApiKey]:
+        """Return the keys of a name by their hash: two while the key is rotated."""
+        return {digest: key for digest, key in self._keys.items() if key.name == name}
 
     def hashes(self, scope: Scope) -> frozenset[str]:
         """Return the hashes of the valid keys of a scope."""
@@ -82,22 +73,27 @@ class KeyStore:
     # The copy.
 
     def replace(self, entries: dict[str, bytes]) -> None:
+        before = self._keys.keys()
         self._keys, self._unparsable, self._in_bucket = {}, set(), set()
         for key, value in entries.items():
             self._take(key, value)
         self._index()
         self.complete = True
+        for digest in before - self._keys.keys():
+            self.on_removed(digest)
 
     def put(self, key: str, value: bytes) -> None:
         self._take(key, value)
         self._index()
 
     def remove(self, key: str) -> None:
-        self._keys.pop(key, None)
+        is_valid = self._keys.pop(key, None) is not None
         self._unparsable.discard(key)
         if scope := _MARKERS.get(key):
             self._in_bucket.discard(scope)
         self._index()
+        if is_valid:
+            self.on_removed(key)
 
     def _take(self, key: str, value: bytes) -> None:
         if scope := _MARKERS.get(key):
@@ -112,10 +108,11 @@ class KeyStore:
             return
         self._unparsable.discard(key)
         self._keys[key] = parsed
-        self._existed.add(parsed.scope)
+        if parsed.scope in _SCOPES:
+            self._existed.add(parsed.scope)
 
     def _index(self) -> None:
-        scopes: dict[Scope, set[str]] = {"inference": set(), "admin": set()}
+        scopes: dict[Scope, set[str]] = {"inference": set(), "read-only": set(), "admin": set()}
         for digest, key in self._keys.items():
             scopes[key.scope].add(digest)
         self._scopes = {scope: frozenset(digests) for scope, digests in scopes.items()}
@@ -138,50 +135,20 @@ class KeyStore:
             await previous
         await asyncio.to_thread(self._marker.write, scopes)
 
-    async def _mark(self, bucket: KeyValue, scope: Scope) -> None:
-        """Record the scope in the bucket and the file, before a key is added or revoked."""
+    async def mark(self, scope: Scope, write: Callable[[str], Awaitable[None]]) -> None:
+        """Record the scope in the bucket and the file, before a key is added or revoked.
+
+        Args:
+            write: Writes an entry of the bucket by its name.
+        """
+        if scope not in _SCOPES:
+            return
         self.note(scope)
         if scope not in self._in_bucket:
-            await bucket.put(f"existed.{scope}", b"1")
+            await write(f"existed.{scope}")
             self._in_bucket.add(scope)
         if self._writing is not None:
             await self._writing
-
-    # The writer.
-
-    async def add(self, digest: str, key: ApiKey) -> None:
-        """Add a key. Raises `Conflict` if its name or its hash exists already."""
-        if any(k.name == key.name for k in self._keys.values()):
-            raise Conflict(f"An API key called {key.name} exists already. Revoke it, or choose another name", param="name")
-        value = key.model_dump_json().encode()
-        with _store_errors_as_unavailable():
-            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3), self._mesh.replicas)
-            try:
-                with full_as(_FULL):
-                    await self._mark(bucket, key.scope)
-                    await bucket.create(digest, value)
-            except KeyWrongLastSequenceError as e:
-                raise Conflict("This API key exists already under another name. Create a new key", param="sha256") from e
-        self.put(digest, value)
-
-    async def revoke(self, name: str) -> ApiKey:
-        """Revoke a key. Raises `NotFound` if there is none of that name."""
-        matches = [(digest, key) for digest, key in self._keys.items() if key.name == name]
-        if not matches:
-            raise NotFound(f"No API key is called {name}. `thaw keys list` shows the keys", param="name")
-        with _store_errors_as_unavailable():
-            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=3), self._mesh.replicas)
-            for digest, key in matches:
-                try:
-                    await self._mark(bucket, key.scope)
-                except NatsError as e:  # a full bucket must not keep a key valid; the file has the marker
-                    log.warning("failed to write the marker of API keys", extra={"error": repr(e)})
-                try:
-                    await bucket.delete(digest)
-                except KeyNotFoundError:
-                    log.info("API key was revoked by another gateway already", extra={"name_of_key": name})
-                self.remove(digest)
-        return matches[0][1]
 
 
 def _parse(value: bytes) -> ApiKey | None:

@@ -6,6 +6,11 @@ from shared.contracts.models import ModelCard
 from shared.errors import ModelNotFound
 
 
+def unknown_model(name: str) -> ModelNotFound:
+    """Build the error for a model that does not exist, or not for the caller's key."""
+    return ModelNotFound(f"The model `{name}` does not exist; GET /v1/models lists those that do", param="model")
+
+
 class Catalog:
     """Model cards by name; a name takes precedence over an alias.
 
@@ -66,7 +71,7 @@ class Catalog:
         prefix, colon, last = name.rpartition(":")
         card = self._lookup(last)
         if card is None or not self._matches(card, prefix if colon else None):
-            raise ModelNotFound(f"The model `{name}` does not exist; GET /v1/models lists those that do", param="model")
+            raise unknown_model(name)
         return card
 
     def _matches(self, card: ModelCard, prefix: str | None) -> bool:

@@ -59,6 +59,7 @@ class ActiveRequest:
         completion: The end of the request.
         idempotency: The request's Idempotency-Key; None without one.
         on_requeued: Called when the request waits for another instance.
+        key_digest: Hash of the client's API key; empty without a key.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ActiveRequest:
         )
         self.idempotency: IdempotencyGuard | None = None
         self.on_requeued: Callable[[], None] | None = None
+        self.key_digest = ""
         self._dispatcher = dispatcher
 
     def attach_idempotency(self, guard: IdempotencyGuard) -> None:

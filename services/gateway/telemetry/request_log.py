@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from nats.errors import Error as NatsError
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
+from services.gateway.domain.caller import ANONYMOUS, Caller
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.handoff import HandoffRecord
 from services.gateway.telemetry.metrics import Metrics
@@ -41,6 +42,7 @@ class RequestOrigin:
         arrived_at: Monotonic time.
         received_at: Unix time, for people.
         client_request_id: The client's own id; nothing is looked up by it.
+        caller: Who sent it.
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class RequestOrigin:
     arrived_at: float
     received_at: float = field(default_factory=time.time)
     client_request_id: str | None = None
+    caller: Caller = ANONYMOUS
 
 
 def phase_spans(request: ActiveRequest) -> tuple[PhaseSpan, ...]:
@@ -138,6 +141,7 @@ class RequestLog:
                 "duration_ms": round(trace.duration_ms, 1),
                 "trace_id": trace.trace_id,
                 "client_request_id": origin.client_request_id,
+                "key": origin.caller.name or None,
             },
         )
 

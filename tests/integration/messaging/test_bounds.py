@@ -19,9 +19,10 @@ from pydantic import SecretStr
 from services.gateway.adapters.idempotency_store import Claim, Entry, IdempotencyStore
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
+from services.gateway.adapters.key_writer import Actor, KeyWriter
 from services.scheduler.adapters.catalog import Catalog
 from shared.contracts import stream_limits, subjects
-from shared.contracts.keys import ApiKey
+from shared.contracts.keys import NewKey
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.errors import StoreFull
 from shared.messaging import Mesh, full_stores, streams
@@ -54,8 +55,8 @@ async def used(mesh: Mesh, stream: str) -> int:
     return int((await mesh.nc.jetstream().stream_info(stream)).state.bytes)
 
 
-def a_key(number: int) -> tuple[str, ApiKey]:
-    return f"{number:064x}", ApiKey(name=f"key-{number}", scope="inference", created=number)
+def a_key(number: int) -> NewKey:
+    return NewKey(name=f"key-{number}", sha256=f"{number:064x}")
 
 
 def a_card(number: int) -> ModelCard:
@@ -80,6 +81,7 @@ async def test_every_stream_is_created_with_its_bound(mesh: Mesh) -> None:
     js = mesh.nc.jetstream()
     await streams.ensure_trace_stream(js)
     await streams.ensure_keyed_stream(js, 60, stream_limits.KEYED_REPLIES_BYTES)
+    await streams.ensure_audit_stream(js)
     await streams.idempotency_bucket(js, 60)
     for opened in (streams.catalog_bucket, streams.keys_bucket, streams.migrations_bucket):
         await opened(js)
@@ -128,16 +130,21 @@ async def test_migrations_beyond_the_bound_push_out_the_oldest(mesh: Mesh, small
 
 
 async def test_full_api_key_store_refuses_additions_and_accepts_revocations(mesh: Mesh, small: None, tmp_path: Path) -> None:
-    store = KeyStore(mesh, KeyMarker(tmp_path))
-    made, full = await filled(lambda number: store.add(*a_key(number)))
+    store = KeyStore(KeyMarker(tmp_path))
+    writer, actor = KeyWriter(mesh, store), Actor("test")
+
+    async def add(number: int) -> None:
+        await writer.add(a_key(number), actor)
+
+    made, full = await filled(add)
     assert "thaw keys revoke" in full.message
     assert (full.status, full.should_retry) == (503, False)
     assert SMALL / 2 < await used(mesh, f"KV_{subjects.KEYS_BUCKET}") <= SMALL
     assert len(store.list_keys()) == made > 10
     for number in range(made):
-        await store.revoke(f"key-{number}")
+        await writer.revoke(f"key-{number}", actor)
     assert store.list_keys() == []
-    await store.add(*a_key(made))
+    await writer.add(a_key(made), actor)
 
 
 async def test_full_idempotency_store_refuses_new_keys_and_completes_existing_ones(mesh: Mesh, small: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -295,3 +296,33 @@ def test_unknown_scheduling_policy_is_refused_with_the_known_names(tmp_path: Pat
     (other,) = faults(tmp_path, "scheduler: {polcy: lru}")
     assert "polcy" in other.text("f")
     assert "must be a mapping" in faults(tmp_path, "scheduler: thaw")[0].message
+
+
+def test_keys_are_hashed_and_read_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI_KEY", "sk-ci")
+    digest = hashlib.sha256(b"sk-ci").hexdigest()
+    path = tmp_path / "thaw.yaml"
+    path.write_text(
+        f"keys:\n  - {{name: a, key: '${{CI_KEY}}', models: [q*]}}\n  - {{name: b, key: {digest}, expires: 2030-01-01}}\n"
+    )
+    first, second = load_config(path).keys
+    assert (first.name, first.sha256, first.models, first.scope) == ("a", digest, ("q*",), "inference")
+    assert second.sha256 == digest
+    assert second.expires is not None
+
+
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        ("{name: a}", "must be the key"),
+        ("{name: a, key: '${UNSET_KEY}'}", "must be the key"),
+        ("{name: a, key: k, scope: root}", "scope"),
+        ("{name: a, key: k, request_per_minute: 1}", "request"),
+    ],
+)
+def test_faulty_key_is_reported_without_its_value(entry: str, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "thaw.yaml"
+    path.write_text(f"keys:\n  - {entry}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert fault in "\n".join(caught.value.lines())

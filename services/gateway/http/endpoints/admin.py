@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from nats.errors import Error as NatsError
@@ -13,11 +12,12 @@ from nats.js.errors import NotFoundError
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from services.gateway.adapters.key_writer import MAX_LOG_ENTRIES, Actor
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.request_parser import validate_body
+from services.gateway.http.scopes import ScopedRoute, caller_of
 from services.gateway.loop import Gateway
 from shared.contracts import subjects
 from shared.contracts.admin import (
@@ -39,7 +39,7 @@ from shared.contracts.admin import (
 )
 from shared.contracts.base import Done, Message
 from shared.contracts.base import Request as MeshRequest
-from shared.contracts.keys import ApiKey, KeyList, NewKey
+from shared.contracts.keys import ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey
 from shared.contracts.models import ModelSpec, code_fields
 from shared.contracts.traces import RequestTrace, TracePage
 from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDown, Unavailable, Unreachable
@@ -56,29 +56,40 @@ class Admin:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ScopedRoute]:
         at = "/admin/v1"
+        views: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "cluster": self.cluster,
+            "keys": self.keys,
+            "explain": self.explain,
+            "migrations": self.migrations,
+            "migrations/{migration_id}": self.migrations,
+            "traces": self.traces,
+            "traces/last": self.last_trace,
+            "traces/loads/{plan_id}": self.load_trace,
+            "traces/{request_id}": self.request_trace,
+        }
+        changes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+            ("POST", "models", self.add_models),
+            ("POST", "models/{name:path}/wake", self.wake),
+            ("POST", "models/{name:path}/sleep", self.sleep),
+            ("DELETE", "models/{name:path}", self.remove_model),
+            ("POST", "keys", self.add_key),
+            ("PUT", "keys/{name}", self.put_key),
+            ("PATCH", "keys/{name}", self.change_key),
+            ("POST", "keys/{name}/rotate", self.rotate_key),
+            ("DELETE", "keys/{name}", self.revoke_key),
+            ("POST", "nodes/{node}/cordon", self.cordon),
+            ("POST", "nodes/{node}/uncordon", self.uncordon),
+            ("POST", "nodes/{node}/drain", self.drain),
+            ("POST", "migrations", self.migrate),
+        ]
         return [
-            Route(f"{at}/cluster", self.cluster, methods=["GET"]),
-            Route(f"{at}/models", self.add_models, methods=["POST"]),
-            Route(f"{at}/models/{{name:path}}/wake", self.wake, methods=["POST"]),
-            Route(f"{at}/models/{{name:path}}/sleep", self.sleep, methods=["POST"]),
-            Route(f"{at}/models/{{name:path}}", self.remove_model, methods=["DELETE"]),
-            Route(f"{at}/keys", self.keys, methods=["GET"]),
-            Route(f"{at}/keys", self.add_key, methods=["POST"]),
-            Route(f"{at}/keys/{{name}}", self.revoke_key, methods=["DELETE"]),
-            Route(f"{at}/explain", self.explain, methods=["GET"]),
-            Route(f"{at}/explain", self.what_if, methods=["POST"]),
-            Route(f"{at}/nodes/{{node}}/cordon", self.cordon, methods=["POST"]),
-            Route(f"{at}/nodes/{{node}}/uncordon", self.uncordon, methods=["POST"]),
-            Route(f"{at}/nodes/{{node}}/drain", self.drain, methods=["POST"]),
-            Route(f"{at}/migrations", self.migrate, methods=["POST"]),
-            Route(f"{at}/migrations", self.migrations, methods=["GET"]),
-            Route(f"{at}/migrations/{{migration_id}}", self.migrations, methods=["GET"]),
-            Route(f"{at}/traces", self.traces, methods=["GET"]),
-            Route(f"{at}/traces/last", self.last_trace, methods=["GET"]),
-            Route(f"{at}/traces/loads/{{plan_id}}", self.load_trace, methods=["GET"]),
-            Route(f"{at}/traces/{{request_id}}", self.request_trace, methods=["GET"]),
+            *(ScopedRoute(f"{at}/{path}", view, methods=["GET"], needs="read-only") for path, view in views.items()),
+            # It starts nothing: it answers what the scheduler would do.
+            ScopedRoute(f"{at}/explain", self.what_if, methods=["POST"], needs="read-only"),
+            ScopedRoute(f"{at}/key-log", self.key_log, methods=["GET"], needs="admin"),
+            *(ScopedRoute(f"{at}/{path}", change, methods=[method], needs="admin") for method, path, change in changes),
         ]
 
     async def _request_scheduler(self, message: MeshRequest, reply: type[Message]) -> Response:
@@ -138,18 +149,40 @@ class Admin:
         return json_response(listed.model_dump(mode="json"))
 
     async def add_key(self, request: Request) -> Response:
+        body = await self._new_key(request)
+        return _key_response(await self._gateway.key_writer.add(body, _actor(request)))
+
+    async def put_key(self, request: Request) -> Response:
+        """Make a key exist as described, whether or not it does."""
+        body = await self._new_key(request)
+        if body.name != request.path_params["name"]:
+            raise InvalidRequest("The name in the body differs from the name in the path", param="name")
+        return _key_response(await self._gateway.key_writer.put(body, _actor(request)))
+
+    async def _new_key(self, request: Request) -> NewKey:
         body = validate_body(NewKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
         if body.scope == "admin" and not self._gateway.authorizer.guards_admin:
             raise PermissionDenied(
                 "An admin API without a key cannot create admin keys. Start the gateway with THAW_ADMIN_KEY, and send that key",
                 param="scope",
             )
-        key = ApiKey(name=body.name, scope=body.scope, created=int(time.time()))
-        await self._gateway.authorizer.store.add(body.sha256, key)
-        return json_response(key.model_dump(mode="json"))
+        return body
+
+    async def change_key(self, request: Request) -> Response:
+        body = validate_body(ChangeKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        return _key_response(await self._gateway.key_writer.change(request.path_params["name"], body, _actor(request)))
+
+    async def rotate_key(self, request: Request) -> Response:
+        body = validate_body(RotateKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
+        return _key_response(await self._gateway.key_writer.rotate(request.path_params["name"], body, _actor(request)))
 
     async def revoke_key(self, request: Request) -> Response:
-        return json_response((await self._gateway.authorizer.store.revoke(request.path_params["name"])).model_dump(mode="json"))
+        return _key_response(await self._gateway.key_writer.revoke(request.path_params["name"], _actor(request)))
+
+    async def key_log(self, request: Request) -> Response:
+        """Return the latest changes of keys; `?limit=` at most."""
+        limit = _integer(request, "limit", 100, maximum=MAX_LOG_ENTRIES)
+        return json_response(KeyLog(entries=await self._gateway.key_writer.read_log(limit)).model_dump(mode="json"))
 
     async def explain(self, request: Request) -> Response:
         """Explain `?model=NAME`, `?plan=ID`, `?request=ID`, or `?about=` any of them."""
@@ -235,6 +268,14 @@ class Admin:
         except (NatsError, TimeoutError) as e:
             raise Unavailable(f"The traces cannot be read now ({type(e).__name__}). Repeat the request", should_retry=True) from e
         return json_response(json.loads(found.data or b"null"))
+
+
+def _key_response(key: ApiKey) -> Response:
+    return json_response(key.model_dump(mode="json"))
+
+
+def _actor(request: Request) -> Actor:
+    return Actor(caller_of(request.scope).name or "no key", request.client.host if request.client else "")
 
 
 def _refuse_commands(specs: Iterable[ModelSpec]) -> None:

@@ -15,6 +15,7 @@ from services.gateway.adapters.engine_client import ENVELOPE_BYTES
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, digest
 from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Reservation
+from services.gateway.domain.catalog import unknown_model
 from services.gateway.http.error_formats import error_format_of
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.idempotency_key import idempotency_key_of, with_seed
@@ -26,6 +27,7 @@ from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
 from services.gateway.http.responses.response_writer import ResponseWriter
 from services.gateway.http.responses.wait_comments import describe_wait
+from services.gateway.http.scopes import caller_of
 from services.gateway.idempotency.idempotent_request import require_same_request
 from services.gateway.loop import Gateway
 from services.gateway.requests.active_request import ActiveRequest
@@ -51,7 +53,7 @@ class _IdempotencyKey:
 
 def client_of(scope: Scope) -> str:
     """Name the client for admission control by its API key, or else its address."""
-    key = Authorizer.key_hash(Headers(scope=scope))
+    key = caller_of(scope).digest or Authorizer.key_hash(Headers(scope=scope))
     client = scope.get("client")
     return key or (f"address {client[0]}" if client else "")
 
@@ -103,8 +105,11 @@ class Inference:
     ) -> None:
         gateway = self._gateway
         card = gateway.catalog.resolve(parsed.request.model)
+        adapter = gateway.catalog.lora_adapter(parsed.request.model)
+        if not caller_of(scope).may_use(adapter or card):
+            raise unknown_model(parsed.request.model)
         reservation.name_model(card.name)
-        if (adapter := gateway.catalog.lora_adapter(parsed.request.model)) is not None:
+        if adapter is not None:
             parsed = replace(parsed, engine_request=replace(parsed.engine_request, lora_adapter=adapter))
         check_model(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
@@ -146,7 +151,9 @@ class Inference:
             log.info("request received", extra={"model": card.name, "body": body})
             span.set_attribute("thaw.request.body", body)
         client_request_id = scope.get("thaw.client_request_id")
-        origin = RequestOrigin(scope["thaw.request_id"], span, arrived_at, client_request_id=client_request_id)
+        origin = RequestOrigin(
+            scope["thaw.request_id"], span, arrived_at, client_request_id=client_request_id, caller=caller_of(scope)
+        )
         request = gateway.open(engine_request, card, sink, origin, (key.place, key.new_entry) if key is not None else None)
         try:
             error_format = error_format_of(scope["path"])

@@ -9,8 +9,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.gateway.domain.catalog import unknown_model
 from services.gateway.http.endpoints.openapi import POSTS, document
 from services.gateway.http.errors import json_response
+from services.gateway.http.scopes import caller_of
 from services.gateway.loop import Gateway
 from shared.contracts.models import ModelCard
 from shared.errors import MethodNotAllowed, NotFound
@@ -40,10 +42,16 @@ class Info:
         self._started = time.monotonic()
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [model_object(c) for c in self._gateway.catalog.cards()]})
+        caller = caller_of(request.scope)
+        cards = [model_object(c) for c in self._gateway.catalog.cards() if caller.may_use(c)]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        return json_response(model_object(self._gateway.catalog.find_model(request.path_params["name"])))
+        name = request.path_params["name"]
+        card = self._gateway.catalog.find_model(name)
+        if not caller_of(request.scope).may_use(card):
+            raise unknown_model(name)
+        return json_response(model_object(card))
 
     async def health(self, request: Request) -> Response:
         return json_response({"status": "ok", "uptime_s": round(time.monotonic() - self._started, 1)})

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.http.error_formats import error_format_of
 from services.gateway.http.errors import error_response, from_http_exception
 from services.gateway.http.middleware.request_guard import RequestGuard
+from services.gateway.http.scopes import CALLER
 from services.gateway.loop import Gateway
 from shared.errors import ShuttingDown, ThawError
 
@@ -41,7 +42,7 @@ class ErrorBoundary:
         try:
             self._guard.check(scope)
             await self._gateway.wait_for_state(scope["path"])
-            self._gateway.authorizer.check(scope["path"], Headers(scope=scope))
+            scope[CALLER] = self._gateway.authorizer.check(scope["method"], scope["path"], Headers(scope=scope))
             await self._app(scope, receive, send_tracked)
         except (ThawError, HTTPException) as e:
             if has_started:

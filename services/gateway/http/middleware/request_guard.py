@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from services.gateway.authorization import Authorizer, hash_key
+from services.gateway.authorization import Authorizer
 from services.gateway.http.parsing.multipart import is_form
 from services.gateway.settings import Exposure, GatewaySettings
 from shared.errors import AuthenticationFailed, NotFound, PermissionDenied, UnsupportedMediaType
@@ -99,9 +99,7 @@ class RequestGuard:
             raise NotFound(f"{path} is disabled on this gateway")
         if exposure == "open" or (exposure == "auto" and self._is_loopback):
             return
-        admin = self._settings.admin_key
-        known = self._authorizer.configured | self._authorizer.store.hashes("inference") | self._authorizer.store.hashes("admin")
-        if Authorizer.key_hash(headers) not in known | ({hash_key(admin.get_secret_value())} if admin is not None else set()):
+        if self._authorizer.find_caller(Authorizer.key_hash(headers)) is None:
             raise AuthenticationFailed(f"{path} needs a key. Send Authorization: Bearer <key>, or change its setting")
 
 

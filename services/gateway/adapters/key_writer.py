@@ -1,0 +1,246 @@
+"""Changes of API keys in their JetStream bucket, each preceded by an entry of the audit log.
+
+Every change of an entry names the revision that it replaces, so that a change on one gateway cannot
+make a key valid again that another gateway has revoked. NATS acknowledges a write after it is on
+the disk (docs/adr/0048).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nats.errors import Error as NatsError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
+from nats.js.kv import KeyValue
+from pydantic import ValidationError
+
+from services.gateway.adapters.key_store import KeyStore
+from shared.contracts import subjects
+from shared.contracts.keys import ApiKey, ChangeKey, KeyChanged, NewKey, RotateKey
+from shared.errors import Conflict, NotFound, StoreFull, ThawError, Unavailable
+from shared.messaging import Mesh
+from shared.messaging.full_stores import full_as
+from shared.messaging.streams import ensure_audit_stream, keys_bucket
+
+log = logging.getLogger(__name__)
+_FULL = "The store of API keys is full (16 MiB). Revoke unused keys with `thaw keys revoke NAME`."
+_TIMEOUT_S = 3
+_LIMITS = ("models", "expires", "requests_per_minute", "tokens_per_minute", "concurrent_requests")
+MAX_LOG_ENTRIES = 1000
+Action = Literal["add", "change", "rotate", "revoke", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who changes a key: the name of an admin key, and the client's address."""
+
+    name: str
+    address: str = ""
+
+
+@contextmanager
+def _store_errors_as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except (NatsError, TimeoutError) as e:
+        raise Unavailable(
+            f"The store of API keys cannot be reached ({type(e).__name__}). Repeat the request", should_retry=True
+        ) from e
+
+
+def limits_of(key: NewKey | ApiKey) -> dict[str, Any]:
+    """Return the fields of a key that limit its use."""
+    return {name: getattr(key, name) for name in _LIMITS}
+
+
+class KeyWriter:
+    """Write keys and the audit log. The store's copy has a change before its reply."""
+
+    def __init__(self, mesh: Mesh, store: KeyStore) -> None:
+        self._mesh = mesh
+        self._store = store
+
+    async def add(self, new: NewKey, actor: Actor) -> ApiKey:
+        """Add a key. Raises `Conflict` if its name or its hash exists already."""
+        if self._store.find_named(new.name):
+            raise Conflict(f"An API key called {new.name} exists already. Revoke it, or choose another name", param="name")
+        key = ApiKey(name=new.name, scope=new.scope, created=int(time.time()), **limits_of(new))
+        async with self._audited("add", key.name, actor, key.model_dump(mode="json", exclude_defaults=True)) as bucket:
+            await self._create(bucket, new.sha256, key)
+        return key
+
+    async def put(self, new: NewKey, actor: Actor) -> ApiKey:
+        """Make the key exist as described, as a file of keys does.
+
+        A key of that name keeps its time of creation. If it has another hash, the present one is
+        revoked.
+        """
+        present = self._store.find_named(new.name)
+        if not present:
+            return await self.add(new, actor)
+        now = present.get(new.sha256)
+        created = min(key.created for key in present.values())
+        key = ApiKey(name=new.name, scope=new.scope, created=created, **limits_of(new))
+        if now == key and len(present) == 1:
+            return key
+        action: Action = "change" if now is not None else "rotate"
+        async with self._audited(action, key.name, actor, key.model_dump(mode="json", exclude_defaults=True)) as bucket:
+            if now is not None:
+                await self._update(bucket, new.sha256, key)
+            else:
+                await self._create(bucket, new.sha256, key)
+            for digest in present.keys() - {new.sha256}:
+                await self._delete(bucket, digest)
+        return key
+
+    async def change(self, name: str, change: ChangeKey, actor: Actor) -> ApiKey:
+        """Change the limits of a key. Raises `NotFound` if there is none of that name."""
+        present = self._find(name)
+        fields = {field: getattr(change, field) for field in change.model_fields_set}
+        async with self._audited("change", name, actor, change.model_dump(mode="json", exclude_unset=True)) as bucket:
+            for digest, key in present.items():
+                is_old = key.expires is not None and len(present) > 1
+                changed = key.model_copy(update=fields | ({"expires": key.expires} if is_old else {}))
+                await self._update(bucket, digest, changed)
+        return self._find_newest(name)
+
+    async def rotate(self, name: str, rotation: RotateKey, actor: Actor) -> ApiKey:
+        """Add a new key of the same name and limits; the old one expires after the overlap.
+
+        Raises:
+            NotFound: There is no key of that name.
+            Conflict: The new key exists already, or the key is being rotated.
+        """
+        present = self._find(name)
+        if len(present) > 1:
+            raise Conflict(f"The API key {name} is being rotated: its old key is still valid. Repeat the request later")
+        ((digest, old),) = present.items()
+        until = int(time.time()) + rotation.overlap_s
+        async with self._audited("rotate", name, actor, {"overlap_s": rotation.overlap_s}) as bucket:
+            await self._create(bucket, rotation.sha256, old.model_copy(update={"created": int(time.time())}))
+            if rotation.overlap_s == 0:
+                await self._delete(bucket, digest)
+            else:
+                expires = until if old.expires is None else min(until, old.expires)
+                await self._update(bucket, digest, old.model_copy(update={"expires": expires}))
+        return self._find_newest(name)
+
+    async def revoke(self, name: str, actor: Actor) -> ApiKey:
+        """Revoke a key. Raises `NotFound` if there is none of that name."""
+        present = self._find(name)
+        newest = self._find_newest(name)
+        async with self._audited("revoke", name, actor, {}, is_required=False) as bucket:
+            for digest in present:
+                await self._delete(bucket, digest)
+        return newest
+
+    async def read_log(self, limit: int) -> tuple[KeyChanged, ...]:
+        """Return the latest entries of the audit log, the latest first.
+
+        Raises:
+            Unavailable: NATS does not answer.
+        """
+        found: list[KeyChanged] = []
+        with _store_errors_as_unavailable():
+            js = self._mesh.nc.jetstream(timeout=_TIMEOUT_S)
+            try:
+                last = (await js.stream_info(subjects.AUDIT_STREAM)).state
+            except NotFoundError:
+                return ()
+            for sequence in range(last.last_seq, max(last.first_seq, last.last_seq - limit + 1) - 1, -1):
+                try:
+                    message = await js.get_msg(subjects.AUDIT_STREAM, sequence)
+                    found.append(KeyChanged.model_validate_json(message.data or b""))
+                except (NotFoundError, ValidationError):
+                    continue  # removed by the stream's limits, or written by a newer version
+        return tuple(found)
+
+    # Writes.
+
+    @asynccontextmanager
+    async def _audited(
+        self, action: Action, name: str, actor: Actor, details: dict[str, Any], *, is_required: bool = True
+    ) -> AsyncIterator[KeyValue]:
+        """Write the audit entry, and open the bucket for the change inside the block.
+
+        Args:
+            is_required: Without the entry the change is refused. A revocation is made in any case.
+        """
+        with _store_errors_as_unavailable():
+            bucket = await keys_bucket(self._mesh.nc.jetstream(timeout=_TIMEOUT_S), self._mesh.replicas)
+            try:
+                await self._log(action, name, actor, details)
+            except (NatsError, TimeoutError) as e:
+                if is_required:
+                    raise
+                log.error("failed to write the audit log of a revocation", extra={"name_of_key": name, "error": repr(e)})
+            try:
+                yield bucket
+            except (ThawError, NatsError, TimeoutError) as e:
+                try:
+                    await self._log("failed", name, actor, {"action": action, "error": str(e)})
+                except (NatsError, TimeoutError) as fault:
+                    log.error("failed to write the audit log", extra={"name_of_key": name, "error": repr(fault)})
+                raise
+
+    async def _log(self, action: Action, name: str, actor: Actor, details: dict[str, Any]) -> None:
+        js = self._mesh.nc.jetstream(timeout=_TIMEOUT_S)
+        entry = KeyChanged(at=time.time(), actor=actor.name, address=actor.address, action=action, key=name, details=details)
+        await ensure_audit_stream(js, self._mesh.replicas)
+        await js.publish(subjects.AUDIT_KEYS, entry.model_dump_json().encode())
+
+    async def _mark(self, bucket: KeyValue, key: ApiKey) -> None:
+        async def write(entry: str) -> None:
+            await bucket.put(entry, b"1")
+
+        await self._store.mark(key.scope, write)
+
+    async def _create(self, bucket: KeyValue, digest: str, key: ApiKey) -> None:
+        value = key.model_dump_json().encode()
+        try:
+            with full_as(_FULL):
+                await self._mark(bucket, key)
+                await bucket.create(digest, value)
+        except KeyWrongLastSequenceError as e:
+            raise Conflict("This API key exists already under another name. Create a new key", param="sha256") from e
+        self._store.put(digest, value)
+
+    async def _update(self, bucket: KeyValue, digest: str, key: ApiKey) -> None:
+        value = key.model_dump_json().encode()
+        try:
+            entry = await bucket.get(digest)
+            with full_as(_FULL):
+                await bucket.update(digest, value, last=entry.revision)
+        except KeyNotFoundError as e:
+            raise NotFound(f"The API key {key.name} was revoked meanwhile") from e
+        except KeyWrongLastSequenceError as e:
+            raise Conflict(f"The API key {key.name} was changed meanwhile. Repeat the request", should_retry=True) from e
+        self._store.put(digest, value)
+
+    async def _delete(self, bucket: KeyValue, digest: str) -> None:
+        key = self._store.find(digest)
+        if key is None:
+            return
+        try:
+            await self._mark(bucket, key)
+        except (NatsError, StoreFull) as e:  # a full bucket must not keep a key valid; the file has the marker
+            log.warning("failed to write the marker of API keys", extra={"error": repr(e)})
+        try:
+            await bucket.delete(digest)
+        except KeyNotFoundError:
+            log.info("API key was revoked by another gateway already", extra={"name_of_key": key.name})
+        self._store.remove(digest)
+
+    def _find(self, name: str) -> dict[str, ApiKey]:
+        found = self._store.find_named(name)
+        if not found:
+            raise NotFound(f"No API key is called {name}. `thaw keys list` shows the keys", param="name")
+        return found
+
+    def _find_newest(self, name: str) -> ApiKey:
+        return max(self._find(name).values(), key=lambda key: (key.expires is None, key.created))

@@ -142,8 +142,12 @@ class KvLease:
                 self._send_demand()
 
     def abandon(self) -> None:
-        """Stop borrowing. The pages stay until this process ends."""
+        """Stop borrowing, and deliver no more events.
+
+        The pages stay until `close` or the end of this process.
+        """
         self._closed.set()
+        self._deliver = _ignore  # it refers to the KV cache and the model, and the thread may wait for the loader
 
     def close(self) -> None:
         """End the connection and unmap all pages."""
@@ -245,3 +249,7 @@ class KvLease:
                 self._connection.sendall(message.model_dump_json().encode() + b"\n")
             except OSError as e:  # the reading thread sees the end of the connection, and connects again
                 log.debug("failed to send to the loader", extra={"error": str(e)})
+
+
+def _ignore(_: Lent | Shrink) -> None:
+    """Drop the event."""

@@ -160,6 +160,14 @@ class Engine(InstanceProcess):
             await asyncio.wait(jobs)
         self._jobs.clear()
 
+    def take_lease(self) -> KvLease | None:
+        """Return the pages that the KV cache has borrowed, for the caller to close.
+
+        Call it after `until_detached`.
+        """
+        lease, self._lease = self._lease, None
+        return lease
+
     def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
         return {
             self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again"),

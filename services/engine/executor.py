@@ -50,6 +50,7 @@ from shared.messaging import Mesh
 from shared.sizing import need_of
 from shared.tasks import wait_for_first
 from shared.telemetry.timeline import Timeline
+from weights.kv_lease import KvLease
 
 log = logging.getLogger(__name__)
 AddressRange = tuple[int, int]
@@ -67,12 +68,14 @@ class _Attached:
     Attributes:
         engine: None once the engine has ended, until its memory is unmapped.
         ranges: Addresses at which the ended engine's weights were mapped.
+        lease: Pages that the ended engine's KV cache has borrowed.
     """
 
     engine: Engine | None
     stop: asyncio.Event
     running: asyncio.Task[int]
     ranges: tuple[AddressRange, ...] = ()
+    lease: KvLease | None = None
 
 
 class Executor:
@@ -163,7 +166,7 @@ class Executor:
         log.info("attached", extra={"instance": start.instance_id, "model": start.card.name})
 
     async def _detach(self, instance_id: str) -> InstanceDetached:
-        """End an engine, and verify that its weights are no longer mapped.
+        """End an engine, verify that its weights are no longer mapped, and return borrowed pages.
 
         Raises:
             EngineFailed: They are still mapped. A repeated command checks again.
@@ -177,6 +180,7 @@ class Executor:
         if attached.engine is not None:
             await attached.engine.until_detached()
             attached.ranges = attached.engine.mapped_ranges()
+            attached.lease = attached.engine.take_lease()
             attached.engine = None
         await asyncio.sleep(0)
         deadline = time.monotonic() + _UNMAPPED_WITHIN_S
@@ -190,6 +194,8 @@ class Executor:
         _trim()
         if left:
             raise EngineFailed(f"{left} bytes of the weights of {instance_id} are still mapped")
+        if attached.lease is not None:
+            await asyncio.to_thread(attached.lease.close)
         self._attached.pop(instance_id, None)
         self._memory.leave(instance_id)
         log.info("detached", extra={"instance": instance_id})
@@ -290,7 +296,9 @@ def private_bytes() -> int:
 
 
 def mapped_bytes(ranges: Iterable[AddressRange], others: Iterable[AddressRange] = ()) -> int:
-    """Return how many bytes of files this process maps in `ranges`.
+    """Return how many bytes of files this process maps in `ranges`, and can access.
+
+    Borrowed pages are mapped without access, at any free address (`weights.kv_lease`).
 
     Args:
         ranges: Addresses.
@@ -301,8 +309,8 @@ def mapped_bytes(ranges: Iterable[AddressRange], others: Iterable[AddressRange] 
     wanted = [r for r in ranges if r not in kept and not any(low < r[1] and r[0] < high for low, high in kept)]
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, _, _, _, inode = line.split()[:5]
-        if inode == "0":
+        addresses, access, _, _, inode = line.split()[:5]
+        if inode == "0" or access.startswith("---"):
             continue
         low, high = (int(part, 16) for part in addresses.split("-"))
         total += sum(max(0, min(high, end) - max(low, start)) for start, end in wanted)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,10 +19,12 @@ from shared.contracts.phases import Phase
 from shared.sizing import need_of
 from tests.integration.nodeagent.harness import Node, gone, running_node
 from tests.integration.nodeagent.test_real_engine import inspected, start_of
+from tests.support.engines import Engines
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
 
 pytestmark = pytest.mark.slow
+ASKED: dict[str, Any] = {"prompt": "once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
 @asynccontextmanager
@@ -110,3 +113,29 @@ async def test_executor_that_does_not_answer_is_killed(nats_server: NatsServer, 
         await node.stop("shared1", drain_timeout_ms=100)
         await node.reaches("shared1", InstanceState.STOPPED, within=60)
         assert await gone(first.pids[0])
+
+
+async def test_stopped_instance_on_a_separate_device_returns_its_pages(nats_server: NatsServer, tmp_path: Path) -> None:
+    async with shared_node(nats_server.url, tmp_path, THAW_DEVICES="cpu:0=512MiB/separate") as (node, cards):
+        engines = Engines(node.mesh, node.name, nats_server.url, tmp_path)
+        first = await started(node, cards[0], "shared1")
+        await started(node, cards[1], "shared2")
+        expected = (await engines.answer("shared1", "completion", **ASKED)).tokens()
+        maps = Path(f"/proc/{first.pids[0]}/maps")
+
+        async def until_lent(owners: int) -> None:
+            """Wait until `owners` instances have the one page that a short request needs."""
+            async with asyncio.timeout(60):
+                while sum(" ---s " in line and "pages" in line for line in maps.read_text().splitlines()) != owners:  # noqa: ASYNC110  # there is no event
+                    await asyncio.sleep(0.01)
+
+        await until_lent(2)
+        for turn in range(2):
+            await node.stop(f"shared{2 * turn + 1}")
+            stopped = await node.reaches(f"shared{2 * turn + 1}", InstanceState.STOPPED, InstanceState.FAILED)
+            assert (stopped.state, stopped.error) == (InstanceState.STOPPED, None)
+            await until_lent(1)
+            name = f"shared{2 * turn + 3}"
+            assert (await started(node, cards[0], name)).pids == first.pids
+            assert (await engines.answer(name, "completion", **ASKED)).tokens() == expected
+            await until_lent(2)

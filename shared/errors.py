@@ -24,6 +24,7 @@
     │   └── UnsupportedArchitecture unsupported_architecture
     ├── QueueFull               429 queue_full
     ├── TooManyConnections      429 too_many_connections
+    ├── RateLimitExceeded       429 rate_limit_exceeded       a limit of the API key
     ├── EngineFailed            500 engine_failed
     │   ├── EngineKilled            engine_killed             by another process, not out of memory
     │   ├── MemoryExceeded          memory_exceeded           by a model in an executor
@@ -241,6 +242,14 @@ class TooManyConnections(ThawError):
     """This address has as many connections as the gateway allows. Close some, or reuse them."""
 
     code, status, type = "too_many_connections", 429, "rate_limit_error"
+
+
+class RateLimitExceeded(ThawError):
+    """The API key has used what its limits allow; try again later."""
+
+    code, status, type = "rate_limit_exceeded", 429, "rate_limit_error"
+    headers: dict[str, str] | None = None
+    """The limits as `x-ratelimit-*`. Not on the wire: only a gateway raises it."""
 
 
 class EngineFailed(ThawError):

@@ -16,12 +16,14 @@ from functools import partial
 from typing import cast
 
 import uvicorn
+from nats.errors import Error as NatsError
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from services.gateway.adapters.catalog_watcher import CatalogWatcher
 from services.gateway.adapters.garbage_collector import collect_when_idle, start_collecting_rarely
+from services.gateway.adapters.rate_limiter import LEASE_LIMITS
 from services.gateway.authorization import is_exposed
 from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.handlers.find_request import subscribe_find_request
@@ -43,6 +45,7 @@ from services.gateway.telemetry.metrics import Metrics
 from services.gateway.telemetry.request_log import RequestLog
 from shared.contracts import subjects
 from shared.contracts.demand import LoadFailed
+from shared.contracts.limits import GatewayPresent
 from shared.contracts.migration import GATEWAY_CONTROL
 from shared.contracts.node import NodeStatus, StatusWanted
 from shared.messaging import Mesh
@@ -88,6 +91,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
             "server-timing",
             "x-thaw-ignored",
             "x-thaw-queue-position",
+            *(f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "tokens")),
         ]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return RequestIds(app)
@@ -155,6 +159,8 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
     try:
         mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, gateway.on_status)
         mesh.respond(subjects.gateway_control(gateway.id), GATEWAY_CONTROL, MoveRequestHandler(gateway).handle, concurrent=True)
+        mesh.respond(subjects.gateway_limits(gateway.id), LEASE_LIMITS, gateway.rate_limits.on_lease)
+        mesh.listen(subjects.GATEWAY_PRESENT, GatewayPresent, gateway.rate_limits.on_presence)
         mesh.listen(subjects.LOAD_FAILED, LoadFailed, gateway.on_load_failed)
         return await _serve(gateway, listener, stop)
     finally:
@@ -237,6 +243,8 @@ async def _finish(gateway: Gateway, server: HttpServer, serving: asyncio.Task[No
     gateway.end_all()
     await asyncio.wait([serving])
     await gateway.settle(_FLUSH_TIMEOUT_S)
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, NatsError):
         async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+            if gateway.has_joined:
+                await gateway.rate_limits.announce(leaving=True)
             await asyncio.gather(gateway.request_log.flush(_FLUSH_TIMEOUT_S), gateway.objectives.flush())

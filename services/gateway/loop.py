@@ -15,6 +15,7 @@ from services.gateway.adapters.key_store import KeyStore
 from services.gateway.adapters.key_writer import KeyWriter
 from services.gateway.adapters.objective_publisher import ObjectivePublisher
 from services.gateway.adapters.prompt_length import PromptLengthChecker
+from services.gateway.adapters.rate_limiter import RateLimiter
 from services.gateway.adapters.request_probe import RequestProbe
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
 from services.gateway.authorization import Authorizer
@@ -81,6 +82,7 @@ class Gateway:
         key_store = KeyStore(KeyMarker(settings.state / "gateway"))
         key_store.on_removed = self.on_key_removed
         self.key_writer = KeyWriter(mesh, key_store)
+        self.rate_limits = RateLimiter(mesh, self.id, key_store)
         self.authorizer = Authorizer(settings, key_store, is_exposed=is_exposed)
         self.admission = Admission(byte_limits(settings))
         self.prompt_lengths = PromptLengthChecker(TokenizerFiles(mesh, self.dispatcher.routes.nodes))
@@ -272,6 +274,7 @@ class Gateway:
             group.create_task(self._demand.run(), name="demand"),
             group.create_task(self.objectives.run(), name="objectives"),
             group.create_task(self._tick(), name="tick"),
+            group.create_task(self.rate_limits.run(), name="rate limits"),
         ]
         self.has_joined = True
 

@@ -107,6 +107,13 @@ def gateway_control(gateway_id: str) -> str:
     return f"{PREFIX}.gateway.{gateway_id}.control"
 
 
+def gateway_limits(gateway_id: str) -> str:
+    """Subject of requests to a gateway to lease limits of the API keys that it owns."""
+    return f"{PREFIX}.gateway.{gateway_id}.limits"
+
+
+GATEWAY_PRESENT = f"{PREFIX}.gateway.present"
+"""Each gateway announces itself to the others."""
 FIND_REQUEST = f"{PREFIX}.gateway.find"
 """Every gateway receives it; the one that holds the request answers."""
 

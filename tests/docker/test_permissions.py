@@ -47,6 +47,8 @@ MAY_PUBLISH = {
     "executorControl": {"node"},
     "replies": {"node"},
     "gatewayControl": {"migrator"},
+    "gatewayPresent": {"gateway"},
+    "gatewayLimits": {"gateway"},
     "findRequest": {"scheduler"},
     "migrations": {"scheduler", "migrator"},
     "requestTrace": {"gateway"},
@@ -70,6 +72,8 @@ MAY_HEAR = {
     "executorControl": {"node"},
     "replies": {"gateway"},
     "gatewayControl": {"gateway"},
+    "gatewayPresent": {"gateway"},
+    "gatewayLimits": {"gateway"},
     "findRequest": {"gateway"},
     "migrations": set(),  # over JetStream's own inboxes
     "requestTrace": set(),

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from services.gateway.http.error_formats import ErrorFormat
-from shared.errors import InvalidRequest, MethodNotAllowed, NotFound, QueueFull, ThawError
+from shared.errors import InvalidRequest, MethodNotAllowed, NotFound, QueueFull, RateLimitExceeded, ThawError
 
 
 def error_headers(error: ThawError) -> dict[str, str]:
@@ -24,6 +24,8 @@ def error_headers(error: ThawError) -> dict[str, str]:
         headers["retry-after-ms"] = str(error.retry_after_ms)
     if isinstance(error, QueueFull) and error.position is not None:
         headers["x-thaw-queue-position"] = str(error.position)
+    if isinstance(error, RateLimitExceeded) and error.headers is not None:
+        headers |= error.headers
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):

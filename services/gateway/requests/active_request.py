@@ -60,6 +60,7 @@ class ActiveRequest:
         idempotency: The request's Idempotency-Key; None without one.
         on_requeued: Called when the request waits for another instance.
         key_digest: Hash of the client's API key; empty without a key.
+        headers: Headers of the response that do not depend on it.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class ActiveRequest:
         self.idempotency: IdempotencyGuard | None = None
         self.on_requeued: Callable[[], None] | None = None
         self.key_digest = ""
+        self.headers: dict[str, str] = {}
         self._dispatcher = dispatcher
 
     def attach_idempotency(self, guard: IdempotencyGuard) -> None:
@@ -186,6 +188,16 @@ class ActiveRequest:
         """Wait until the client may repeat the failed request."""
         if self.idempotency is not None:
             await self.idempotency.wait_until_settled()
+
+    @property
+    def used_tokens(self) -> int | None:
+        """Prompt and completion tokens that engines computed for it; None if none has begun."""
+        if self.response.is_replay:
+            return 0
+        usage, generated = self.stats.usage, self.resume_state.tokens
+        if not usage.prompt_tokens:
+            return None if self.ticket.attempts else 0
+        return usage.prompt_tokens + max(usage.completion_tokens, generated)
 
     def cancel(self) -> None:
         """End the request without a response: leave the queue, or stop the engine."""

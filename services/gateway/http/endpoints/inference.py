@@ -13,9 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.adapters.engine_client import ENVELOPE_BYTES
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, digest
+from services.gateway.adapters.rate_limiter import Admitted, is_limited
 from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Reservation
 from services.gateway.domain.catalog import unknown_model
+from services.gateway.domain.limits.estimate import estimate_tokens
 from services.gateway.http.error_formats import error_format_of
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.idempotency_key import idempotency_key_of, with_seed
@@ -114,13 +116,38 @@ class Inference:
         check_model(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
             await gateway.prompt_lengths.check(parsed.request, card)
+        admitted = await self._admit(parsed, scope)
+        try:
+            await self._serve(parsed, card, admitted, arrived_at, scope, receive, send)
+        except BaseException:
+            if admitted is not None and not admitted.is_settled:
+                admitted.settle(0)  # it did not get as far as its queue
+            raise
+
+    async def _admit(self, parsed: ParsedRequest, scope: Scope) -> Admitted | None:
+        """Count the request against the limits of its key; None if it has none."""
+        key = caller_of(scope).key
+        if key is None or not is_limited(key):
+            return None
+        return await self._gateway.rate_limits.admit(key, estimate_tokens(parsed.request, len(parsed.engine_request.body)))
+
+    async def _serve(
+        self,
+        parsed: ParsedRequest,
+        card: ModelCard,
+        admitted: Admitted | None,
+        arrived_at: float,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         response_id, created, key = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time()), None
         if (name := idempotency_key_of(scope)) is not None:
             key = await self._find_key(name, parsed, scope, response_id, created)
             response_id, created = key.place.entry.answer_id, key.place.entry.created
             parsed = with_seed(parsed, name)
         sink = self._sink(parsed, response_id, created, is_repeatable=key is not None)
-        await self._respond(parsed, card, arrived_at, sink, key, scope, receive, send)
+        await self._respond(parsed, card, arrived_at, sink, key, admitted, scope, receive, send)
 
     async def _find_key(self, name: str, parsed: ParsedRequest, scope: Scope, response_id: str, created: int) -> _IdempotencyKey:
         request = digest(parsed.engine_request.body, *filter(None, [scope["query_string"]]))
@@ -135,6 +162,7 @@ class Inference:
         arrived_at: float,
         sink: EventStream | BufferedSink,
         key: _IdempotencyKey | None,
+        admitted: Admitted | None,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -155,6 +183,8 @@ class Inference:
             scope["thaw.request_id"], span, arrived_at, client_request_id=client_request_id, caller=caller_of(scope)
         )
         request = gateway.open(engine_request, card, sink, origin, (key.place, key.new_entry) if key is not None else None)
+        if admitted is not None:
+            request.headers = admitted.headers
         try:
             error_format = error_format_of(scope["path"])
             writer = ResponseWriter(
@@ -163,6 +193,8 @@ class Inference:
             await writer.write(scope, receive, send)
         finally:
             gateway.close(request, origin)
+            if admitted is not None:
+                admitted.settle(request.used_tokens)
 
     def _describe_wait(self, request: ActiveRequest) -> str:
         return describe_wait(request, self._gateway.dispatcher)

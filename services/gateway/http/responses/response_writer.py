@@ -70,7 +70,9 @@ def ignored_names(request: ActiveRequest) -> str:
 
 def extra_headers(request: ActiveRequest) -> dict[str, str]:
     """Build the gateway's own headers: replay, ignored parameters, timing."""
-    headers = {REPLAYED: "true"} if request.response.is_replay else {}
+    headers = dict(request.headers)
+    if request.response.is_replay:
+        headers[REPLAYED] = "true"
     if request.stats.ignored_parameters:
         headers["x-thaw-ignored"] = ignored_names(request)
     if timing := server_timing(request):
@@ -261,8 +263,7 @@ class ResponseWriter:
             status, headers = passthrough.head.status, passthrough_headers(passthrough)
         if passthrough is None or passthrough.is_event_stream:
             headers |= _UNBUFFERED
-        if not is_early:
-            headers |= extra_headers(request)
+        headers |= request.headers if is_early else extra_headers(request)
         raw = [(k.encode(), v.encode()) for k, v in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
 

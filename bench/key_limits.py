@@ -1,0 +1,111 @@
+"""What limits of a key cost a warm request: `python -m bench.key_limits [--pairs N] [--json PATH]`.
+
+Two gateway processes and the engine of prepared tokens. A pair is one request with a key without
+limits and one with a key that has all limits, one after the other on the same connection, in
+alternating order. One gateway owns the limited key; the other leases from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from bench.prepared_engine import FREE
+from bench.report import write
+from bench.warm_targets import Processes, start_nats
+from shared.ports import free_port
+
+ADMIN = {"authorization": "Bearer bench-admin"}
+PLAIN, LIMITED = "sk-plain", "sk-limited"
+_LIMITS = {"requests_per_minute": 10**7, "tokens_per_minute": 10**9, "concurrent_requests": 1000, "models": ["*"]}
+_WARM_UP = 200
+_RESAMPLES = 500
+
+
+def _add_key(port: int, name: str, key: str, limits: dict[str, object]) -> None:
+    body = {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} | limits
+    httpx.post(f"http://127.0.0.1:{port}/admin/v1/keys", json=body, headers=ADMIN, timeout=30).raise_for_status()
+
+
+def _await_key(port: int, key: str) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=10)
+        if answer.is_success:
+            return
+        time.sleep(0.05)
+    raise RuntimeError("a gateway does not know the key")
+
+
+def take_pairs(port: int, count: int) -> list[float]:
+    """Return the additional milliseconds of the request with limits, for each pair."""
+    body = {"model": FREE, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+    found = []
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        for number in range(_WARM_UP + count):
+            took = {}
+            for key in (PLAIN, LIMITED) if number % 2 else (LIMITED, PLAIN):
+                begun = time.perf_counter()
+                answer = client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+                took[key] = (time.perf_counter() - begun) * 1e3
+                answer.raise_for_status()
+                if ("x-ratelimit-limit-tokens" in answer.headers) is not (key == LIMITED):
+                    raise RuntimeError("the limits were not counted")
+            if number >= _WARM_UP:
+                found.append(took[LIMITED] - took[PLAIN])
+    return found
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return the bootstrap's 95 % interval of the median."""
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
+    return medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=1500)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
+        processes = Processes(Path(directory), stack)
+        nats_url, _ = start_nats(processes, Path(directory))
+        processes.start("engine", [sys.executable, "-m", "bench.prepared_engine", "--nats", nats_url, "--port", str(free_port())])
+        ports = [free_port(), free_port()]
+        for number, port in enumerate(ports):
+            environment = {
+                "THAW_NATS_URL": nats_url,
+                "THAW_GATEWAY_PORT": str(port),
+                "THAW_HOME": f"{directory}/{number}",
+                "THAW_ADMIN_KEY": "bench-admin",
+            }
+            processes.start(f"gateway-{number}", [sys.executable, "-m", "services.gateway"], environment)
+        for number, port in enumerate(ports):
+            processes.await_answer(f"gateway-{number}", port, FREE)
+        _add_key(ports[0], "plain", PLAIN, {})
+        _add_key(ports[0], "limited", LIMITED, _LIMITS)
+        for port in ports:
+            _await_key(port, LIMITED)
+        for number, port in enumerate(ports):
+            pairs = take_pairs(port, options.pairs)
+            low, high = interval(pairs)
+            figures[f"gateway_{number}_added_ms"] = statistics.median(pairs)
+            print(
+                f"gateway {number}: {statistics.median(pairs) * 1e3:+.0f} us a request, 95 % {low * 1e3:+.0f} to {high * 1e3:+.0f} us"
+            )
+    write(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Admission of requests by the limits of their API keys, over all gateways together.
+
+The gateway that owns a key keeps its budget. Other gateways lease from it, ahead of their requests,
+so that few requests wait for a message. A gateway that does not answer owns nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from services.gateway.adapters.key_store import KeyStore
+from services.gateway.domain.limits.key_budget import KeyBudget
+from services.gateway.domain.limits.lease import RENEW_S, Lease
+from services.gateway.domain.limits.members import Members
+from shared.contracts import subjects
+from shared.contracts.keys import ApiKey, KeyLimits
+from shared.contracts.limits import PRESENCE_INTERVAL_S, GatewayPresent, LeaseLimits, LimitsLeased
+from shared.errors import DeadlineExceeded, RateLimitExceeded, ThawError, Unreachable
+from shared.messaging import Mesh
+
+log = logging.getLogger(__name__)
+LEASE_LIMITS: TypeAdapter[LeaseLimits] = TypeAdapter(LeaseLimits)
+_MAX_ASKS = 4
+"""Owners or grants that one request waits for; each change of owner takes one."""
+_WORDS = {
+    "requests": ("requests per minute", "requests_per_minute"),
+    "tokens": ("tokens per minute", "tokens_per_minute"),
+    "concurrent": ("concurrent requests", "concurrent_requests"),
+}
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A request that its key's limits admit.
+
+    Attributes:
+        headers: The limits, as OpenAI reports them.
+        is_settled: Its end was counted.
+    """
+
+    lease: Lease
+    estimated_tokens: float
+    headers: dict[str, str]
+    is_settled: bool = False
+
+    def settle(self, used_tokens: float | None) -> None:
+        """The request ended.
+
+        Args:
+            used_tokens: Its prompt and completion tokens; None: unknown, as estimated.
+        """
+        self.is_settled = True
+        self.lease.settle(self.estimated_tokens, self.estimated_tokens if used_tokens is None else used_tokens)
+
+
+def is_limited(key: ApiKey | None) -> bool:
+    """True if a key has limits that are counted."""
+    return key is not None and not (
+        key.requests_per_minute is None and key.tokens_per_minute is None and key.concurrent_requests is None
+    )
+
+
+class RateLimiter:
+    """Leases of this gateway, and budgets of the keys that it owns."""
+
+    def __init__(self, mesh: Mesh, gateway_id: str, keys: KeyStore) -> None:
+        self._mesh = mesh
+        self._id = gateway_id
+        self._keys = keys
+        self._members = Members(gateway_id)
+        self._leases: dict[str, Lease] = {}
+        self._budgets: dict[str, KeyBudget] = {}
+        self._asking: dict[str, asyncio.Lock] = {}
+
+    async def admit(self, key: ApiKey, tokens: float) -> Admitted:
+        """Count a request against the limits of its key.
+
+        Args:
+            key: A key with limits.
+            tokens: Estimate of its prompt and completion tokens.
+
+        Raises:
+            RateLimitExceeded: A limit is exhausted, or the owner of the key does not answer.
+        """
+        lease = self._leases.get(key.name)
+        if lease is None:
+            lease = self._leases[key.name] = Lease()
+        if key.tokens_per_minute is not None:
+            tokens = min(tokens, float(key.tokens_per_minute))
+        for _ in range(_MAX_ASKS):
+            now = time.monotonic()
+            owner = self._members.owner(key.name)
+            if lease.admit(key, tokens, owner, now):
+                return Admitted(lease, tokens, _headers(key, lease))
+            if owner != self._id and now < lease.denied_until:
+                raise _refusal(key, lease)
+            if owner == self._id:
+                self._ask_itself(key, lease, tokens, now)
+            else:
+                await self._ask(key, lease, tokens, owner)
+            if time.monotonic() < lease.denied_until:
+                raise _refusal(key, lease)
+        raise _refusal(key, lease)
+
+    def _ask_itself(self, key: ApiKey, lease: Lease, tokens: float, now: float) -> None:
+        ask = lease.ask(self._id, key, tokens)
+        lease.accept_answer(self._budget(key.name).lease(ask, now), self._id, now, now)
+
+    async def _ask(self, key: ApiKey, lease: Lease, tokens: float, owner: str) -> None:
+        """Lease from another gateway; requests of one key ask one after the other."""
+        lock = self._asking.setdefault(key.name, asyncio.Lock())
+        before = lease.asked_at
+        async with lock:
+            if lease.asked_at != before:
+                return  # another request has asked meanwhile
+            await self._request(key, lease, lease.ask(self._id, key, tokens), owner)
+
+    async def _request(self, key: ApiKey, lease: Lease, ask: LeaseLimits, owner: str, *, is_renewal: bool = False) -> None:
+        asked_at = time.monotonic()
+        try:
+            message = ask.model_copy(update={"key": key.name})
+            answer = await self._mesh.request(subjects.gateway_limits(owner), message, LimitsLeased)
+        except (Unreachable, DeadlineExceeded) as e:
+            log.info("a gateway does not answer about limits", extra={"other": owner, "error": e.message})
+            self._members.remove(owner)
+        except ThawError as e:
+            log.warning("failed to lease limits", extra={"key": key.name, "error": e.message})
+        else:
+            lease.accept_answer(answer, owner, asked_at, time.monotonic(), is_renewal=is_renewal)
+
+    def _budget(self, name: str) -> KeyBudget:
+        budget = self._budgets.get(name)
+        if budget is None:
+            budget = self._budgets[name] = KeyBudget()
+        return budget
+
+    # Messages of other gateways.
+
+    async def on_lease(self, ask: LeaseLimits) -> LimitsLeased:
+        """Grant another gateway a share."""
+        now = time.monotonic()
+        self._members.on_presence(ask.gateway, now)
+        own, budget = self._leases.get(ask.key), self._budget(ask.key)
+        if own is not None and own.owner == self._id and own.answer is not None:
+            self._give_back(own, ask, budget, now)
+        return budget.lease(ask, now)
+
+    def _give_back(self, own: Lease, limits: KeyLimits | LeaseLimits, budget: KeyBudget, now: float) -> None:
+        """Return to the budget what this gateway, its owner, has taken ahead."""
+        answer = budget.lease(own.renewal(self._id, limits, now, is_owner=True), now)
+        own.accept_answer(answer, self._id, now, now, is_renewal=True)
+
+    async def on_presence(self, message: GatewayPresent) -> None:
+        if message.leaving:
+            self._members.remove(message.gateway)
+        elif self._members.on_presence(message.gateway, time.monotonic()):
+            await self.announce()
+
+    async def announce(self, *, leaving: bool = False) -> None:
+        """Announce this gateway to the others."""
+        await self._mesh.publish(subjects.GATEWAY_PRESENT, GatewayPresent(gateway=self._id, leaving=leaving))
+
+    async def run(self) -> None:
+        """Announce this gateway and renew its leases until cancelled, while any key has limits."""
+        await self.announce()
+        was_needed = False
+        while True:
+            await asyncio.sleep(min(PRESENCE_INTERVAL_S, RENEW_S))
+            now, is_needed = time.monotonic(), any(map(is_limited, self._keys.list_keys()))
+            if is_needed:
+                await self.announce()
+                self._members.expire(now) if was_needed else self._members.touch(now)
+            was_needed = is_needed
+            await self._renew(now)
+
+    async def _renew(self, now: float) -> None:
+        keys = {key.name: key for key in self._keys.list_keys()}
+        for name, lease in list(self._leases.items()):
+            key = keys.get(name)
+            if key is None or not is_limited(key):
+                if not lease.in_flight:
+                    del self._leases[name]
+                continue
+            owner = self._members.owner(name)
+            if lease.answer is None or lease.owner != owner:
+                continue  # the next request asks
+            if owner == self._id:
+                self._give_back(lease, key, self._budget(name), now)
+                continue
+            async with self._asking.setdefault(name, asyncio.Lock()):
+                ask = lease.renewal(self._id, key, time.monotonic(), is_owner=False)
+                if ask.releases:
+                    lease.answer = None
+                await self._request(key, lease, ask, owner, is_renewal=True)
+                if ask.releases and lease.is_idle(time.monotonic()):
+                    lease.answer = None
+        for name in [n for n, budget in self._budgets.items() if budget.is_idle(now)]:
+            del self._budgets[name]
+
+
+def _headers(key: ApiKey, lease: Lease) -> dict[str, str]:
+    """Format the limits as OpenAI's `x-ratelimit-*` headers."""
+    held = lease.answer
+    assert held is not None
+    found: dict[str, str] = {}
+    if key.requests_per_minute is not None:
+        unused = max(0, math.floor(held.requests - lease.used_requests))
+        found["x-ratelimit-limit-requests"] = str(key.requests_per_minute)
+        found["x-ratelimit-remaining-requests"] = str(min(key.requests_per_minute, (held.remaining_requests or 0) + unused))
+        found["x-ratelimit-reset-requests"] = format_reset(held.requests_reset_s or 0.0)
+    if key.tokens_per_minute is not None:
+        unused = max(0, math.floor(held.tokens - lease.used_tokens))
+        found["x-ratelimit-limit-tokens"] = str(key.tokens_per_minute)
+        found["x-ratelimit-remaining-tokens"] = str(min(key.tokens_per_minute, (held.remaining_tokens or 0) + unused))
+        found["x-ratelimit-reset-tokens"] = format_reset(held.tokens_reset_s or 0.0)
+    return found
+
+
+def format_reset(seconds: float) -> str:
+    """Format a duration as OpenAI does: `120ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)}m{rest:.0f}s" if minutes else f"{rest:.3g}s"
+
+
+def _refusal(key: ApiKey, lease: Lease) -> RateLimitExceeded:
+    held = lease.answer
+    name = (held.exhausted if held is not None else None) or "requests"
+    words, field = _WORDS[name]
+    retry_s = max(held.retry_after_s if held is not None else 1.0, 0.001)
+    error = RateLimitExceeded(
+        f"Rate limit reached for the API key {key.name}: {getattr(key, field)} {words}. Repeat the request in {format_reset(retry_s)}",
+        retry_after_ms=math.ceil(retry_s * 1000),
+    )
+    error.headers = _headers(key, lease) if held is not None else {}
+    return error

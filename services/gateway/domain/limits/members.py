@@ -1,0 +1,57 @@
+"""The gateways of the mesh, and which of them owns a key (rendezvous hashing).
+
+Thaler, Ravishankar: A Name-Based Mapping Scheme for Rendezvous (1996). When a gateway appears or
+goes, only the keys that it gets or had change their owner.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+SILENT_S = 3.5
+"""A gateway that was silent for so long is gone."""
+
+
+class Members:
+    """The gateways that announced themselves lately; this one is always a member."""
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+        self._seen: dict[str, float] = {}
+        self._owners: dict[str, str] = {}
+
+    def on_presence(self, gateway: str, now: float) -> bool:
+        """Note a gateway; return whether it is new."""
+        if gateway == self._own:
+            return False
+        is_new = gateway not in self._seen
+        self._seen[gateway] = now
+        if is_new:
+            self._owners.clear()
+        return is_new
+
+    def touch(self, now: float) -> None:
+        """Gateways begin to announce themselves: none is silent yet."""
+        self._seen = dict.fromkeys(self._seen, now)
+
+    def remove(self, gateway: str) -> None:
+        if self._seen.pop(gateway, None) is not None:
+            self._owners.clear()
+
+    def expire(self, now: float) -> None:
+        for gateway in [g for g, seen_at in self._seen.items() if now - seen_at > SILENT_S]:
+            self.remove(gateway)
+
+    def owner(self, key: str) -> str:
+        """Return the gateway that owns a key."""
+        found = self._owners.get(key)
+        if found is None:
+            found = self._owners[key] = max((self._own, *self._seen), key=lambda g: (_weight(g, key), g))
+        return found
+
+    def __len__(self) -> int:
+        return 1 + len(self._seen)
+
+
+def _weight(gateway: str, key: str) -> bytes:
+    return blake2b(f"{gateway}\0{key}".encode(), digest_size=8).digest()

@@ -1,0 +1,154 @@
+"""Limits of a key hold over several gateways, and clients receive them as OpenAI reports them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
+from tests.integration.gateway.test_api_keys import thaw
+from tests.integration.gateway.test_key_scopes import add, client_of, pair, status_of
+from tests.support.fake_engine import FakeNode, hang
+
+__all__ = ["pair"]
+ASK: dict[str, Any] = {"model": "alpha", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def send(served: Served, key: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+    headers = {"authorization": f"Bearer {key}"}
+    answer = await served.http.post("/v1/chat/completions", json=chat(**fields), headers=headers)
+    return answer.status_code, dict(answer.headers)
+
+
+async def _known(served: Served, key: str) -> bool:
+    return await status_of(served, key) == 200
+
+
+async def flood(gateways: tuple[Served, ...], key: str, count: int) -> list[int]:
+    sent = [send(gateways[i % len(gateways)], key) for i in range(count)]
+    return [status for status, _ in await asyncio.gather(*sent)]
+
+
+async def test_a_flood_over_two_gateways_is_admitted_up_to_the_limit(pair: tuple[Served, Served], node: FakeNode) -> None:
+    one, two = pair
+    await node.engine("alpha")
+    rate = 30
+    for number in range(4):  # keys of either gateway
+        name = f"team-{number}"
+        await add(one, name, f"sk-{name}", requests_per_minute=rate)
+        await until(partial(_known, two, f"sk-{name}"))
+        began = time.monotonic()
+        statuses = await flood(pair, f"sk-{name}", 3 * rate)
+        earned = (time.monotonic() - began) * rate / 60
+        assert set(statuses) == {200, 429}
+        assert rate - 1 <= statuses.count(200) <= rate + earned
+
+
+async def test_clients_receive_limits_in_headers_and_a_refusal_with_a_time_to_retry(
+    pair: tuple[Served, Served], node: FakeNode
+) -> None:
+    one, two = pair
+    await node.engine("alpha")
+    await add(one, "ci", "sk-ci", requests_per_minute=3, tokens_per_minute=100_000)
+    await until(lambda: _known(two, "sk-ci"))
+    remaining = []
+    async with client_of(one, "sk-ci") as first, client_of(two, "sk-ci") as second:
+        for client in (first, second, first):
+            raw = await client.chat.completions.with_raw_response.create(**ASK)
+            assert raw.headers["x-ratelimit-limit-requests"] == "3"
+            assert raw.headers["x-ratelimit-limit-tokens"] == "100000"
+            assert raw.headers["x-ratelimit-reset-requests"].endswith("s")
+            remaining.append(int(raw.headers["x-ratelimit-remaining-requests"]))
+            assert int(raw.headers["x-ratelimit-remaining-tokens"]) < 100_000
+        assert remaining == [2, 1, 0]
+        with pytest.raises(openai.RateLimitError) as caught:
+            await second.chat.completions.create(**ASK, stream=True)
+    error = caught.value
+    assert error.code == "rate_limit_exceeded"
+    assert 1 <= int(error.response.headers["retry-after"]) <= 20
+    assert error.response.headers["x-ratelimit-remaining-requests"] == "0"
+    assert "ci" in error.message
+
+
+async def test_concurrent_requests_are_limited_over_gateways(pair: tuple[Served, Served], node: FakeNode) -> None:
+    one, two = pair
+    await node.engine("alpha", hang)
+    await add(one, "ci", "sk-ci", concurrent_requests=2)
+    await until(lambda: _known(two, "sk-ci"))
+    async with client_of(one, "sk-ci") as first, client_of(two, "sk-ci") as second:
+        streams = [await c.chat.completions.create(**ASK, stream=True) for c in (first, second)]
+        for client in (first, second):
+            with pytest.raises(openai.RateLimitError, match="2 concurrent requests"):
+                await client.chat.completions.create(**ASK)
+        await streams[0].close()
+
+        async def admits(client: openai.AsyncOpenAI) -> bool:
+            try:
+                streams.append(await client.chat.completions.create(**ASK, stream=True))
+            except openai.RateLimitError:
+                return False
+            return True
+
+        await until(lambda: admits(second))
+        for stream in streams[1:]:
+            await stream.close()
+
+
+async def test_tokens_of_responses_count(pair: tuple[Served, Served], node: FakeNode) -> None:
+    one, _ = pair
+    await node.engine("alpha")  # 7 prompt and 9 completion tokens
+    await add(one, "ci", "sk-ci", tokens_per_minute=60)
+    answers = []
+    for _ in range(8):
+        answers.append(await send(one, "sk-ci"))
+        if answers[-1][0] == 429:
+            break
+    statuses = [status for status, _ in answers]
+    assert statuses[-1] == 429
+    assert 2 <= statuses.count(200) <= 4
+    assert int(answers[0][1]["x-ratelimit-remaining-tokens"]) < 60
+
+
+async def test_a_changed_limit_applies_at_once_without_a_restart(pair: tuple[Served, Served], node: FakeNode) -> None:
+    one, two = pair
+    await node.engine("alpha")
+    await add(one, "ci", "sk-ci", requests_per_minute=1)
+    await until(lambda: _known(two, "sk-ci"))
+    assert set(await flood(pair, "sk-ci", 8)) == {200, 429}
+    assert (await thaw(one, "keys", "change", "ci", "--rpm", "0"))[0] == 0
+
+    async def is_open() -> bool:
+        return (await send(two, "sk-ci"))[0] == 200
+
+    await until(is_open)
+    assert set(await flood((two,), "sk-ci", 8)) == {200}
+
+
+async def test_another_gateway_owns_the_keys_of_one_that_ended(node: FakeNode, serve: ServeFn) -> None:
+    async with serve(admin_key="root") as one:
+        await until_listed(one, CARDS)
+        await node.engine("alpha")
+        async with serve(admin_key="root") as two:
+            await until_listed(two, CARDS)
+            for number in range(6):
+                await add(two, f"k{number}", f"sk-{number}", requests_per_minute=1000)
+                await until(partial(_known, one, f"sk-{number}"))
+                assert set(await flood((one, two), f"sk-{number}", 4)) == {200}
+        for number in range(6):
+            assert set(await flood((one,), f"sk-{number}", 4)) == {200}
+
+
+async def test_requests_that_are_refused_before_their_queue_use_no_tokens(pair: tuple[Served, Served], node: FakeNode) -> None:
+    one, _ = pair
+    await node.engine("alpha")
+    await add(one, "ci", "sk-ci", tokens_per_minute=200, concurrent_requests=1)
+    headers = {"authorization": "Bearer sk-ci", "idempotency-key": "no good"}
+    for _ in range(4):
+        body = chat(max_tokens=150)
+        assert (await one.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 400
+    assert (await send(one, "sk-ci", max_tokens=150))[0] == 200

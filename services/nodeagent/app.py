@@ -32,7 +32,7 @@ from services.nodeagent.effects import EffectPorts, EffectRunner
 from services.nodeagent.engines.by_engine import LauncherByEngine
 from services.nodeagent.engines.direct import DirectLauncher
 from services.nodeagent.engines.executors import Executors
-from services.nodeagent.engines.exits import explain_exit, keep_logs_bounded
+from services.nodeagent.engines.exits import explain_exit, keep_logs_bounded, reports_fault
 from services.nodeagent.engines.launcher import Launcher, engine_environment
 from services.nodeagent.engines.process import find_log_writer
 from services.nodeagent.engines.spares import Spares
@@ -278,5 +278,7 @@ def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelin
     frozen = effects.is_frozen(instance.instance_id)
     error = explain_exit(instance.pid or 0, None, (None, None), log_path)
     log.info("adopted an instance", extra={"instance": instance.instance_id, "pid": instance.pid, "alive": alive})
-    culprit = executors.culprit(instance.pid) if instance.pid is not None and instance.is_shared and not alive else ""
-    loop.post(e.Adopted(instance, alive, error, frozen, culprit))
+    has_exited = instance.pid is not None and instance.is_shared and not alive
+    culprit = executors.culprit(instance.pid) if instance.pid is not None and has_exited else ""
+    is_fault = has_exited and reports_fault(log_path)
+    loop.post(e.Adopted(instance, alive, error, frozen, culprit, is_fault))

@@ -17,7 +17,7 @@ from services.nodeagent.adapters.records import Records
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
 from services.nodeagent.engines.executors import Executors
-from services.nodeagent.engines.exits import explain_exit, prune_logs
+from services.nodeagent.engines.exits import explain_exit, prune_logs, reports_fault
 from services.nodeagent.engines.launcher import Launcher
 from services.nodeagent.engines.process import Processes
 from services.nodeagent.loop import Loop
@@ -235,13 +235,14 @@ class EffectRunner:
         error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
         culprit = self._executors.culprit(pid)
         is_stuck = self._executors.is_stuck(pid)
+        is_fault = self._executors.is_silent(pid) or (bool(culprit) and reports_fault(self.log_path(instance_id)))
         if is_stuck:
             stuck = f"The executor (pid {pid}) was ended: a step of {culprit} did not end within THAW_STEP_TIMEOUT"
             error = EngineFailed(stuck).body()
         elif culprit:
             error = error.model_copy(update={"message": f"{error.message}\nIts executor was computing for {culprit}"})
         log.info("engine exited", extra={"instance": instance_id, "pid": pid, "status": status, "culprit": culprit})
-        self._post(e.EngineExited(instance_id, pid, status, error, culprit, is_stuck))
+        self._post(e.EngineExited(instance_id, pid, status, error, culprit, is_stuck, is_fault))
 
     async def _detach(self, instance_id: str, pid: int) -> None:
         """Detach a shared instance; end its executor if that does not answer.
@@ -258,6 +259,7 @@ class EffectRunner:
             log.error(
                 "the executor does not answer; ending it", extra={"instance": instance_id, "pid": pid, "error": silent.message}
             )
+            self._executors.note_silent(pid, _DETACHES_WITHIN_S)
             self.processes.send(instance_id, "kill")
         except (ThawError, NatsError) as fault:
             log.error("failed to detach an instance", extra={"instance": instance_id, "pid": pid, "error": str(fault)})

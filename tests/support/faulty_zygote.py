@@ -6,18 +6,19 @@ four tokens of a kind
     RAISES  raises an exception
     LEAKS   keeps 32 MiB in an executor, as each later step of the model does
     LOOPS   never ends, in an executor
+    CRASHES ends the process by SIGSEGV, in an executor
 
-The faults of memory and time happen in executors only, so that the requests end in a process of
-their own.
+All but the first happen in executors only, so that the requests end in a process of their own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-RAISES, LEAKS, LOOPS = 11, 12, 13
+RAISES, LEAKS, LOOPS, CRASHES = 11, 12, 13, 14
 _LENGTH = 4
 _LEAK_BYTES = 32 << 20
 _kept: list[bytearray] = []
@@ -41,6 +42,8 @@ def _faulty(forward: Callable[..., Any]) -> Callable[..., Any]:
                 leaking.add(id(runner))
             if id(runner) in leaking:
                 _kept.append(bytearray(b"x" * _LEAK_BYTES))
+            if CRASHES in kinds:
+                ctypes.string_at(0)
             while LOOPS in kinds:
                 pass
         return forward(runner, rows)

@@ -160,7 +160,8 @@ class EngineExited:
 
     `error` explains the exit if it was not requested. `culprit`: the instance for which an executor
     was computing when it exited. `is_stuck`: the agent ended the executor because a step of the
-    culprit did not end.
+    culprit did not end. `is_fault`: the process itself caused the exit, whatever the exit status
+    says (`Executors.is_fault`).
     """
 
     instance_id: str
@@ -169,6 +170,7 @@ class EngineExited:
     error: ErrorBody
     culprit: str = ""
     is_stuck: bool = False
+    is_fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ class Adopted:
         error: Explains the exit if it is not.
         frozen: True if its control group is frozen.
         culprit: The instance for which an executor was computing when it exited.
+        is_fault: True if the executor reported a fault of its own before it exited.
     """
 
     instance: Instance
@@ -231,6 +234,7 @@ class Adopted:
     error: ErrorBody
     frozen: bool = False
     culprit: str = ""
+    is_fault: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 from services.nodeagent.domain.events import PersistCrashes
@@ -12,6 +13,8 @@ from shared.contracts.node import StartInstance
 
 MAX_CRASHES = 2
 """A model that has crashed its executor this often gets a process of its own."""
+_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU})
+"""Signals that others send: an operator, the kernel's out-of-memory killer, a limit."""
 _MAX_MODELS = 1024
 """The counts of the models that crashed last are kept."""
 
@@ -32,12 +35,37 @@ def shares(transition: Transition, command: StartInstance) -> bool:
     )
 
 
-def count_crash(transition: Transition, instance: Instance, culprit: str, *, is_stuck: bool = False) -> None:
+def is_crash(returncode: int | None, *, is_fault: bool) -> bool:
+    """True if an executor ended by a fault of its own, and not from outside.
+
+    1. It reported a fault: then the exit status does not matter.
+    2. The exit status is unknown: not a crash.
+    3. Otherwise any exit status but 0, and any signal that is not sent from outside.
+
+    Args:
+        returncode: Exit status, -N for signal N; None: unknown.
+        is_fault: The executor reported a fault (`Executors.is_fault`).
+    """
+    if is_fault:  # 1
+        return True
+    return returncode is not None and returncode != 0 and -returncode not in _OUTSIDE  # 2, 3
+
+
+def count_crash(
+    transition: Transition,
+    instance: Instance,
+    culprit: str,
+    returncode: int | None,
+    *,
+    is_stuck: bool = False,
+    is_fault: bool = False,
+) -> None:
     """Count an executor's crash for the model of `culprit`, the instance that was computing.
 
-    A step that did not end counts as `MAX_CRASHES`: the next one would take as long.
+    A step that did not end counts as `MAX_CRASHES`: the next one would take as long. An executor
+    that was killed from outside counts for no model.
     """
-    if instance.is_shared and instance.instance_id == culprit:
+    if instance.is_shared and instance.instance_id == culprit and (is_stuck or is_crash(returncode, is_fault=is_fault)):
         _count(transition, instance, MAX_CRASHES if is_stuck else 1)
 
 

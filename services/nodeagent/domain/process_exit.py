@@ -16,7 +16,9 @@ from shared.contracts.node import InstanceState
 def on_exit(transition: Transition, event: EngineExited) -> None:
     instance = transition.find(event.instance_id)
     if instance is not None and instance.process is Process.ALIVE and instance.pid == event.pid:
-        isolation.count_crash(transition, instance, event.culprit, is_stuck=event.is_stuck)
+        isolation.count_crash(
+            transition, instance, event.culprit, event.returncode, is_stuck=event.is_stuck, is_fault=event.is_fault
+        )
         if event.returncode != 0:  # else it is detached, and its executor runs on
             isolation.on_executor_exited(transition, instance)
         clean = instance.state is InstanceState.DRAINING and event.returncode == 0

@@ -86,6 +86,7 @@ class Executors:
         self._by_pid: dict[int, ExecutorRecord] = {}
         self._culprits: dict[int, str] = {}
         self._stuck: dict[int, str] = {}
+        self._silent: set[int] = set()
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self._directory.glob("*.json"):
             with contextlib.suppress(OSError, ValidationError):
@@ -154,6 +155,20 @@ class Executors:
         """True if `watch` has ended the executor because a step did not end."""
         return pid in self._stuck
 
+    def note_silent(self, pid: int, silent_s: float) -> None:
+        """Record that an executor did not answer for `silent_s` seconds, if a step took that long.
+
+        The step keeps the interpreter's lock.
+        """
+        record = self._by_pid.get(pid)
+        _, began_ns = self._read_current(record) if record is not None else ("", 0)
+        if began_ns and (time.monotonic_ns() - began_ns) / 1e9 >= silent_s:
+            self._silent.add(pid)
+
+    def is_silent(self, pid: int) -> bool:
+        """True if the agent ended the executor because a step kept it from answering."""
+        return pid in self._silent
+
     async def watch(self, limit_s: float) -> None:
         """End executors with a step of more than `limit_s` seconds, until cancelled.
 
@@ -217,6 +232,7 @@ class Executors:
         self._by_pid[pid] = record
         self._culprits.pop(pid, None)
         self._stuck.pop(pid, None)
+        self._silent.discard(pid)
         self._record_path(executor_id).write_text(record.model_dump_json())
         self._prune_logs()
         log.info("executor started", extra={"executor": executor_id, "device": device, "pid": pid})

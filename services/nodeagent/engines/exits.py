@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from shared.errors import EngineFailed, EngineKilled
 from shared.logfiles import ASIDE, bound_logs
 
 _LOOK_S = 2.0
+_FAULT = b"Fatal Python error: "
+_FAULT_BYTES = 1 << 18
 
 
 def explain_exit(pid: int, returncode: int | None, oom_kills: tuple[int | None, int | None], log_path: Path) -> ErrorBody:
@@ -48,6 +51,19 @@ def _describe_exit(returncode: int | None) -> str:
         return f"was killed by signal {-returncode} ({signal.Signals(-returncode).name})"
     except ValueError:
         return f"was killed by signal {-returncode}"
+
+
+def reports_fault(log_path: Path) -> bool:
+    """True if the process wrote about a fatal signal of its own (faulthandler) at the log's end.
+
+    This includes SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT. The stacks of all threads follow.
+    """
+    try:
+        with log_path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _FAULT_BYTES))
+            return any(line.startswith(_FAULT) for line in file)
+    except OSError:
+        return False
 
 
 def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:

@@ -14,7 +14,7 @@ from shared.contracts.inference import InferFailed, InferFinished
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from tests.integration.engine.processes import until_streaming
-from tests.integration.nodeagent.harness import Node
+from tests.integration.nodeagent.harness import Node, gone
 from tests.integration.nodeagent.test_executor import shared_node, started
 from tests.support import faulty_zygote
 from tests.support.engines import Engines
@@ -93,3 +93,41 @@ async def test_step_that_does_not_end_ends_the_executor_and_its_model_is_never_s
         engines.answer("other2", "completion", prompt="abc", **ASKED),
     )
     assert all(isinstance(answer.replies[-1], InferFinished) for answer in answers)
+
+
+async def test_executor_that_is_killed_from_outside_counts_for_no_model(node: tuple[Node, list[ModelCard], Engines]) -> None:
+    agent, cards, engines = node
+    for turn in range(2):
+        shared = await started(agent, cards[0], f"busy{turn}")
+        running = await engines.ask(f"busy{turn}", "completion", prompt="abc", **{**ASKED, "max_tokens": 400})
+        await until_streaming(running)
+        if turn:
+            agent.kill_agent()
+        psutil.Process(shared.pids[0]).kill()
+        assert await gone(shared.pids[0])
+        if turn:
+            await agent.start_agent()
+        await agent.reaches(f"busy{turn}", InstanceState.FAILED)
+    last, other = await started(agent, cards[0], "last"), await started(agent, cards[1], "other")
+    assert last.pids == other.pids, "the model is still shared"
+
+
+async def test_model_that_crashed_twice_gets_a_process_of_its_own(node: tuple[Node, list[ModelCard], Engines]) -> None:
+    """The second crash happens while there is no nodeagent: the executor's log shows the fault."""
+    agent, cards, engines = node
+    crash = faulty_zygote.prompt(faulty_zygote.CRASHES)
+    for turn in range(2):
+        shared, other = await started(agent, cards[0], f"crashes{turn}"), await started(agent, cards[1], f"other{turn}")
+        assert shared.pids == other.pids
+        if turn:
+            agent.kill_agent()
+        await engines.ask(f"crashes{turn}", "completion", prompt=crash, **ASKED)
+        assert await gone(shared.pids[0])
+        if turn:
+            await agent.start_agent()
+        for name in (f"crashes{turn}", f"other{turn}"):
+            await agent.reaches(name, InstanceState.FAILED)
+    alone, other = await started(agent, cards[0], "alone"), await started(agent, cards[1], "other")
+    assert alone.pids != other.pids
+    answer = await engines.answer("alone", "completion", prompt=crash, **ASKED)
+    assert isinstance(answer.replies[-1], InferFinished)

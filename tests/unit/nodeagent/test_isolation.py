@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -98,14 +99,43 @@ def test_model_that_exceeded_its_executors_memory_gets_a_process_of_its_own() ->
     assert crashes_of(world.hear(e.EngineReported(exceeded))) == [], "it is counted once"
 
 
+@pytest.mark.parametrize(
+    ("returncode", "is_fault", "expected"),
+    [
+        (-signal.SIGSEGV, False, True),
+        (-signal.SIGABRT, False, True),
+        (1, False, True),
+        (-signal.SIGKILL, False, False),
+        (-signal.SIGTERM, False, False),
+        (-signal.SIGKILL, True, True),
+        (None, False, False),
+        (None, True, True),
+    ],
+)
+def test_only_a_fault_of_the_executor_itself_counts_for_the_model_that_computed(
+    returncode: int | None, is_fault: bool, expected: bool
+) -> None:
+    world = World()
+    ready(world, "i", 7)
+    assert bool(crashes_of(world.hear(e.EngineExited("i", 7, returncode, ERROR, "i", is_fault=is_fault)))) is expected
+    assert world["i"].state is InstanceState.FAILED
+
+
+def test_executor_that_was_killed_while_there_was_no_agent_counts_for_no_model() -> None:
+    world = World()
+    ready(world, "i", 7)
+    instance, world.state = world["i"], replace(world.state, instances={})
+    assert crashes_of(world.hear(e.Adopted(instance, False, ERROR, culprit="i"))) == []
+
+
 def test_crash_while_there_was_no_agent_is_counted_at_adoption() -> None:
     world = World()
     ready(world, "i", 7)
     instance, state = world["i"], replace(world.state, instances={}, crashes={"demo@r": 1})
     world.state = state
-    assert crashes_of(world.hear(e.Adopted(instance, False, ERROR, culprit="i"))) == [2]
+    assert crashes_of(world.hear(e.Adopted(instance, False, ERROR, culprit="i", is_fault=True))) == [2]
     world.state = state
-    assert crashes_of(world.hear(e.Adopted(instance, False, ERROR, culprit="other"))) == []
+    assert crashes_of(world.hear(e.Adopted(instance, False, ERROR, culprit="other", is_fault=True))) == []
 
 
 def test_counts_of_the_models_that_crashed_last_are_kept() -> None:

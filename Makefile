@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines peers lock
+.PHONY: help console up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines peers lock
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ lint-rest: $(STAMP)
 
 docs: $(STAMP) ## Build the documentation as a site in build/docs; a broken link fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open build/docs/index.html"
+
+console: ## Build the console at /ui from console/ into the gateway's package data (needs node and npm)
+	@cd console && npm ci --ignore-scripts --no-audit --no-fund --silent && npm run --silent build && du -bc ../services/gateway/http/console/static/*.br | tail -n 1
 
 bench: $(STAMP) ## Print the figures of docs/performance.md that need no other engine (an hour on two cores)
 	@for b in cold_path warm_path scheduler scheduler_path loader migration convert; do $(BIN)/python -m bench.$$b || exit 1; done

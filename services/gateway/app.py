@@ -19,7 +19,7 @@ import uvicorn
 from nats.errors import Error as NatsError
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.adapters.catalog_watcher import CatalogWatcher
 from services.gateway.adapters.garbage_collector import collect_when_idle, start_collecting_rarely
@@ -28,6 +28,8 @@ from services.gateway.authorization import is_exposed
 from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.handlers.find_request import subscribe_find_request
 from services.gateway.handlers.move_request import MoveRequestHandler
+from services.gateway.http.console.endpoints import ROOT as CONSOLE_ROOT
+from services.gateway.http.console.endpoints import Console
 from services.gateway.http.endpoints.admin import Admin
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
@@ -81,6 +83,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
     # A bare router: Starlette's exception handlers would respond in another format.
     guard = RequestGuard(gateway.settings, gateway.authorizer, is_loopback=is_loopback)
     app: ASGIApp = ErrorBoundary(Router(routes, redirect_slashes=False), gateway, guard)
+    console = ErrorBoundary(Console(gateway, app), gateway, guard)
     origins = [o.strip() for o in gateway.settings.cors_origins.split(",") if o.strip()]
     if origins:
         exposed = [
@@ -94,7 +97,18 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
             *(f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "tokens")),
         ]
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
-    return RequestIds(app)
+    return RequestIds(_route_console(console, app))
+
+
+def _route_console(console: ASGIApp, others: ASGIApp) -> ASGIApp:
+    """Send requests below /ui to the console, which no other origin may use."""
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        app = console if path == CONSOLE_ROOT or path.startswith(f"{CONSOLE_ROOT}/") else others
+        await app(scope, receive, send)
+
+    return dispatch
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 
 from services.gateway.adapters.key_store import KeyStore
@@ -18,6 +19,11 @@ from shared.errors import AuthenticationFailed, PermissionDenied
 log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 1.0
 _READING = frozenset({"GET", "HEAD"})
+session_key_hash: ContextVar[str | None] = ContextVar("session_key_hash", default=None)
+"""Digest of the key of the console's session; empty: a request of the console without a session.
+
+None outside the console, where the headers have the key.
+"""
 
 
 def hash_key(key: str) -> str:
@@ -164,6 +170,8 @@ class Authorizer:
 
         Clients send `Authorization: Bearer`; Anthropic's send `x-api-key`.
         """
+        if (of_session := session_key_hash.get()) is not None:
+            return of_session
         scheme, _, key = headers.get("authorization", "").partition(" ")
         value = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
         return hash_key(value) if value else ""

@@ -19,6 +19,7 @@ MAX_BYTES = {
     subjects.AUDIT_STREAM: 16 * MIB,
     subjects.IDEMPOTENCY_BUCKET: 256 * MIB,
     subjects.MIGRATIONS_BUCKET: 64 * MIB,
+    subjects.CONSOLE_BUCKET: MIB,
 }
 """By stream or bucket."""
 MAX_MEMORY_STORE_BYTES = 64 * MIB

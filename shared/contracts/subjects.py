@@ -33,6 +33,7 @@ AUDIT_STREAM = "THAW_AUDIT"
 AUDIT_SUBJECTS = f"{PREFIX}.audit.>"
 AUDIT_KEYS = f"{PREFIX}.audit.keys"
 MIGRATIONS_BUCKET = "thaw_migrations"
+CONSOLE_BUCKET = "thaw_console"
 
 
 def token(name: str) -> str:

@@ -116,6 +116,11 @@ async def keys_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
     return await _bucket(js, subjects.KEYS_BUCKET, replicas)
 
 
+async def console_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
+    """Open the bucket of the secret that signs the console's sessions, created if missing."""
+    return await _bucket(js, subjects.CONSOLE_BUCKET, replicas, owner=False)
+
+
 async def migrations_bucket(js: JetStreamContext, replicas: int = 1, *, owner: bool = False) -> KeyValue:
     """Open the bucket of migrations, created if missing.
 

@@ -25,7 +25,7 @@ FILES = CLUSTER | MODELS | LLAMA_SWAP
 
 Case = tuple[tuple[str, ...], set[str]]
 CASES: dict[str, Case] = {
-    "up": (("--detach",), {"endpoint", "already_running", "restart_needed", "models"}),
+    "up": (("--detach",), {"endpoint", "console", "already_running", "restart_needed", "models"}),
     "models add": (("four", "{home}/models/one"), {"added", "changed", "unchanged", "removed"}),
     "models list": ((), {"models"}),
     "models show": (("four",), {"card", "waiting", "last_plan", "error", "park", "needs"}),

@@ -198,7 +198,7 @@ def await_trace(api: Api, request_id: str, now: Callable[[], float] = time.monot
     return None
 
 
-def show_what_next(api: Api, specs: tuple[ModelSpec, ...], budget: int, out: Console) -> None:
+def show_what_next(api: Api, home: Home, specs: tuple[ModelSpec, ...], budget: int, out: Console) -> None:
     thaw = program()
     body = json.dumps({"model": specs[0].name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20})
     out.print(
@@ -206,6 +206,7 @@ def show_what_next(api: Api, specs: tuple[ModelSpec, ...], budget: int, out: Con
         "[yellow]Their weights are random, so the text is gibberish; everything else is real.[/]"
     )
     out.print(f"\n  endpoint      [bold]{api.url}/v1[/]")
+    out.print(f"  console       [bold]{api.url}/ui[/]   (its admin key is in {home.endpoints_file})")
     out.print(
         f"  try           curl {api.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         soft_wrap=True,

@@ -103,7 +103,12 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
     waiting = differences(home, wanted)
     for key in waiting:
         out.print(f"[yellow]{key} differs from what is running; `{program()} down` and `{program()} up` again apply it.[/]")
-    document: Document = {"endpoint": f"{api.url}/v1", "already_running": True, "restart_needed": waiting}
+    document: Document = {
+        "endpoint": f"{api.url}/v1",
+        "console": f"{api.url}/ui",
+        "already_running": True,
+        "restart_needed": waiting,
+    }
     await_ready(api, home, out)
     document["models"] = _apply_file(api, home, file, out)
     document["warnings"] = _warn(api, read_plan(home), out)
@@ -155,15 +160,21 @@ def _furnish(
 ) -> Document:
     """Register the models in a new mesh, and run the demo if there are demo `specs`."""
     api = Api.from_home(home)
-    document: Document = {"endpoint": f"{plan.gateway_url}/v1", "already_running": False, "nodes": _dump_nodes(plan.nodes)}
+    document: Document = {
+        "endpoint": f"{plan.gateway_url}/v1",
+        "console": f"{plan.gateway_url}/ui",
+        "already_running": False,
+        "nodes": _dump_nodes(plan.nodes),
+    }
     document["models"] = _apply_file(api, home, file, out)
     if specs:
         apply_models(api, home, specs, out, declared=False)
         with demos.usable_key(api):
             document["demo"] = demos.ask_each(api, specs, out)
-        demos.show_what_next(api, specs, budget, out)
+        demos.show_what_next(api, home, specs, budget, out)
     else:
         out.print(f"\n  endpoint  [bold]{plan.gateway_url}/v1[/]")
+        out.print(f"  console   [bold]{plan.gateway_url}/ui[/]   (its admin key is in {home.endpoints_file})")
         if file is None or not file.models:
             out.print(
                 f"  next      {program()} models add NAME SOURCE   (a directory in Hugging Face layout, hf://org/name, https://…, s3://…)"

@@ -85,6 +85,8 @@ def test_wheel_has_every_data_file(site: Path) -> None:
             if path.is_file() and path.suffix in (".ini", ".mako", ".conf", ".yaml", ".json"):
                 assert (site / path.relative_to(ROOT)).is_file(), path
     assert (site / "thaw" / "thaw.example.yaml").is_file()
+    console = Path("services/gateway/http/console/static")
+    assert {p.name for p in (site / console).iterdir()} == {p.name for p in (ROOT / console).iterdir()}
 
 
 def test_wheel_requires_what_it_imports(site: Path) -> None:

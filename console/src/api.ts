@@ -1,0 +1,51 @@
+// Requests to the gateway. The session is a cookie that this script cannot read.
+
+const CHANGE = { "x-thaw-console": "1", "content-type": "application/json" };
+
+export interface Session {
+  view: boolean;
+  change: boolean;
+  inference: boolean;
+  key: boolean;
+  guarded: boolean;
+}
+
+export class ApiError extends Error {
+  constructor(
+    message: string,
+    readonly status: number,
+  ) {
+    super(message);
+  }
+}
+
+async function decode(response: Response): Promise<any> {
+  const text = await response.text();
+  let body: any = null;
+  try {
+    body = text ? JSON.parse(text) : null;
+  } catch {
+    throw new ApiError(`The gateway answered with status ${response.status}.`, response.status);
+  }
+  if (!response.ok) throw new ApiError(body?.error?.message ?? `Status ${response.status}`, response.status);
+  return body;
+}
+
+export async function get(path: string): Promise<any> {
+  return decode(await fetch(`/ui${path}`));
+}
+
+export async function post(path: string, body?: unknown): Promise<any> {
+  return decode(await send(path, body));
+}
+
+export function send(path: string, body?: unknown, signal?: AbortSignal): Promise<Response> {
+  const content = body === undefined ? undefined : JSON.stringify(body);
+  return fetch(`/ui${path}`, { method: "POST", headers: CHANGE, body: content, signal });
+}
+
+export const session = (): Promise<Session> => get("/session");
+export const admin = (path: string): Promise<any> => get(`/api/admin/v1/${path}`);
+export const change = (path: string, body?: unknown): Promise<any> => post(`/api/admin/v1/${path}`, body);
+/** Names of models may contain slashes, which stay separators of the path. */
+export const inPath = (name: string): string => name.split("/").map(encodeURIComponent).join("/");

@@ -1,0 +1,51 @@
+// Times to the first token of the latest requests, over the time of day.
+
+import { useEffect, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { duration } from "./format";
+import type { RequestRecord } from "./types";
+
+const HEIGHT = 180;
+
+function series(requests: RequestRecord[]): uPlot.AlignedData {
+  const sorted = requests.filter((r) => r.ttft_ms !== null).sort((a, b) => a.received - b.received);
+  const pick = (cold: boolean) => sorted.map((r) => (r.cold === cold ? r.ttft_ms : null));
+  return [sorted.map((r) => r.received), pick(true), pick(false)];
+}
+
+function colour(name: string): string {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+export function LatencyChart({ requests }: { requests: RequestRecord[] }) {
+  const box = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | undefined>(undefined);
+  useEffect(() => {
+    const element = box.current!;
+    const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
+    const dots = (label: string, stroke: string): uPlot.Series => ({
+      label,
+      stroke,
+      paths: () => null,
+      points: { show: true, size: 6, fill: stroke },
+      value: (_, ms) => (ms === null || ms === undefined ? "" : duration(ms)),
+    });
+    const options: uPlot.Options = {
+      width: element.clientWidth,
+      height: HEIGHT,
+      scales: { y: { distr: 3 } },
+      axes: [axis, { ...axis, size: 70, values: (_, ticks) => ticks.map((ms) => (ms === null ? "" : duration(ms))) }],
+      series: [{}, dots("cold start", colour("--cold")), dots("warm", colour("--warm"))],
+    };
+    plot.current = new uPlot(options, series(requests), element);
+    const resized = new ResizeObserver(() => plot.current?.setSize({ width: element.clientWidth, height: HEIGHT }));
+    resized.observe(element);
+    return () => {
+      resized.disconnect();
+      plot.current?.destroy();
+    };
+  }, []);
+  useEffect(() => plot.current?.setData(series(requests)), [requests]);
+  return <div ref={box} class="chart" role="img" aria-label="Times to the first token of the latest requests. The table below has the values." />;
+}

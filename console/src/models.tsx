@@ -1,0 +1,135 @@
+// The catalogue with state, objectives and latencies of the latest requests.
+
+import { useMemo, useState } from "preact/hooks";
+import { change, inPath } from "./api";
+import { duration, optional, percentile, size, words } from "./format";
+import type { Live } from "./live";
+import { Action, Badge, Facts, Freshness, useFilter } from "./parts";
+import type { Model, RequestRecord } from "./types";
+
+export interface Latency {
+  cold: number[];
+  warm: number[];
+  phases: Record<string, number[]>;
+}
+
+/** Times to the first token of the latest requests by model, and their phases of cold starts. */
+export function latencies(requests: RequestRecord[]): Map<string, Latency> {
+  const found = new Map<string, Latency>();
+  for (const r of requests) {
+    if (r.ttft_ms === null) continue;
+    let of = found.get(r.model);
+    if (!of) found.set(r.model, (of = { cold: [], warm: [], phases: {} }));
+    (r.cold ? of.cold : of.warm).push(r.ttft_ms);
+    if (r.cold) for (const [phase, ms] of Object.entries(r.phases)) (of.phases[phase] ??= []).push(ms);
+  }
+  return found;
+}
+
+export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean }) {
+  const [selected, select] = useState<string | null>(null);
+  const all = useMemo(() => Object.entries(live.models).sort(([a], [b]) => a.localeCompare(b)), [live.models]);
+  const measured = useMemo(() => latencies(Object.values(live.requests)), [live.requests]);
+  const { shown, field } = useFilter(all, ([name, m]) => `${name} ${m.aliases.join(" ")} ${m.state} ${m.engine}`);
+  const chosen = selected === null ? undefined : live.models[selected];
+  return (
+    <>
+      <h1>Models</h1>
+      <Freshness live={live} />
+      {live.arrived.has("cluster") && !all.length && <p>No model is registered. Add one: <code>thaw models add NAME SOURCE</code></p>}
+      {field("Find a model")}
+      <div class="columns">
+        <div class="scroll" tabIndex={0} role="region" aria-label="Table of models">
+          <table>
+            <caption class="hidden">Models</caption>
+            <thead>
+              <tr>
+                {["Model", "State", "Engine", "Weights", "Waiting", "Objective met", "Cold p50", "Warm p50", "Warm p95"].map((title) => (
+                  <th key={title} scope="col">{title}</th>
+                ))}
+                <th scope="col">Actions</th>
+              </tr>
+            </thead>
+            <tbody>
+              {shown.map(([name, m]) => {
+                const of = measured.get(name);
+                return (
+                  <tr key={name} class={name === selected ? "selected" : ""}>
+                    <th scope="row">
+                      <button type="button" class="link" onClick={() => select(name)}>{m.base ? `${m.base}:${name}` : name}</button>
+                    </th>
+                    <td><Badge state={m.state} /></td>
+                    <td>{m.engine}</td>
+                    <td class="number">{size(m.weights_bytes)}</td>
+                    <td class="number">{m.waiting || ""}</td>
+                    <td class="number">{m.objective ? `${m.objective.met} of ${m.objective.total}` : ""}</td>
+                    <td class="number">{optional(percentile(of?.cold ?? [], 0.5))}</td>
+                    <td class="number">{optional(percentile(of?.warm ?? [], 0.5))}</td>
+                    <td class="number">{optional(percentile(of?.warm ?? [], 0.95))}</td>
+                    <td>
+                      {mayChange && !m.base && (m.state === "cold" || m.state === "suspended" || m.state === "asleep" || m.state === "failed" ? (
+                        <Action label="Wake" description={`Wake ${name}`} run={() => change(`models/${inPath(name)}/wake`)} />
+                      ) : (
+                        <Action label="Sleep" description={`Put ${name} to sleep`} run={() => change(`models/${inPath(name)}/sleep`)} />
+                      ))}
+                    </td>
+                  </tr>
+                );
+              })}
+            </tbody>
+          </table>
+          <p class="quiet">Percentiles are times to the first token among the latest {Object.keys(live.requests).length} requests of the mesh.</p>
+        </div>
+        {selected !== null && chosen && (
+          <aside class="card" aria-label="Details">
+            <button type="button" class="close" aria-label="Close the details" onClick={() => select(null)}>×</button>
+            <ModelDetails name={selected} model={chosen} latency={measured.get(selected)} />
+          </aside>
+        )}
+      </div>
+    </>
+  );
+}
+
+function ModelDetails({ name, model: m, latency }: { name: string; model: Model; latency?: Latency }) {
+  const phases = Object.entries(latency?.phases ?? {}).sort(([, a], [, b]) => (percentile(b, 0.5) ?? 0) - (percentile(a, 0.5) ?? 0));
+  return (
+    <>
+      <h2>{name}</h2>
+      <Facts
+        items={[
+          ["State", <Badge state={m.state} />],
+          ["Source", <code>{m.source}</code>],
+          ["Task", m.task],
+          ["Aliases", m.aliases.join(", ")],
+          ["Adapter of", m.base],
+          ["Context", `${m.context_length} tokens`],
+          ["Parked ahead", m.park ? `${m.park.state} ${m.park.reason}` : ""],
+          ["Objective", m.objective && `${m.objective.met} of ${m.objective.total} requests of the last day met it (${Math.round(100 * m.objective.percentile)}% wanted)`],
+          ["Last decision", m.plan && (
+            <a href={`#/explain/${encodeURIComponent(m.plan.plan_id)}`}>
+              {words(m.plan.way)} on {m.plan.node ?? "no node"}: {m.plan.outcome}
+            </a>
+          )],
+          ["It took", m.plan && m.plan.measured_ms !== null ? `${duration(m.plan.measured_ms)} (predicted ${optional(m.plan.predicted_ms)})` : ""],
+          ["Error", m.error],
+        ]}
+      />
+      {phases.length > 0 && (
+        <table>
+          <caption>Cold starts among the latest requests, by phase of the critical path</caption>
+          <thead><tr><th scope="col">Phase</th><th scope="col">p50</th><th scope="col">p95</th></tr></thead>
+          <tbody>
+            {phases.map(([phase, values]) => (
+              <tr key={phase}>
+                <th scope="row">{phase}</th>
+                <td class="number">{optional(percentile(values, 0.5))}</td>
+                <td class="number">{optional(percentile(values, 0.95))}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      )}
+    </>
+  );
+}

@@ -1,0 +1,239 @@
+// Finished requests with their waterfall, and the placement decision behind a cold start.
+
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { admin, ApiError } from "./api";
+import { LatencyChart } from "./chart";
+import { clock, duration, optional, size, words } from "./format";
+import type { Live } from "./live";
+import { Facts, Freshness, useFilter } from "./parts";
+import type { Candidate, LoadTrace, PlanExplained, RequestTrace, Segment, Span } from "./types";
+import { rows, type Stretch } from "./waterfall";
+
+export function RequestsPage({ live }: { live: Live }) {
+  const requests = useMemo(
+    () => Object.entries(live.requests).sort(([, a], [, b]) => b.received - a.received),
+    [live.requests],
+  );
+  const records = useMemo(() => requests.map(([, r]) => r), [requests]);
+  const { shown, field } = useFilter(requests, ([id, r]) => `${id} ${r.model} ${r.status} ${r.cold ? "cold" : "warm"} ${r.endpoint}`);
+  return (
+    <>
+      <h1>Requests</h1>
+      <Freshness live={live} />
+      {live.arrived.has("requests") && !requests.length && <p>No request has been traced yet.</p>}
+      {records.length > 0 && <LatencyChart requests={records} />}
+      {field("Find a request")}
+      <div class="scroll" tabIndex={0} role="region" aria-label="Table of requests">
+        <table>
+          <caption class="hidden">The latest requests</caption>
+          <thead>
+            <tr>
+              {["Received", "Model", "Endpoint", "Status", "Start", "First token", "Duration", "Tokens", "Request"].map((title) => (
+                <th key={title} scope="col">{title}</th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {shown.map(([id, r]) => (
+              <tr key={id}>
+                <td>{clock(r.received)}</td>
+                <td>{r.model}</td>
+                <td>{r.endpoint}</td>
+                <td class={r.status >= 400 ? "failure" : ""} title={r.error ?? ""}>{r.status}</td>
+                <td>{r.cold ? "cold" : "warm"}{r.moves ? `, moved ${r.moves}×` : ""}</td>
+                <td class="number">{optional(r.ttft_ms)}</td>
+                <td class="number">{duration(r.duration_ms)}</td>
+                <td class="number">{r.completion_tokens}</td>
+                <td><a href={`#/requests/${encodeURIComponent(id)}`}>{id.slice(0, 16)}…</a></td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
+  );
+}
+
+interface Loaded {
+  trace?: RequestTrace;
+  load?: LoadTrace;
+  plan?: PlanExplained;
+  failure?: string;
+}
+
+/** A record that need not exist. */
+async function perhaps<T>(path: string): Promise<T | undefined> {
+  try {
+    return await admin(path);
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 404) return undefined;
+    throw error;
+  }
+}
+
+export function RequestPage({ id }: { id: string }) {
+  const [found, setFound] = useState<Loaded>({});
+  useEffect(() => {
+    let current = true;
+    const show = (more: Loaded) => current && setFound((before) => ({ ...before, ...more }));
+    const load = async () => {
+      const trace: RequestTrace = await admin(`traces/${encodeURIComponent(id)}`);
+      show({ trace });
+      if (trace.load_plan_id) show({ load: await perhaps<LoadTrace>(`traces/loads/${encodeURIComponent(trace.load_plan_id)}`) });
+      show({ plan: await perhaps<PlanExplained>(`explain?request=${encodeURIComponent(id)}`) });
+    };
+    setFound({});
+    load().catch((error: Error) => show({ failure: error.message }));
+    return () => {
+      current = false;
+    };
+  }, [id]);
+  const { trace, load, plan, failure } = found;
+  return (
+    <>
+      <p><a href="#/requests">All requests</a></p>
+      <h1>Request</h1>
+      {failure && <p class="failure" role="alert">{failure}</p>}
+      {trace && (
+        <section class="card" aria-label="Waterfall">
+          <h2>
+            {trace.model}: {trace.ttft_ms === null ? `no first token after ${duration(trace.duration_ms)}` : `first token after ${duration(trace.ttft_ms)}`}
+            {trace.ttft_ms !== null && (trace.cold ? ", cold start" : ", warm")}
+          </h2>
+          {trace.error && <p class="failure">{trace.error}</p>}
+          <Waterfall spans={trace.spans} critical={trace.critical_path} end={trace.ttft_ms ?? trace.duration_ms} name="Phases of the request" />
+          <Facts
+            items={[
+              ["Request", <code>{trace.request_id}</code>],
+              ["Trace", <code>{trace.trace_id}</code>],
+              ["Endpoint", trace.endpoint],
+              ["Status", trace.status],
+              ["Instance", trace.instance_id],
+              ["Tokens", `${trace.prompt_tokens} prompt, ${trace.completion_tokens} output, in ${duration(trace.duration_ms)}`],
+            ]}
+          />
+        </section>
+      )}
+      {load && (
+        <section class="card" aria-label="Load">
+          <h2>Load of {load.model} on {load.node}: {load.outcome} after {duration(load.duration_ms)}</h2>
+          <Waterfall spans={load.spans} critical={load.critical_path} end={load.duration_ms} name="Phases of the load" />
+        </section>
+      )}
+      {plan && <PlanCard found={plan} />}
+    </>
+  );
+}
+
+export function ExplainPage({ about }: { about: string }) {
+  const [plan, setPlan] = useState<PlanExplained | null>(null);
+  const [failure, setFailure] = useState("");
+  useEffect(() => {
+    setPlan(null);
+    setFailure("");
+    admin(`explain?about=${encodeURIComponent(about)}`).then(setPlan, (error: Error) => setFailure(error.message));
+  }, [about]);
+  return (
+    <>
+      <h1>Placement decision</h1>
+      {failure && <p class="failure" role="alert">{failure}</p>}
+      {plan && <PlanCard found={plan} />}
+    </>
+  );
+}
+
+/** Solid: the request waited for it. Light: it overlapped with something else. */
+export function Waterfall(props: { spans: Span[]; critical: Segment[]; end: number; name: string }) {
+  const { spans, critical, end, name } = props;
+  const lines = useMemo(() => rows(spans, critical, 0, end), [spans, critical, end]);
+  const bar = (kind: string) => ([from, to]: Stretch, i: number) => {
+    const [left, right] = [Math.max(0, from), Math.min(end, to)];
+    const at = { left: `${(100 * left) / end}%`, width: `max(2px, ${(100 * (right - left)) / end}%)` };
+    return <span key={`${kind}${i}`} class={kind} style={at} />;
+  };
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label={name}>
+      <table class="waterfall">
+        <caption>{name}. Solid: waited for (the critical path). Light: overlapped by something else.</caption>
+        <thead>
+          <tr>
+            {["Phase", "In", "Time", "Start ms", "ms", "Waited ms"].map((title) => <th key={title} scope="col">{title}</th>)}
+          </tr>
+        </thead>
+        <tbody>
+          {lines.map((row) => (
+            <tr key={`${row.phase} ${row.process}`}>
+              <th scope="row">{row.phase}</th>
+              <td class="quiet">{row.process}</td>
+              <td class="track">
+                <div>{row.spans.map(bar("overlapped"))}{row.critical.map(bar("waited"))}</div>
+              </td>
+              <td class="number">{row.start.toFixed(0)}</td>
+              <td class="number">{row.duration.toFixed(1)}</td>
+              <td class="number">{row.waited > 0 ? row.waited.toFixed(1) : ""}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function sameAs(a: Candidate, b: Candidate | null): boolean {
+  return b !== null && a.node === b.node && a.ready_by === b.ready_by && a.device_ids.join() === b.device_ids.join();
+}
+
+function longestPhases(predicted: Record<string, number>): string {
+  const longest = Object.entries(predicted).filter(([, ms]) => ms >= 1).sort(([, a], [, b]) => b - a);
+  return longest.slice(0, 5).map(([phase, ms]) => `${phase} ${duration(ms)}`).join(", ");
+}
+
+function PlanCard({ found }: { found: PlanExplained }) {
+  const { plan } = found;
+  return (
+    <section class="card" aria-label="Placement decision">
+      <h2>Why {plan.model} was placed there: {words(plan.way)}</h2>
+      {plan.reason && <p>{plan.reason}</p>}
+      <Facts
+        items={[
+          ["Plan", <code>{plan.plan_id}</code>],
+          ["Asked by", plan.trigger],
+          ["Outcome", `${plan.outcome}${plan.measured_ms === null ? "" : ` after ${duration(plan.measured_ms)}`}`],
+          ["Predicted", optional(plan.chosen?.predicted_ms)],
+          ["Error", plan.error?.message],
+        ]}
+      />
+      {plan.candidates.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label="Candidates">
+          <table>
+            <caption>Candidates</caption>
+            <thead>
+              <tr>
+                {["Chosen", "Node", "Device", "Way", "From", "Predicted", "By phase", "Needs", "Free", "Would leave", "Not taken because"].map((title) => (
+                  <th key={title} scope="col">{title}</th>
+                ))}
+              </tr>
+            </thead>
+            <tbody>
+              {plan.candidates.map((c, i) => (
+                <tr key={i} class={sameAs(c, plan.chosen) ? "selected" : ""}>
+                  <td>{sameAs(c, plan.chosen) ? "✓ chosen" : ""}</td>
+                  <td>{c.node}</td>
+                  <td>{c.device_ids.join(", ")}</td>
+                  <td>{words(c.way)}</td>
+                  <td>{c.source}</td>
+                  <td class="number">{optional(c.predicted_ms)}</td>
+                  <td>{longestPhases(c.predicted)}</td>
+                  <td class="number">{size(c.needed_bytes)}</td>
+                  <td class="number">{size(c.free_bytes)}</td>
+                  <td>{c.victims.join(", ")}</td>
+                  <td>{c.excluded}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </section>
+  );
+}

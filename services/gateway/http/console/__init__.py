@@ -1,0 +1,1 @@
+"""The console at /ui: static files, sessions, live updates."""

@@ -1,0 +1,205 @@
+"""The routes below /ui: the page, its session, its event stream, and the APIs for a session.
+
+A session is a cookie that scripts cannot read. It counts below /ui only; requests that change
+something need the header `X-Thaw-Console` too, which no form and no page of another site can send.
+See docs/adr/0071.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
+
+from pydantic import Field
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.adapters.console_secret import ConsoleSecret
+from services.gateway.authorization import hash_key, session_key_hash
+from services.gateway.domain.caller import Caller
+from services.gateway.domain.console_session import SESSION_S, sign_session, verify_session
+from services.gateway.http.console.assets import PAGE, SECURITY_HEADERS, Assets
+from services.gateway.http.console.feed import Feed, Subscription
+from services.gateway.http.console.sources import ClusterSource, RequestSource
+from services.gateway.http.errors import json_response
+from services.gateway.http.parsing.body import read_body
+from services.gateway.http.parsing.request_parser import validate_body
+from services.gateway.loop import Gateway
+from shared.contracts.base import Frozen
+from shared.errors import AuthenticationFailed, InvalidRequest, PermissionDenied, ThawError
+
+ROOT = "/ui"
+_API = f"{ROOT}/api"
+COOKIE = "thaw_console"
+HEADER = "x-thaw-console"
+_MAX_LOGIN_BYTES = 4096
+_READING = frozenset({"GET", "HEAD"})
+_ADMIN, _INFERENCE = "/admin/v1/cluster", "/v1/chat/completions"
+"""Paths whose access shows the rights of a session."""
+
+
+class Login(Frozen):
+    """The body of a login."""
+
+    key: str = Field(min_length=1, max_length=1024)
+
+
+class Console:
+    """The ASGI application below /ui.
+
+    Args:
+        api: The gateway's other routes, inside their checks of access.
+    """
+
+    def __init__(self, gateway: Gateway, api: ASGIApp) -> None:
+        self._gateway = gateway
+        self._api = api
+        self._assets = Assets()
+        self._secret = ConsoleSecret(gateway.mesh)
+        self._feeds = {
+            "cluster": Feed("cluster", ClusterSource(gateway).read),
+            "requests": Feed("requests", RequestSource(gateway).read),
+        }
+        self._router = Router(
+            [
+                Route(ROOT, self.page, methods=["GET"]),
+                Route(f"{ROOT}/", self.redirect, methods=["GET"]),
+                Route(f"{ROOT}/assets/{{name}}", self.asset, methods=["GET"]),
+                Route(f"{ROOT}/session", self.session, methods=["GET"]),
+                Route(f"{ROOT}/login", self.login, methods=["POST"]),
+                Route(f"{ROOT}/logout", self.logout, methods=["POST"]),
+                Route(f"{ROOT}/events", self.events, methods=["GET"]),
+            ],
+            redirect_slashes=False,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in _READING:
+            _check_same_origin(headers)
+        with _session(await self._key_hash(headers)):
+            if scope["path"].startswith(f"{_API}/"):
+                path = scope["path"].removeprefix(_API)
+                await self._api({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+            else:
+                scope["app"] = self._router
+                await self._router(scope, receive, send)
+
+    async def page(self, request: Request) -> Response:
+        return self._assets.respond(PAGE, request.headers)
+
+    async def redirect(self, request: Request) -> Response:
+        return RedirectResponse(ROOT)
+
+    async def asset(self, request: Request) -> Response:
+        return self._assets.respond(request.path_params["name"], request.headers)
+
+    async def session(self, request: Request) -> Response:
+        """Report what the session may do; the page asks for a key if it is too little."""
+        await self._gateway.wait_for_state("/admin/")
+        viewer = self._caller("GET", _ADMIN)
+        document = {
+            "view": viewer is not None,
+            "change": viewer is not None and viewer.scope == "admin",
+            "inference": self._caller("POST", _INFERENCE) is not None,
+            "key": bool(session_key_hash.get()),
+            "guarded": self._gateway.authorizer.guards_admin,
+        }
+        return json_response(document, headers={"cache-control": "no-store", **SECURITY_HEADERS})
+
+    async def login(self, request: Request) -> Response:
+        """Exchange an API key for a session cookie."""
+        await self._gateway.wait_for_state("/admin/")
+        body = validate_body(Login, await read_body(request.scope, request.receive, _MAX_LOGIN_BYTES))
+        key_hash = hash_key(body.key.strip())
+        if self._gateway.authorizer.find_caller(key_hash) is None:
+            raise AuthenticationFailed("This API key is not valid. Enter an admin, read-only or inference key")
+        now = time.time()
+        value = sign_session(await self._secret.read(), key_hash, int(now) + SESSION_S, secrets.token_hex(16))
+        return _with_cookie(request, value, SESSION_S)
+
+    async def logout(self, request: Request) -> Response:
+        return _with_cookie(request, "", 0)
+
+    async def events(self, request: Request) -> Response:
+        """Stream the views that `?topics=` names, and their changes."""
+        await self._gateway.wait_for_state("/admin/")
+        self._gateway.authorizer.check("GET", _ADMIN, {})
+        topics = request.query_params.get("topics", "cluster").split(",")
+        feeds = [self._feeds[topic] for topic in dict.fromkeys(topics) if topic in self._feeds]
+        if not feeds:
+            raise InvalidRequest(f"'topics' must name some of {', '.join(self._feeds)}", param="topics")
+        for feed in feeds:
+            feed.require_room()
+
+        async def stream() -> AsyncIterator[bytes]:
+            page = Subscription()
+            with contextlib.ExitStack() as subscriptions:
+                for feed in feeds:
+                    subscriptions.enter_context(feed.subscribed(page))
+                async with contextlib.aclosing(page.events(self._gateway.closing)) as events:
+                    async for event in events:
+                        if self._caller("GET", _ADMIN) is None:  # the key has been revoked
+                            return
+                        yield event
+
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no", **SECURITY_HEADERS}
+        return StreamingResponse(stream(), headers=headers, media_type="text/event-stream")
+
+    def _caller(self, method: str, path: str) -> Caller | None:
+        """Return the session's caller of a path; None if it may not use the path."""
+        try:
+            return self._gateway.authorizer.check(method, path, {})
+        except ThawError:
+            return None
+
+    async def _key_hash(self, headers: Headers) -> str:
+        """Return the digest of the session's key; empty without a valid session."""
+        try:
+            morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        except CookieError:
+            return ""
+        if morsel is None or not morsel.value:
+            return ""
+        return verify_session(await self._secret.read(), morsel.value, time.time()) or ""
+
+
+@contextlib.contextmanager
+def _session(key_hash: str) -> Iterator[None]:
+    token = session_key_hash.set(key_hash)
+    try:
+        yield
+    finally:
+        session_key_hash.reset(token)
+
+
+def _check_same_origin(headers: Headers) -> None:
+    """Refuse a change that a page of another site may have sent. Raises `PermissionDenied`."""
+    origin = headers.get("origin", "")
+    if (
+        HEADER not in headers
+        or (origin and urlsplit(origin).netloc.lower() != headers.get("host", "").lower())
+        or headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
+    ):
+        raise PermissionDenied("Only the console's own page may send this request. For programs there are /v1 and /admin/v1")
+
+
+def _with_cookie(request: Request, value: str, max_age_s: int) -> Response:
+    response = json_response({}, headers={"cache-control": "no-store"})
+    response.set_cookie(
+        COOKIE,
+        value,
+        max_age=max_age_s,
+        path=ROOT,
+        secure=request.url.scheme == "https",
+        httponly=True,
+        samesite="strict",
+    )
+    return response

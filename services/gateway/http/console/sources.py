@@ -1,0 +1,66 @@
+"""What the feeds of the console read: the scheduler's view, and the stream of traces."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from nats.errors import Error as NatsError
+from nats.js.errors import NotFoundError
+
+from services.gateway.domain.console_view import View, cluster_view, list_latest
+from services.gateway.loop import Gateway
+from shared.contracts import subjects
+from shared.contracts.admin import ClusterView, ViewCluster
+from shared.contracts.traces import RequestTrace
+from shared.errors import Unavailable, Unreachable
+
+LISTED_REQUESTS = 200
+_MAX_READ = 200
+"""Traces that one reading fetches. A gateway that is further behind skips the rest."""
+_EVERY = f"{subjects.PREFIX}.traces.request.*"
+
+
+class ClusterSource:
+    """The scheduler's view of the cluster."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def read(self) -> Callable[[], View]:
+        """Request the view. Raises `Unreachable` while no scheduler leads."""
+        try:
+            answer = await self._gateway.mesh.request(subjects.ADMIN, ViewCluster(), ClusterView, with_reports=True)
+        except Unreachable as e:
+            raise Unreachable("No scheduler is the leader: it is stopped, starting, or PostgreSQL refuses it") from e
+        return lambda: cluster_view(answer)
+
+
+class RequestSource:
+    """The latest traces of the mesh's requests, read from where the last reading ended."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._traces: deque[RequestTrace] = deque(maxlen=LISTED_REQUESTS)
+        self._next = 0
+
+    async def read(self) -> Callable[[], View]:
+        """Read new traces. Raises `Unavailable` while NATS does not answer."""
+        js = self._gateway.mesh.nc.jetstream(timeout=2)
+        try:
+            state = (await js.stream_info(subjects.TRACE_STREAM)).state
+            # A stream that was deleted and made again counts from the beginning.
+            if self._next > state.last_seq + 1:
+                self._traces.clear()
+                self._next = 0
+            self._next = max(self._next, state.last_seq - _MAX_READ + 1, 1)
+            while self._next <= state.last_seq:
+                message = await js.get_msg(subjects.TRACE_STREAM, seq=self._next, subject=_EVERY, next=True)
+                self._traces.append(RequestTrace.model_validate_json(message.data or b"null"))
+                self._next = (message.seq or self._next) + 1
+        except NotFoundError:
+            pass  # no trace yet, or none after the last one
+        except (NatsError, TimeoutError) as e:
+            raise Unavailable(f"The traces cannot be read now ({type(e).__name__})") from e
+        traces = list(self._traces)
+        return lambda: {"requests": list_latest(traces, LISTED_REQUESTS)}

@@ -1,0 +1,151 @@
+"""The console in a real browser, against a real mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from playwright.sync_api import Browser, Page, expect
+from rich.console import Console
+
+from shared.contracts.traces import RequestTrace
+from tests.support.browser import chromium, needs_chromium, opened, serious_findings
+from tests.support.launcher import Thaw
+from thaw.cli.waterfall import rows
+
+SHARED = True
+pytestmark = needs_chromium
+CONSOLE = {"x-thaw-console": "1"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser, mesh: Thaw) -> Iterator[Page]:
+    """A page that is logged in with the admin key; no script on it may fail."""
+    with opened(browser) as (page, faults):
+        log_in(page, mesh, mesh.endpoints["admin_key"])
+        yield page
+        assert faults == []
+
+
+def log_in(page: Page, mesh: Thaw, key: str) -> None:
+    page.goto(f"{mesh.url}/ui")
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Log in").click()
+    page.get_by_role("navigation", name="Pages").wait_for()
+
+
+def ask(client: openai.OpenAI, model: str) -> str:
+    raw = client.chat.completions.with_raw_response.create(model=model, messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+    return raw.headers["x-request-id"]
+
+
+def test_cluster_shows_memory_by_model_and_follows_actions(page: Page, client: openai.OpenAI) -> None:
+    ask(client, "one")
+    node = page.get_by_role("region", name="Node node-0")
+    chip = node.get_by_role("button", name=re.compile("^one ready"))
+    chip.click()
+    bar = node.get_by_role("img", name=re.compile("^Memory of cpu:0"))
+    expect(bar).to_have_attribute("aria-label", re.compile("one: weights .* free "))
+    details = page.get_by_role("complementary", name="Details")
+    expect(details).to_contain_text("node-0 cpu:0")
+    assert serious_findings(page) == []
+    details.get_by_role("button", name="Put one to sleep").click()
+    expect(chip).to_be_hidden()
+    expect(bar).not_to_have_attribute("aria-label", re.compile("one: weights"))
+    node.get_by_role("button", name="node-0", exact=True).click()
+    details.get_by_role("button", name="Cordon node-0").click()
+    expect(node).to_contain_text("cordoned")
+    details.get_by_role("button", name="Uncordon node-0").click()
+    expect(node).not_to_contain_text("cordoned")
+
+
+def test_models_wake_and_show_the_latencies_of_their_requests(page: Page, client: openai.OpenAI) -> None:
+    ask(client, "two")
+    page.get_by_role("link", name="Models").click()
+    row = page.get_by_role("row").filter(has=page.get_by_role("button", name="two", exact=True))
+    expect(row).to_contain_text(re.compile(r"ready.*builtin.*\d+ ms"))
+    assert serious_findings(page) == []
+    row.get_by_role("button", name="Put two to sleep").click()
+    row.get_by_role("button", name="Wake two").click()
+    expect(row).to_contain_text("ready")
+    page.get_by_label("Find a model").fill("thr")
+    expect(page.locator("tbody tr")).to_have_count(1)
+
+
+def test_waterfall_is_that_of_the_command_line(page: Page, client: openai.OpenAI, admin: httpx.Client) -> None:
+    admin.post("/models/three/sleep").raise_for_status()
+    request_id = ask(client, "three")
+    page.get_by_role("link", name="Requests").click()
+    page.get_by_role("link", name=request_id[:16]).click()
+    table = page.get_by_role("table", name=re.compile("^Phases of the request"))
+    table.wait_for()
+    trace = RequestTrace.model_validate(admin.get(f"/traces/{request_id}").json())
+    assert trace.cold
+    assert trace.ttft_ms is not None
+    expected = [
+        (r.phase, r.process, f"{r.start_ms:.0f}", f"{r.duration_ms:.1f}", f"{r.waited_ms:.1f}" if r.waited_ms > 0 else "")
+        for r in rows(trace.spans, trace.critical_path, 0.0, trace.ttft_ms, Console().width)
+    ]
+    cells = [tuple(row.locator("th, td").all_inner_texts()) for row in table.locator("tbody tr").all()]
+    assert [(c[0], c[1], *c[3:]) for c in cells] == expected
+    expect(page.get_by_role("region", name="Load", exact=True)).to_contain_text("ready after")
+    candidates = page.get_by_role("region", name="Candidates")
+    expect(candidates.get_by_role("row").filter(has_text="chosen").nth(1)).to_contain_text("node-0")
+    assert serious_findings(page) == []
+
+
+def test_playground_streams_and_shows_the_request_as_code(page: Page, mesh: Thaw, admin: httpx.Client) -> None:
+    admin.post("/models/one/sleep").raise_for_status()
+    page.get_by_role("link", name="Playground").click()
+    page.get_by_label("Model", exact=False).select_option("one")
+    page.get_by_label("Tokens at most").fill("8")
+    page.get_by_label("Message").fill("It's <b>you</b>?")
+    page.get_by_text("This request as curl").click()
+    expect(page.get_by_label("The request as curl")).to_contain_text(f"curl -N {mesh.url}/v1/chat/completions")
+    code = page.get_by_label("The request as Python").inner_text()
+    compile(code, "playground", "exec")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("status", name="Progress")).to_contain_text("first token after")
+    expect(page.get_by_role("log")).to_contain_text("It's <b>you</b>?")
+    assert page.get_by_role("log").locator("p").nth(0).locator("b").count() == 1  # the speaker's name alone
+    expect(page.get_by_role("link", name="waterfall")).to_be_visible()
+    assert len(page.locator(".turn.assistant").inner_text()) > len("one ")
+    assert serious_findings(page) == []
+
+
+def test_page_reconnects_after_its_gateway_was_killed(page: Page, mesh: Thaw, client: openai.OpenAI) -> None:
+    expect(page.get_by_role("region", name="Node node-0")).to_be_visible()
+    old = mesh.kill("gateway")
+    expect(page.get_by_role("status")).to_contain_text("No connection to the gateway")
+    mesh.await_replaced("gateway", old)
+    expect(page.get_by_role("status")).to_be_hidden()
+    ask(client, "one")
+    expect(page.get_by_role("button", name=re.compile("^one ready"))).to_be_visible()
+
+
+def test_pages_have_no_serious_finding_in_dark_and_work_by_keyboard(browser: Browser, mesh: Thaw) -> None:
+    with opened(browser, dark=True) as (page, faults):
+        page.goto(f"{mesh.url}/ui")
+        page.get_by_label("API key").wait_for()
+        assert serious_findings(page) == []
+        page.keyboard.type(mesh.endpoints["admin_key"])
+        page.keyboard.press("Enter")
+        for name in ("Cluster", "Models", "Requests", "Playground"):
+            link = page.get_by_role("link", name=name)
+            link.focus()
+            page.keyboard.press("Enter")
+            page.get_by_role("heading", name=name).wait_for()
+            assert serious_findings(page) == [], name
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+        page.get_by_role("button", name="Log out").click()
+        page.get_by_label("API key").wait_for()
+        assert faults == []

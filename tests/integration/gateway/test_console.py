@@ -1,0 +1,230 @@
+"""The console's routes: sessions, protection against other sites, live views, hostile names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from playwright.async_api import async_playwright
+
+from services.gateway.authorization import hash_key
+from services.gateway.domain.console_view import View, cluster_view
+from services.gateway.http.console import feed, sources
+from shared.contracts import subjects
+from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelView, NodeView
+from shared.contracts.base import Done, Message
+from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus
+from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until
+from tests.support.browser import CHROMIUM, needs_chromium
+from tests.support.fake_engine import FakeNode, card_of
+
+CONSOLE = {"x-thaw-console": "1"}
+NOTHING = {"view": False, "change": False, "inference": False, "key": False, "guarded": False}
+ROOT_KEY, USER_KEY = "root-key", "user-key"
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+class Scheduler:
+    """Answers admin requests with a view that tests change."""
+
+    def __init__(self) -> None:
+        self.view = ClusterView(scheduler="s", epoch=1)
+        self.asked: list[AdminRequest] = []
+
+    async def answer(self, request: AdminRequest) -> Message:
+        self.asked.append(request)
+        return self.view if request.kind == "view" else Done()
+
+
+@pytest.fixture
+async def scheduler(node: FakeNode) -> Scheduler:
+    found = Scheduler()
+    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, found.answer).start()
+    return found
+
+
+@pytest.fixture
+async def guarded(node: FakeNode, scheduler: Scheduler, serve: ServeFn) -> AsyncIterator[Served]:
+    async with serve(admin_key=ROOT_KEY, api_keys=hash_key(USER_KEY)) as served:
+        await until_listed_with(served, USER_KEY)
+        yield served
+
+
+async def until_listed_with(served: Served, key: str) -> None:
+    async def listed() -> bool:
+        answer = await served.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        return len(answer.json().get("data", ())) >= len(CARDS)
+
+    await until(listed)
+
+
+async def log_in(served: Served, key: str) -> httpx.Response:
+    return await served.http.post("/ui/login", json={"key": key}, headers=CONSOLE)
+
+
+async def test_a_session_is_a_strict_cookie_of_the_console_alone(guarded: Served) -> None:
+    assert (await guarded.http.get("/ui/session")).json() == NOTHING | {"guarded": True}
+    assert (await log_in(guarded, "wrong")).status_code == 401
+    answer = await log_in(guarded, ROOT_KEY)
+    cookie = answer.headers["set-cookie"]
+    assert {"httponly", "path=/ui", "samesite=strict"} <= {part.strip().lower() for part in cookie.split(";")}
+    assert ROOT_KEY not in cookie
+    assert (await guarded.http.get("/ui/session")).json()["change"]
+    assert (await guarded.http.get("/ui/api/admin/v1/cluster")).status_code == 200
+    # The cookie itself, sent to other paths, grants nothing there.
+    header = {"cookie": cookie.split(";")[0]}
+    assert (await guarded.http.get("/admin/v1/cluster", headers=header)).status_code == 401
+    assert (await guarded.http.get("/v1/models", headers=header)).status_code == 401
+    # A key in the headers does not count in the console.
+    guarded.http.cookies.clear()
+    bearer = {"authorization": f"Bearer {ROOT_KEY}"}
+    assert (await guarded.http.get("/ui/api/admin/v1/cluster", headers=bearer)).status_code == 401
+
+
+async def test_changes_need_the_header_and_the_same_origin(guarded: Served, scheduler: Scheduler) -> None:
+    assert (await guarded.http.post("/ui/login", json={"key": ROOT_KEY})).status_code == 403
+    await log_in(guarded, ROOT_KEY)
+    url = "/ui/api/admin/v1/nodes/node-0/drain"
+    for headers in (
+        {},
+        CONSOLE | {"origin": "https://evil.example"},
+        CONSOLE | {"sec-fetch-site": "cross-site"},
+        CONSOLE | {"origin": guarded.base, "sec-fetch-site": "same-site"},
+    ):
+        assert (await guarded.http.post(url, headers=headers)).status_code == 403, headers
+    assert scheduler.asked == []
+    assert (await guarded.http.post(url, headers=CONSOLE | {"origin": guarded.base})).status_code == 200
+    assert [request.kind for request in scheduler.asked] == ["change_node"]
+
+
+async def test_an_inference_key_opens_the_playground_only(guarded: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+    await log_in(guarded, USER_KEY)
+    session = (await guarded.http.get("/ui/session")).json()
+    assert session == NOTHING | {"inference": True, "key": True, "guarded": True}
+    answer = await guarded.http.post("/ui/api/v1/chat/completions", json=chat(), headers=CONSOLE)
+    assert answer.status_code == 200
+    for path in ("/ui/events", "/ui/api/admin/v1/cluster", "/ui/api/admin/v1/traces/last"):
+        assert (await guarded.http.get(path)).status_code == 401, path
+
+
+async def test_a_read_only_key_sees_and_changes_nothing(guarded: Served, scheduler: Scheduler) -> None:
+    body = {"name": "viewer", "scope": "read-only", "sha256": hash_key("view-key")}
+    bearer = {"authorization": f"Bearer {ROOT_KEY}"}
+    assert (await guarded.http.post("/admin/v1/keys", json=body, headers=bearer)).status_code == 200
+    await log_in(guarded, "view-key")
+    assert (await guarded.http.get("/ui/session")).json() == NOTHING | {"view": True, "key": True, "guarded": True}
+    assert (await guarded.http.get("/ui/api/admin/v1/cluster")).status_code == 200
+    for path in ("nodes/node-0/drain", "models/alpha/sleep", "keys"):
+        assert (await guarded.http.post(f"/ui/api/admin/v1/{path}", json={}, headers=CONSOLE)).status_code == 403, path
+
+
+async def test_a_revoked_key_ends_its_sessions_and_a_restart_does_not(
+    node: FakeNode, scheduler: Scheduler, serve: ServeFn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "_KEEP_ALIVE_S", 0.1)
+    async with serve(admin_key=ROOT_KEY) as first:
+        body = {"name": "ops", "scope": "admin", "sha256": hash_key("ops-key")}
+        bearer = {"authorization": f"Bearer {ROOT_KEY}"}
+        assert (await first.http.post("/admin/v1/keys", json=body, headers=bearer)).status_code == 200
+        cookie = {"cookie": (await log_in(first, "ops-key")).headers["set-cookie"].split(";")[0]}
+    async with serve(admin_key=ROOT_KEY) as second:
+        assert (await second.http.get("/ui/session", headers=cookie)).json()["change"]
+        async with second.http.stream("GET", "/ui/events", headers=cookie) as stream:
+            lines = stream.aiter_lines()
+            assert await anext(lines) == "event: cluster"
+            assert (await second.http.delete("/admin/v1/keys/ops", headers=bearer)).status_code == 200
+            async with asyncio.timeout(30):
+                assert [line async for line in lines if line.startswith("event")] == []
+        session = (await second.http.get("/ui/session", headers=cookie)).json()
+        assert not session["view"]
+        assert (await second.http.get("/ui/api/admin/v1/cluster", headers=cookie)).status_code == 401
+
+
+async def test_a_gateway_on_loopback_without_admin_keys_needs_no_login(
+    node: FakeNode, scheduler: Scheduler, serve: ServeFn
+) -> None:
+    async with serve() as served:
+        session = (await served.http.get("/ui/session")).json()
+        assert session == {"view": True, "change": True, "inference": True, "key": False, "guarded": False}
+        assert (await served.http.get("/ui/api/admin/v1/cluster")).status_code == 200
+        assert (await served.http.get("/ui", headers={"host": "evil.example"})).status_code == 403
+        assert (await served.http.post("/ui/api/admin/v1/nodes/n/drain")).status_code == 403
+
+
+async def test_page_is_served_with_a_strict_policy(guarded: Served) -> None:
+    answer = await guarded.http.get("/ui")
+    assert answer.status_code == 200
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert (await guarded.http.get("/ui/assets/none.js")).status_code == 404
+    assert (await guarded.http.get("/ui/")).headers["location"] == "/ui"
+
+
+def hostile_view(count: int) -> ClusterView:
+    """Return a cluster of `count` models whose free texts are HTML."""
+    models = tuple(ModelView(card=card_of(f"model-{n:03}"), error=EVIL, waiting=n == 0) for n in range(count))
+    instance = InstanceStatus(
+        instance_id=EVIL, plan_id=EVIL, token=1, model=EVIL, generation=1, revision="", device_ids=(EVIL,),
+        state=InstanceState.READY, memory=InstanceMemory(weights=2**28, kv=2**27, reserved=2**29),
+    )  # fmt: skip
+    device = DeviceStatus(device_id=EVIL, kind="cpu", name=EVIL, budget_bytes=2**30, reserved_bytes=2**29)
+    nodes = NodeView(node=EVIL, alive=True, labels={EVIL: EVIL}, devices=(device,), instances=(instance,))
+    return ClusterView(scheduler=EVIL, epoch=1, models=models, nodes=(nodes,))
+
+
+async def test_live_views_send_only_what_changed(guarded: Served, scheduler: Scheduler) -> None:
+    scheduler.view = hostile_view(500)
+    await log_in(guarded, ROOT_KEY)
+    async with guarded.http.stream("GET", "/ui/events?topics=cluster") as stream:
+        events = (json.loads(line.removeprefix("data: ")) async for line in stream.aiter_lines() if line.startswith("data: "))
+        async with asyncio.timeout(60):
+            whole = await anext(events)
+            assert len(whole["view"]["models"]) == 500
+            scheduler.view = scheduler.view.model_copy(update={"epoch": 2})
+            changed = await anext(events)
+    assert changed["changes"] == {"cluster": {"scheduler": {"id": EVIL, "epoch": 2}}}
+    asked = len(scheduler.asked)
+    assert (await guarded.http.get("/ui/session")).status_code == 200
+    assert len(scheduler.asked) - asked <= 1  # a reading that had begun
+
+
+@needs_chromium
+async def test_browser_shows_500_models_and_html_in_names_as_text(
+    guarded: Served, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def renamed(cluster: ClusterView) -> View:
+        """Name a model by HTML, which contracts do not allow at present."""
+        view = cluster_view(cluster)
+        view["models"][EVIL] = view["models"].pop("model-000")
+        return view
+
+    scheduler.view = hostile_view(500)
+    monkeypatch.setattr(sources, "cluster_view", renamed)
+    faults: list[str] = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        page = await browser.new_page()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("dialog", lambda dialog: faults.append(f"dialog {dialog.message}"))
+        page.on("request", lambda request: faults.append(request.url) if not request.url.startswith(guarded.base) else None)
+        await page.goto(f"{guarded.base}/ui")
+        await page.get_by_label("API key").fill(ROOT_KEY)
+        await page.get_by_role("button", name="Log in").click()
+        await page.get_by_role("button", name=EVIL).first.click()
+        await page.get_by_role("complementary", name="Details").get_by_text(EVIL).first.wait_for()
+        await page.get_by_role("link", name="Models").click()
+        await page.get_by_text("the first 100 of 500").wait_for()
+        await page.get_by_label("Find a model").fill("model-498")
+        await page.get_by_role("button", name="model-498", exact=True).click()
+        await page.get_by_label("Find a model").fill("<script>")
+        await page.get_by_role("button", name=EVIL, exact=True).click()
+        await page.goto(f"{guarded.base}/ui#/requests/{EVIL.replace('/', '%2F')}")
+        await page.get_by_role("alert").wait_for()
+        assert await page.locator("img, script:not([src])").count() == 0
+        await browser.close()
+    assert faults == []

@@ -1,0 +1,53 @@
+"""Debian's Chromium, driven by Playwright.
+
+Playwright's own browsers are downloads of its vendor and are not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+TIMEOUT_MS = 30_000
+expect.set_options(timeout=TIMEOUT_MS)
+_SERIOUS = {"serious", "critical"}
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """Run a browser. It has no sandbox, which root may not use; it opens pages of the test only."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, *, dark: bool = False) -> Iterator[tuple[Page, list[str]]]:
+    """Open an empty page in a new profile.
+
+    Yields:
+        The page, and what its scripts reported as errors or were refused.
+    """
+    faults: list[str] = []
+    context = browser.new_context(color_scheme="dark" if dark else "light", viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(TIMEOUT_MS)
+    page = context.new_page()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda m: faults.append(m.text) if "Content Security Policy" in m.text else None)
+    page.on("dialog", lambda dialog: faults.append(f"dialog {dialog.message}"))
+    yield page, faults
+    context.close()
+
+
+def serious_findings(page: Page) -> list[str]:
+    """Return axe's findings of accessibility that are serious or critical."""
+    found = Axe().run(page).response["violations"]
+    return [f"{f['id']}: {f['help']}: {node['html'][:200]}" for f in found if f["impact"] in _SERIOUS for node in f["nodes"]]

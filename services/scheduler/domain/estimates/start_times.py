@@ -132,7 +132,7 @@ class Forecast:
         self._loads_itself = card.spec.loads_itself
         self.is_remote = "://" in card.info.source
         """Nodes without its bytes load them over their links to remote sources."""
-        self._anywhere = _values(state, card.name, ANYWHERE) or _of_a_template(state, card)
+        self._anywhere = _values(state, card.name, ANYWHERE) or _of_its_key(state, card)
         self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
         """Milliseconds of the phases that load no weights, on nodes without measurements."""
         self._before, self._engine, self._after = _parts(self._fixed) if self._anywhere else _PRIOR_PARTS
@@ -345,18 +345,17 @@ def _prior(load_ms: float, source: str) -> Prediction:
     return Prediction(phases, ms, _cost(phases, ms, 0.0), source)
 
 
-def _of_a_template(state: ClusterState, card: ModelCard) -> Mapping[str, Parameter]:
-    """Return what was learned of the starts of another model of the same template key.
+def _of_its_key(state: ClusterState, card: ModelCard) -> Mapping[str, Parameter]:
+    """Return what was learned of cold starts of models with the same template key.
 
     A model that has never run would otherwise be predicted to start as the built-in engine does.
     """
-    if not state.by_template or not (key := template_key(card)):
-        return _NONE
-    for instance_id in state.by_template.get(key, ()):
-        i = state.instances.get(instance_id)
-        if i is not None and (found := _values(state, i.model, ANYWHERE)):
-            return found
-    return _NONE
+    return _values(state, _name_of_key(key), ANYWHERE) if (key := template_key(card)) else _NONE
+
+
+def _name_of_key(key: str) -> str:
+    """Return the name under which estimates of a template key are stored."""
+    return f"template:{key}"
 
 
 def _values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:
@@ -403,8 +402,8 @@ def resumes_faster(state: ClusterState, i: Instance) -> bool:
 
 
 def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
-    """Return the estimates after a finished plan: of the model on its node, anywhere, and of the
-    node.
+    """Return the estimates after a finished plan: of the model on its node, anywhere, of the models
+    with its template key, and of the node.
 
     The time that a start waited for a new zygote is not a sample of the next start.
     """
@@ -446,6 +445,8 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
     # The priors are those of the built-in engine. They do not bound other engines, whose starts may
     # take a minute.
     priors = PRIOR_MS if model.card.spec.engine == "builtin" else {}
+    if key := template_key(model.card):
+        found.append(_estimate_moved(state, _name_of_key(key), ANYWHERE, anywhere, priors))
     return [
         *found,
         _estimate_moved(state, plan.model, chosen.node, own, priors),

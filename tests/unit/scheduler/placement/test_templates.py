@@ -76,6 +76,28 @@ def test_model_that_never_ran_takes_a_suspended_engine_of_its_key(w: World) -> N
     assert w.state.by_template == {}
 
 
+def test_cold_starts_are_learned_for_all_models_of_the_key(w: World) -> None:
+    """The engine's present model never started cold itself, and the one that did is removed."""
+    suspended(w, "first")
+    w.model("second", **VLLM)
+    w.demand("second")
+    running = w.of("second")[-1]
+    w.get_ready("second")
+    w.demand("second", 0)
+    running.completed = 1
+    w.can_suspend(running, left=200 * MIB, resume_ms=300.0)
+    w.sleep("second")
+    w.finish_stops()
+    w.remove("first")
+    w.model("third", **VLLM)
+    w.demand("third")
+    plan = plan_of(w, "third")
+    cold = next(c for c in plan.candidates if c.ready_by == "load")
+    assert cold.predicted_ms is not None
+    assert cold.predicted_ms > COLD_S * 1e3
+    assert plan.way == "template"
+
+
 def test_seconds_of_a_change_are_learned_by_node(w: World) -> None:
     suspended(w, "first")
     w.model("second", **VLLM)

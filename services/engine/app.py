@@ -259,7 +259,10 @@ class Engine(InstanceProcess):
 
     def _open(self, computable: loading.ReadyModel, deliver: Callable[[Sequence[Event]], None]) -> Batcher:
         """Start the computing thread, and open the server."""
-        ttft_s = self._start.card.spec.slo.ttft
+        slo = self._start.card.spec.slo
+        ttft_s = slo.ttft
+        if slo.is_set:
+            self._serving.follow_objective(slo.percentile)
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver, ttft_s)
         if computable.runner is not None and borrows_pages(self._start):
             self._lease = self._borrow(self._batcher, computable)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from functools import partial
 
 from services.gateway.adapters.demand_publisher import DemandPublisher
 from services.gateway.adapters.engine_client import EngineClient
@@ -129,6 +130,8 @@ class Gateway:
         buffer_limit_bytes = self.settings.stream_buffer_bytes
         request = ActiveRequest(ticket, card, engine_request, sink, self.dispatcher, buffer_limit_bytes)
         request.key_digest = origin.caller.digest
+        if card.spec.slo.is_set and card.spec.base is None:
+            request.standing = partial(self.objectives.standing, ticket.model)
         self._requests[ticket.id] = request
         self._opened.set()
         self._ticket_ids[origin.request_id] = ticket.id

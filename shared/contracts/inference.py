@@ -28,6 +28,7 @@ from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.models import ModelCard
+from shared.contracts.objectives import ObjectiveStanding
 from shared.contracts.phases import PhaseSpan
 
 Endpoint = Literal["chat", "completion", "embedding", "other"]
@@ -95,6 +96,9 @@ class InferRequest(Request):
         default=None, description="The body's bytes in base64, where it is no JSON (a form with a file); `body` is empty then."
     )
     resume: Resume | None = Field(default=None, description="The answer was begun elsewhere.")
+    standing: ObjectiveStanding | None = Field(
+        default=None, description="How many requests of `model` met its objective; None: no objective, or none has ended."
+    )
 
 
 FORWARDED = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")

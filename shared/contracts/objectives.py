@@ -35,6 +35,17 @@ class ObjectiveCounts(Frozen):
     met: int = Field(ge=0)
 
 
+class ObjectiveStanding(Frozen):
+    """A gateway's counts of a model's finished requests, recent ones with more weight.
+
+    It accompanies requests, so that an executor can order the steps of its models.
+    """
+
+    gateway: str
+    total: int = Field(ge=0)
+    met: int = Field(ge=0)
+
+
 class ReportObjectives(Request):
     """Counts of requests since the gateway's previous report; the reply is `Done`."""
 

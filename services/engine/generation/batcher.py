@@ -81,6 +81,8 @@ class Batcher:
         self.on_command: Callable[[], None] = lambda: None
         self._ttft_s = ttft_s
         self._due: dict[str, float] = {}
+        self.required_requests: float | None = None
+        """RRC of the model (`shared.compliance`); None: unknown. Any thread may set it."""
         self._runner = runner
         self._tokens = tokenization
         self._limits = limits

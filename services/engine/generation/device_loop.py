@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from services.engine.domain.step_order import Lane, admit, charge, next_lane
+from services.engine.domain.step_order import Lane, Priorities, Turn, admit, charge, next_turn, update_priorities
 from services.engine.generation.batcher import Batcher
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class DeviceLoop:
         self._batchers: dict[str, tuple[Batcher, Future[None]]] = {}
         self._busy: set[str] = set()
         self._last_tag_s = 0.0
+        self._priorities = Priorities()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
@@ -117,11 +118,28 @@ class DeviceLoop:
         if not ready:
             self._on_step(None)
             return min((at - now for at in due.values() if at < float("inf")), default=None)
-        lanes = (replace(self._lanes[name], deadline=self._batchers[name][0].deadline(now)) for name in ready)
-        self._step(next_lane(lanes, now).name, is_contended=len(ready) > 1)
+        self._step(self._next_turn(ready, now), is_contended=len(ready) > 1)
         return 0.0
 
-    def _step(self, name: str, *, is_contended: bool) -> None:
+    def _next_turn(self, ready: set[str], now: float) -> Turn:
+        if len(ready) == 1:
+            return Turn(self._lanes[next(iter(ready))])
+        standings = ((name, batcher.required_requests) for name, (batcher, _) in self._batchers.items())
+        required = {name: needed for name, needed in standings if needed is not None}
+        self._priorities = update_priorities(self._priorities, required, now)
+        lanes = (
+            replace(
+                self._lanes[name],
+                deadline=self._batchers[name][0].deadline(now),
+                required=required.get(name, 0.0),
+                is_low=name in self._priorities.low,
+            )
+            for name in ready
+        )
+        return next_turn(lanes, now)
+
+    def _step(self, turn: Turn, *, is_contended: bool) -> None:
+        name = turn.lane.name
         batcher, ended = self._batchers[name]
         lane = self._lanes[name]
         self._last_tag_s = max(self._last_tag_s, lane.tag_s)
@@ -129,7 +147,7 @@ class DeviceLoop:
         begun = time.monotonic()
         try:
             if batcher.step(is_contended=is_contended):
-                self._lanes[name] = charge(lane, time.monotonic() - begun)
+                self._lanes[name] = charge(lane, time.monotonic() - begun, has_precedence=turn.has_precedence)
                 return
         except Exception as e:  # a process boundary: only this model fails
             log.exception("a batcher failed", extra={"instance": name})

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 
+from services.engine.domain.standings import Standings
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.generation.request import EmbedRequest, GenerationRequest
@@ -73,11 +74,16 @@ class Serving(RequestServer[Stream]):
         self._block_bytes = 0
         self._paused = False
         self._loaded_at = 0.0
+        self._standings: Standings | None = None
 
     def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: LoraCache | None = None) -> None:
         """Accept requests. `adapters` is None if the model takes no LoRA adapters."""
         self.reader, self.batcher, self._block_bytes, self.adapters = reader, batcher, block_bytes, adapters
         self._idle_since = time.monotonic()
+
+    def follow_objective(self, percentile: float) -> None:
+        """Order the model's steps by how far it is from complying with its objective."""
+        self._standings = Standings(percentile)
 
     def weights_arrived(self, phases: Sequence[PhaseSpan]) -> None:
         """Add the phases of the load, which is over, to the requests that waited for it."""
@@ -149,6 +155,8 @@ class Serving(RequestServer[Stream]):
             raise InvalidRequest(
                 f"{request.adapter.name} is a LoRA adapter for generation; this request cannot use it", param="model"
             )
+        if request.standing is not None and self._standings is not None:
+            self.batcher.required_requests = self._standings.record(request.standing)
         self._register(stream)
         loop = asyncio.get_running_loop()
         stream.deadline = loop.call_later(request.deadline_ms / 1000, self._expire, stream)

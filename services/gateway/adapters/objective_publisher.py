@@ -9,7 +9,7 @@ import time
 from services.gateway.domain.objectives import ObjectiveCounter
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.objectives import REPORT_INTERVAL_S
+from shared.contracts.objectives import REPORT_INTERVAL_S, ObjectiveStanding
 from shared.errors import ThawError, Unreachable
 from shared.messaging import Mesh
 
@@ -27,6 +27,9 @@ class ObjectivePublisher:
     def count(self, model: str, *, is_met: bool) -> None:
         self._counter.count(model, is_met=is_met)
         self._has_counts.set()
+
+    def standing(self, model: str) -> ObjectiveStanding | None:
+        return self._counter.standing(model)
 
     async def run(self) -> None:
         """Send until cancelled."""

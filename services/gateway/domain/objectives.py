@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.contracts.models import Slo
-from shared.contracts.objectives import MAX_MODELS_PER_REPORT, REPORT_LOST_AFTER_S, ObjectiveCounts, ReportObjectives
+from shared.contracts.objectives import (
+    MAX_MODELS_PER_REPORT,
+    REPORT_LOST_AFTER_S,
+    ObjectiveCounts,
+    ObjectiveStanding,
+    ReportObjectives,
+)
 from shared.errors import QueueFull, ThawError
+
+_STANDING_REQUESTS = 1_024
+"""Counts of a model are halved when this many requests have ended, so that recent ones have more
+weight.
+"""
 
 
 def meets_objective(
@@ -55,6 +66,7 @@ class ObjectiveCounter:
 
     gateway_id: str
     _counts: dict[str, _Count] = field(default_factory=dict)
+    _standings: dict[str, _Count] = field(default_factory=dict)
     _number: int = 0
     _in_flight: ReportObjectives | None = None
     _first_sent_at: float = 0.0
@@ -63,6 +75,16 @@ class ObjectiveCounter:
         known = self._counts.setdefault(model, _Count())
         known.total += 1
         known.met += is_met
+        standing = self._standings.setdefault(model, _Count())
+        standing.total += 1
+        standing.met += is_met
+        if standing.total >= _STANDING_REQUESTS:
+            standing.total, standing.met = standing.total // 2, standing.met // 2
+
+    def standing(self, model: str) -> ObjectiveStanding | None:
+        """Return the counts that accompany the model's requests; None: no request has ended."""
+        found = self._standings.get(model)
+        return ObjectiveStanding(gateway=self.gateway_id, total=found.total, met=found.met) if found is not None else None
 
     def next_report(self, now: float) -> ReportObjectives | None:
         """Return the report to send: the last one until it is acknowledged, then the new counts.

@@ -19,6 +19,7 @@ from services.gateway.requests.resume_state import ResumeState
 from services.gateway.requests.sink import TokenSink
 from services.gateway.requests.stats import RequestStats
 from shared.contracts.models import ModelCard
+from shared.contracts.objectives import ObjectiveStanding
 from shared.errors import NotFound, ThawError, Unavailable, Unreachable
 
 
@@ -61,6 +62,7 @@ class ActiveRequest:
         on_requeued: Called when the request waits for another instance.
         key_digest: Hash of the client's API key; empty without a key.
         headers: Headers of the response that do not depend on it.
+        standing: Returns how many requests of the model met its objective.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class ActiveRequest:
         self.on_requeued: Callable[[], None] | None = None
         self.key_digest = ""
         self.headers: dict[str, str] = {}
+        self.standing: Callable[[], ObjectiveStanding | None] = _no_standing
         self._dispatcher = dispatcher
 
     def attach_idempotency(self, guard: IdempotencyGuard) -> None:
@@ -128,7 +131,7 @@ class ActiveRequest:
 
     def infer_message(self) -> InferMessage:
         """Encode the message that starts the present attempt."""
-        return encode_infer(self.ticket, self.engine_request, self.attempt.resume)
+        return encode_infer(self.ticket, self.engine_request, self.attempt.resume, self.standing())
 
     def restart(self) -> None:
         """Expect a response from its beginning."""
@@ -209,3 +212,7 @@ class ActiveRequest:
 
     def _on_done(self) -> None:
         self.handoffs.abandon(NotFound("The request has ended"))
+
+
+def _no_standing() -> None:
+    """No request is counted."""

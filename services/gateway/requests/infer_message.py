@@ -10,6 +10,7 @@ from typing import Any
 from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.base import CONTRACT_VERSION
+from shared.contracts.objectives import ObjectiveStanding
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,14 @@ class InferMessage:
     traceparent: str | None
 
 
-def encode_infer(ticket: Ticket, request: EngineRequest, resume: dict[str, Any] | None) -> InferMessage:
+def encode_infer(
+    ticket: Ticket, request: EngineRequest, resume: dict[str, Any] | None, standing: ObjectiveStanding | None = None
+) -> InferMessage:
     """Encode the ticket's present attempt.
 
     Args:
         resume: Fields of the `Resume` message; None to start the response.
+        standing: How many requests of the model met its objective; None: unknown.
     """
     instance_id = ticket.instance_id or ""
     envelope = {
@@ -40,6 +44,8 @@ def encode_infer(ticket: Ticket, request: EngineRequest, resume: dict[str, Any] 
     }
     if resume is not None:
         envelope["resume"] = resume
+    if standing is not None:
+        envelope["standing"] = standing.model_dump()
     # The validated JSON is embedded unchanged: encoding it again would cost more than all the rest.
     body = b'"body":%b' % request.body if request.is_json else b'"data":"%b"' % base64.b64encode(request.body)
     payload = b"%b,%b}" % (json.dumps(envelope).encode()[:-1], body)

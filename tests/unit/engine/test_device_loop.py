@@ -21,6 +21,7 @@ class ScriptedBatcher:
     def __init__(self, journal: list[tuple[str, bool]], name: str, steps: int, step_s: float = 0.0) -> None:
         self.journal, self.name, self.left, self.step_s = journal, name, steps, step_s
         self.stopping = False
+        self.required_requests: float | None = None
         self.error: Exception | None = None
         self.on_command: Callable[[], None] = lambda: None
 

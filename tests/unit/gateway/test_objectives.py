@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.objectives import ObjectiveCounter, meets_objective
+from services.gateway.domain.ticket import Ticket
+from services.gateway.requests.infer_message import encode_infer
+from shared.contracts.inference import InferRequest
 from shared.contracts.models import Slo
-from shared.contracts.objectives import MAX_MODELS_PER_REPORT, REPORT_LOST_AFTER_S
+from shared.contracts.objectives import MAX_MODELS_PER_REPORT, REPORT_LOST_AFTER_S, ObjectiveStanding
 from shared.errors import EngineFailed, InvalidRequest, QueueFull, ThawError
 
 SLO = Slo(ttft=1.0, tpot=0.1)
@@ -79,3 +83,22 @@ def test_reports_are_bounded() -> None:
     second = counter.next_report(0.0)
     assert second is not None
     assert len(second.counts) == 1
+
+
+def test_counts_of_a_model_accompany_its_requests() -> None:
+    counter = ObjectiveCounter("g")
+    assert counter.standing("a") is None
+    for number in range(10):
+        counter.count("a", is_met=number > 0)
+    counter.next_report(0.0)
+    standing = counter.standing("a")
+    assert standing == ObjectiveStanding(gateway="g", total=10, met=9), "a report does not reset them"
+    ticket = Ticket(id="t", model="a", arrived_at=0.0, queue_deadline=1.0, response_timeout_s=60.0, instance_id="i")
+    message = encode_infer(ticket, EngineRequest("chat", b"{}"), None, standing)
+    assert InferRequest.model_validate_json(message.payload).standing == standing
+    for _ in range(5_000):
+        counter.count("a", is_met=True)
+    latest = counter.standing("a")
+    assert latest is not None
+    assert latest.total < 1_024
+    assert latest.met >= latest.total - 1, "the early miss has little weight"

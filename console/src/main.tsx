@@ -4,6 +4,7 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { post, session, type Session } from "./api";
 import { ClusterPage } from "./cluster";
+import { KeysPage } from "./keys";
 import { useLive } from "./live";
 import { ModelsPage } from "./models";
 import { PlaygroundPage } from "./playground";
@@ -15,6 +16,7 @@ const PAGES = [
   ["models", "Models"],
   ["requests", "Requests"],
   ["playground", "Playground"],
+  ["keys", "Keys"],
 ] as const;
 
 function useRoute(): string[] {
@@ -115,6 +117,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
         {page === "cluster" && <WithLive topics="cluster" expired={changed} show={(live) => <ClusterPage live={live} mayChange={rights.change} />} />}
         {page === "models" && <WithLive topics="cluster,requests" expired={changed} show={(live) => <ModelsPage live={live} mayChange={rights.change} />} />}
         {page === "requests" && (route[1] ? <RequestPage id={route[1]} /> : <WithLive topics="requests" expired={changed} show={(live) => <RequestsPage live={live} />} />)}
+        {page === "keys" && <KeysPage mayChange={rights.change} />}
         {page === "explain" && <ExplainPage about={route.slice(1).join("/")} />}
         {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} />} /> : <PlaygroundPage live={null} />)}
       </main>

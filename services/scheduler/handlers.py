@@ -159,8 +159,8 @@ class Handlers:
                 return await self._migrate(request)
             case ViewMigrations(migration_id=migration_id, limit=limit):
                 return MigrationsViewed(migrations=self._migrations.list_latest(migration_id, limit))
-            case ViewCluster():
-                return view(self._loop.state, self._name, at, self._policy)
+            case ViewCluster(brief=brief):
+                return view(self._loop.state, self._name, at, self._policy, brief=brief)
 
     async def _migrate(self, request: Migrate) -> Message:
         if (request.request_id is None) == (request.instance_id is None):

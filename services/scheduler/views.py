@@ -11,14 +11,16 @@ from services.scheduler.domain.state.entities import Instance, Model, Node
 from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView, ObjectiveView
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceStatus
 from shared.contracts.phases import Phase
+from shared.contracts.plans import PlanRecord
 
 
-def view(state: ClusterState, scheduler: str, now: float, policy: Policy) -> ClusterView:
+def view(state: ClusterState, scheduler: str, now: float, policy: Policy, *, brief: bool = False) -> ClusterView:
+    """Return the view; a brief one leaves out the candidates and measured phases of plans."""
     models = tuple(
         ModelView(
             card=m.card,
             waiting=state.waiting_count(m.key),
-            last_plan=state.last_plan_of(m.key),
+            last_plan=_shorten(state.last_plan_of(m.key)) if brief else state.last_plan_of(m.key),
             error=m.error,
             objective=_objective(state, m, now),
             park=park_view(state, m, now, policy),
@@ -27,6 +29,10 @@ def view(state: ClusterState, scheduler: str, now: float, policy: Policy) -> Clu
     )
     nodes = tuple(_node(state, n, now, policy) for n in sorted(state.nodes.values(), key=lambda n: n.name))
     return ClusterView(scheduler=scheduler, epoch=state.epoch, models=models, nodes=nodes)
+
+
+def _shorten(plan: PlanRecord | None) -> PlanRecord | None:
+    return plan.model_copy(update={"candidates": (), "measured": ()}) if plan is not None else None
 
 
 def _objective(state: ClusterState, model: Model, now: float) -> ObjectiveView | None:

@@ -163,7 +163,14 @@ class ChangeNode(Request):
 
 
 class ViewCluster(Request):
+    """View all models and nodes.
+
+    A brief view leaves out the candidates and measured phases of the models' last plans, which are
+    most of its bytes in a large cluster.
+    """
+
     kind: Literal["view"] = "view"
+    brief: bool = False
 
 
 class LoaderView(Frozen):

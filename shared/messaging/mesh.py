@@ -155,6 +155,13 @@ class Mesh:
             with_reports: The responder reports its progress; `Unavailable` is raised soon after it
                 has ended, or the request or reply was lost.
         """
+        return decode_reply(await self.fetch(subject, message, with_reports=with_reports), reply)
+
+    async def fetch(self, subject: str, message: Request, *, with_reports: bool = False) -> bytes:
+        """Send `message` and return its reply, which `decode_reply` parses, in another thread too.
+
+        Raises as `request`, but what the other side answers.
+        """
         data, timeout_s = message.model_dump_json().encode(), message.deadline_ms / 1000
         try:
             if with_reports:
@@ -167,7 +174,7 @@ class Mesh:
             raise DeadlineExceeded(f"No answer on {subject} within {message.deadline_ms} ms") from e
         except ConnectionClosedError as e:
             raise Unreachable("The connection to NATS is closed") from e
-        return _decode(answer.data, reply)
+        return answer.data
 
     async def publish(self, subject: str, message: Message) -> None:
         """Send an event. It is enqueued, not confirmed."""
@@ -349,7 +356,8 @@ def _too_long(subject: str, size: int, limit: int) -> bytes:
     return Failure(error=error.body()).model_dump_json().encode()
 
 
-def _decode(data: bytes, reply: type[R]) -> R:
+def decode_reply(data: bytes, reply: type[R]) -> R:
+    """Parse a reply. Raises the `ThawError` that the other side answered with."""
     try:
         return reply.model_validate_json(data)
     except ValidationError:

@@ -122,6 +122,23 @@ def test_playground_streams_and_shows_the_request_as_code(page: Page, mesh: Thaw
     assert serious_findings(page) == []
 
 
+def test_keys_are_added_shown_once_and_revoked(page: Page, mesh: Thaw, admin: httpx.Client) -> None:
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("link", name="Keys").click()
+    page.get_by_label("Name", exact=True).fill("viewer")
+    page.get_by_label("Scope").select_option("read-only")
+    page.get_by_role("button", name="Add the key").click()
+    key = page.get_by_role("status").locator("code").inner_text()
+    assert httpx.get(f"{mesh.url}/admin/v1/cluster", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="viewer"))
+    expect(row).to_contain_text("read-only")
+    assert serious_findings(page) == []
+    row.get_by_role("button", name="Revoke the key viewer").click()
+    expect(row).to_be_hidden()
+    assert "viewer" not in {k["name"] for k in admin.get("/keys").json()["keys"]}
+    expect(page.get_by_role("region", name="Changes of keys")).to_contain_text("revoke")
+
+
 def test_page_reconnects_after_its_gateway_was_killed(page: Page, mesh: Thaw, client: openai.OpenAI) -> None:
     expect(page.get_by_role("region", name="Node node-0")).to_be_visible()
     old = mesh.kill("gateway")
@@ -139,7 +156,7 @@ def test_pages_have_no_serious_finding_in_dark_and_work_by_keyboard(browser: Bro
         assert serious_findings(page) == []
         page.keyboard.type(mesh.endpoints["admin_key"])
         page.keyboard.press("Enter")
-        for name in ("Cluster", "Models", "Requests", "Playground"):
+        for name in ("Cluster", "Models", "Requests", "Playground", "Keys"):
             link = page.get_by_role("link", name=name)
             link.focus()
             page.keyboard.press("Enter")

@@ -42,7 +42,7 @@ def opened(browser: Browser, *, dark: bool = False) -> Iterator[tuple[Page, list
     page = context.new_page()
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda m: faults.append(m.text) if "Content Security Policy" in m.text else None)
-    page.on("dialog", lambda dialog: faults.append(f"dialog {dialog.message}"))
+    page.on("dialog", lambda dialog: faults.append(f"dialog {dialog.message}") if dialog.type != "confirm" else None)
     yield page, faults
     context.close()
 

@@ -94,6 +94,7 @@ class Feed:
         self._view: View = {}
         self._error: str | None = None
         self._seq = 0
+        self._whole: tuple[int, bytes] | None = None
         self._is_read = False
         self._pages: set[Subscription] = set()
         self._task: asyncio.Task[None] | None = None
@@ -117,11 +118,14 @@ class Feed:
             self._pages.discard(page)
             if not self._pages and self._task is not None:
                 self._task.cancel()
-                self._task, self._is_read, self._view = None, False, {}
+                self._task, self._is_read, self._view, self._whole = None, False, {}, None
 
     def whole_view(self) -> bytes:
-        """Encode the present view as an event."""
-        return encode_event(self.topic, {"seq": self._seq, "at": round(time.time(), 1), "view": self._view, "error": self._error})
+        """Encode the present view as an event, once for all pages that need it."""
+        if self._whole is None or self._whole[0] != self._seq:
+            data = {"seq": self._seq, "at": round(time.time(), 1), "view": self._view, "error": self._error}
+            self._whole = (self._seq, encode_event(self.topic, data))
+        return self._whole[1]
 
     async def _run(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from shared.contracts import subjects
 from shared.contracts.admin import ClusterView, ViewCluster
 from shared.contracts.traces import RequestTrace
 from shared.errors import Unavailable, Unreachable
+from shared.messaging.mesh import decode_reply
 
 LISTED_REQUESTS = 200
 _MAX_READ = 200
@@ -30,10 +31,10 @@ class ClusterSource:
     async def read(self) -> Callable[[], View]:
         """Request the view. Raises `Unreachable` while no scheduler leads."""
         try:
-            answer = await self._gateway.mesh.request(subjects.ADMIN, ViewCluster(), ClusterView, with_reports=True)
+            reply = await self._gateway.mesh.fetch(subjects.ADMIN, ViewCluster(brief=True), with_reports=True)
         except Unreachable as e:
             raise Unreachable("No scheduler is the leader: it is stopped, starting, or PostgreSQL refuses it") from e
-        return lambda: cluster_view(answer)
+        return lambda: cluster_view(decode_reply(reply, ClusterView))
 
 
 class RequestSource:

@@ -7,6 +7,7 @@ if there are any (`services.engine.executor`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Event
 from services.engine.generation.kv_pages import KvPages
+from services.engine.generation.runner import RunnerLost
+from services.engine.later_stage import LaterStage
 from services.engine.loader_client import LoaderClient
 from services.engine.lora.cache import LoraCache
 from services.engine.lora.loader_source import LoaderLoraSource
@@ -32,6 +35,8 @@ from services.engine.server.migration import EngineMigration
 from services.engine.server.serving import Serving
 from services.engine.server.suspension import Suspension
 from services.engine.settings import EngineSettings
+from services.engine.stages import ring as stage_ring
+from services.engine.stages.connections import Inbound, Outbound
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
@@ -51,6 +56,7 @@ from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle
 from shared.engines.instance_process import InstanceProcess
 from shared.errors import EngineFailed, MemoryExceeded, ThawError, from_body
 from shared.messaging import Mesh
+from shared.tasks import end
 from shared.telemetry.timeline import Timeline
 from weights.kv_lease import PAGE_BYTES, KvLease, Lent, Shrink
 
@@ -98,6 +104,7 @@ class Engine(InstanceProcess):
 
     _serving: Serving
     _migration: EngineMigration
+    _stage_lost: asyncio.Future[str]
 
     def __init__(self, parts: ProcessParts, start: EngineStart, stop: asyncio.Event, timeline: Timeline) -> None:
         mesh, settings = parts.mesh, parts.settings
@@ -122,6 +129,8 @@ class Engine(InstanceProcess):
         self._computing: asyncio.Future[None] | None = None
         self._mapped_at: tuple[tuple[int, int], ...] = ()
         self._jobs: set[Future[Any]] = set()
+        self._connecting: asyncio.Task[stage_ring.Sockets] | None = None
+        self._ring: tuple[Inbound, Outbound] | None = None
 
     def _compute(self, work: Callable[[], R]) -> asyncio.Future[R]:
         """Run `work` on the computing thread, between two steps."""
@@ -183,6 +192,7 @@ class Engine(InstanceProcess):
         index = await self._weights.attach(self._start.card, self._start.instance_id, "index")
         self._reporter.weights_id = index.weights_id
         directory = Path(index.directory)
+        ring = self._begin_ring()
         with self._timeline.phase(Phase.INIT):
             files = loop.run_in_executor(self._files, loading.read_files, directory, self._start, self._parts.models)
             bound = await self._bind(partial(loading.bind_model, directory, index, self._start, self._parts.models))
@@ -200,18 +210,45 @@ class Engine(InstanceProcess):
             bound = await self._bind(partial(loading.bind_model, directory, attached, self._start, self._parts.models))
         if self._start.separate_memory:
             attached = await self._map_pages(bound, attached)
+        if ring is not None:
+            self._ring = stage_ring.open_connections(
+                await ring, self._start, loading.stage_data_bytes(bound, self._start, self._settings), self._on_stage_lost
+            )
         loading.check_isolation(attached.handle, is_shared=self._parts.is_shared)
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
-            finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle)
+            finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle, self._ring)
             computable = await self._compute(finish)
         self._mapped_at = bound.addresses()
         self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle | GpuUnitsHandle) else None
         self._open(computable, self._deliver)
 
+    def _begin_ring(self) -> asyncio.Task[stage_ring.Sockets] | None:
+        """Start to connect to the other stages; None: the engine serves alone.
+
+        Raises:
+            UnsupportedParameter: The engine cannot be a stage where it runs.
+        """
+        stage = self._start.stage
+        if stage is None:
+            return None
+        stage_ring.check_start(self._start, is_shared=self._parts.is_shared)
+        connecting = stage_ring.connect_ring(self._mesh, stage, self._settings.stage_host)
+        self._connecting = asyncio.create_task(connecting, name="stage-ring")
+        return self._connecting
+
+    def _on_stage_lost(self, reason: str) -> None:
+        """Note that a neighbouring stage has ended. Called from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self._lose_stage, reason)
+
+    def _lose_stage(self, reason: str) -> None:
+        if not self._stage_lost.done():
+            self._stage_lost.set_result(reason)
+
     async def _begin_overlap(self, bound: loading.BoundModel, files: loading.ModelFiles, index: WeightsAttached) -> Overlap | None:
         """Open the engine for requests while weights arrive; None if it has to wait for them."""
-        if self._parts.is_shared or not self._mesh.nc.is_connected:  # a subscription might be lost
+        if self._parts.is_shared or self._start.stage is not None or not self._mesh.nc.is_connected:  # a subscription might be lost
             return None
         is_here = index.loaded_bytes >= index.total_bytes and not self._start.separate_memory
         if is_here or not self._settings.engine_overlap or not loading.can_overlap(bound, self._start):
@@ -251,6 +288,7 @@ class Engine(InstanceProcess):
 
     async def _start_engine(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._stage_lost = self._loop.create_future()
         await self._load()
 
     def _deliver(self, events: Sequence[Event]) -> None:
@@ -266,7 +304,7 @@ class Engine(InstanceProcess):
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver, ttft_s)
         if computable.runner is not None and borrows_pages(self._start):
             self._lease = self._borrow(self._batcher, computable)
-        if computable.runner is not None:
+        if computable.runner is not None and self._start.stage is None:
             bind = partial(loading.bind_lora, computable)
             source = LoaderLoraSource(self._start.instance_id, self._weights, self._batcher, bind, self._files)
             self._adapters = LoraCache(source, computable.room, self._start.card.spec.keep_alive, self._reporter.notify_changed)
@@ -300,6 +338,10 @@ class Engine(InstanceProcess):
         assert self._computing is not None
         if self._overlap is not None:
             self._overlap.release_results()
+        await asyncio.wait((self._computing, self._stage_lost), return_when=asyncio.FIRST_COMPLETED)
+        if self._stage_lost.done() or isinstance(lost := self._computing.exception(), RunnerLost):
+            reason = self._stage_lost.result() if self._stage_lost.done() else str(lost)
+            return EngineFailed(f"A stage of the group has ended, so the group ends. {reason}")
         try:
             await self._computing
         except Exception:  # a process boundary: clients receive the error, and the scheduler starts another engine
@@ -308,7 +350,7 @@ class Engine(InstanceProcess):
 
     async def _handle_command(self, command: EngineControl) -> Message:
         match command:
-            case LoadAdapter(card=card):
+            case LoadAdapter(card=card) if self._start.stage is None:
                 self._prefetcher.load(card)
             case DropAdapter(name=name):
                 self._prefetcher.drop(name)
@@ -336,6 +378,10 @@ class Engine(InstanceProcess):
     async def _stop_engine(self) -> None:
         if self._batcher is not None:
             self._batcher.stop()
+        if self._connecting is not None:
+            await end(self._connecting)
+        if self._ring is not None:
+            await asyncio.to_thread(stage_ring.close_connections, self._ring, is_orderly=self._serving.draining)
         if self._overlap is not None:
             await self._overlap.close()
         if self._lease is not None:
@@ -357,7 +403,11 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event, start: Engin
     files = ThreadPoolExecutor(1, thread_name_prefix="files")
     mesh = Mesh(settings, f"engine-{start.instance_id}")
     parts = ProcessParts(settings, mesh, DeviceLoop(settings.engine_threads), files, ModelCache())
-    engine = Engine(parts, start, stop, timeline)
+    engine: Engine | LaterStage
+    if start.stage is not None and not start.stage.is_first:
+        engine = LaterStage(settings, mesh, parts.compute, parts.models, start, stop, timeline)
+    else:
+        engine = Engine(parts, start, stop, timeline)
     mesh.listen(subjects.loader_status(start.node), LoaderStatus, engine.on_loader)
     try:
         return await engine.run()

@@ -50,8 +50,15 @@ class LoaderClient:
         # LoRA adapters are small: the engine copies them from host memory.
         is_copied = self._start.device.startswith("cuda:") or self._start.separate_memory
         device = self._start.device if holder == self._start.instance_id and is_copied else None
+        stage = self._start.stage
         request = AttachWeights(
-            instance_id=holder, card=card, until=until, traceparent=parent, device=device, deadline_ms=_RETRY_MS
+            instance_id=holder,
+            card=card,
+            until=until,
+            traceparent=parent,
+            device=device,
+            layers=stage.layers if stage is not None and holder == self._start.instance_id else None,
+            deadline_ms=_RETRY_MS,
         )
         with carried({"traceparent": parent} if parent else None):
             while True:

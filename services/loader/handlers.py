@@ -136,13 +136,22 @@ class Loader:
                         command.traceparent,
                         command.background,
                         self._device(command.device),
+                        command.layers,
                     )
                 )
             case AttachWeights():
                 self._prefetching.yield_to(command.card.info.revision)
                 device = self._device(command.device)
                 return await self._loop.ask(
-                    lambda n: Attach(n, command.instance_id, command.card, command.until, command.traceparent, device=device)
+                    lambda n: Attach(
+                        n,
+                        command.instance_id,
+                        command.card,
+                        command.until,
+                        command.traceparent,
+                        device=device,
+                        layers=command.layers,
+                    )
                 )
             case ReleaseWeights():
                 return await self._loop.ask(lambda n: Release(n, command.instance_id))

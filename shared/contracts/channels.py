@@ -21,6 +21,7 @@ from shared.contracts import (
     migration,
     node,
     objectives,
+    stages,
     subjects,
     traces,
 )
@@ -190,6 +191,20 @@ CHANNELS: tuple[Channel, ...] = (
         "Attach and detach instances.",
         (executor.AttachInstance, executor.DetachInstance, executor.PingExecutor),
         (executor.InstanceAttached, executor.InstanceDetached, executor.ExecutorReport, base.Failure),
+    ),
+    Channel(
+        "stageAddress",
+        f"{_P}.stages.{{group}}",
+        "engine",
+        "Where a stage of a group accepts the stage before it, until their connections are made.",
+        (stages.StageListening,),
+    ),
+    Channel(
+        "stageAddress",
+        f"{_P}.stages.{{group}}",
+        "engine",
+        "Where a stage of a group accepts the stage before it, until they are connected.",
+        (stages.StageListening,),
     ),
     Channel(
         "replies",

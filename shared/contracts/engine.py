@@ -19,6 +19,7 @@ from shared.contracts.inference import CancelInfer
 from shared.contracts.migration import ForgetResume, ListRequests, PrepareResume, ReadTokens, YieldInfer
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.stages import Stage
 
 EngineState = Literal["loading", "ready", "asleep", "draining", "failed", "stopped"]
 """`asleep`: after `SleepEngine`, until `WakeEngine` is answered. Builtin engines never are."""
@@ -40,6 +41,7 @@ class EngineStart(Message):
         description="Of these, what is booked for the instance alone: on a device whose pages the KV cache borrows, it may be asked for "
         "the others. None: all are booked for it.",
     )
+    stage: Stage | None = Field(default=None, description="The engine is this stage of a group; None: it serves alone.")
     traceparent: str | None = None
     log_path: str
     environment: dict[str, str] = Field(default_factory=dict, description="THAW_ settings for the engine process.")

@@ -16,6 +16,7 @@ from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.phases import PhaseSpan
 from shared.contracts.segment import ArenaHandle, Extent
+from shared.contracts.stages import LayerRange
 
 
 def adapter_holder(instance_id: str, number: int) -> str:
@@ -65,6 +66,7 @@ class PrepareWeights(Request):
     device: str | None = Field(
         default=None, description="A GPU (cuda:0), or a cpu device with memory of its own, that the weights are brought to."
     )
+    layers: LayerRange | None = Field(default=None, description="Only what a pipeline stage with these layers needs; None: all.")
 
 
 class AttachWeights(Request):
@@ -81,6 +83,7 @@ class AttachWeights(Request):
     until: Literal["index", "complete"]
     traceparent: str | None = None
     device: str | None = Field(default=None, description="As of `PrepareWeights`; complete: every byte is there too.")
+    layers: LayerRange | None = Field(default=None, description="As of `PrepareWeights`.")
 
 
 class WeightsAttached(Message):

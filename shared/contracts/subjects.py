@@ -103,6 +103,11 @@ def executor_control(executor_id: str) -> str:
     return f"{PREFIX}.executor.{executor_id}.control"
 
 
+def stage_group(group_id: str) -> str:
+    """Subject on which the stages of a group publish their addresses."""
+    return f"{PREFIX}.stages.{group_id}"
+
+
 def gateway_control(gateway_id: str) -> str:
     """Subject of commands to a gateway to change the route of one of its requests."""
     return f"{PREFIX}.gateway.{gateway_id}.control"

@@ -14,8 +14,11 @@ from shared.contracts.loader import LOADER_COMMAND, AttachWeights, LoaderCommand
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.segment import HEADER_BYTES, PAGE, SegmentHeader, SegmentIndex, SegmentTensor
+from shared.contracts.stages import LayerRange, part_id
 from shared.errors import ThawError
 from shared.messaging import Mesh
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.segment import lay_out
 
 SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -84,6 +87,20 @@ class WrittenSegment:
         self.write_index()
         self.write_data()
         return self
+
+    @classmethod
+    def part(cls, directory: Path, layers: LayerRange) -> WrittenSegment:
+        """Write the part of a stage, as the loader lays it out."""
+        made = cls(directory)
+        layout = lay_out(open_checkpoint(directory), made.name, layers)
+        made.total_bytes = layout.total_bytes
+        with made.path.open("wb") as f:
+            f.write(layout.head)
+            f.truncate(layout.total_bytes)
+            for place in layout.places:
+                f.seek(place.offset)
+                f.write(place.file.path.read_bytes()[place.start : place.start + place.size])
+        return made
 
     def attached(self) -> WeightsAttached:
         """Return the loader's description of it."""
@@ -164,15 +181,19 @@ class FakeLoader:
             self.holders.append(command.instance_id)
             self._asked.notify_all()
         directory = command.card.spec.source
-        segment = self._segments.get(directory)
+        key = part_id(directory, command.layers)
+        segment = self._segments.get(key)
+        if segment is None and command.layers is not None:
+            segment = self._segments[key] = WrittenSegment.part(Path(directory), command.layers)
         if segment is None:
-            segment = self._segments[directory] = WrittenSegment(Path(directory))
+            segment = self._segments[key] = WrittenSegment(Path(directory))
             segment.write_index()
         if command.until == "complete":
             await self._complete.wait()
             if self._error is not None:
                 raise self._error
-            segment.write_data()
+            if command.layers is None:
+                segment.write_data()
         return WeightsAttached(
             weights_id=segment.name,
             segment=segment.name,

@@ -8,6 +8,7 @@ because every layer waits for its own bytes.
 from __future__ import annotations
 
 import re
+from enum import IntEnum
 
 Rank = tuple[int, int, int]
 """(stage, layer, step within the layer); smaller is read earlier."""
@@ -22,6 +23,20 @@ _ATTENTION = re.compile(r"attn|attention")
 _FIRST, _LAYERS, _AFTER, _LAST = range(4)
 _STACK = 1 << 20
 """Layers of a decoder follow those of its encoder."""
+
+
+class Position(IntEnum):
+    """The part of a model that a tensor belongs to, in the order of a forward pass."""
+
+    FIRST = _FIRST
+    LAYER = _LAYERS
+    AFTER = _AFTER
+    HEAD = _LAST
+
+
+def position_of(name: str) -> Position:
+    """Return the part of a model that a tensor belongs to, by its name."""
+    return Position(execution_rank(name)[0])
 
 
 def execution_rank(name: str) -> Rank:

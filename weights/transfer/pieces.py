@@ -44,11 +44,11 @@ def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False)
     tail = layout.total_bytes - TAIL_BYTES
     for number, place in enumerate(layout.places):
         at = 0
-        while at < place.file.size:
+        while at < place.size:
             target = place.offset + at
             most = piece_bytes if remote or target < tail else min(piece_bytes, TAIL_PIECE_BYTES)
-            length = min(place.file.size - at, CHUNK_BYTES - target % CHUNK_BYTES, most)
-            found.append(Piece(len(found), number, at, length, target))
+            length = min(place.size - at, CHUNK_BYTES - target % CHUNK_BYTES, most)
+            found.append(Piece(len(found), number, place.start + at, length, target))
             at += length
     return tuple(found)
 
@@ -66,10 +66,10 @@ def cut_ranges(layout: Layout, ranges: Sequence[tuple[int, int]], *, remote: boo
     found: list[Piece] = []
     for start, end in _whole_pages(ranges):
         for number, place in enumerate(layout.places):
-            at, last = max(start, place.offset), min(end, place.offset + place.file.size)
+            at, last = max(start, place.offset), min(end, place.offset + place.size)
             while at < last:
                 length = min(last - at, CHUNK_BYTES - at % CHUNK_BYTES, CHUNK_BYTES if remote else TAIL_PIECE_BYTES)
-                found.append(Piece(len(found), number, at - place.offset, length, at))
+                found.append(Piece(len(found), number, place.start + at - place.offset, length, at))
                 at += length
     return tuple(found)
 

@@ -29,10 +29,13 @@ def verify_region(
         CheckpointInvalid: A tensor differs.
         Cancelled: The load was cancelled.
     """
-    work = [(place, t) for place in layout.places for t in drop_tied(place.file.header.tensors) if t.sha256]
+    work: list[tuple[Place, TensorEntry, int]] = []
+    for place in layout.places:
+        starts = {t.name: at for t, at in place.tensors}
+        work += [(place, t, starts[t.name]) for t in drop_tied(place.file.header.tensors) if t.sha256 and t.name in starts]
 
-    def check(place: Place, tensor: TensorEntry) -> None:
-        digest, at = hashlib.sha256(), place.offset + tensor.offset
+    def check(place: Place, tensor: TensorEntry, at: int) -> None:
+        digest = hashlib.sha256()
         end = at + tensor.nbytes
         while at < end:
             if cancelled is not None and cancelled.is_set():
@@ -46,9 +49,9 @@ def verify_region(
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:
-            for _ in pool.map(lambda pair: check(*pair), work):
+            for _ in pool.map(lambda item: check(*item), work):
                 pass
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return sum(t.nbytes for _, t in work)
+    return sum(t.nbytes for _, t, _ in work)

@@ -40,7 +40,7 @@ from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
-from services.engine.generation.runner import WARM_UP, Row, Runner
+from services.engine.generation.runner import WARM_UP, Row, Runner, RunnerLost
 from services.engine.generation.sequences import Sequence, choose
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import ChoiceDelta
@@ -392,6 +392,8 @@ class Batcher:
             events += self._advance(computed, logits[: len(computed)])
             if extra is not None:
                 self._prepared.record_computed(*extra)
+        except RunnerLost:
+            raise
         except Exception as e:  # a process boundary: the requests of this step fail, the engine continues
             log.exception("a step failed")
             failed = EngineFailed(f"The engine failed while computing: {type(e).__name__}: {str(e)[:300]}")

@@ -15,15 +15,27 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from services.engine.domain.step_order import Lane, Priorities, Turn, admit, charge, next_turn, update_priorities
-from services.engine.generation.batcher import Batcher
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+
+
+class Steps(Protocol):
+    """Work that the thread does in steps, as `Batcher`."""
+
+    on_command: Callable[[], None]
+    required_requests: float | None
+
+    def next_step_at(self, now: float) -> float: ...
+    def deadline(self, now: float) -> float | None: ...
+    def step(self, *, is_contended: bool = False) -> bool: ...
+
+
 OnStep = Callable[[str | None], None]
 
 
@@ -42,7 +54,7 @@ class DeviceLoop:
         self._on_step = on_step if on_step is not None else _ignore
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lanes: dict[str, Lane] = {}
-        self._batchers: dict[str, tuple[Batcher, Future[None]]] = {}
+        self._batchers: dict[str, tuple[Steps, Future[None]]] = {}
         self._busy: set[str] = set()
         self._last_tag_s = 0.0
         self._priorities = Priorities()
@@ -66,7 +78,7 @@ class DeviceLoop:
         self._inbox.put(job)
         return done
 
-    def serve(self, name: str, batcher: Batcher) -> Future[None]:
+    def serve(self, name: str, batcher: Steps) -> Future[None]:
         """Run the batcher's steps until it is stopped.
 
         The future ends when the batcher is stopped, or with the exception of a step that failed
@@ -157,7 +169,7 @@ class DeviceLoop:
         self._remove(name)
         ended.set_result(None)
 
-    def _add(self, name: str, batcher: Batcher, ended: Future[None]) -> None:
+    def _add(self, name: str, batcher: Steps, ended: Future[None]) -> None:
         if ended.set_running_or_notify_cancel():
             self._lanes[name] = Lane(name)
             self._batchers[name] = batcher, ended

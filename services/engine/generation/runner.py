@@ -19,6 +19,10 @@ More tokens would only add delay.
 """
 
 
+class RunnerLost(Exception):
+    """The runner cannot compute any more: the engine ends with this error."""
+
+
 @dataclass(frozen=True)
 class Row:
     """New tokens of one sequence.

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, LoraBudget, lora_budget
 from services.engine.generation import attention, lora_layers
 from services.engine.generation.embedding import Embedder, Pooling, read_pooling
-from services.engine.generation.kv_cache import SequenceKV
+from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
 from services.engine.model import checkpoint, device_segment, gpu_units
@@ -26,8 +26,12 @@ from services.engine.model.arriving import ArrivingPages, ArrivingWeights
 from services.engine.model.conversion import LateConversion
 from services.engine.model.layer_gates import LayerGates
 from services.engine.model.segment import Segment
+from services.engine.model.stage_model import bind_part
 from services.engine.server.request_reader import Capacity, RequestReader
 from services.engine.settings import EngineSettings
+from services.engine.stages.connections import Inbound, Outbound
+from services.engine.stages.first_stage import FirstStageRunner
+from services.engine.stages.part import StagePart
 from services.engine.tokenization import Tokenization
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
@@ -109,9 +113,13 @@ def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart, c
     segment = Segment(attached.segment, attached.extents, attached.weights_id)
     is_packed = start.card.info.task == "generate" and checkpoint.is_packable(config, kind)
     dtype = checkpoint.torch_dtype(start.card)
-    model, architecture = cache.bind(kind, config, segment, dtype, start.card, is_packed=is_packed)
+    if start.stage is not None:
+        model: PreTrainedModel = bind_part(kind, config, segment, dtype, start.stage.layers)
+        architecture = None
+    else:
+        model, architecture = cache.bind(kind, config, segment, dtype, start.card, is_packed=is_packed)
     copied = checkpoint.copied_parameters(model, segment)
-    late = LateConversion(model, copied, segment.names()) if copied else None
+    late = LateConversion(model, copied, segment.names()) if copied and start.stage is None else None
     bound = BoundModel(model, config, segment, is_packed, copied, architecture, late=late)
     if not isinstance(attached.handle, PagesHandle | GpuUnitsHandle):  # these are mapped when they are complete
         open_device_memory(bound, attached.handle)
@@ -208,16 +216,64 @@ def begin(
 
 
 def complete(
-    bound: BoundModel, files: ModelFiles, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None = None
+    bound: BoundModel,
+    files: ModelFiles,
+    start: EngineStart,
+    settings: EngineSettings,
+    handle: ArenaHandle | None = None,
+    ring: tuple[Inbound, Outbound] | None = None,
 ) -> ReadyModel:
     """Finish a bound model once every byte is loaded, and warm it up.
 
     Converts parameters where needed, binds to the device's memory (`handle`) or moves there, and
-    computes a few tokens.
+    computes a few tokens. The first stage of a group waits for the other stages (`ring`).
+
+    Raises:
+        InsufficientMemory: The KV cache's bytes hold no block.
+        RunnerLost: A stage of the group has ended.
+    """
+    return _build_ready_model(bound, _finish_binding(bound, start, settings, handle), files, start, settings, ring=ring)
+
+
+@dataclass(frozen=True)
+class ReadyPart:
+    """The part of a later stage, and the KV blocks that it can hold."""
+
+    part: StagePart
+    kv_blocks: int
+
+
+def complete_part(bound: BoundModel, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None = None) -> ReadyPart:
+    """Finish the part of a later stage once every byte is loaded, and warm it up.
 
     Raises:
         InsufficientMemory: The KV cache's bytes hold no block.
     """
+    assert start.stage is not None
+    part = StagePart(bound.model, start.stage.layers, _finish_binding(bound, start, settings, handle))
+    state = SequenceKV()
+    part.compute([Slice(state, 0, len(WARM_UP))], (), torch.zeros(len(WARM_UP), part.hidden_size, dtype=part.dtype))
+    blocks = start.kv_bytes // state.nbytes
+    if blocks < 1:
+        raise _no_block(start, state.nbytes)
+    return ReadyPart(part, blocks)
+
+
+def stage_data_bytes(bound: BoundModel, start: EngineStart, settings: EngineSettings) -> int:
+    """Return the most bytes of data in a frame that a stage receives.
+
+    They are the hidden states of a step, or for the first stage its logits.
+    """
+    assert start.stage is not None
+    config = bound.config.get_text_config()
+    sequences = start.card.spec.max_concurrency + 1
+    if start.stage.is_first:
+        return int(config.vocab_size) * sequences * torch.float32.itemsize
+    return int(config.hidden_size) * (settings.engine_step_tokens + sequences) * torch.float32.itemsize
+
+
+def _finish_binding(bound: BoundModel, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None) -> torch.device:
+    """Convert parameters where needed, and bind to the device's memory or move there."""
     if isinstance(handle, GpuUnitsHandle) and handle != bound.handle:
         path = loader_socket(settings.node_state)
         bound.memory = gpu_units.open_units(handle, path, start.instance_id, bound.segment.header.weights_id)
@@ -232,7 +288,7 @@ def complete(
         dtype = checkpoint.torch_dtype(start.card)
         bound.model = checkpoint.bind(type(bound.model), bound.config, source, dtype, is_packed=bound.is_packed)
     open_device_memory(bound, handle)
-    return _build_ready_model(bound, _to_device(bound, start), files, start, settings)
+    return _to_device(bound, start)
 
 
 def _build_ready_model(
@@ -243,6 +299,7 @@ def _build_ready_model(
     settings: EngineSettings,
     *,
     is_early: bool = False,
+    ring: tuple[Inbound, Outbound] | None = None,
 ) -> ReadyModel:
     """Make the parts that compute, and compute a few tokens, unless `is_early`.
 
@@ -255,7 +312,7 @@ def _build_ready_model(
     runner: Runner | None = None
     block_bytes = 1
     if causal:
-        runner = _runner(bound, device, start.card.context_length)
+        runner = _runner(bound, device, start, settings)
         token_bytes = known or (kv_token_bytes(bound) if is_early else None) or _warm_up(runner, start)
         if bound.architecture is not None:
             bound.architecture.token_bytes = token_bytes
@@ -264,6 +321,9 @@ def _build_ready_model(
         embedder.embed([WARM_UP], None)
     reserved = int(start.card.spec.engine_args.get("adapter_cache_bytes", 0)) if causal else 0
     kv_blocks = max(0, start.kv_bytes - reserved) // block_bytes if causal else 0
+    if isinstance(runner, FirstStageRunner) and ring is not None:
+        runner.connect(*ring)
+        kv_blocks = runner.agree_on_capacity(kv_blocks)
     limits = Limits(
         start.card.spec.max_concurrency,
         kv_blocks,
@@ -271,18 +331,29 @@ def _build_ready_model(
         settings.engine_chunk_tokens,
     )
     if causal and limits.kv_blocks < 1:
-        raise InsufficientMemory(
-            f"{start.kv_bytes} bytes of KV cache do not hold a block of {BLOCK_TOKENS} tokens ({block_bytes} bytes)"
-        )
+        raise _no_block(start, block_bytes)
     vocabulary = int(bound.model.get_input_embeddings().weight.shape[0])
     capacity = Capacity(start.card.context_length, limits.kv_tokens, vocabulary)
     eos = checkpoint.eos_tokens(bound.config, files.generation_defaults, files.tokenization.tokenizer.eos_token_id)
-    reader = RequestReader(files.tokenization, capacity, eos, files.generation_defaults, causal, start.card.info.revision)
+    can_embed = start.stage is None
+    reader = RequestReader(
+        files.tokenization, capacity, eos, files.generation_defaults, causal, start.card.info.revision, can_embed
+    )
     room = lora_budget(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
     return ReadyModel(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
 
 
-def _runner(bound: BoundModel, device: torch.device, context: int) -> Runner:
+def _no_block(start: EngineStart, block_bytes: int) -> InsufficientMemory:
+    return InsufficientMemory(
+        f"{start.kv_bytes} bytes of KV cache do not hold a block of {BLOCK_TOKENS} tokens ({block_bytes} bytes)"
+    )
+
+
+def _runner(bound: BoundModel, device: torch.device, start: EngineStart, settings: EngineSettings) -> Runner:
+    context, stage = start.card.context_length, start.stage
+    if stage is not None:
+        part = StagePart(bound.model, stage.layers, device)
+        return FirstStageRunner(part, stage.count, context, settings.stage_result_within)
     return PackedRunner(bound.model, device, context) if bound.is_packed else SequentialRunner(bound.model, device)
 
 
@@ -317,7 +388,8 @@ def torch_device(name: str) -> torch.device:
 def _warm_up(runner: Runner, start: EngineStart) -> int:
     """Compute a few tokens and return the KV cache bytes per token."""
     state = runner.new_state()
-    runner.forward([Row(state, 0, WARM_UP)])
+    compute = runner.compute_own if isinstance(runner, FirstStageRunner) else runner.forward
+    compute([Row(state, 0, WARM_UP)])
     if isinstance(state, SequenceKV):
         return state.nbytes // BLOCK_TOKENS
     return _cache_bytes(state) // len(WARM_UP) or start.card.info.kv_bytes_per_token or 1

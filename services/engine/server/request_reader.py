@@ -61,6 +61,7 @@ class RequestReader:
         defaults: Mapping[str, Any],
         generates: bool,
         revision: str,
+        can_embed: bool = True,
     ) -> None:
         self._tokens = tokenization
         self._capacity = capacity
@@ -68,12 +69,15 @@ class RequestReader:
         self._defaults = defaults
         self._generates = generates
         self._revision = revision
+        self._can_embed = can_embed
 
     def read(self, request: InferRequest) -> GenerationRequest | EmbedRequest:
         """Translate a request. Raises `InvalidRequest` or a subclass."""
         if request.endpoint == "other":
             raise NotFound(f"The built-in engine does not serve {request.route}")
         if request.endpoint == "embedding":
+            if not self._can_embed:
+                raise InvalidRequest("This model runs in stages, which do not embed; unset the model's `stages`", param="model")
             return self._embedding(request.request_id, _validate(EmbeddingRequest, request.body))
         if not self._generates:
             raise InvalidRequest("This model embeds and does not generate; use /v1/embeddings", param="model")

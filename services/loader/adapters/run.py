@@ -106,6 +106,8 @@ class Run:
         try:
             layout = lay_out(checkpoint, order.weights_id)
             _check_size(order.card, layout)
+            if order.layers is not None:
+                layout = lay_out(checkpoint, order.weights_id, order.layers)
             chunks, device = self._chunks(layout)
             self.region = Region(self.context.pool, chunks, layout.total_bytes)
             reading = time.monotonic()
@@ -209,8 +211,11 @@ class Run:
         filling.write_head()
         self._report_indexed(tier, layout, directory, filling.loaded)
         self._read(tier, layout, region, filling, pieces, stats)
-        tier.finish(self.cancelled)
-        if context.verify:
+        is_part = order.layers is not None
+        if not is_part:
+            tier.finish(self.cancelled)
+        # The checksums of a remote source's files need every byte: only those of tensors are left.
+        if context.verify or (is_part and tier.directory is None):
             source = tier.source if tier.directory is None else None
             verify_region(layout, region, cancelled=self.cancelled, source=source)
 

@@ -49,6 +49,7 @@ from services.loader.domain.release import abandon, release
 from services.loader.domain.reports import apply_report
 from services.loader.domain.state import Entry, Holder, Stage, State, Waiter, Wanted
 from shared.contracts.loader import instance_of
+from shared.contracts.stages import part_id
 from shared.errors import Conflict, ShuttingDown, StaleToken, ThawError
 from weights.pool import chunks
 
@@ -118,16 +119,16 @@ def _objection(state: State, event: Prepare | Attach) -> ThawError | None:
     if event.instance_id in state.released or instance_of(event.instance_id) in state.released:
         return StaleToken(f"Instance {event.instance_id} has released its weights; a new start has a new instance id")
     held = state.held_by(event.instance_id)
-    if held is not None and held.weights_id != event.card.info.revision:
+    if held is not None and held.weights_id != part_id(event.card.info.revision, event.layers):
         return Conflict(f"Instance {event.instance_id} holds the weights of {held.model} already")
     return None
 
 
 def _join(state: State, event: Prepare | Attach, now: float) -> Decision:
-    card, weights_id = event.card, event.card.info.revision
+    card, weights_id = event.card, part_id(event.card.info.revision, event.layers)
     entry = joined_by(state, weights_id, event.instance_id, event.device)
     holder = _holder(entry, event, now)
-    wanted = Wanted(card, event.traceparent, holder.background)
+    wanted = Wanted(card, event.traceparent, holder.background, event.layers)
     if entry is None:
         entry = Entry(weights_id, card.name, 0, holders={event.instance_id: holder}, used_at=now)
         return start(state, entry, wanted)

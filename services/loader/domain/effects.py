@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard
+from shared.contracts.stages import LayerRange
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class StartRun:
     card: ModelCard
     traceparent: str | None = None
     background: bool = False
+    layers: LayerRange | None = None
 
 
 @dataclass(frozen=True)

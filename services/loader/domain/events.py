@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.loader.domain.state import Until
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard
+from shared.contracts.stages import LayerRange
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Prepare:
     traceparent: str | None = None
     background: bool = False
     device: str | None = None
+    layers: LayerRange | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Attach:
         background: True for a background load; None keeps the priority of the holder's prepare.
         local: The holder is a connection, which the nodeagent does not know.
         device: The device that weights can be copied to; None: none.
+        layers: Only what a stage with these layers needs; None: all weights.
     """
 
     reply: int
@@ -39,6 +42,7 @@ class Attach:
     local: bool = False
     background: bool | None = None
     device: str | None = None
+    layers: LayerRange | None = None
 
 
 @dataclass(frozen=True)

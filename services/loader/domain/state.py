@@ -20,6 +20,7 @@ from typing import Literal
 
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard
+from shared.contracts.stages import LayerRange
 from weights.pool.chunks import Chunks
 
 Until = Literal["index", "complete"]
@@ -96,11 +97,12 @@ class Wanted:
     card: ModelCard
     traceparent: str | None = None
     background: bool = False
+    layers: LayerRange | None = None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The weights of one model revision on this node.
+    """The weights of one model revision on this node, or the part of them that a stage needs.
 
     Attributes:
         run: Number of the load run; reports of earlier runs are stale.

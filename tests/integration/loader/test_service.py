@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.loader import LoaderStatus
+from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
+from shared.contracts.stages import split_layers
 from shared.errors import (
     CheckpointInvalid,
     Conflict,
@@ -289,3 +290,24 @@ async def test_model_description_over_the_message_limit_is_refused(client: Clien
     (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(PayloadTooLarge, match=r"The answer .* would have \d+ bytes"):
         await client.card(tmp_path / "m")
+
+
+async def test_stages_load_only_their_parts_as_entries_of_their_own(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
+    weights = write_checkpoint(tmp_path / "m", tensors(megabytes=30))
+    card = await client.card(tmp_path / "m")
+    found = []
+    for number, layers in enumerate(split_layers(3, 2)):
+        request = AttachWeights(instance_id=f"s{number}", card=card, until="complete", layers=layers)
+        found.append(await client.mesh.request(subjects.loader_command(loader.node), request, WeightsAttached))
+    first, last = found
+    assert first.weights_id != last.weights_id
+    assert_same(first, {n: w for n, w in weights.items() if n in ("layers.0.weight", "layers.1.weight")})
+    assert_same(last, {n: w for n, w in weights.items() if n not in ("layers.0.weight", "layers.1.weight")})
+    assert loader.memory() == first.total_bytes + last.total_bytes < card.info.weights_bytes * 1.01
+    with pytest.raises(Conflict):
+        await client.attach("s0", card)
+    whole = await client.attach("i1", card)
+    assert_same(whole, weights)
+    assert await client.release("s0") == first.total_bytes
+    assert await client.release("s1") == last.total_bytes
+    assert loader.memory() == whole.total_bytes

@@ -1,0 +1,213 @@
+"""The engine of a stage behind the first one: it computes for the group, and serves no request.
+
+It is ready when its part is loaded and its connections are made. It ends with its group: when the
+first stage has stopped, and when a connection to a neighbour is lost (ADR 0068).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from services.engine.generation.device_loop import DeviceLoop
+from services.engine.generation.runner import RunnerLost
+from services.engine.loader_client import LoaderClient
+from services.engine.model import loading
+from services.engine.model.architectures import ModelCache
+from services.engine.settings import EngineSettings
+from services.engine.stages import ring
+from services.engine.stages.connections import Inbound, Outbound
+from services.engine.stages.steps import StageSteps
+from shared.contracts.base import Done, Message
+from shared.contracts.engine import (
+    EngineControl,
+    EngineLoad,
+    EngineStart,
+    ProbeEngine,
+    SleepEngine,
+    WakeEngine,
+)
+from shared.contracts.inference import InferRequest
+from shared.contracts.loader import LoaderStatus
+from shared.contracts.migration import PrepareResume, RequestsListed, TokensRead
+from shared.contracts.phases import Phase
+from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle
+from shared.engines.instance_process import InstanceProcess
+from shared.engines.request_server import RequestServer, Stream
+from shared.errors import CannotSuspend, EngineFailed, InstanceBusy, InstanceDraining, NotFound, ThawError
+from shared.messaging import Mesh
+from shared.tasks import end
+from shared.telemetry.timeline import Timeline
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+_BOUND = 0.1
+
+
+class _NoRequests(RequestServer[Stream]):
+    """The requests of a later stage: there are none. The first stage has them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.steps: StageSteps | None = None
+
+    def load(self) -> EngineLoad:
+        if self.steps is None:
+            return EngineLoad()
+        return EngineLoad(active=self.steps.sequences, kv_bytes_used=self.steps.kv_bytes)
+
+    async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
+        raise InstanceDraining("This is a later stage of a group. Its first stage answers requests")
+
+    def raise_if_busy(self) -> None:
+        if self.steps is not None and self.steps.sequences:
+            raise InstanceBusy(f"The group has {self.steps.sequences} sequences")
+
+    def drain(self, *, only_if_idle: bool) -> None:
+        """End when the first stage has stopped; at once if the group is not connected yet."""
+        if only_if_idle and not self.draining:
+            self.raise_if_busy()
+        self.draining = True
+        if self.steps is None:
+            self.drained.set()
+
+    def close_group(self) -> None:
+        """End now: the first stage has stopped."""
+        self.draining = True
+        self.drained.set()
+
+
+class _NoMigration:
+    """The part of a later stage in migrations: the first stage has the requests."""
+
+    def list(self) -> RequestsListed:
+        return RequestsListed(requests=())
+
+    def read(self, request_id: str) -> TokensRead:
+        raise NotFound(f"A later stage of a group has no request {request_id}")
+
+    def yield_(self, request_id: str) -> None:
+        raise NotFound(f"A later stage of a group has no request {request_id}")
+
+    def forget(self, name: str) -> None:
+        """No-op: nothing is prepared here."""
+
+
+class LaterStage(InstanceProcess):
+    """The engine of one later stage."""
+
+    _serving: _NoRequests
+    _loop: asyncio.AbstractEventLoop
+    _lost: asyncio.Future[str]
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        mesh: Mesh,
+        compute: DeviceLoop,
+        models: ModelCache,
+        start: EngineStart,
+        stop: asyncio.Event,
+        timeline: Timeline,
+    ) -> None:
+        self._serving = _NoRequests(mesh)
+        super().__init__(start, stop, timeline, mesh, self._serving, _NoMigration())
+        self._settings, self._device_loop, self._models = settings, compute, models
+        self._weights = LoaderClient(mesh, start)
+        self._connecting: asyncio.Task[ring.Sockets] | None = None
+        self._ring: tuple[Inbound, Outbound] | None = None
+        self._computing: asyncio.Future[None] | None = None
+        self._owner: str | None = None
+        self._owner_gone = asyncio.Event()
+
+    def _exit_conditions(self) -> dict[asyncio.Event, ThawError]:
+        gone = EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")
+        return {self._owner_gone: gone}
+
+    async def _start_engine(self) -> None:
+        start, stage = self._start, self._start.stage
+        assert stage is not None
+        ring.check_start(start, is_shared=False)
+        self._loop = asyncio.get_running_loop()
+        self._lost = self._loop.create_future()
+        self._connecting = asyncio.create_task(ring.connect_ring(self._mesh, stage, self._settings.stage_host), name="stage-ring")
+        index = await self._weights.attach(start.card, start.instance_id, "index")
+        self._reporter.weights_id = index.weights_id
+        directory = Path(index.directory)
+        with self._timeline.phase(Phase.INIT):
+            bound = await self._compute(partial(loading.bind_model, directory, index, start, self._models))
+        self._reporter.advance(_BOUND, Phase.LOAD)
+        attached = await self._weights.attach(start.card, start.instance_id, "complete")
+        self._timeline.absorb(attached.phases)
+        if not bound.segment.is_current(attached.segment, attached.extents):
+            log.warning("the loader was restarted and has reloaded the weights; binding again")
+            bound = await self._compute(partial(loading.bind_model, directory, attached, start, self._models))
+        self._reporter.advance(0.95, Phase.PROFILE)
+        with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=1):
+            ready = await self._compute(partial(loading.complete_part, bound, start, self._settings, attached.handle))
+        self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle | GpuUnitsHandle) else None
+        self._ring = ring.open_connections(
+            await self._connecting,
+            start,
+            loading.stage_data_bytes(bound, start, self._settings),
+            self._on_lost,
+            self._device_loop.wake,
+        )
+        context = start.card.context_length
+        steps = StageSteps(ready.part, *self._ring, ready.kv_blocks, context, self._on_closing)
+        self._serving.steps = steps
+        self._computing = asyncio.wrap_future(self._device_loop.serve(start.instance_id, steps))
+
+    def _compute(self, work: Callable[[], R]) -> asyncio.Future[R]:
+        return asyncio.wrap_future(self._device_loop.submit(self._start.instance_id, work))
+
+    def _on_closing(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self._serving.close_group)
+
+    def _on_lost(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._lose, reason)
+
+    def _lose(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    async def _wait_for_failure(self) -> ThawError:
+        assert self._computing is not None
+        await asyncio.wait((self._computing, self._lost), return_when=asyncio.FIRST_COMPLETED)
+        if self._computing.done() and not isinstance(error := self._computing.exception(), RunnerLost):
+            log.error("the computing thread failed", exc_info=error)
+            return EngineFailed("The engine's computing thread failed. Its log has the cause (`thaw logs`)")
+        reason = self._lost.result() if self._lost.done() else str(self._computing.exception())
+        return EngineFailed(f"A stage of the group has ended, so the group ends. {reason}")
+
+    async def _handle_command(self, command: EngineControl) -> Message:
+        match command:
+            case SleepEngine() | WakeEngine():
+                raise CannotSuspend("A stage of a group is not suspended. Stop the group")
+            case ProbeEngine() | PrepareResume():
+                raise NotFound("A later stage of a group serves no requests. Ask its first stage")
+        return Done()
+
+    async def on_loader(self, status: LoaderStatus) -> None:
+        """Handle a status of the node's loader."""
+        self._weights.on_loader_status()
+        if self._owner is not None and (status.stopping or status.boot_id != self._owner):
+            self._owner_gone.set()
+        for segment in status.segments:
+            if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
+                self._reporter.advance(_BOUND + 0.8 * segment.loaded_bytes / segment.total_bytes, Phase.LOAD)
+
+    async def _stop_engine(self) -> None:
+        if self._serving.steps is not None:
+            self._serving.steps.stop()
+        if self._connecting is not None:
+            await end(self._connecting)
+        if self._ring is not None:
+            await asyncio.to_thread(ring.close_connections, self._ring, is_orderly=False)

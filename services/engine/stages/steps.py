@@ -1,0 +1,121 @@
+"""What a stage behind the first one does with the frames that it gets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from services.engine.domain.stage_frames import ProtocolError
+from services.engine.generation.kv_cache import SequenceKV, Slice
+from services.engine.generation.runner import RunnerLost
+from services.engine.stages.connections import Frame, Inbound, Outbound
+from services.engine.stages.part import StagePart
+from services.engine.stages.tensors import from_bytes, to_bytes
+from shared.contracts.stages import GroupCapacity, GroupClosing, StageFailed, StageMessage, StageRelease, StageResult, StageStep
+from shared.errors import EngineFailed, ThawError
+
+log = logging.getLogger(__name__)
+
+
+class StageSteps:
+    """Computes steps in the order of their arrival. Runs on the computing thread (`Steps`)."""
+
+    def __init__(
+        self, part: StagePart, inbound: Inbound, outbound: Outbound, kv_blocks: int, context: int, on_closing: Callable[[], None]
+    ) -> None:
+        """Create it.
+
+        Args:
+            part: This stage's layers.
+            inbound: From the stage before.
+            outbound: To the next stage, or back to the first.
+            kv_blocks: KV blocks that this stage can hold.
+            context: Most tokens of a sequence.
+            on_closing: Called on the computing thread when the first stage has stopped.
+        """
+        self._on_closing = on_closing
+        self.on_command: Callable[[], None] = lambda: None
+        self.required_requests: float | None = None
+        self._part, self._inbound, self._outbound = part, inbound, outbound
+        self._kv_blocks, self._context = kv_blocks, context
+        self._sequences: dict[int, SequenceKV] = {}
+        self._is_stopped = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences whose keys and values the stage has now."""
+        return len(self._sequences)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that the stage has now."""
+        return sum(s.nbytes for s in tuple(self._sequences.values()))
+
+    def stop(self) -> None:
+        """End after the step in progress. May be called from any thread."""
+        self._is_stopped = True
+        self.on_command()
+
+    def next_step_at(self, now: float) -> float:
+        return now if self._is_stopped or self._inbound.has_frame or self._inbound.error is not None else float("inf")
+
+    def deadline(self, now: float) -> float | None:
+        return None
+
+    def step(self, *, is_contended: bool = False) -> bool:
+        """Handle one frame.
+
+        Raises:
+            RunnerLost: The stage before has ended, or broke the protocol.
+        """
+        if self._is_stopped:
+            return False
+        frame = self._inbound.get(0)
+        match frame.message:
+            case GroupCapacity(kv_blocks=blocks):
+                self._outbound.put_small(GroupCapacity(kv_blocks=min(blocks, self._kv_blocks)))
+            case StageStep() as step:
+                self._outbound.put(self._compute(step, frame))
+            case StageRelease(sequences=numbers):
+                for number in numbers:
+                    self._sequences.pop(number, None)
+                self._relay(frame.message)
+            case StageFailed():
+                self._outbound.put_small(frame.message)
+            case GroupClosing():
+                self._relay(frame.message)
+                self._on_closing()
+            case StageResult():
+                raise RunnerLost("The stage before sent a result, which only the last stage does")
+        return True
+
+    def _relay(self, message: StageMessage) -> None:
+        if not self._part.layers.is_last:
+            self._outbound.put_small(message)
+
+    def _compute(self, step: StageStep, frame: Frame) -> Frame:
+        part = self._part
+        tokens = sum(row.count for row in step.rows)
+        try:
+            hidden = from_bytes(frame, tokens, part.hidden_size, part.dtype)
+        except ProtocolError as e:
+            raise RunnerLost(str(e)) from e
+        try:
+            slices = [Slice(self._find(row.sequence, row.start), row.start, row.count) for row in step.rows]
+            output = to_bytes(part.compute(slices, (), hidden))
+        except Exception as e:  # a process boundary: the step fails, the group continues
+            log.exception("a step failed")
+            failed = EngineFailed(f"A stage failed while computing: {type(e).__name__}: {str(e)[:300]}")
+            error = e if isinstance(e, ThawError) else failed
+            return Frame(StageFailed(number=step.number, error=error.body()))
+        if part.layers.is_last:
+            return Frame(StageResult(number=step.number), output)
+        return Frame(step, output)
+
+    def _find(self, number: int, start: int) -> SequenceKV:
+        known = self._sequences.get(number)
+        if known is None:
+            if start:
+                raise EngineFailed(f"This stage does not have the first {start} tokens of sequence {number}")
+            known = self._sequences[number] = SequenceKV(self._context)
+        return known

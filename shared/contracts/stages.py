@@ -1,0 +1,179 @@
+"""Stages of a pipeline group: their layers, and the messages between them.
+
+A group serves one model with several engines, its stages. Stage 0 has the embeddings and the first
+layers, schedules all sequences and answers requests. The last stage has the last layers, the final
+norm and the head. Stages form a ring: each sends to the next one, and the last one to stage 0.
+
+Each stage listens on a TCP port, and publishes `StageListening` on the group's subject until its
+ring is closed. Bulk data never travels on NATS. On a connection, the stage before sends
+
+    `GroupCapacity`  once: the KV blocks that every stage up to here can hold. It returns to stage 0
+                     when all stages have their weights: the group is ready then.
+    `StageStep`      with hidden states: new tokens of some sequences.
+    `StageResult`    from the last stage, with the logits after each row's last token.
+    `StageFailed`    instead of a result: the step failed in some stage.
+    `StageRelease`   sequences whose keys and values are no longer needed.
+    `GroupClosing`   the first stage has stopped; each stage stops too.
+
+`services/engine/domain/stage_frames.py` has the format of a frame, and ADR 0067 the reasons.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, TypeAdapter, model_validator
+
+from shared.contracts.base import ErrorBody, Frozen, Message
+
+MAX_STAGES = 8
+
+
+class LayerRange(Frozen):
+    """Layers [first, end) of a model with `total` layers.
+
+    The embeddings belong to the first layer, the final norm and the head to the last one.
+    """
+
+    first: int = Field(ge=0)
+    end: int = Field(gt=0)
+    total: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _is_range(self) -> Self:
+        if not self.first < self.end <= self.total:
+            raise ValueError("give first < end <= total")
+        return self
+
+    @property
+    def is_first(self) -> bool:
+        """True if it has the embeddings."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if it has the final norm and the head."""
+        return self.end == self.total
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+
+def split_layers(total: int, stages: int) -> tuple[LayerRange, ...]:
+    """Divide `total` layers among `stages`, as evenly as possible.
+
+    Earlier stages get the additional layers, because the last one has the head.
+
+    Raises:
+        ValueError: There are fewer layers than stages, or no stage.
+    """
+    if not 1 <= stages <= total:
+        raise ValueError(f"{total} layers cannot be divided among {stages} stages")
+    sizes = [total // stages + (i < total % stages) for i in range(stages)]
+    ends = [sum(sizes[: i + 1]) for i in range(stages)]
+    return tuple(LayerRange(first=end - size, end=end, total=total) for size, end in zip(sizes, ends, strict=True))
+
+
+def part_id(weights_id: str, layers: LayerRange | None) -> str:
+    """Return the id of a part of some weights. None: all of them."""
+    return weights_id if layers is None else f"{weights_id}.layers-{layers.first}-{layers.end}-{layers.total}"
+
+
+class Stage(Frozen):
+    """The place of an engine in its group.
+
+    Attributes:
+        group_id: Common to the stages; another one after each start.
+        secret: Known to the stages only: each proves on every connection that it has it.
+    """
+
+    group_id: str = Field(min_length=1)
+    index: int = Field(ge=0)
+    count: int = Field(ge=2, le=MAX_STAGES)
+    layers: LayerRange
+    secret: str = Field(min_length=32, repr=False)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.index >= self.count:
+            raise ValueError("give index < count")
+        if (self.layers.is_first, self.layers.is_last) != (self.index == 0, self.index == self.count - 1):
+            raise ValueError("the first stage alone has the first layer, and the last stage alone the last one")
+        return self
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    @property
+    def next_index(self) -> int:
+        return (self.index + 1) % self.count
+
+    @property
+    def previous_index(self) -> int:
+        return (self.index - 1) % self.count
+
+
+class StageListening(Message):
+    """A stage accepts the connection of the stage before it at `host`:`port`."""
+
+    kind: Literal["stage_listening"] = "stage_listening"
+    group_id: str
+    index: int = Field(ge=0)
+    host: str
+    port: int = Field(gt=0, lt=65536)
+
+
+class StageRow(Frozen):
+    """`count` new tokens of a sequence, of which `start` tokens are computed."""
+
+    sequence: int = Field(ge=0)
+    start: int = Field(ge=0)
+    count: int = Field(gt=0)
+
+
+class GroupCapacity(Message):
+    kind: Literal["capacity"] = "capacity"
+    kv_blocks: int = Field(ge=0)
+
+
+class StageStep(Message):
+    """Hidden states follow: [tokens of all rows, hidden size], in the model's type."""
+
+    kind: Literal["step"] = "step"
+    number: int = Field(ge=0)
+    rows: tuple[StageRow, ...] = Field(min_length=1)
+
+
+class StageResult(Message):
+    """Logits follow: [rows, vocabulary], in the model's type."""
+
+    kind: Literal["result"] = "result"
+    number: int = Field(ge=0)
+
+
+class StageFailed(Message):
+    kind: Literal["failed"] = "failed"
+    number: int = Field(ge=0)
+    error: ErrorBody
+
+
+class StageRelease(Message):
+    kind: Literal["release"] = "release"
+    sequences: tuple[int, ...]
+
+
+class GroupClosing(Message):
+    kind: Literal["closing"] = "closing"
+
+
+StageMessage = Annotated[
+    GroupCapacity | StageStep | StageResult | StageFailed | StageRelease | GroupClosing,
+    Field(discriminator="kind"),
+]
+STAGE_MESSAGE: TypeAdapter[StageMessage] = TypeAdapter(StageMessage)

@@ -1,0 +1,39 @@
+"""The tensors that a pipeline stage needs, judged by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.contracts.stages import LayerRange
+from shared.errors import CheckpointInvalid
+from weights.formats.execution_order import Position, execution_rank, position_of
+
+
+def is_of_stage(name: str, layers: LayerRange, *, is_tied: bool) -> bool:
+    """True if a stage with `layers` needs the tensor `name`.
+
+    Args:
+        is_tied: The embeddings are the head too: the last stage needs them.
+    """
+    match position_of(name):
+        case Position.LAYER:
+            return layers.first <= execution_rank(name)[1] < layers.end
+        case Position.FIRST:
+            return layers.is_first or (is_tied and layers.is_last)
+        case _:
+            return layers.is_last
+
+
+def names_of_stage(names: Sequence[str], layers: LayerRange) -> frozenset[str]:
+    """Return those of a checkpoint's tensors that a stage with `layers` needs.
+
+    Raises:
+        CheckpointInvalid: The checkpoint does not have `layers.total` layers.
+    """
+    found = {execution_rank(name)[1] for name in names if position_of(name) is Position.LAYER}
+    if found != set(range(layers.total)):
+        raise CheckpointInvalid(
+            f"The checkpoint has tensors of {len(found)} layers, not of {layers.total}. A pipeline needs a decoder with numbered layers"
+        )
+    is_tied = not any(position_of(name) is Position.HEAD for name in names)
+    return frozenset(name for name in names if is_of_stage(name, layers, is_tied=is_tied))

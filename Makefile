@@ -17,6 +17,10 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
+# Python keeps what it has compiled, also where a container's environment says otherwise: without it each of
+# pytest's processes compiles all tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help console up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines peers lock
 

@@ -28,7 +28,7 @@ SERVER = "tests.support.fork_server"
 ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zygote")
 """Modules that import torch."""
 _LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.supervisor")
-_STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote")
+_STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote", "tests.support.stopping_loader")
 FORKED = (*_LIGHT, *_STUBS, *ENGINES)
 _COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
 """Modules that the command line imports when they are used."""

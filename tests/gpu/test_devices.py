@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from services.nodeagent.devices.cuda import CudaDevice, load_nvml
+from tests.support.stopping import killed_at_exit
 
 pytestmark = pytest.mark.gpu
 MIB = 1024 * 1024
@@ -34,7 +35,9 @@ def test_memory_of_a_process_is_measured_and_freed_after_its_exit(device: CudaDe
     pytest.importorskip("torch")
     before = device.used_bytes(0, 0)
     code = "import torch, sys; x = torch.zeros(512 << 20, dtype=torch.uint8, device='cuda'); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ) as child:
+    with killed_at_exit(
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ)
+    ) as child:
         assert child.stdout is not None
         if child.stdout.readline().strip() != b"held":
             pytest.skip("torch here has no CUDA")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from shared.errors import DeviceMissing, InsufficientMemory
+from tests.support.stopping import killed_at_exit
 from tests.unit.loader.devices.behaviour import PAGE, SEGMENT, DeviceBehaviour, Host
 from weights.devices.cuda import CudaArena, CudaDevice
 from weights.devices.cuda_runtime import CudaRuntime, load_cuda
@@ -62,7 +63,9 @@ class TestRealGpu(DeviceBehaviour):
         assert arena.wait(SEGMENT)
         handle = arena.handle()
         assert handle is not None
-        with subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        with killed_at_exit(
+            subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        ) as reader:
             assert reader.stdin is not None
             assert reader.stdout is not None
             reader.stdin.write(handle.model_dump_json() + "\n")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from shared.errors import DeviceFailed, DeviceMissing
+from tests.support.stopping import killed_at_exit
 from weights.devices.cuda_runtime import CudaRuntime, load_cuda
 from weights.devices.cuda_virtual_memory import CudaVirtualMemory, load_virtual_memory
 
@@ -125,7 +126,12 @@ def test_another_process_keeps_a_unit_that_was_released_here(cuda: CudaRuntime, 
     write(cuda, start, b"weights")
     mine, theirs = socket.socketpair()
     mine.settimeout(120)
-    with mine, subprocess.Popen([sys.executable, "-c", READER, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as reader:
+    with (
+        mine,
+        killed_at_exit(
+            subprocess.Popen([sys.executable, "-c", READER, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        ) as reader,
+    ):
         theirs.close()
         descriptor = memory.export_descriptor(unit)
         socket.send_fds(mine, [b"u"], [descriptor])
@@ -151,7 +157,12 @@ def test_a_read_only_mapping_cannot_be_written(cuda: CudaRuntime, memory: CudaVi
     write(cuda, start, b"weights")
     mine, theirs = socket.socketpair()
     mine.settimeout(120)
-    with mine, subprocess.Popen([sys.executable, "-c", WRITER, str(theirs.fileno())], pass_fds=[theirs.fileno()]) as writer:
+    with (
+        mine,
+        killed_at_exit(
+            subprocess.Popen([sys.executable, "-c", WRITER, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        ) as writer,
+    ):
         theirs.close()
         descriptor = memory.export_descriptor(unit)
         socket.send_fds(mine, [b"u"], [descriptor])

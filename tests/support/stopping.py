@@ -1,16 +1,34 @@
-"""Stop processes, as SIGSTOP does, and wait until they no longer run.
+"""Stop processes, as SIGSTOP does, and wait until they no longer run; end those of a failed test.
 
 The signal takes effect later on a busy machine: until then the process still answers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 _WITHIN_S = 60.0
+_Process = TypeVar("_Process", bound=subprocess.Popen[Any])
+
+
+@contextlib.contextmanager
+def killed_at_exit(process: _Process) -> Iterator[_Process]:
+    """Kill the process at the end of the block.
+
+    `with Popen(...)` alone waits until the process ends by itself: a failed test would hang.
+    """
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def stop(*pids: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ import pytest
 
 from shared.ports import free_port
 from tests.support.launcher import until
-from tests.support.stopping import stop
+from tests.support.stopping import killed_at_exit, stop
 from thaw.launcher import stale_locks
 from thaw.launcher.home import Home
 from thaw.launcher.plan import MeshPlan, credentials_of
@@ -97,15 +96,6 @@ class Server:
         until(lambda: not stale_locks._processes_of(self.postgres.data), what="the server's children have ended")
         for path in self.locks:
             path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def killed_at_exit(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")

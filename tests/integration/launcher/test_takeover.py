@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.launcher import Thaw, until
 from tests.support.mesh import kill
+from tests.support.stopping import killed_at_exit
 from thaw.errors import CommandError
 from thaw.launcher import control
 from thaw.launcher.home import Home
@@ -139,7 +140,9 @@ def test_port_held_by_a_process_of_this_mesh_counts_as_free(tmp_path: Path, *, o
     home = Home(tmp_path)
     home.create()
     command = [sys.executable, "-c", LISTENS]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with killed_at_exit(
+        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    ) as holder:
         assert holder.stdout is not None
         port = int(holder.stdout.readline())
         if ours:

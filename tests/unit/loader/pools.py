@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.contracts.segment import Extent
+from tests.support.stopping import killed_at_exit
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.segment import lay_out
 from weights.pool.chunks import parts
@@ -51,8 +52,8 @@ def mapper(path: Path, extents: Sequence[Extent]) -> Iterator[subprocess.Popen[b
         "print('mapped', flush=True)\ninput()\nm.close()\nprint('unmapped', flush=True)\ninput()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    with killed_at_exit(
+        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"mapped\n"

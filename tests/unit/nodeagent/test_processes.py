@@ -17,6 +17,7 @@ from services.nodeagent.devices.cpu import CpuDevice, available_bytes, oom_kills
 from services.nodeagent.engines.exits import explain_exit, prune_logs
 from services.nodeagent.engines.process import Processes, find_log_writer, process_start
 from shared.enginelog import log_tail
+from tests.support.stopping import killed_at_exit
 
 MIB = 1024 * 1024
 
@@ -90,7 +91,7 @@ def test_shared_memory_is_not_private(tmp_path: Path) -> None:
         "s = sum(m[i] for i in range(0, len(m), 4096)); print('held', flush=True); sys.stdin.read()"
     )
     try:
-        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        with killed_at_exit(subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)) as child:
             assert child.stdout is not None
             child.stdout.readline()
             measured = private_pss(child.pid)

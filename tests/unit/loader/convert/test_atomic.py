@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from shared.errors import CheckpointInvalid, Unavailable
+from tests.support.stopping import killed_at_exit
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.convert.models import some_weights, write_torch
 from weights.convert import disk
@@ -47,7 +48,9 @@ def test_kill_at_every_disk_write_leaves_a_complete_or_absent_destination(tmp_pa
 
 def test_draft_of_a_killed_conversion_is_not_a_model(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", tensors(megabytes=30))
-    with subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True) as child:
+    with killed_at_exit(
+        subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True)
+    ) as child:
         assert child.stdout is not None
         assert json.loads(child.stdout.readline())["stage"] == "convert"
         child.kill()
@@ -61,7 +64,9 @@ def test_draft_of_a_killed_conversion_is_not_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_interrupted_conversion_leaves_no_files(tmp_path: Path, number: signal.Signals) -> None:
     write_sparse_checkpoint(tmp_path / "m", 1 << 30)
-    with subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True) as child:
+    with killed_at_exit(
+        subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True)
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         child.send_signal(number)

@@ -12,6 +12,7 @@ import pytest
 
 from shared.errors import DeviceFailed, EngineFailed, InsufficientMemory
 from tests.support.fake_virtual_memory import FakeVirtualMemory
+from tests.support.stopping import killed_at_exit
 from tests.unit.loader.devices.fake_driver import FakeDriver
 from weights.devices.mapped_range import MappedRange
 from weights.devices.pinning import Pins
@@ -44,7 +45,7 @@ def memory(driver: FakeDriver, virtual_memory: FakeVirtualMemory) -> Iterator[Gp
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as process:
+    with killed_at_exit(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)) as process:
         yield process
         process.kill()
 

@@ -66,10 +66,17 @@ class Supervisor:
         survivors: Processes of a supervisor that was killed, by name.
         watcher: Finds those that hang.
         starter: Starts processes.
+        ready_before: Names of the survivors that the killed supervisor knew to be ready.
     """
 
     def __init__(
-        self, home: Home, programs: tuple[Program, ...], survivors: dict[str, Identity], watcher: Watcher, starter: Starter
+        self,
+        home: Home,
+        programs: tuple[Program, ...],
+        survivors: dict[str, Identity],
+        watcher: Watcher,
+        starter: Starter,
+        ready_before: frozenset[str] = frozenset(),
     ) -> None:
         self._home = home
         self._programs = {p.name: p for p in programs}
@@ -82,6 +89,7 @@ class Supervisor:
         self._listeners = Listeners()
         self._watcher = watcher
         self._starter = starter
+        self._ready_before = ready_before
         self._hung_at: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -150,7 +158,7 @@ class Supervisor:
         if survivor is not None and survivor.is_alive():
             log.info("taking over %s (pid %d)", program.name, survivor.pid)
             self._processes[program.name] = survivor
-            self._watcher.begin(program, survivor.pid)
+            self._watcher.begin(program, survivor.pid, in_loop=program.name in self._ready_before)
             self._watch(program, until_gone(survivor), survived=True)
             return
         if program.prepare is not None:
@@ -293,7 +301,8 @@ def _supervise(home: Home) -> int:
         _publish_status(home, MeshStatus(supervisor=_self(), stopping=True, error=e.what, remedy=e.remedy, services=services))
         return 1
     write_private(home.endpoints_file, json.dumps(plan.endpoints(), indent=1))
-    asyncio.run(Supervisor(home, programs, survivors, Watcher(home, limits), starter).run())
+    ready = frozenset(name for name, s in before.services.items() if s.status == "ready") if before else frozenset()
+    asyncio.run(Supervisor(home, programs, survivors, Watcher(home, limits), starter, ready).run())
     starter.close()
     left = sweep(home)
     if left:

@@ -88,10 +88,16 @@ class Watcher:
             ear.collect()
             await asyncio.sleep(_READY_POLL_S)
 
-    def begin(self, program: Program, pid: int) -> None:
-        """Watch the process of a program that was prepared."""
+    def begin(self, program: Program, pid: int, *, in_loop: bool = False) -> None:
+        """Watch the process of a program that was prepared.
+
+        Args:
+            in_loop: The process's event loop runs already: an earlier supervisor saw it ready.
+        """
         if program.port is not None:
             self._pulses[program.name] = _Probed(program.name, program.port)
+        if in_loop:
+            self._pulses[program.name].in_loop = True
         self._watches[program.name] = (pid, None)
 
     def forget(self, name: str) -> None:

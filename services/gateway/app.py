@@ -261,4 +261,5 @@ async def _finish(gateway: Gateway, server: HttpServer, serving: asyncio.Task[No
         async with asyncio.timeout(_FLUSH_TIMEOUT_S):
             if gateway.has_joined:
                 await gateway.rate_limits.announce(leaving=True)
-            await asyncio.gather(gateway.request_log.flush(_FLUSH_TIMEOUT_S), gateway.objectives.flush())
+            await asyncio.gather(gateway.request_log.flush(_FLUSH_TIMEOUT_S), gateway.objectives.flush(), gateway.usage.flush())
+    gateway.usage.close()

@@ -19,6 +19,7 @@ from services.gateway.adapters.prompt_length import PromptLengthChecker
 from services.gateway.adapters.rate_limiter import RateLimiter
 from services.gateway.adapters.request_probe import RequestProbe
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
+from services.gateway.adapters.usage_meter import UsageMeter
 from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Admission, ByteLimits
 from services.gateway.domain.catalog import Catalog
@@ -31,6 +32,7 @@ from services.gateway.domain.ticket import Stage, Ticket
 from services.gateway.idempotency.idempotent_request import IdempotentRequest
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.sink import TokenSink
+from services.gateway.requests.used import usage_record
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.request_log import RequestLog, RequestOrigin
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
@@ -94,6 +96,7 @@ class Gateway:
         self._probe = RequestProbe(mesh, self.dispatcher)
         self._demand = DemandPublisher(mesh, self._on_demand_reply, self._on_demand_refused)
         self.objectives = ObjectivePublisher(mesh, ObjectiveCounter(self.id))
+        self.usage = UsageMeter(mesh, self.id, settings.state / "gateway" / "usage")
         self._lora_prefetch = LoraPrefetch()
         self._requests: dict[str, ActiveRequest] = {}
         self._opened = asyncio.Event()
@@ -132,6 +135,7 @@ class Gateway:
         request.key_digest = origin.caller.digest
         if card.spec.slo.is_set and card.spec.base is None:
             request.standing = partial(self.objectives.standing, ticket.model)
+        request.on_done = partial(self._meter, request, origin)
         self._requests[ticket.id] = request
         self._opened.set()
         self._ticket_ids[origin.request_id] = ticket.id
@@ -158,6 +162,12 @@ class Gateway:
             del self._ticket_ids[origin.request_id]
         self._judge(request)
         self.request_log.record(request, origin)
+
+    def _meter(self, request: ActiveRequest, origin: RequestOrigin) -> None:
+        """Record what the request used, before its client has the end of the response."""
+        if (record := usage_record(request, origin.caller.name)) is not None:
+            self.usage.record(record)
+            self.request_log.metrics.record_usage(record)
 
     def _judge(self, request: ActiveRequest) -> None:
         """Count whether the request met its model's objective."""
@@ -271,11 +281,13 @@ class Gateway:
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Start the background tasks; the mesh must be connected."""
+        await asyncio.to_thread(self.usage.open)
         await self.engines.start()
         self.tasks = [
             group.create_task(self.engines.run(), name="publish"),
             group.create_task(self._demand.run(), name="demand"),
             group.create_task(self.objectives.run(), name="objectives"),
+            group.create_task(self.usage.run(), name="usage"),
             group.create_task(self._tick(), name="tick"),
             group.create_task(self.rate_limits.run(), name="rate limits"),
         ]

@@ -24,6 +24,7 @@ from services.scheduler.adapters.catalog import Catalog, ensure_streams
 from services.scheduler.adapters.database import connect, migrate, plain_url, refused_login
 from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 from services.scheduler.adapters.leadership import Term, leadership
+from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
@@ -108,12 +109,13 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     catalog = Catalog(js, mesh.replicas)
     await ensure_streams(js, mesh.replicas)
     migrations = Migrations(mesh, loop.post)
-    handlers = Handlers(mesh, loop, repository, policy, name, migrations)
+    ledger = Ledger(engine)
+    handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations)
     outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations)
     outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:
-        async with _background_tasks(loop, repository, term.epoch, migrations):
+        async with _background_tasks(loop, repository, ledger, term.epoch, migrations):
             await handlers.start()
             await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
             deciding = asyncio.create_task(loop.run(outbox), name="decide")
@@ -141,7 +143,9 @@ def _batches(names: list[str], size: int) -> list[list[str]]:
 
 
 @contextlib.asynccontextmanager
-async def _background_tasks(loop: SchedulerLoop, repository: Repository, epoch: int, migrations: Migrations) -> AsyncIterator[None]:
+async def _background_tasks(
+    loop: SchedulerLoop, repository: Repository, ledger: Ledger, epoch: int, migrations: Migrations
+) -> AsyncIterator[None]:
     """Run the tasks beside a term: timers, and the watch on migrations."""
 
     async def tick() -> None:
@@ -153,6 +157,7 @@ async def _background_tasks(loop: SchedulerLoop, repository: Repository, epoch: 
         while True:
             try:
                 await repository.prune(epoch, clock.now())
+                await ledger.prune(epoch, clock.hour())
             except (SQLAlchemyError, OSError, StaleEpoch) as e:
                 log.warning("failed to prune old plans", extra={"error": repr(e)})
             await asyncio.sleep(PRUNE_PERIOD_S)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import asyncpg
 from pydantic import TypeAdapter
+from sqlalchemy.exc import SQLAlchemyError
 
 from services.scheduler.adapters import clock
+from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.migrations import Migrations
-from services.scheduler.adapters.repository import Repository
+from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.domain.admin.commands import check_names, check_sources, needs_inspection
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.events import (
@@ -53,24 +57,42 @@ from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
 from shared.contracts.models import ModelInfo, ModelSpec
 from shared.contracts.node import InstanceState, NodeStatus
 from shared.contracts.objectives import ReportObjectives
+from shared.contracts.usage import ReportUsage, ViewUsage
 from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
 
 log = logging.getLogger(__name__)
 DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
+USAGE: TypeAdapter[ReportUsage] = TypeAdapter(ReportUsage)
 OBJECTIVES: TypeAdapter[ReportObjectives] = TypeAdapter(ReportObjectives)
 _FIND_LOADER_S = 10.0
+
+
+@contextmanager
+def _database_errors_as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, StaleEpoch) as e:
+        raise Unavailable(f"The ledger cannot be used now ({type(e).__name__}). Try again", should_retry=True) from e
 
 
 class Handlers:
     """The message handlers of one term."""
 
     def __init__(
-        self, mesh: Mesh, loop: SchedulerLoop, repository: Repository, policy: Policy, name: str, migrations: Migrations
+        self,
+        mesh: Mesh,
+        loop: SchedulerLoop,
+        repository: Repository,
+        ledger: Ledger,
+        policy: Policy,
+        name: str,
+        migrations: Migrations,
     ) -> None:
         self._mesh = mesh
         self._loop = loop
         self._repository = repository
+        self._ledger = ledger
         self._policy = policy
         self._name = name
         self._explainer = Explainer(mesh, loop.state, repository, policy, migrations)
@@ -87,6 +109,7 @@ class Handlers:
             self._mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, self._loader_status),
             self._mesh.respond(subjects.DEMAND, DEMAND, self._demand, concurrent=True),
             self._mesh.respond(subjects.OBJECTIVES, OBJECTIVES, self._objectives, concurrent=True),
+            self._mesh.respond(subjects.USAGE, USAGE, self._usage),
             self._mesh.respond(subjects.ADMIN, ADMIN_REQUEST, self._admin, concurrent=True),
         ]
         for responder in self._responders:
@@ -140,6 +163,13 @@ class Handlers:
         at = clock.now()
         return await self._ask(lambda waiter: ObjectivesReported(at, report, waiter))
 
+    async def _usage(self, report: ReportUsage) -> Message:
+        """Record usage: the ledger is no part of the cluster's state, and takes no decision."""
+        if self._over:
+            raise Unavailable("This scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
+        with _database_errors_as_unavailable():
+            return await self._ledger.record(self._loop.state.epoch, report, clock.hour())
+
     async def _admin(self, request: AdminRequest) -> Message:
         at = clock.now()
         match request:
@@ -159,6 +189,9 @@ class Handlers:
                 return await self._migrate(request)
             case ViewMigrations(migration_id=migration_id, limit=limit):
                 return MigrationsViewed(migrations=self._migrations.list_latest(migration_id, limit))
+            case ViewUsage():
+                with _database_errors_as_unavailable():
+                    return await self._ledger.view(request)
             case ViewCluster(brief=brief):
                 return view(self._loop.state, self._name, at, self._policy, brief=brief)
 

@@ -16,6 +16,7 @@ from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceStatus
 from shared.contracts.plans import PlanRecord
 from shared.contracts.traces import RequestTrace
+from shared.contracts.usage import ViewUsage
 
 
 class AddModels(Request):
@@ -285,7 +286,16 @@ class MigrationsViewed(Message):
 
 
 AdminRequest = Annotated[
-    AddModels | RemoveModel | WakeModel | SleepModel | ExplainPlan | ChangeNode | ViewCluster | Migrate | ViewMigrations,
+    AddModels
+    | RemoveModel
+    | WakeModel
+    | SleepModel
+    | ExplainPlan
+    | ChangeNode
+    | ViewCluster
+    | Migrate
+    | ViewMigrations
+    | ViewUsage,
     Field(discriminator="kind"),
 ]
 ADMIN_REQUEST: TypeAdapter[AdminRequest] = TypeAdapter(AdminRequest)

@@ -24,6 +24,7 @@ from shared.contracts import (
     stages,
     subjects,
     traces,
+    usage,
 )
 from shared.contracts.base import Message
 
@@ -63,6 +64,14 @@ CHANNELS: tuple[Channel, ...] = (
         (base.Done, base.Failure),
     ),
     Channel(
+        "usage",
+        subjects.USAGE,
+        "scheduler (leader)",
+        "What finished requests used; repeated until recorded.",
+        (usage.ReportUsage,),
+        (usage.UsageRecorded, base.Failure),
+    ),
+    Channel(
         "admin",
         subjects.ADMIN,
         "scheduler (leader)",
@@ -77,6 +86,7 @@ CHANNELS: tuple[Channel, ...] = (
             admin.ViewCluster,
             admin.Migrate,
             admin.ViewMigrations,
+            usage.ViewUsage,
         ),
         (
             admin.ModelsAdded,
@@ -85,6 +95,7 @@ CHANNELS: tuple[Channel, ...] = (
             admin.PlanExplained,
             admin.ClusterView,
             admin.MigrationsViewed,
+            usage.UsageViewed,
             base.Done,
             base.Failure,
         ),

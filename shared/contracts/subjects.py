@@ -14,6 +14,7 @@ PREFIX = "thaw.v1"
 DEMAND = f"{PREFIX}.scheduler.demand"
 ADMIN = f"{PREFIX}.scheduler.admin"
 OBJECTIVES = f"{PREFIX}.scheduler.objectives"
+USAGE = f"{PREFIX}.scheduler.usage"
 
 # Events, for any subscriber.
 LOAD_FAILED = f"{PREFIX}.events.load_failed"

@@ -33,6 +33,7 @@ ALL_ROLES = {*SERVICES, "node"}
 MAY_PUBLISH = {
     "demand": {"gateway"},
     "objectives": {"gateway"},
+    "usage": {"gateway"},
     "admin": {"gateway", "scheduler"},
     "loadFailed": {"scheduler"},
     "statusWanted": {"gateway", "scheduler"},
@@ -59,6 +60,7 @@ MAY_PUBLISH = {
 MAY_HEAR = {
     "demand": {"scheduler"},
     "objectives": {"scheduler"},
+    "usage": {"scheduler"},
     "admin": {"scheduler"},
     "loadFailed": {"gateway"},
     "statusWanted": {"node"},

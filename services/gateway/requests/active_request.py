@@ -60,6 +60,7 @@ class ActiveRequest:
         completion: The end of the request.
         idempotency: The request's Idempotency-Key; None without one.
         on_requeued: Called when the request waits for another instance.
+        on_done: Called when the request ends, before its client has the end of the response.
         key_digest: Hash of the client's API key; empty without a key.
         headers: Headers of the response that do not depend on it.
         standing: Returns how many requests of the model met its objective.
@@ -94,6 +95,7 @@ class ActiveRequest:
         )
         self.idempotency: IdempotencyGuard | None = None
         self.on_requeued: Callable[[], None] | None = None
+        self.on_done: Callable[[], None] | None = None
         self.key_digest = ""
         self.headers: dict[str, str] = {}
         self.standing: Callable[[], ObjectiveStanding | None] = _no_standing
@@ -212,6 +214,8 @@ class ActiveRequest:
 
     def _on_done(self) -> None:
         self.handoffs.abandon(NotFound("The request has ended"))
+        if self.on_done is not None:
+            self.on_done()
 
 
 def _no_standing() -> None:

@@ -10,6 +10,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120)
@@ -61,6 +62,9 @@ class Metrics:
             "thaw.requests.objective", "{request}", "Requests of models with an objective (`slo`), by thaw.met."
         )
 
+        self.key_requests = meter.create_counter("thaw.key.requests", "{request}", "Metered requests, by API key and model.")
+        self.key_tokens = meter.create_counter("thaw.key.tokens", "{token}", "Metered tokens, by API key, model and type.")
+
     def observe(self, dispatcher: Dispatcher) -> None:
         """Export the dispatcher's queue lengths and requests in flight."""
 
@@ -105,6 +109,14 @@ class Metrics:
         self.tokens.record(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
         if request.engine_request.endpoint in ("chat", "completion"):
             self.tokens.record(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
+
+    def record_usage(self, record: UsageRecord) -> None:
+        """Count what the ledger records, by key and model."""
+        names = {"thaw.key": record.key, "gen_ai.request.model": record.adapter or record.model}
+        self.key_requests.add(1, names)
+        for kind, tokens in (("input", record.prompt_tokens), ("output", record.completion_tokens)):
+            if tokens:
+                self.key_tokens.add(tokens, names | {"gen_ai.token.type": kind})
 
     def record_objective(self, model: str, *, is_met: bool) -> None:
         self.objectives.add(1, {"gen_ai.request.model": model, "thaw.met": is_met})

@@ -78,7 +78,7 @@ class Repository:
         if not (puts or drops or traced):
             return
         async with self._engine.begin() as connection:
-            await _fence(connection, epoch)
+            await require_epoch(connection, epoch)
             for kind, keys in drops.items():
                 await _delete(connection, kind, keys)
             for kind, entities in puts.items():
@@ -117,7 +117,7 @@ class Repository:
             StaleEpoch: `epoch` is not the present one.
         """
         async with self._engine.begin() as connection:
-            await _fence(connection, epoch)
+            await require_epoch(connection, epoch)
             await write_loaders(connection, loaders)
 
     async def plan(self, plan_id: str) -> PlanRecord | None:
@@ -151,7 +151,7 @@ class Repository:
             StaleEpoch: `epoch` is not the present one.
         """
         async with self._engine.begin() as connection:
-            await _fence(connection, epoch)
+            await require_epoch(connection, epoch)
             await forget_unknown(connection)
         plans = tables.plans.c
         newest_first = select(plans.plan_id).order_by(plans.created.desc(), plans.plan_id.desc())
@@ -160,14 +160,14 @@ class Repository:
         pruned = 0
         while True:
             async with self._engine.begin() as connection:
-                await _fence(connection, epoch)
+                await require_epoch(connection, epoch)
                 gone = int((await connection.execute(delete(tables.plans).where(plans.plan_id.in_(batch)))).rowcount)
             pruned += gone
             if gone < PRUNE_BATCH:
                 return pruned
 
 
-async def _fence(connection: AsyncConnection, epoch: int) -> None:
+async def require_epoch(connection: AsyncConnection, epoch: int) -> None:
     """Keep other leaders from starting before this transaction has ended."""
     guard = select(tables.leadership.c.epoch).where(tables.leadership.c.epoch == epoch).with_for_update(read=True)
     if (await connection.execute(guard)).first() is None:

@@ -131,4 +131,40 @@ links = Table(
     Column("finish_ms", Float),
     Column("heard_at", Float, nullable=False),
 )
+usage = Table(
+    "usage",
+    metadata,
+    Column("hour", Integer, primary_key=True),
+    Column("key", Text, primary_key=True),
+    Column("model", Text, primary_key=True),
+    Column("adapter", Text, primary_key=True),
+    Column("requests", BigInteger, nullable=False),
+    Column("failed", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("cold_requests", BigInteger, nullable=False),
+)
+"""What requests used, by the hour of their end."""
+cold_waits = Table(
+    "cold_waits",
+    metadata,
+    Column("plan_id", Text, primary_key=True),
+    Column("key", Text, primary_key=True),
+    Column("model", Text, primary_key=True),
+    Column("adapter", Text, primary_key=True),
+    Column("hour", Integer, nullable=False),
+    Column("requests", BigInteger, nullable=False),
+    Column("start_s", Float, nullable=False),
+    Index("cold_waits_by_hour", "hour"),
+)
+"""Requests that waited for a start, which share its seconds."""
+usage_spools = Table(
+    "usage_spools",
+    metadata,
+    Column("spool", Text, primary_key=True),
+    Column("position", BigInteger, nullable=False),
+    Column("hour", Integer, nullable=False),
+)
+"""How far each gateway's spool is recorded."""
 leadership = Table("leadership", metadata, Column("id", Integer, primary_key=True), Column("epoch", BigInteger, nullable=False))

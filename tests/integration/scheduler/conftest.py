@@ -112,9 +112,13 @@ def tracing() -> None:
 
 
 @pytest.fixture
-async def site(own_nats: NatsServer, database_url: str) -> AsyncIterator[Site]:
+async def site(own_nats: NatsServer, database_url: str, tmp_path: Path) -> AsyncIterator[Site]:
     settings = SchedulerSettings(
-        nats_url=SecretStr(own_nats.url), database_url=SecretStr(database_url), min_active=0.2, preempt_after=3.0
+        nats_url=SecretStr(own_nats.url),
+        database_url=SecretStr(database_url),
+        min_active=0.2,
+        preempt_after=3.0,
+        home=tmp_path / "home",
     )
     mesh = Mesh(settings, "test")
     await mesh.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -42,6 +43,7 @@ from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey
 from shared.contracts.models import ModelSpec, code_fields
 from shared.contracts.traces import RequestTrace, TracePage
+from shared.contracts.usage import UsageViewed, ViewUsage
 from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDown, Unavailable, Unreachable
 
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
@@ -64,6 +66,7 @@ class Admin:
             "explain": self.explain,
             "migrations": self.migrations,
             "migrations/{migration_id}": self.migrations,
+            "usage": self.usage,
             "traces": self.traces,
             "traces/last": self.last_trace,
             "traces/loads/{plan_id}": self.load_trace,
@@ -216,6 +219,14 @@ class Admin:
             raise InvalidRequest("'limit' must be a number from 1 to 1000", param="limit")
         view = ViewMigrations(migration_id=request.path_params.get("migration_id"), limit=int(limit))
         return await self._request_scheduler(view, MigrationsViewed)
+
+    async def usage(self, request: Request) -> Response:
+        """Sum up usage of `?since=` to `?until=` (hours since 1970) by `?by=key,model,hour`."""
+        given = request.query_params
+        fields = {name: given[name] for name in ("since", "until") if name in given}
+        by = tuple(part for part in given.get("by", "key,model").split(",") if part)
+        body = json.dumps({"since": int(time.time() // 3600) - 7 * 24} | fields | {"by": by}).encode()
+        return await self._request_scheduler(validate_body(ViewUsage, body), UsageViewed)
 
     async def cordon(self, request: Request) -> Response:
         return await self._change_node(request, "cordon")

@@ -1,0 +1,143 @@
+"""Metering of finished requests: records go to a spool, and from there to the ledger.
+
+A record is in the spool before the request is forgotten, so it survives the end of this process.
+Reports are made in the background. They name positions of the spool, and the ledger replies how far
+it is: whatever was lost in between, each record counts once (docs/adr/0070).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from services.gateway.adapters.usage_spool import UsageSpool, open_spools
+from services.gateway.domain.usage_records import UsageRecord, next_report
+from shared.contracts import subjects
+from shared.contracts.usage import REPORT_INTERVAL_S, ReportUsage, UsageRecorded
+from shared.errors import ThawError, Unreachable
+from shared.messaging import Mesh
+from shared.telemetry.logs import LogRateLimit
+
+log = logging.getLogger(__name__)
+_MAX_UNREPORTED_BYTES = 64 << 20
+"""Beyond it records are dropped: some hundred thousand requests without a scheduler."""
+_ROTATE_BYTES = 4 << 20
+_ROTATE_S = 3_600.0
+
+
+class UsageMeter:
+    """The spool of one gateway, and spools of gateways that ended.
+
+    Attributes:
+        dropped: Records that could not be written.
+    """
+
+    def __init__(self, mesh: Mesh, gateway_id: str, directory: Path) -> None:
+        self.dropped = 0
+        self._mesh = mesh
+        self._id = gateway_id
+        self._directory = directory
+        self._own: UsageSpool | None = None
+        self._adopted: list[UsageSpool] = []
+        self._number = 0
+        self._opened_at = 0.0
+        self._has_records = asyncio.Event()
+        self._failures = LogRateLimit()
+
+    def open(self) -> None:
+        """Open the spools. Blocks; without a writable directory no request is metered."""
+        try:
+            self._own, self._adopted = open_spools(self._directory, f"{self._id}-{self._number}")
+        except OSError as e:
+            log.error("failed to open the usage spool; requests are not metered", extra={"error": str(e)})
+            return
+        self._opened_at = time.monotonic()
+        if self._adopted:
+            log.info("adopted usage spools of ended gateways", extra={"spools": len(self._adopted)})
+            self._has_records.set()
+
+    def record(self, record: UsageRecord) -> None:
+        """Write one record; a failure is counted and logged."""
+        spool = self._own
+        if spool is None or spool.unreported > _MAX_UNREPORTED_BYTES:
+            self._drop("the spool is full" if spool is not None else "there is no spool")
+            return
+        try:
+            spool.append(record.line())
+        except OSError as e:
+            self._drop(str(e))
+            return
+        self._has_records.set()
+
+    def _drop(self, reason: str) -> None:
+        self.dropped += 1
+        if self._failures.allows("dropped"):
+            log.error("failed to meter a request", extra={"error": reason, "dropped": self.dropped})
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        while True:
+            await self._has_records.wait()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            if await self.flush():
+                self._has_records.clear()
+
+    async def flush(self) -> bool:
+        """Report all records; return False if the ledger does not have all of them."""
+        for spool in list(self._adopted):
+            if not await self._report(spool):
+                return False
+            self._adopted.remove(spool)
+            spool.remove()
+        if self._own is None or not await self._report(self._own):
+            return self._own is None
+        self._rotate(self._own)
+        return True
+
+    async def _report(self, spool: UsageSpool) -> bool:
+        while spool.unreported:
+            report = await asyncio.to_thread(_read_report, spool)
+            if report is None:
+                return True  # the rest is a damaged line
+            try:
+                reply = await self._mesh.request(subjects.USAGE, report, UsageRecorded)
+            except Unreachable:
+                return False  # no leader now; the next attempt sends the same records
+            except ThawError as e:
+                log.warning("failed to report usage", extra={"error": e.message})
+                return False
+            spool.position = min(reply.position, spool.size)
+        return True
+
+    def _rotate(self, spool: UsageSpool) -> None:
+        """Begin a new spool if the present one is large or old, and the ledger has all of it.
+
+        The ledger forgets spools that are silent for weeks.
+        """
+        is_due = spool.size > _ROTATE_BYTES or time.monotonic() - self._opened_at > _ROTATE_S
+        if not spool.size or not is_due or spool.unreported:
+            return
+        self._number += 1
+        try:
+            fresh = UsageSpool.open(self._directory / f"{self._id}-{self._number}.usage")
+        except OSError as e:
+            log.warning("failed to begin a new usage spool", extra={"error": str(e)})
+            return
+        if fresh is not None:
+            self._own, self._opened_at = fresh, time.monotonic()
+            spool.remove()
+
+    def close(self) -> None:
+        """Close the files; those without unreported records are deleted."""
+        for spool in (*self._adopted, *([self._own] if self._own is not None else [])):
+            if spool.unreported or spool in self._adopted:
+                spool.close()
+            else:
+                spool.remove()
+        self._own, self._adopted = None, []
+
+
+def _read_report(spool: UsageSpool) -> ReportUsage | None:
+    return next_report(spool.name, spool.position, spool.read())

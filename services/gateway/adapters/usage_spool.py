@@ -1,0 +1,106 @@
+"""Files of usage records that survive the end of their gateway.
+
+Each gateway appends to a file of its own, which it locks. A gateway that starts adopts the files of
+gateways that ended: those that no process has locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+from shared.private import make_private
+
+log = logging.getLogger(__name__)
+READ_BYTES = 256 << 10
+_SUFFIX = ".usage"
+_MAX_AGE_S = 30 * 24 * 3600
+"""The ledger may have forgotten how far it recorded an older spool."""
+
+
+class UsageSpool:
+    """One file of records. All methods block for as long as the page cache takes.
+
+    Attributes:
+        name: Name of the spool in the ledger.
+        position: The ledger has the records before it.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.name = path.name.removesuffix(_SUFFIX)
+        self.position = 0
+        self._path = path
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+
+    @classmethod
+    def open(cls, path: Path) -> UsageSpool | None:
+        """Open and lock a file, created if missing; None if another process has it."""
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+        return cls(path, descriptor)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def unreported(self) -> int:
+        """Bytes that the ledger does not have."""
+        return max(0, self._size - self.position)
+
+    def append(self, line: bytes) -> None:
+        """Write a record. Raises `OSError` if the disk is full, for example."""
+        written = os.write(self._descriptor, line)
+        if written != len(line):
+            os.ftruncate(self._descriptor, self._size)
+            raise OSError(f"only {written} of {len(line)} bytes were written")
+        self._size += written
+
+    def read(self) -> bytes:
+        """Read records that the ledger does not have."""
+        return os.pread(self._descriptor, READ_BYTES, self.position)
+
+    def remove(self) -> None:
+        """Delete the file, all of which the ledger has."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        os.close(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def open_spools(directory: Path, own: str) -> tuple[UsageSpool, list[UsageSpool]]:
+    """Open this gateway's spool, and those of gateways that ended.
+
+    Raises:
+        OSError: The directory or the file cannot be made.
+    """
+    make_private(directory)
+    spool = UsageSpool.open(directory / f"{own}{_SUFFIX}")
+    if spool is None:
+        raise OSError(f"another process has the spool of gateway {own}")
+    adopted = []
+    for path in sorted(directory.glob(f"*{_SUFFIX}")):
+        if path.name == f"{own}{_SUFFIX}":
+            continue
+        try:
+            if time.time() - path.stat().st_mtime > _MAX_AGE_S:
+                log.warning("ignored a usage spool that is too old", extra={"path": str(path)})
+                continue
+            found = UsageSpool.open(path)
+        except OSError as e:
+            log.warning("failed to open a usage spool", extra={"path": str(path), "error": str(e)})
+            continue
+        if found is not None:
+            adopted.append(found)
+    return spool, adopted

@@ -1,0 +1,132 @@
+"""Records of finished requests, and their sums by hour, key, model and LoRA adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shared.contracts.usage import MAX_ROWS_PER_REPORT, ColdWait, Counts, ReportUsage, UsageRow
+
+MAX_RECORD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRecord:
+    """What one request used; fields as in `UsageRow` and `ColdWait`.
+
+    Attributes:
+        plan_id: Plan of the cold start that it waited for; None: none.
+    """
+
+    hour: int
+    key: str
+    model: str
+    adapter: str
+    failed: bool
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    plan_id: str | None = None
+    start_s: float = 0.0
+
+    def line(self) -> bytes:
+        """Encode the record as one line of a spool."""
+        fields = [
+            self.hour,
+            self.key,
+            self.model,
+            self.adapter,
+            int(self.failed),
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.completion_tokens,
+        ]
+        if self.plan_id is not None:
+            fields += [self.plan_id, round(self.start_s, 3)]
+        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+    @classmethod
+    def parse(cls, line: bytes) -> UsageRecord | None:
+        """Decode a line; None if it is damaged, as the last line after a power cut may be."""
+        try:
+            hour, key, model, adapter, failed, prompt, cached, completion, *cold = json.loads(line)
+            plan_id, start_s = cold or (None, 0.0)
+            return cls(
+                int(hour),
+                str(key),
+                str(model),
+                str(adapter),
+                bool(failed),
+                max(0, int(prompt)),
+                max(0, int(cached)),
+                max(0, int(completion)),
+                None if plan_id is None else str(plan_id),
+                max(0.0, float(start_s)),
+            )
+        except (ValueError, TypeError):
+            return None
+
+
+def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
+    """Sum up the records at the beginning of `data`, as many as one report takes.
+
+    Args:
+        spool: Name of the file.
+        start: Position of `data` in it.
+
+    Returns:
+        None if there is no whole line.
+    """
+    rows: dict[tuple[int, str, str, str], list[int]] = {}
+    waits: dict[tuple[str, str, str, str], tuple[int, int, float]] = {}
+    end = 0
+    for line in _whole_lines(data):
+        record = UsageRecord.parse(line)
+        if record is not None:
+            name = (record.hour, record.key, record.model, record.adapter)
+            cold = (record.plan_id or "", record.key, record.model, record.adapter)
+            is_new_wait = record.plan_id is not None and cold not in waits
+            if (name not in rows and len(rows) >= MAX_ROWS_PER_REPORT) or (is_new_wait and len(waits) >= MAX_ROWS_PER_REPORT):
+                break
+            sums = rows.setdefault(name, [0] * 6)
+            for i, more in enumerate(
+                (
+                    1,
+                    int(record.failed),
+                    record.prompt_tokens,
+                    record.cached_tokens,
+                    record.completion_tokens,
+                    int(record.plan_id is not None),
+                )
+            ):
+                sums[i] += more
+            if record.plan_id is not None:
+                hour, count, start_s = waits.get(cold, (record.hour, 0, 0.0))
+                waits[cold] = (hour, count + 1, max(start_s, record.start_s))
+        end += len(line)
+    if not end:
+        return None
+    return ReportUsage(spool=spool, start=start, end=start + end, rows=tuple(_rows(rows)), waits=tuple(_waits(waits)))
+
+
+def _whole_lines(data: bytes) -> Iterable[bytes]:
+    return (line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
+
+
+def _rows(sums: dict[tuple[int, str, str, str], list[int]]) -> Iterable[UsageRow]:
+    for (hour, key, model, adapter), (requests, failed, prompt, cached, completion, cold) in sums.items():
+        counts = Counts(
+            requests=requests,
+            failed=failed,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+            cold_requests=cold,
+        )
+        yield UsageRow(hour=hour, key=key, model=model, adapter=adapter, counts=counts)
+
+
+def _waits(waits: dict[tuple[str, str, str, str], tuple[int, int, float]]) -> Iterable[ColdWait]:
+    for (plan_id, key, model, adapter), (hour, requests, start_s) in waits.items():
+        yield ColdWait(plan_id=plan_id, hour=hour, key=key, model=model, adapter=adapter, requests=requests, start_s=start_s)

@@ -1,0 +1,40 @@
+"""What a finished request used, for the ledger."""
+
+from __future__ import annotations
+
+import time
+
+from services.gateway.domain.usage_records import UsageRecord
+from services.gateway.requests.active_request import ActiveRequest
+from shared.errors import ShuttingDown
+
+
+def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
+    """Return the record of a finished request.
+
+    Args:
+        key: Name of its API key.
+
+    Returns:
+        None if no engine worked on it for this gateway: it was refused, replayed, or is continued
+        by another gateway, which records it.
+    """
+    ticket, completion, stats = request.ticket, request.completion, request.stats
+    is_continued = request.idempotency is not None and isinstance(completion.error, ShuttingDown)
+    if not ticket.attempts or request.response.is_replay or is_continued:
+        return None
+    adapter = request.engine_request.lora_adapter
+    cold_at = stats.cold_ready_at
+    spans = [s for report in stats.phase_reports if cold_at is not None and report.received_at == cold_at for s in report.phases]
+    return UsageRecord(
+        hour=int(time.time() // 3600),
+        key=key,
+        model=ticket.model,
+        adapter=adapter.name if adapter is not None else "",
+        failed=completion.error is not None or completion.has_client_left,
+        prompt_tokens=stats.usage.prompt_tokens,
+        cached_tokens=stats.usage.cached_tokens,
+        completion_tokens=max(stats.usage.completion_tokens, request.resume_state.tokens),
+        plan_id=stats.instance.plan_id if cold_at is not None and stats.instance is not None else None,
+        start_s=max((-span.start_ms for span in spans), default=0.0) / 1e3,
+    )

@@ -1,0 +1,141 @@
+"""The ledger of usage in Postgres.
+
+A report is recorded in one transaction with the position of its spool, and only if it begins where
+the last one ended. A repeated report, or one that was recorded before its reply was lost, changes
+nothing; the reply says from where to continue.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Select, delete, func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from services.scheduler.adapters import tables
+from services.scheduler.adapters.repository import require_epoch
+from shared.contracts.usage import (
+    MAX_ROWS_VIEWED,
+    RETENTION_HOURS,
+    Counts,
+    ReportUsage,
+    UsageRecorded,
+    UsageSum,
+    UsageViewed,
+    ViewUsage,
+)
+
+_COUNTS = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens", "cold_requests")
+_SPOOL_HOURS = 40 * 24
+"""A spool that was silent for so long is forgotten."""
+
+
+class Ledger:
+    """Writer and reader of the ledger."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def record(self, epoch: int, report: ReportUsage, hour: int) -> UsageRecorded:
+        """Record a report that continues its spool.
+
+        Args:
+            epoch: The leader's epoch.
+            hour: The present hour.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
+        """
+        async with self._engine.begin() as connection:
+            await require_epoch(connection, epoch)
+            spools = tables.usage_spools
+            await connection.execute(
+                insert(spools).values(spool=report.spool, position=0, hour=hour).on_conflict_do_nothing(index_elements=["spool"])
+            )
+            where = spools.c.spool == report.spool
+            position = int((await connection.execute(select(spools.c.position).where(where).with_for_update())).scalar_one())
+            if position != report.start:
+                return UsageRecorded(position=position)
+            await connection.execute(spools.update().where(where).values(position=report.end, hour=hour))
+            await _add_rows(connection, report)
+        return UsageRecorded(position=report.end)
+
+    async def view(self, query: ViewUsage) -> UsageViewed:
+        """Sum up the interval."""
+        async with self._engine.connect() as connection:
+            sums = {_name(row, query): dict(row) for row in (await connection.execute(_sums(query))).mappings()}
+            for row in (await connection.execute(_shares(query))).mappings():
+                sums.setdefault(_name(row, query), dict(row))["cold_start_s"] = row["cold_start_s"]
+        found = [
+            UsageSum(
+                **{name: row[name] for name in query.by},
+                counts=Counts(**{n: int(row.get(n) or 0) for n in _COUNTS}, cold_start_s=float(row.get("cold_start_s") or 0.0)),
+            )
+            for row in sums.values()
+        ]
+        found.sort(key=lambda s: (-s.counts.prompt_tokens - s.counts.completion_tokens, -s.counts.requests, str(s)))
+        return UsageViewed(rows=tuple(found[:MAX_ROWS_VIEWED]), complete=len(found) <= MAX_ROWS_VIEWED)
+
+    async def prune(self, epoch: int, hour: int) -> None:
+        """Delete hours beyond the retention, and spools that are silent for long.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
+        """
+        async with self._engine.begin() as connection:
+            await require_epoch(connection, epoch)
+            for table in (tables.usage, tables.cold_waits):
+                await connection.execute(delete(table).where(table.c.hour < hour - RETENTION_HOURS))
+            await connection.execute(delete(tables.usage_spools).where(tables.usage_spools.c.hour < hour - _SPOOL_HOURS))
+
+
+async def _add_rows(connection: AsyncConnection, report: ReportUsage) -> None:
+    if report.rows:
+        table = tables.usage
+        statement = insert(table)
+        added = {name: table.c[name] + statement.excluded[name] for name in _COUNTS}
+        rows = [
+            {"hour": r.hour, "key": r.key, "model": r.model, "adapter": r.adapter, **{n: getattr(r.counts, n) for n in _COUNTS}}
+            for r in report.rows
+        ]
+        await connection.execute(
+            statement.on_conflict_do_update(index_elements=["hour", "key", "model", "adapter"], set_=added), rows
+        )
+    if report.waits:
+        table = tables.cold_waits
+        statement = insert(table)
+        added = {"requests": table.c.requests + statement.excluded.requests}
+        await connection.execute(
+            statement.on_conflict_do_update(index_elements=["plan_id", "key", "model", "adapter"], set_=added),
+            [wait.model_dump() for wait in report.waits],
+        )
+
+
+def _name(row: Any, query: ViewUsage) -> tuple[Any, ...]:
+    return tuple(row[name] for name in query.by)
+
+
+def _sums(query: ViewUsage) -> Select[Any]:
+    table = tables.usage
+    by = [table.c[name] for name in query.by]
+    statement = select(*by, *(func.sum(table.c[name]).label(name) for name in _COUNTS)).where(table.c.hour >= query.since)
+    if query.until is not None:
+        statement = statement.where(table.c.hour < query.until)
+    return statement.group_by(*by) if by else statement
+
+
+def _shares(query: ViewUsage) -> Select[Any]:
+    """Split each start among all requests that waited for it, whenever they ended."""
+    table = tables.cold_waits
+    everyone = (
+        select(table.c.plan_id, func.sum(table.c.requests).label("all"), func.max(table.c.start_s).label("start_s"))
+        .group_by(table.c.plan_id)
+        .subquery()
+    )
+    by = [table.c[name] for name in query.by]
+    share = func.sum(everyone.c.start_s * table.c.requests / everyone.c.all).label("cold_start_s")
+    statement = select(*by, share).join(everyone, everyone.c.plan_id == table.c.plan_id).where(table.c.hour >= query.since)
+    if query.until is not None:
+        statement = statement.where(table.c.hour < query.until)
+    return statement.group_by(*by) if by else statement

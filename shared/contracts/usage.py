@@ -1,0 +1,127 @@
+"""Metering: gateways report what requests used, and operators ask for sums.
+
+A gateway appends a record of each finished request to a file (its spool), and reports the records
+from one position of the file to another. The ledger remembers how far it has recorded each spool,
+so that no record counts twice or is lost, whichever process ends in between (docs/adr/0070).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.contracts.base import Deadline, Frozen, Message, Request
+
+REPORT_INTERVAL_S = 2.0
+MAX_ROWS_PER_REPORT = 1_000
+MAX_ROWS_VIEWED = 50_000
+RETENTION_HOURS = 400 * 24
+Dimension = Literal["key", "model", "adapter", "hour"]
+
+
+class Counts(Frozen):
+    """What requests used.
+
+    Attributes:
+        requests: Finished requests that engines worked on.
+        failed: The part of them without a complete response, abandoned ones included.
+        prompt_tokens: Tokens of prompts, those from a cache included.
+        cached_tokens: Prompt tokens that an engine had in its cache.
+        cold_requests: Requests that waited for a cold start.
+        cold_start_s: Their shares of the seconds of these starts. The requests that waited for a
+            start share it equally.
+    """
+
+    requests: int = Field(default=0, ge=0)
+    failed: int = Field(default=0, ge=0)
+    prompt_tokens: int = Field(default=0, ge=0)
+    cached_tokens: int = Field(default=0, ge=0)
+    completion_tokens: int = Field(default=0, ge=0)
+    cold_requests: int = Field(default=0, ge=0)
+    cold_start_s: float = Field(default=0.0, ge=0)
+
+
+class UsageRow(Frozen):
+    """Counts of one key, model and LoRA adapter in one hour.
+
+    Attributes:
+        hour: Hours since 1970 in UTC, of the requests' ends.
+        key: Name of the API key; empty: none.
+        adapter: Empty: the model itself.
+    """
+
+    hour: int = Field(ge=0)
+    key: str = ""
+    model: str
+    adapter: str = ""
+    counts: Counts
+
+
+class ColdWait(Frozen):
+    """Requests that waited for one start of an instance.
+
+    Attributes:
+        plan_id: The plan of the start.
+        start_s: Seconds of the whole start.
+    """
+
+    plan_id: str
+    hour: int = Field(ge=0)
+    key: str = ""
+    model: str
+    adapter: str = ""
+    requests: int = Field(ge=1)
+    start_s: float = Field(ge=0)
+
+
+class ReportUsage(Request):
+    """Records of a spool between two positions, summed up."""
+
+    deadline_ms: Deadline = 5_000
+    kind: Literal["report_usage"] = "report_usage"
+    spool: str = Field(min_length=1, max_length=100)
+    start: int = Field(ge=0, description="Position in bytes of the first record.")
+    end: int = Field(ge=0, description="Position after the last record.")
+    rows: tuple[UsageRow, ...] = Field(max_length=MAX_ROWS_PER_REPORT)
+    waits: tuple[ColdWait, ...] = Field(default=(), max_length=MAX_ROWS_PER_REPORT)
+
+
+class UsageRecorded(Message):
+    """The position up to which the ledger has a spool; the next report starts there."""
+
+    kind: Literal["usage_recorded"] = "usage_recorded"
+    position: int = Field(ge=0)
+
+
+class ViewUsage(Request):
+    """Ask for sums of an interval by some dimensions.
+
+    Attributes:
+        since: First hour, in hours since 1970.
+        until: Hour after the last; None: now.
+    """
+
+    deadline_ms: Deadline = 15_000
+    kind: Literal["view_usage"] = "view_usage"
+    since: int = Field(ge=0)
+    until: int | None = Field(default=None, ge=0)
+    by: tuple[Dimension, ...] = Field(default=("key", "model"), max_length=4)
+
+
+class UsageSum(Frozen):
+    """Counts of one combination of the dimensions; None: summed over all."""
+
+    key: str | None = None
+    model: str | None = None
+    adapter: str | None = None
+    hour: int | None = None
+    counts: Counts
+
+
+class UsageViewed(Message):
+    """The sums, largest number of tokens first. `complete`: no row was left off."""
+
+    kind: Literal["usage_viewed"] = "usage_viewed"
+    rows: tuple[UsageSum, ...] = ()
+    complete: bool = True

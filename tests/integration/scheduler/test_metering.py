@@ -1,0 +1,221 @@
+"""What requests use is in the ledger once, by key and model, through kills of every process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.leadership import leadership
+from services.scheduler.adapters.ledger import Ledger
+from services.scheduler.adapters.repository import StaleEpoch
+from shared.contracts.usage import RETENTION_HOURS, ColdWait, Counts, ReportUsage, UsageRow, UsageViewed, ViewUsage
+from shared.ports import free_port
+from tests.integration.gateway.conftest import Served, until
+from tests.integration.gateway.test_key_scopes import add
+from tests.integration.scheduler.conftest import Site, spec
+from tests.integration.scheduler.conftest import process as scheduler_process
+from tests.integration.scheduler.serving import gateway, serving_node
+from tests.support.fake_node import MIB
+
+ADMIN = {"authorization": "Bearer root"}
+HOUR = int(time.time() // 3600)
+
+
+@pytest.fixture
+async def served(site: Site, tmp_path: Path) -> AsyncIterator[Served]:
+    await serving_node(site, budget=700 * MIB)
+    site.scheduler()
+    await site.add(spec("a"), spec("b"))
+    async with gateway(site, admin_key="root", home=tmp_path / "home") as served:
+        yield served
+
+
+async def ask(base: str, key: str, model: str, **fields: Any) -> Any:
+    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key, max_retries=4, timeout=60) as client:
+        return await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}], **fields)
+
+
+async def usage(base: str, by: str = "key,model") -> dict[tuple[str, ...], Counts]:
+    async with httpx.AsyncClient(base_url=base, timeout=60) as client:
+        answer = await client.get("/admin/v1/usage", params={"by": by, "since": str(HOUR - 1)}, headers=ADMIN)
+    if answer.status_code == 503:
+        return {}
+    assert answer.status_code == 200, answer.text
+    rows = UsageViewed.model_validate(answer.json()).rows
+    return {tuple(str(getattr(row, name)) for name in by.split(",")): row.counts for row in rows}
+
+
+async def until_counted(base: str, requests: int) -> dict[tuple[str, ...], Counts]:
+    found: dict[tuple[str, ...], Counts] = {}
+
+    async def counted() -> bool:
+        nonlocal found
+        found = await usage(base)
+        assert sum(c.requests for c in found.values()) <= requests
+        return sum(c.requests for c in found.values()) == requests
+
+    await until(counted)
+    return found
+
+
+async def test_usage_is_metered_by_key_and_model_and_cold_starts_by_who_waited(served: Served) -> None:
+    for key in ("alice", "bob"):
+        await add(served, key, f"sk-{key}")
+    answers = await asyncio.gather(*(ask(served.base, f"sk-{key}", "a") for key in ("alice", "alice", "alice", "bob")))
+    answers.append(await ask(served.base, "sk-bob", "b"))
+    found = await until_counted(served.base, 5)
+    assert {name: (c.requests, c.failed) for name, c in found.items()} == {
+        ("alice", "a"): (3, 0),
+        ("bob", "a"): (1, 0),
+        ("bob", "b"): (1, 0),
+    }
+    assert sum(c.prompt_tokens for c in found.values()) == sum(a.usage.prompt_tokens for a in answers)
+    assert sum(c.completion_tokens for c in found.values()) == sum(a.usage.completion_tokens for a in answers)
+    alice, bob = found["alice", "a"], found["bob", "a"]
+    assert (alice.cold_requests, bob.cold_requests) == (3, 1)
+    assert alice.cold_start_s == pytest.approx(3 * bob.cold_start_s)
+    assert bob.cold_start_s > 0
+    total = (await usage(served.base, by="model"))[("a",)]
+    assert total.cold_start_s == pytest.approx(alice.cold_start_s + bob.cold_start_s)
+    metrics = (await served.http.get("/metrics")).text
+    assert 'thaw_key_requests_total{gen_ai_request_model="a",thaw_key="alice"} 3.0' in metrics
+
+
+async def test_an_abandoned_stream_is_charged_for_what_was_generated(served: Served) -> None:
+    await ask(served.base, "none", "a")
+    stream = await ask(served.base, "none", "a", stream=True)
+    while not (await anext(stream)).choices[0].delta.content:
+        pass
+    await stream.close()
+    counts = (await until_counted(served.base, 2))["", "a"]
+    assert counts.prompt_tokens == 14
+
+
+async def test_requests_that_no_engine_served_are_not_metered(served: Served) -> None:
+    await ask(served.base, "none", "a")
+    for body in ({"model": "missing", "messages": []}, {"model": "a"}):
+        assert (await served.http.post("/v1/chat/completions", json=body)).status_code in (400, 404)
+    assert (await until_counted(served.base, 1))["", "a"].requests == 1
+
+
+@asynccontextmanager
+async def gateway_process(site: Site, home: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    port = free_port()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")} | {
+        "THAW_NATS_URL": site.settings.nats_url.get_secret_value(),
+        "THAW_GATEWAY_PORT": str(port),
+        "THAW_HOME": str(home),
+        "THAW_ADMIN_KEY": "root",
+    }
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.gateway", env=environment)
+    base = f"http://127.0.0.1:{port}"
+
+    async def is_ready() -> bool:
+        assert process.returncode is None
+        try:
+            async with httpx.AsyncClient(base_url=base) as client:
+                return (await client.get("/ready")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        await until(is_ready)
+        yield process, base
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_no_record_is_lost_or_counted_twice_when_processes_are_killed(site: Site, tmp_path: Path) -> None:
+    await serving_node(site, budget=700 * MIB)
+    scheduler = await scheduler_process(site, "first")
+    await site.add(spec("a"))
+    count = 0
+    for number in range(3):
+        async with gateway_process(site, tmp_path / "home") as (process, base):
+            for _ in range(4):
+                await ask(base, "none", "a")
+                count += 1
+            if number == 1:  # after a report, with another one that the scheduler may have recorded
+                await until_counted(base, count)
+                await ask(base, "none", "a")
+                count += 1
+                scheduler.kill()
+                await scheduler.wait()
+                scheduler = await scheduler_process(site, "second")
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+    async with gateway_process(site, tmp_path / "home") as (_, base):
+        counts = (await until_counted(base, count))["", "a"]
+        assert counts.prompt_tokens == 7 * count
+        assert counts.failed == 0
+        assert [p.stat().st_size for p in (tmp_path / "home" / "gateway" / "usage").iterdir()] == [0]
+    scheduler.terminate()
+    await scheduler.wait()
+
+
+def _report(start: int, end: int, requests: int = 1, hour: int = HOUR, plan: str | None = None) -> ReportUsage:
+    waits = (ColdWait(plan_id=plan, hour=hour, key="k", model="m", requests=1, start_s=8.0),) if plan is not None else ()
+    rows = (UsageRow(hour=hour, key="k", model="m", counts=Counts(requests=requests)),)
+    return ReportUsage(spool="s", start=start, end=end, rows=rows, waits=waits)
+
+
+async def test_the_ledger_records_a_spool_in_order_and_once(database_url: str) -> None:
+    engine = connect(database_url)
+    try:
+        await migrate(engine)
+        ledger = Ledger(engine)
+        async with leadership(plain_url(database_url)) as term:
+            positions = [
+                (await ledger.record(term.epoch, report, HOUR)).position
+                for report in (_report(0, 10), _report(0, 10), _report(20, 30), _report(10, 20, plan="p"), _report(10, 20))
+            ]
+            assert positions == [10, 10, 10, 20, 20]
+            (row,) = (await ledger.view(ViewUsage(since=0, by=()))).rows
+            assert (row.counts.requests, row.counts.cold_start_s) == (2, 8.0)
+            with pytest.raises(StaleEpoch):
+                await ledger.record(term.epoch - 1, _report(20, 30), HOUR)
+            await ledger.record(term.epoch, _report(20, 30, hour=5), HOUR)
+            assert [r.hour for r in (await ledger.view(ViewUsage(since=0, by=("hour",)))).rows] == [HOUR, 5]
+            await ledger.prune(term.epoch, RETENTION_HOURS + 6)
+            assert [r.hour for r in (await ledger.view(ViewUsage(since=0, by=("hour",)))).rows] == [HOUR]
+            until_now = await ledger.view(ViewUsage(since=0, until=HOUR, by=("key",)))
+            assert until_now.rows == ()
+    finally:
+        await engine.dispose()
+
+
+async def test_the_command_prints_json_and_csv(served: Served) -> None:
+    await ask(served.base, "none", "a")
+    await until_counted(served.base, 1)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")}
+    environment |= {"THAW_URL": served.base, "THAW_ADMIN_KEY": "root"}
+
+    async def run(*arguments: str) -> str:
+        command = (sys.executable, "-m", "thaw.cli.app", "usage", "--since", "2h", *arguments)
+        process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        return out.decode()
+
+    (row,) = json.loads(await run("--by", "model,key", "--json"))["rows"]
+    assert (row["model"], row["key"], row["counts"]["requests"]) == ("a", "", 1)
+    header, line = (await run("--by", "key,hour", "--csv")).splitlines()
+    assert header.startswith("key,hour,requests,failed,prompt_tokens")
+    assert line.startswith("(no key),")
+    assert line.split(",")[2] == "1"
+    assert "REQUESTS" in await run()

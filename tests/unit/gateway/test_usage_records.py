@@ -1,0 +1,124 @@
+"""Spools and their reports: every record is counted once, wherever processes end."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.adapters.usage_spool import UsageSpool, open_spools
+from services.gateway.domain.usage_records import UsageRecord, next_report
+from shared.contracts.usage import MAX_ROWS_PER_REPORT, ReportUsage
+
+RECORDS = st.builds(
+    UsageRecord,
+    hour=st.integers(0, 3),
+    key=st.sampled_from(["", "a", "b"]),
+    model=st.sampled_from(["m", "n,é\n"]),
+    adapter=st.sampled_from(["", "x"]),
+    failed=st.booleans(),
+    prompt_tokens=st.integers(0, 1000),
+    cached_tokens=st.integers(0, 1000),
+    completion_tokens=st.integers(0, 1000),
+    plan_id=st.sampled_from([None, "p1", "p2"]),
+    start_s=st.just(2.5),
+)
+
+
+class FakeLedger:
+    """The ledger's rule: a report counts only if it continues its spool."""
+
+    def __init__(self) -> None:
+        self.positions: dict[str, int] = {}
+        self.requests = self.tokens = self.waits = 0
+
+    def record(self, report: ReportUsage) -> int:
+        position = self.positions.setdefault(report.spool, 0)
+        if position != report.start:
+            return position
+        self.positions[report.spool] = report.end
+        self.requests += sum(r.counts.requests for r in report.rows)
+        self.tokens += sum(r.counts.prompt_tokens + r.counts.completion_tokens for r in report.rows)
+        self.waits += sum(w.requests for w in report.waits)
+        return report.end
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(RECORDS, st.sampled_from(["", "", "report", "lost reply", "lost report", "killed"])), max_size=60))
+def test_every_record_counts_once_whatever_is_lost(events: list[tuple[UsageRecord, str]]) -> None:
+    ledger, data, position, spool = FakeLedger(), b"", 0, "s"
+    for record, event in events:
+        data += record.line()
+        if not event:
+            continue
+        report = next_report(spool, position, data[position:])
+        if report is not None and event != "lost report":
+            reply = ledger.record(report)
+            position = position if event == "lost reply" else reply
+        if event == "killed":
+            position = 0  # the next gateway does not know what was recorded
+    while (report := next_report(spool, position, data[position:])) is not None:
+        position = ledger.record(report)
+    records = [record for record, _ in events]
+    assert ledger.requests == len(records)
+    assert ledger.tokens == sum(r.prompt_tokens + r.completion_tokens for r in records)
+    assert ledger.waits == sum(r.plan_id is not None for r in records)
+
+
+@given(RECORDS)
+def test_a_record_is_read_as_it_was_written(record: UsageRecord) -> None:
+    expected = record if record.plan_id is not None else UsageRecord.parse(record.line())
+    assert UsageRecord.parse(record.line()) == expected
+    assert record.line().count(b"\n") == 1
+
+
+def test_a_report_is_bounded_and_the_next_one_continues() -> None:
+    records = [UsageRecord(1, f"key-{n}", "m", "", False, 1, 0, 1) for n in range(MAX_ROWS_PER_REPORT + 5)]
+    data = b"".join(record.line() for record in records)
+    first = next_report("s", 0, data)
+    assert first is not None
+    assert len(first.rows) == MAX_ROWS_PER_REPORT
+    second = next_report("s", first.end, data[first.end :])
+    assert second is not None
+    assert (len(second.rows), second.end) == (5, len(data))
+
+
+def test_damaged_lines_are_skipped() -> None:
+    good = UsageRecord(1, "a", "m", "", False, 1, 0, 1).line()
+    report = next_report("s", 0, good + b"\0\0\n" + b'[1,"a"]\n' + good + good[:-4])
+    assert report is not None
+    assert report.rows[0].counts.requests == 2
+    assert report.end == 2 * len(good) + 3 + len(b'[1,"a"]\n')
+    assert next_report("s", report.end, good[:-4]) is None
+
+
+def test_spools_of_ended_gateways_are_adopted_once(tmp_path: Path) -> None:
+    line = UsageRecord(1, "a", "m", "", False, 1, 0, 1).line()
+    ended, _ = open_spools(tmp_path / "usage", "ended-0")
+    ended.append(line)
+    running, adopted = open_spools(tmp_path / "usage", "running-0")
+    assert adopted == []
+    ended.close()
+    third, adopted = open_spools(tmp_path / "usage", "third-0")
+    assert [(s.name, s.read()) for s in adopted] == [("ended-0", line)]
+    _, again = open_spools(tmp_path / "usage", "fourth-0")
+    assert again == []
+    assert {running.name, third.name} == {"running-0", "third-0"}
+
+
+def test_a_spool_older_than_the_ledgers_memory_is_ignored(tmp_path: Path) -> None:
+    old, _ = open_spools(tmp_path / "usage", "old-0")
+    old.append(b"x\n")
+    old.close()
+    month = time.time() - 31 * 24 * 3600
+    os.utime(tmp_path / "usage" / "old-0.usage", (month, month))
+    assert open_spools(tmp_path / "usage", "new-0")[1] == []
+
+
+def test_a_locked_spool_is_not_opened(tmp_path: Path) -> None:
+    first = UsageSpool.open(tmp_path / "a.usage")
+    assert first is not None
+    assert UsageSpool.open(tmp_path / "a.usage") is None

@@ -1,0 +1,97 @@
+"""`thaw usage`: what keys and models used."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from typing import Annotated, get_args
+
+import typer
+from rich.table import Table
+
+from shared.contracts.usage import Counts, Dimension, UsageSum, UsageViewed
+from thaw.cli.api import Api
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.errors import CommandError
+from thaw.units import parse_duration
+
+_NO_KEY = "(no key)"
+_HOUR_S = 3600
+
+
+@verb
+def usage(
+    by: Annotated[str, typer.Option("--by", help="Dimensions of the sums: key, model, adapter, hour.")] = "key,model",
+    since: Annotated[str, typer.Option("--since", help="How far back, in whole hours, e.g. 24h or 7d.")] = "7d",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV and nothing else.")] = False,
+    as_json: Json = False,
+) -> Document:
+    """Show requests, tokens and cold starts of the last days by API key and model.
+
+    Example: [bold]thaw usage --by key,hour --since 24h --csv[/]
+    """
+    dimensions = [part.strip() for part in by.split(",") if part.strip()]
+    if unknown := [part for part in dimensions if part not in get_args(Dimension)]:
+        raise typer.BadParameter(f"{unknown[0]!r} is no dimension; allowed: {', '.join(get_args(Dimension))}")
+    first = int((time.time() - _seconds(since)) // _HOUR_S)
+    query = {"since": str(first), "by": ",".join(dimensions)}
+    viewed = UsageViewed.model_validate(Api.find().request("GET", "/admin/v1/usage", timeout=30.0, **query))
+    if as_csv:
+        typer.echo(_csv(viewed, dimensions), nl=False)
+    else:
+        out = screen(as_json)
+        out.print(_table(viewed, dimensions))
+        if not viewed.complete:
+            out.print("[yellow]there are more rows; choose fewer dimensions or a shorter time[/]")
+    return viewed.model_dump(mode="json", exclude={"v", "kind"})
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as e:
+        raise CommandError(f"--since {text!r} is no duration.", "Give e.g. 24h or 7d.") from e
+
+
+def _value(row: UsageSum, dimension: str) -> str:
+    value = getattr(row, dimension)
+    if dimension == "hour":
+        return time.strftime("%Y-%m-%dT%H:00Z", time.gmtime(value * _HOUR_S))
+    return _NO_KEY if dimension == "key" and not value else str(value or "")
+
+
+def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
+    table = Table(box=None, header_style="dim")
+    for name in dimensions:
+        table.add_column(name.upper())
+    for name in ("REQUESTS", "FAILED", "PROMPT", "CACHED", "COMPLETION", "COLD", "COLD S"):
+        table.add_column(name, justify="right")
+    for row in viewed.rows:
+        counts = row.counts
+        table.add_row(
+            *(_value(row, name) for name in dimensions),
+            *(
+                f"{count:,}"
+                for count in (
+                    counts.requests,
+                    counts.failed,
+                    counts.prompt_tokens,
+                    counts.cached_tokens,
+                    counts.completion_tokens,
+                    counts.cold_requests,
+                )
+            ),
+            f"{counts.cold_start_s:,.1f}",
+        )
+    return table
+
+
+def _csv(viewed: UsageViewed, dimensions: list[str]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    counts = list(Counts.model_fields)
+    writer.writerow([*dimensions, *counts])
+    for row in viewed.rows:
+        writer.writerow([*(_value(row, name) for name in dimensions), *(getattr(row.counts, name) for name in counts)])
+    return text.getvalue()

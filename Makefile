@@ -73,9 +73,7 @@ chaos: $(STAMP) ## Kill and stop 500 processes of a mesh under load, and print w
 	@$(BIN)/python -m bench.chaos --kills 500 --seed 1
 
 gpu: $(STAMP) ## Test and measure what only an NVIDIA GPU can show: loading, suspending, hot swap
-	@$(BIN)/pytest tests/gpu -rs -s
-	@$(BIN)/python -m bench.loader_gpu
-	@$(BIN)/python -m bench.hot_swap --device cuda:0
+	@$(BIN)/python -m bench.gpu
 
 soak: $(STAMP) ## Find what grows in a mesh that serves for two hours (HOURS=N for longer)
 	@$(BIN)/python -m bench.soak --hours $(HOURS) --compare 10

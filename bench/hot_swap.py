@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,37 @@ class Figures:
 class SwapMesh:
     """A mesh with one model per entry of `models`, all kept until they are stopped."""
 
-    def __init__(self, home: Path, models: list[dict[str, Any]], device: str, budget: int, *, suspend: bool) -> None:
-        self.environment = {**os.environ, "THAW_HOME": str(home), "THAW_SUSPEND": "auto" if suspend else "off"}
+    def __init__(
+        self,
+        home: Path,
+        models: list[dict[str, Any]],
+        device: str,
+        budget: int,
+        *,
+        suspend: bool,
+        node: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the mesh.
+
+        Args:
+            home: Its state directory.
+            models: Entries of thaw.yaml.
+            device: The node's device.
+            budget: Bytes of the device.
+            suspend: Whether engines may be suspended.
+            node: The node's entry in thaw.yaml, in place of one with `device` and `budget`.
+            environment: More variables for the services.
+        """
+        self.environment = {
+            **os.environ,
+            "THAW_HOME": str(home),
+            "THAW_SUSPEND": "auto" if suspend else "off",
+            **(environment or {}),
+        }
         config = home.parent / f"{home.name}.yaml"
         entries = [{**m, "keep_alive": -1} for m in models]
-        nodes = {"node-0": {device: f"{budget // MIB}MiB"}}
+        nodes = {"node-0": dict(node) if node is not None else {device: f"{budget // MIB}MiB"}}
         config.write_text(yaml.safe_dump({"mesh": {"port": free_port(), "nodes": nodes}, "models": entries}))
         self.http = httpx.Client(base_url=str(self.thaw("up", "--detach", "--config", str(config))["endpoint"]), timeout=600)
 

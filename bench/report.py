@@ -49,9 +49,7 @@ def write(path: Path | None, figures: dict[str, float], *, add: bool = False) ->
     if path is None:
         return
     before = json.loads(path.read_text()) if add and path.exists() else {"figures": {}, "commands": []}
-    script = Path(sys.argv[0])
-    name = script.parent.name if script.stem == "__main__" else script.stem
-    command = " ".join(["python", "-m", f"bench.{name}", *sys.argv[1:]])
+    command = " ".join(["python", "-m", _module(), *sys.argv[1:]])
     document = {
         "figures": before["figures"] | {name: round(value, 4) for name, value in figures.items()},
         "machine": machine(),
@@ -60,3 +58,9 @@ def write(path: Path | None, figures: dict[str, float], *, add: bool = False) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2) + "\n")
     print(f"wrote {path}", file=sys.stderr)
+
+
+def _module() -> str:
+    """Return the name of the module that runs as a program."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return Path(sys.argv[0]).stem if spec is None else str(spec.name).removesuffix(".__main__")

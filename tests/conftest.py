@@ -25,7 +25,7 @@ _TESTS = Path(__file__).parent
 _GROUPS = (
     dict.fromkeys(("integration/suspend", "unit/suspend", "e2e/test_suspend.py", "e2e/test_engines.py"), "swap")
     | dict.fromkeys((f"chaos/test_{name}.py" for name in ("clients", "crowds", "kills", "servers")), "chaos")
-    | dict.fromkeys((f"e2e/test_{name}.py" for name in ("documents", "openai", "verbs")), "e2e")
+    | dict.fromkeys((f"e2e/test_{name}.py" for name in ("console", "dashboards", "documents", "openai", "verbs")), "e2e")
 )
 """Folders and files that one worker runs in sequence.
 

@@ -105,6 +105,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
         with_keep_alive(await repository.load(term.epoch, clock.now()), policy.profile.keep), repository, loads, policy
     )
     metrics.devices = lambda: {name: seen.status.memory for name, seen in tuple(loop.state.loaders.items())}
+    metrics.nodes = lambda: tuple(loop.state.presence.values())
     js = mesh.nc.jetstream()
     catalog = Catalog(js, mesh.replicas)
     await ensure_streams(js, mesh.replicas)
@@ -131,7 +132,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
         log.warning("stepping down: a newer epoch exists", extra={"mine": term.epoch, "newer": e.epoch})
         return e.epoch
     finally:
-        metrics.devices = dict
+        metrics.devices, metrics.nodes = dict, tuple
         await handlers.stop()
         await outbox.close()
         loads.close()

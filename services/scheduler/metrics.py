@@ -1,16 +1,20 @@
-"""Prometheus metrics of plans: prediction, outcome and error."""
+"""Prometheus metrics of a scheduler: predictions and outcomes of plans, nodes, and devices."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
+from services.scheduler.domain.state.volatile import Presence
 from shared.contracts.loader import DeviceMemory
+from shared.contracts.node import NodeStatus
 from shared.contracts.plans import PlanRecord
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120, 300)
@@ -27,10 +31,12 @@ class Metrics:
 
     Attributes:
         devices: Returns the devices with pages by node, while this scheduler leads.
+        nodes: Returns the nodes with their last status, while this scheduler leads.
     """
 
     def __init__(self) -> None:
         self.devices: DevicesByNode = dict
+        self.nodes: Callable[[], Iterable[Presence]] = tuple
         self._registry = CollectorRegistry()
         self._provider = MeterProvider(
             metric_readers=[PrometheusMetricReader(registry=self._registry, scope_info_enabled=False, disable_target_info=True)],
@@ -51,6 +57,20 @@ class Metrics:
         meter.create_observable_gauge(
             "thaw.device.violations", [self._violations], "{violation}", "Of conservation of a device's pages; 0 in a correct node."
         )
+
+        meter.create_observable_gauge("thaw.nodes", [self._nodes], "{node}", "Nodes, by thaw.state: alive or lost.")
+        meter.create_observable_gauge("thaw.instances", [self._instances], "{instance}", "Instances of living nodes, by state.")
+        for name, text in (
+            ("budget", "Memory of a device that instances may reserve."),
+            ("reserved", "Reserved memory of a device."),
+        ):
+            meter.create_observable_gauge(f"thaw.device.{name}", [partial(self._device, f"{name}_bytes")], "By", text)
+        snapshots = (
+            ("thaw.snapshots", "snapshot_bytes", "Snapshots of"),
+            ("thaw.snapshots.budget", "snapshot_budget_bytes", "Budget for"),
+        )
+        for name, attribute, text in snapshots:
+            meter.create_observable_gauge(name, [partial(self._snapshots, attribute)], "By", f"{text} suspended engines of a node.")
 
     def plan(self, plan: PlanRecord) -> None:
         """Record a plan that has ended."""
@@ -79,6 +99,27 @@ class Metrics:
     def _violations(self, _: CallbackOptions) -> Iterator[Observation]:
         for names, m in self._by_device():
             yield Observation(len(m.violations), names)
+
+    def _nodes(self, _: CallbackOptions) -> Iterator[Observation]:
+        nodes = tuple(self.nodes())
+        for state, count in (("alive", sum(n.alive for n in nodes)), ("lost", sum(not n.alive for n in nodes))):
+            if nodes:
+                yield Observation(count, {"thaw.state": state})
+
+    def _instances(self, _: CallbackOptions) -> Iterator[Observation]:
+        states = Counter(i.state.value for status in self._statuses() for i in status.instances)
+        return (Observation(count, {"thaw.state": state}) for state, count in states.items())
+
+    def _device(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
+        for status in self._statuses():
+            for device in status.devices:
+                yield Observation(getattr(device, attribute), {"thaw.node": status.node, "thaw.device": device.device_id})
+
+    def _snapshots(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
+        return (Observation(getattr(status, attribute), {"thaw.node": status.node}) for status in self._statuses())
+
+    def _statuses(self) -> list[NodeStatus]:
+        return [n.status for n in self.nodes() if n.alive and n.status is not None]
 
     def _by_device(self) -> Iterator[tuple[dict[str, str], DeviceMemory]]:
         for node, devices in self.devices().items():

@@ -39,7 +39,7 @@ def test_every_service_has_a_health_check_limits_and_a_pinned_image(document: di
     for name, service in document["services"].items():
         assert "healthcheck" in service or service["restart"] == "no", name
         assert "mem_limit" in service, name
-        assert re.search(r":-[a-z/-]+:\d+\.\d+(\.\d+)?(-[\w.]+)?}$", service["image"]), name
+        assert re.search(r":-[a-z/-]+:v?\d+\.\d+(\.\d+)?(-[\w.]+)?}$", service["image"]), name
         assert not service.get("privileged"), name
 
 
@@ -63,6 +63,8 @@ NETWORKS = {
     "nats": {"core"},
     "postgres": {"data"},
     "jaeger": {"telemetry"},
+    "prometheus": {"telemetry"},
+    "grafana": {"telemetry"},
     "scheduler": {"core", "data", "telemetry"},
     "migrator": {"core", "telemetry"},
     "gateway": {"edge", "core", "telemetry"},
@@ -86,11 +88,13 @@ def test_every_service_is_hardened_and_limited(document: dict[str, Any]) -> None
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
 
 
-def test_ports_are_published_on_loopback_and_jaegers_by_its_own_variable(document: dict[str, Any]) -> None:
+def test_ports_are_published_on_loopback_each_by_its_own_variable(document: dict[str, Any]) -> None:
     published = {name: service["ports"] for name, service in document["services"].items() if "ports" in service}
     assert published == {
         "gateway": ["${THAW_BIND:-127.0.0.1}:${THAW_PORT:-8080}:8080"],
         "jaeger": ["${JAEGER_BIND:-127.0.0.1}:${JAEGER_PORT:-16686}:16686"],
+        "prometheus": ["${PROMETHEUS_BIND:-127.0.0.1}:${PROMETHEUS_PORT:-9090}:9090"],
+        "grafana": ["${GRAFANA_BIND:-127.0.0.1}:${GRAFANA_PORT:-3000}:3000"],
     }
 
 
@@ -103,9 +107,10 @@ def test_networks_separate_the_edge_from_the_core(document: dict[str, Any]) -> N
     assert {name for name, options in document["networks"].items() if (options or {}).get("internal")} == {"core", "data"}
 
 
-def test_gpu_node_is_started_only_by_profile(document: dict[str, Any]) -> None:
-    profiled = {name for name, service in document["services"].items() if "profiles" in service}
-    assert profiled == {"node-gpu", "loader-gpu", "nodeagent-gpu"}
+def test_gpu_node_and_dashboards_are_started_only_by_profile(document: dict[str, Any]) -> None:
+    profiled = {name: service["profiles"] for name, service in document["services"].items() if "profiles" in service}
+    gpu_node = {name: ["gpu"] for name in ("node-gpu", "loader-gpu", "nodeagent-gpu")}
+    assert profiled == gpu_node | {name: ["observability"] for name in ("prometheus", "grafana")}
     devices = document["services"]["nodeagent-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
     for ours in ("loader", "nodeagent"):

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from shared.contracts.models import ModelSpec
+from shared.ports import free_port
 from tests.support.forking import executed
 from tests.support.launcher import Thaw
 from thaw.cli.demo import budget_for_two
@@ -45,7 +46,9 @@ def shared_mesh() -> Iterator[Thaw]:
 
 @contextlib.contextmanager
 def started(dram: int | None = None, policy: str | None = None) -> Iterator[Thaw]:
-    thaw = Thaw(**({"THAW_POLICY": policy} if policy is not None else {}))
+    # The policy and the port of the scheduler's metrics, which is that of no other mesh.
+    port = {"THAW_SCHEDULER_METRICS_PORT": str(free_port())}
+    thaw = Thaw(**port, **({"THAW_POLICY": policy} if policy is not None else {}))
     memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"
     specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))

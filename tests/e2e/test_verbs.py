@@ -26,6 +26,9 @@ FILES = CLUSTER | MODELS | LLAMA_SWAP
 Case = tuple[tuple[str, ...], set[str]]
 CASES: dict[str, Case] = {
     "up": (("--detach",), {"endpoint", "console", "already_running", "restart_needed", "models"}),
+    "init": (("{home}/init.yaml", "--yes"), {"output", "devices", "models", "yaml"}),
+    "service show": ((), {"unit"}),
+    "service install": ((), {"path", "unit", "commands"}),
     "models add": (("four", "{home}/models/one"), {"added", "changed", "unchanged", "removed"}),
     "models list": ((), {"models"}),
     "models show": (("four",), {"card", "waiting", "last_plan", "error", "park", "needs"}),
@@ -96,7 +99,8 @@ def test_every_verb_has_help_with_an_example(verb: str) -> None:
     assert "Usage" in output.getvalue()
 
 
-def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw) -> None:
+def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(mesh.home / "config"))
     assert CASES.keys() == VERBS.keys()
     for name, text in FILES.items():
         (mesh.home / name).write_text(text)

@@ -21,6 +21,8 @@ COMMANDS = (
         "Start the mesh on this machine: NATS, PostgreSQL, gateway, scheduler, and a nodeagent with a loader for each node.",
     ),
     Entry("down", "up", "down", "Stop the mesh of this machine, and remove what a crash has left of it."),
+    Entry("init", "init", "init", "Write a commented thaw.yaml with this machine's devices and memory."),
+    Entry("service", "service", "app", "The mesh as a systemd unit: install, show."),
     Entry(
         "ps",
         "ps",

@@ -1,0 +1,56 @@
+"""`thaw init` writes a file that `thaw up` accepts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from thaw.cli.app import main
+from thaw.cli.init import Gpu, compose_file
+from thaw.config.load import load_config
+
+GIB = 2**30
+GPUS = (Gpu("cuda:0", "NVIDIA H100", 80 * GIB), Gpu("cuda:1", "NVIDIA H100", 80 * GIB))
+
+
+@pytest.mark.parametrize("gpus", [(), GPUS], ids=["cpu", "gpus"])
+@pytest.mark.parametrize("models", [{}, {"qwen3": "hf://Qwen/Qwen3-0.6B", "own": "https://host/m#1"}], ids=["none", "two"])
+def test_the_file_is_valid_and_names_the_devices(tmp_path: Path, gpus: tuple[Gpu, ...], models: dict[str, str]) -> None:
+    path = tmp_path / "thaw.yaml"
+    path.write_text(compose_file(gpus, 10 * GIB, 9000, models))
+    file = load_config(path)
+    assert file.mesh.port == 9000
+    assert set(file.mesh.nodes["node-0"].devices) == ({g.device_id for g in gpus} or {"cpu:0"})
+    if not gpus:
+        assert file.mesh.nodes["node-0"].devices["cpu:0"] == 7 * GIB
+    assert [m.name for m in file.models] == list(models)
+
+
+def test_little_memory_is_given_in_mebibytes() -> None:
+    assert "cpu:0: 716MiB" in compose_file((), GIB, 8080, {})
+
+
+def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "thaw.yaml"
+    assert main(["init", str(path), "--yes", "--model", "a=/models/a", "--json"]) == 0
+    written = path.read_text()
+    assert json.loads(capsys.readouterr().out)["yaml"] == written
+    assert "{name: a, source: /models/a}" in written
+    assert main(["init", str(path), "--yes", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "file_exists"
+    assert path.read_text() == written
+    assert main(["init", str(tmp_path / "other.yaml"), "--model", "a", "--json"]) != 0
+
+
+def test_shell_completion_knows_commands_of_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scripts of `thaw --install-completion` ask so."""
+    monkeypatch.setattr(sys, "argv", ["thaw"])
+    monkeypatch.setenv("_THAW_COMPLETE", "complete_bash")
+    for words, expected in (("thaw serv", {"service"}), ("thaw service ", {"install", "show"}), ("thaw up --dem", {"--demo"})):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        main([])
+        assert set(capsys.readouterr().out.split()) == expected

@@ -1,0 +1,119 @@
+"""`thaw service install|show`: the mesh of this machine as a systemd unit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.paths import local_path
+from thaw.errors import CommandError
+from thaw.launcher.home import Home
+
+app = typer.Typer(help="The mesh as a systemd unit: install, show.", no_args_is_help=True)
+UNIT = "thaw.service"
+_STOP_S = 120
+"""Seconds that the mesh may take to stop: gateways let active requests finish."""
+
+Config = Annotated[Path | None, typer.Option("--config", help="The thaw.yaml that the unit starts.")]
+System = Annotated[bool, typer.Option("--system", help="A unit of the system, started at boot (as root), not of this user.")]
+
+
+def compose_unit(command: list[str], home: Path, *, is_system: bool) -> str:
+    """Return the unit that runs `thaw up`.
+
+    systemd signals the supervisor alone, which stops everything else; it kills what is left. The
+    delegated control group lets the nodeagent freeze engines.
+
+    Args:
+        command: Start of the mesh in the foreground.
+        home: The state directory.
+    """
+    return "\n".join(
+        [
+            "# Written by `thaw service install`.",
+            "[Unit]",
+            "Description=Thaw: serverless LLM serving",
+            *(["After=network-online.target", "Wants=network-online.target"] if is_system else []),
+            "",
+            "[Service]",
+            "Type=exec",
+            f"ExecStart={' '.join(map(_quote, command))}",
+            f"Environment={_quote(f'THAW_HOME={home}')}",
+            f"WorkingDirectory={str(home.parent).replace('%', '%%')}",
+            "KillMode=mixed",
+            f"TimeoutStopSec={_STOP_S}",
+            "Restart=on-failure",
+            "RestartSec=5",
+            "Delegate=yes",
+            "LimitNOFILE=65536",
+            "",
+            "[Install]",
+            f"WantedBy={'multi-user.target' if is_system else 'default.target'}",
+            "",
+        ]
+    )
+
+
+def _quote(word: str) -> str:
+    """Quote a word of a unit file, in which % and $ have a meaning."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if any(c.isspace() or c in "\"'\\;" for c in word) else escaped
+
+
+def _unit(config: Path | None, *, is_system: bool) -> str:
+    command = [sys.executable, "-m", "thaw", "up"]
+    if config is not None:
+        path = local_path(config).absolute()
+        if not path.is_file():
+            raise CommandError(f"{path} is not a file.", "Name the thaw.yaml to start; `thaw init` writes one.", code="not_found")
+        command += ["--config", str(path)]
+    return compose_unit(command, Home.from_environment().root.absolute(), is_system=is_system)
+
+
+def _directory(*, is_system: bool) -> Path:
+    if is_system:
+        return Path("/etc/systemd/system")
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+
+
+@app.command()
+@verb
+def show(config: Config = None, system: System = False, as_json: Json = False) -> Document:
+    """Print the systemd unit.
+
+    Example: [bold]thaw service show --config thaw.yaml[/]
+    """
+    text = _unit(config, is_system=system)
+    if not as_json:
+        print(text, end="")
+    return {"unit": text}
+
+
+@app.command()
+@verb
+def install(config: Config = None, system: System = False, as_json: Json = False) -> Document:
+    """Write the systemd unit, and print the commands that start it.
+
+    Example: [bold]thaw service install --config thaw.yaml[/]
+    """
+    out, target = screen(as_json), _directory(is_system=system) / UNIT
+    text = _unit(config, is_system=system)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    except OSError as e:
+        raise CommandError(f"{target} cannot be written: {e.strerror}.", "Run it as root for a unit of the system.") from e
+    control = "systemctl" if system else "systemctl --user"
+    commands = [f"{control} daemon-reload", f"{control} enable --now {UNIT}"]
+    if not system:
+        commands.append("loginctl enable-linger    # to start it at boot, without a login")
+    out.print(f"[green]✓[/] {escape(str(target))}. Start it:")
+    for command in commands:
+        out.print(f"  [bold]{escape(command)}[/]")
+    return {"path": str(target), "unit": text, "commands": commands}

@@ -129,6 +129,8 @@ class Gateway:
             response_timeout_s=card.spec.response_timeout,
             traceparent=traceparent(origin.span),
             queue_timeout_s=card.spec.queue.timeout,
+            key=origin.caller.name,
+            cost=origin.cost,
         )
         buffer_limit_bytes = self.settings.stream_buffer_bytes
         request = ActiveRequest(ticket, card, engine_request, sink, self.dispatcher, buffer_limit_bytes)

@@ -5,8 +5,9 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
 
 1. A new request goes at once to the least-loaded ready instance that accepts it, unless other
    requests for its model wait already.
-2. Otherwise it waits in order of arrival. If the model's queue is full, it is refused with a time
-   to retry.
+2. Otherwise it waits; the keys' requests are served by fair shares (`fair_queue`), those of one key
+   in order of arrival. If the model's queue is full, the key with the most waiting requests loses
+   its last one, which may be the new one: it is refused with a time to retry.
 3. Demand is published when the first request begins to wait, then every second, and once with 0
    when the last request has left the queue.
 4. A request that is refused before any output (the instance drains, or no engine listens) returns
@@ -98,13 +99,25 @@ class Dispatcher:
         if route is not None:
             self._send(ticket, route, now)
         elif queue is not None and len(queue.waiting) >= max_waiting:
-            self._fail(ticket, queue.full_error(ticket.model, now))
+            self._insert_into_full(queue, ticket, now)
         else:
-            ticket.stage = Stage.QUEUED
-            queue = self._queues.setdefault(ticket.model, ModelQueue())
-            queue.waiting[ticket.id] = ticket
-            if len(queue.waiting) == 1:
-                self._publish_demand(ticket.model, queue, now)
+            self._enqueue(ticket, now)
+
+    def _insert_into_full(self, queue: ModelQueue, ticket: Ticket, now: float) -> None:
+        error, dropped = queue.full_error(ticket.model, now), queue.find_dropped(ticket.key)
+        if dropped is None:
+            self._fail(ticket, error)
+            return
+        self._leave(dropped, now)
+        self._effects.fail(dropped, error)
+        self._enqueue(ticket, now)
+
+    def _enqueue(self, ticket: Ticket, now: float) -> None:
+        ticket.stage = Stage.QUEUED
+        queue = self._queues.setdefault(ticket.model, ModelQueue())
+        queue.insert(ticket)
+        if len(queue.waiting) == 1:
+            self._publish_demand(ticket.model, queue, now)
 
     def on_adopted(self, ticket: Ticket, attempt_id: str, instance_id: str, node: str, now: float) -> None:
         """This gateway adopts a request that a lost gateway had sent to an instance."""
@@ -264,7 +277,7 @@ class Dispatcher:
                 continue
             route = self.routes.choose_for(ticket, now)
             if route is not None:
-                del queue.waiting[ticket.id]
+                queue.serve(ticket)
                 self._send(ticket, route, now)
             elif not ticket.excluded_instances:
                 return
@@ -326,7 +339,7 @@ class Dispatcher:
         elif ticket.stage is Stage.QUEUED:
             ticket.stage = Stage.DONE
             queue = self._queues.get(ticket.model)
-            if queue is not None and queue.waiting.pop(ticket.id, None) is not None and not queue.waiting:
+            if queue is not None and queue.withdraw(ticket) and not queue.waiting:
                 self._drop_queue(ticket.model, queue, now)
 
     def _release(self, ticket: Ticket, now: float) -> None:

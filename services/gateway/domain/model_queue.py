@@ -1,11 +1,12 @@
-"""The queue of requests that wait for one model."""
+"""The queue of requests that wait for one model, in the order of fair queueing."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from services.gateway.domain.arrivals import Arrivals
+from services.gateway.domain.fair_queue import VirtualClock, choose_dropped
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import Demand, DemandNoted
 from shared.errors import QueueFull, QueueTimeout
@@ -19,6 +20,7 @@ class ModelQueue:
     """Waiting requests, and the scheduler's last reply about them.
 
     Attributes:
+        waiting: The requests in the order in which they are served; changed by the methods only.
         published_at: Time at which demand was last published; None: never.
         reply: The scheduler's last reply, received at `replied_at`.
     """
@@ -27,6 +29,8 @@ class ModelQueue:
     published_at: float | None = None
     reply: DemandNoted | None = None
     replied_at: float = 0.0
+    _clock: VirtualClock = field(default_factory=VirtualClock)
+    _by_key: Counter[str] = field(default_factory=Counter)
 
     def eta_ms(self, now: float) -> int | None:
         """Estimate when the model is ready; None if the scheduler gave no estimate."""
@@ -36,14 +40,14 @@ class ModelQueue:
 
     def demand(self, gateway_id: str, model: str, in_flight: int, arrivals: Arrivals | None, now: float) -> Demand:
         """Build the message that reports this queue to the scheduler."""
-        oldest = next(iter(self.waiting.values()), None)
+        oldest_at = min((t.arrived_at for t in self.waiting.values()), default=None)
         parents = [t.traceparent for t in self.waiting.values() if t.traceparent]
         return Demand(
             gateway=gateway_id,
             model=model,
             waiting=len(self.waiting),
             in_flight=in_flight,
-            oldest_wait_ms=int((now - oldest.arrived_at) * 1e3) if oldest else 0,
+            oldest_wait_ms=int((now - oldest_at) * 1e3) if oldest_at is not None else 0,
             window=arrivals.window(now) if arrivals is not None else 0,
             peak=arrivals.peak(now) if arrivals is not None else 0,
             traceparents=tuple(parents[:_MAX_TRACEPARENTS]),
@@ -67,11 +71,52 @@ class ModelQueue:
             f"{ticket.model} was not ready for this request within {now - ticket.arrived_at:.0f} s{reason}", param="model"
         )
 
-    def reinsert(self, ticket: Ticket) -> None:
-        """Insert a request that lost its instance, in order of arrival.
+    def insert(self, ticket: Ticket) -> None:
+        """Insert a new request at the place that its key's share gives it."""
+        ticket.start_tag = self._clock.tag(ticket.key, ticket.cost)
+        self._place(ticket)
 
-        Among requests that arrived at the same time, those that had an instance precede the others.
+    def reinsert(self, ticket: Ticket) -> None:
+        """Insert a request that lost its instance before those that were not served yet.
+
+        Among such requests the order of arrival counts. Among requests that arrived at the same
+        time, those that had an instance precede the others.
         """
+        ticket.start_tag = min(ticket.start_tag, self._clock.time)
+        self._place(ticket)
+
+    def _place(self, ticket: Ticket) -> None:
+        order = ticket.queue_order
         self.waiting[ticket.id] = ticket
-        for later in [t for t in self.waiting.values() if (t.arrived_at, not t.attempts) > (ticket.arrived_at, False)]:
+        self._by_key[ticket.key] += 1
+        for later in [t for t in self.waiting.values() if t.queue_order > order]:
             self.waiting.move_to_end(later.id)
+
+    def serve(self, ticket: Ticket) -> None:
+        """Remove a request that is sent to an instance."""
+        self._remove(ticket)
+        self._clock.advance(ticket.start_tag)
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        """Remove a request that ends without service. Returns whether it waited."""
+        if ticket.id not in self.waiting:
+            return False
+        self._remove(ticket)
+        self._clock.withdraw(ticket.key, ticket.start_tag, ticket.cost)
+        return True
+
+    def _remove(self, ticket: Ticket) -> None:
+        del self.waiting[ticket.id]
+        self._by_key[ticket.key] -= 1
+        if not self._by_key[ticket.key]:
+            del self._by_key[ticket.key]
+
+    def find_dropped(self, key: str) -> Ticket | None:
+        """Return the request that gives way to one of `key` in a full queue; None: none does.
+
+        A request that had an instance does not give way.
+        """
+        dropped = choose_dropped(self._by_key, key)
+        if dropped == key:
+            return None
+        return next((t for t in reversed(self.waiting.values()) if t.key == dropped and not t.attempts), None)

@@ -44,6 +44,9 @@ class Ticket:
         elapsed_s: Part of the response timeout that earlier instances used.
         preferred_instance: The instance to try before any other.
         excluded_instances: Instances that cannot resume the response.
+        key: Name of the client's API key, whose requests share the model fairly with others'.
+        cost: Predicted size of the request in tokens.
+        start_tag: Place in the order of fair queueing (`fair_queue`).
     """
 
     id: str
@@ -74,6 +77,14 @@ class Ticket:
     preferred_instance: str | None = None
     excluded_instances: frozenset[str] = frozenset()
     attempt_id: str = ""
+    key: str = ""
+    cost: float = 1.0
+    start_tag: float = 0.0
+
+    @property
+    def queue_order(self) -> tuple[float, float, bool]:
+        """Position among waiting requests; of equal ones those that had an instance are first."""
+        return self.start_tag, self.arrived_at, not self.attempts
 
     @property
     def last_activity_at(self) -> float:

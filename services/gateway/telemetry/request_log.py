@@ -43,6 +43,7 @@ class RequestOrigin:
         received_at: Unix time, for people.
         client_request_id: The client's own id; nothing is looked up by it.
         caller: Who sent it.
+        cost: Its predicted size in tokens.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class RequestOrigin:
     received_at: float = field(default_factory=time.time)
     client_request_id: str | None = None
     caller: Caller = ANONYMOUS
+    cost: float = 1.0
 
 
 def phase_spans(request: ActiveRequest) -> tuple[PhaseSpan, ...]:

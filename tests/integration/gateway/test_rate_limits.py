@@ -64,7 +64,8 @@ async def test_clients_receive_limits_in_headers_and_a_refusal_with_a_time_to_re
             assert raw.headers["x-ratelimit-limit-tokens"] == "100000"
             assert raw.headers["x-ratelimit-reset-requests"].endswith("s")
             remaining.append(int(raw.headers["x-ratelimit-remaining-requests"]))
-            assert 99_000 < int(raw.headers["x-ratelimit-remaining-tokens"]) <= 100_000
+            # The other gateway may hold a sixteenth, which its requests have not used yet.
+            assert 93_000 < int(raw.headers["x-ratelimit-remaining-tokens"]) <= 100_000
         assert remaining == [2, 1, 0]
         with pytest.raises(openai.RateLimitError) as caught:
             await second.chat.completions.create(**ASK, stream=True)

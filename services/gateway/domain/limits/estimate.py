@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest
 
+_ASSUMED_COMPLETION = 256
+"""Completion tokens of a request that does not limit them, as its size is predicted."""
 _BYTES_PER_TOKEN = 4
 """Of English text in common vocabularies. What differs is corrected when the request ends."""
 
@@ -13,7 +15,18 @@ def estimate_tokens(request: ChatCompletionRequest | CompletionRequest | Embeddi
 
     Without a limit of the client, completion tokens are counted only when the request ends.
     """
+    return _count(request, body_bytes, 0)
+
+
+def predict_cost(request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest | OtherRequest, body_bytes: int) -> float:
+    """Predict the size of a request in tokens, for its key's share of a model."""
+    return _count(request, body_bytes, _ASSUMED_COMPLETION)
+
+
+def _count(
+    request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest | OtherRequest, body_bytes: int, assumed: int
+) -> float:
     prompt = max(1, body_bytes // _BYTES_PER_TOKEN)
     if not isinstance(request, ChatCompletionRequest | CompletionRequest):
         return float(prompt)
-    return float(prompt + (request.token_limit or 0) * (request.n or 1))
+    return float(prompt + (request.token_limit or assumed) * (request.n or 1))

@@ -17,7 +17,7 @@ from services.gateway.adapters.rate_limiter import Admitted, is_limited
 from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Reservation
 from services.gateway.domain.catalog import unknown_model
-from services.gateway.domain.limits.estimate import estimate_tokens
+from services.gateway.domain.limits.estimate import estimate_tokens, predict_cost
 from services.gateway.http.error_formats import error_format_of
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.idempotency_key import idempotency_key_of, with_seed
@@ -180,7 +180,12 @@ class Inference:
             span.set_attribute("thaw.request.body", body)
         client_request_id = scope.get("thaw.client_request_id")
         origin = RequestOrigin(
-            scope["thaw.request_id"], span, arrived_at, client_request_id=client_request_id, caller=caller_of(scope)
+            scope["thaw.request_id"],
+            span,
+            arrived_at,
+            client_request_id=client_request_id,
+            caller=caller_of(scope),
+            cost=predict_cost(parsed.request, len(engine_request.body)),
         )
         request = gateway.open(engine_request, card, sink, origin, (key.place, key.new_entry) if key is not None else None)
         if admitted is not None:

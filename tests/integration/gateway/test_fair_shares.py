@@ -1,0 +1,42 @@
+"""A key that floods a model neither starves another key nor gets it refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from tests.integration.gateway.conftest import CARDS, ServeFn, chat, until, until_listed
+from tests.integration.gateway.test_key_scopes import add
+from tests.support.fake_engine import FakeNode
+
+
+async def test_a_flood_of_one_key_is_refused_itself_and_another_key_is_served_first(serve: ServeFn, node: FakeNode) -> None:
+    """`beta` lets two requests wait."""
+    async with serve(admin_key="root") as served:
+        await until_listed(served, CARDS)
+        for key in ("flood", "other"):
+            await add(served, key, f"sk-{key}")
+        ended: list[str] = []
+
+        async def send(key: str) -> int:
+            headers = {"authorization": f"Bearer sk-{key}"}
+            answer: Any = await served.http.post("/v1/chat/completions", json=chat("beta"), headers=headers)
+            ended.append(key)
+            if answer.status_code == 429:
+                assert answer.json()["error"]["code"] == "queue_full"
+                assert int(answer.headers["retry-after"]) >= 1
+            return int(answer.status_code)
+
+        flood = [asyncio.create_task(send("flood")) for _ in range(20)]
+        await until(lambda: _has_ended(ended, 18))
+        other = asyncio.create_task(send("other"))
+        await until(lambda: _has_ended(ended, 19))
+        assert ended == ["flood"] * 19
+        await node.engine("beta")
+        assert await other == 200
+        assert Counter([await task for task in flood]) == {429: 19, 200: 1}
+
+
+async def _has_ended(ended: list[str], count: int) -> bool:
+    return len(ended) >= count

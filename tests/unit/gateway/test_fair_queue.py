@@ -1,0 +1,127 @@
+"""Fair shares of keys in the queue of one model."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.fair_queue import VirtualClock, choose_dropped
+from services.gateway.domain.ticket import Stage, Ticket
+from shared.contracts.node import InstanceState
+from shared.errors import InstanceDraining, QueueFull
+from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
+
+
+def _of(key: str, name: str, now: float = 0.0, cost: float = 1.0) -> Ticket:
+    made = ticket(name, now=now)
+    made.key, made.cost = key, cost
+    return made
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), min_size=30, max_size=120),
+    st.integers(5, 100),
+)
+def test_backlogged_keys_get_equal_cost_up_to_one_request_each(requests: list[tuple[str, int]], served: int) -> None:
+    """The bound of start-time fair queueing (Goyal et al., theorem 1) while keys are backlogged."""
+    clock = VirtualClock()
+    waiting = sorted((clock.tag(key, float(cost)), i, key, cost) for i, (key, cost) in enumerate(requests))
+    left = Counter(key for key, _ in requests)
+    largest: dict[str, int] = defaultdict(int)
+    for key, cost in requests:
+        largest[key] = max(largest[key], cost)
+    received = dict.fromkeys(left, 0)
+    for tag, _, key, cost in waiting[:served]:
+        clock.advance(tag)
+        received[key] += cost
+        left[key] -= 1
+        if not all(left.values()):
+            break  # a key is no longer backlogged
+        for one in received:
+            for other in received:
+                assert received[one] - received[other] <= largest[one] + largest[other]
+
+
+def test_a_key_that_was_idle_has_no_credit_and_no_debt() -> None:
+    clock = VirtualClock()
+    tags = [clock.tag("a", 1.0) for _ in range(10)]
+    for tag in tags[:5]:
+        clock.advance(tag)
+    assert clock.tag("b", 1.0) == clock.time == 4.0
+    assert clock.tag("b", 1.0) == 5.0
+
+
+def test_the_longest_queue_gives_way() -> None:
+    assert choose_dropped({"a": 5}, "b") == "a"
+    assert choose_dropped({"a": 5, "b": 4}, "b") == "b"
+    assert choose_dropped({"a": 5}, "a") == "a"
+    assert choose_dropped({"a": 3, "b": 9}, "a") == "b"
+    assert choose_dropped({"a": 1}, "b") == "b"
+
+
+def test_a_flood_of_one_key_delays_another_by_at_most_one_request() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    for i in range(20):
+        dispatcher.on_request(_of("flood", f"f{i}"), 100, 0.0)
+    for i in range(3):
+        dispatcher.on_request(_of("other", f"o{i}", now=1.0), 100, 1.0)
+    dispatcher.on_status(status(instance("i", capacity=100)), 2)
+    order = [name for name, _ in world.sent]
+    assert [order.index(f"o{i}") for i in range(3)] == [1, 3, 5]
+    assert [name for name in order if name.startswith("f")] == [f"f{i}" for i in range(20)]
+
+
+def test_the_key_that_floods_a_full_queue_is_refused_itself() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    floods = [_of("flood", f"f{i}") for i in range(10)]
+    for flood in floods:
+        dispatcher.on_request(flood, 8, 0.0)
+    assert sorted(world.failed) == ["f8", "f9"]
+    for i in range(6):
+        dispatcher.on_request(_of("other", f"o{i}", now=1.0), 8, 1.0)
+    assert sorted(world.failed) == ["f4", "f5", "f6", "f7", "f8", "f9", "o4", "o5"]
+    assert all(isinstance(error, QueueFull) for error in world.failed.values())
+    assert dispatcher.count_waiting("m") == 8
+    assert floods[4].stage is Stage.DONE
+
+
+def test_a_key_alone_gets_the_whole_queue() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    for i in range(8):
+        dispatcher.on_request(_of("only", f"r{i}"), 8, 0.0)
+    assert world.failed == {}
+    dispatcher.on_status(status(instance("i", capacity=8)), 1)
+    assert [name for name, _ in world.sent] == [f"r{i}" for i in range(8)]
+
+
+def test_large_requests_take_their_share_in_tokens() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    for i in range(4):
+        dispatcher.on_request(_of("large", f"l{i}", cost=100.0), 100, 0.0)
+    for i in range(40):
+        dispatcher.on_request(_of("small", f"s{i}", now=1.0, cost=10.0), 100, 1.0)
+    dispatcher.on_status(status(instance("i", capacity=100)), 2)
+    order = [name for name, _ in world.sent]
+    assert [sum(name[0] == "s" for name in order[: order.index(f"l{i}")]) for i in range(1, 4)] == [10, 20, 30]
+
+
+def test_a_request_that_lost_its_instance_is_before_those_that_wait() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    dispatcher.on_status(status(instance("i", capacity=1)), 0)
+    first = [_of("a", f"a{i}") for i in range(4)]
+    for each in first:
+        dispatcher.on_request(each, 100, 0.0)
+    dispatcher.on_request(_of("b", "b0", now=0.5), 100, 0.5)
+    dispatcher.on_status(status(instance("i", capacity=1, state=InstanceState.DRAINING)), 1)
+    dispatcher.on_refused(first[0], InstanceDraining(), 1.0)
+    dispatcher.on_status(status(instance("j", capacity=8)), 2)
+    assert next(name for name, to in world.sent if to == "j") == "a0"

@@ -22,6 +22,7 @@ class ScriptedBatcher:
         self.journal, self.name, self.left, self.step_s = journal, name, steps, step_s
         self.stopping = False
         self.required_requests: float | None = None
+        self.due_at: float | None = None
         self.error: Exception | None = None
         self.on_command: Callable[[], None] = lambda: None
 
@@ -29,7 +30,7 @@ class ScriptedBatcher:
         return now if self.left or self.stopping or self.error else float("inf")
 
     def deadline(self, now: float) -> float | None:
-        return None
+        return self.due_at
 
     def step(self, *, is_contended: bool) -> bool:
         if self.error is not None:
@@ -74,6 +75,27 @@ def test_single_token_of_one_model_runs_during_a_long_batch_of_another(device: D
     assert at <= 1, "the short one ran among the first steps"
     assert journal[at][1], "it knew that the other was waiting"
     assert not journal[-1][1], "the other did not wait for anybody at the end"
+
+
+def test_models_compute_in_the_order_of_their_objectives(device: DeviceLoop) -> None:
+    """Alpha is at its first value: the model that needs most has low priority."""
+    journal: list[tuple[str, bool]] = []
+    required = {"hopeless": 90.0, "complies": -5.0, "nearly": 2.0, "none": None}
+    batchers = [ScriptedBatcher(journal, name, 3) for name in required]
+    for batcher in batchers:
+        batcher.required_requests = required[batcher.name]
+        batcher.due_at = time.monotonic() + WITHIN_S if batcher.name != "none" else None
+    blocked = threading.Event()
+    device.submit("test", lambda: blocked.wait(WITHIN_S))
+    ends = [serve(device, batcher) for batcher in batchers]
+    blocked.set()
+    while any(batcher.left for batcher in batchers):
+        device.submit("test", lambda: None).result(WITHIN_S)
+    for batcher, ended in zip(batchers, ends, strict=True):
+        batcher.stop()
+        ended.result(WITHIN_S)
+    names = [name for name, _ in journal if name != "none"]
+    assert names == ["nearly"] * 3 + ["complies"] * 3 + ["hopeless"] * 3
 
 
 def test_batcher_that_fails_ends_alone(device: DeviceLoop) -> None:

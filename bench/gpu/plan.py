@@ -41,8 +41,9 @@ class Step:
     """One command, and what it shows.
 
     Attributes:
-        arguments: The command, after the interpreter. `{json}`, `{work}` and `{device}` are
-            replaced by the file of its figures, a directory that all steps share, and the device.
+        arguments: The command, after the interpreter. `{json}`, `{work}`, `{device}` and
+            `{index}` are replaced by the file of its figures, a directory that all steps share, the
+            device and its number.
         estimate_s: Expected duration, by calculation: no step has run on a GPU yet.
         limit_s: The step is ended after this time, at most `BUDGET_S`.
         headline: Names of the figures for the summary, besides those with goals.
@@ -59,7 +60,7 @@ class Step:
     needs_files_of: tuple[str, ...] = ()
 
     def command(self, json: str, work: str, device: str) -> list[str]:
-        values = {"json": json, "work": work, "device": device}
+        values = {"json": json, "work": work, "device": device, "index": device.rpartition(":")[2]}
         return [sys.executable, *(argument.format(**values) for argument in self.arguments)]
 
 
@@ -83,7 +84,7 @@ STEPS: tuple[Step, ...] = (
     Step(
         "copies",
         "curve of copies from page-locked memory; DRAM to HBM through the loader's device",
-        _module("bench.loader_gpu", "--no-disk", "--devices", "0"),
+        _module("bench.loader_gpu", "--no-disk", "--devices", "{index}"),
         60,
         goals=(Goal("dram_ratio", ">=", 0.95, "DRAM to HBM: 0.95 of a pinned cudaMemcpy"),),
         headline=("dram_limit_gb_per_s", "dram_gb_per_s", "elbow_kib", "pin_gb_per_s"),
@@ -103,6 +104,17 @@ STEPS: tuple[Step, ...] = (
         goals=(Goal("ttft_over_copy", "<=", 1.2, "first token within 1.2 times bytes / pinned bandwidth"),),
         headline=("dram_ttft_ms", "copy_ms", "disk_ttft_ms"),
         needs_files_of=("models",),
+    ),
+    Step(
+        "checkpoint",
+        "checkpoint and restore of torch processes by size; processes that map another one's memory; NVML's proof",
+        _module("bench.gpu.checkpoint", "--device", "{device}"),
+        240,
+        goals=(
+            Goal("restore_ratio", ">=", 0.8, "restore: 0.8 of a pinned copy"),
+            Goal("freed_part", ">=", 0.9, "NVML: 0.9 of the bytes are free"),
+        ),
+        headline=("suspend_gb_per_s", "restore_gb_per_s", "with_mapped_memory", "after_detaching"),
     ),
     Step(
         "suspended",
@@ -126,9 +138,17 @@ STEPS: tuple[Step, ...] = (
         needs_files_of=("models",),
     ),
     Step(
+        "remap",
+        "CUDA virtual memory: map and unmap 16 GB by size of allocation; several processes map one copy",
+        _module("bench.gpu.remap", "--device", "{device}", "--bytes", "16GB"),
+        90,
+        goals=(Goal("added_part", "<=", 0.05, "processes that map 16 GB add at most 5 % of it"),),
+        headline=("map_units_ms", "unmap_units_ms", "map_pages_ms", "unmap_pages_ms", "import_ms"),
+    ),
+    Step(
         "ssd",
         "SSD to HBM beside fio",
-        _module("bench.loader_gpu", "--devices", "0", "--directory", "{work}"),
+        _module("bench.loader_gpu", "--devices", "{index}", "--directory", "{work}"),
         120,
         goals=(Goal("ssd_ratio", ">=", 0.95, "SSD to HBM: 0.95 of fio"),),
         headline=("ssd_limit_gb_per_s", "ssd_gb_per_s"),

@@ -10,7 +10,7 @@ from bench.loader_gpu import no_disk_because
 from services.nodeagent.devices.cpu import available_bytes
 from services.nodeagent.devices.cuda import load_nvml
 from services.nodeagent.suspend.cuda import open_driver
-from shared.errors import ThawError
+from shared.errors import DeviceMissing, ThawError
 from weights.devices.cuda_runtime import load_cuda
 from weights.devices.cuda_virtual_memory import load_virtual_memory
 
@@ -35,10 +35,10 @@ def find_missing(device: str, work: Path | None = None, *, only_device: bool = F
     try:
         cuda = load_cuda()
         if int(number) >= (found := cuda.count()):
-            return [f"there is no {device}: CUDA finds {found} GPUs"]
+            raise DeviceMissing(f"There is no {device}: CUDA finds {found} GPUs")
         facts = cuda.facts(int(number))
     except ThawError as e:
-        return [e.message]
+        return [e.message, *([] if only_device else find_missing_on_host(work))]
     if only_device:
         return []
     missing = [] if facts.total_bytes >= GPU_BYTES else [_too_small(f"memory of {device}", facts.total_bytes, GPU_BYTES)]

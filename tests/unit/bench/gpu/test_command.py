@@ -27,6 +27,7 @@ def test_plan_lists_all_steps_and_what_is_missing(capsys: pytest.CaptureFixture[
     for step in STEPS:
         assert f" {step.name} " in shown, step.name
     assert f"missing here: {REASON}" in shown
+    assert shown.count("missing here: ") > 1, "the build of torch for CPU, at least"
 
 
 def test_without_a_gpu_nothing_runs_and_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:

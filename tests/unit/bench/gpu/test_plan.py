@@ -32,6 +32,9 @@ def test_a_command_has_the_paths_and_the_device() -> None:
     assert command[command.index("--device") + 1] == "cuda:3"
     assert command[command.index("--models") + 1] == "/w/models"
     assert command[command.index("--json") + 1] == "/w/f.json"
+    [copies] = choose(["copies"])
+    command = copies.command("/w/f.json", "/w", "cuda:3")
+    assert command[command.index("--devices") + 1] == "3"
 
 
 def test_named_steps_bring_those_whose_files_they_need() -> None:

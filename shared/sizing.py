@@ -88,6 +88,14 @@ def _compute_need(card: ModelCard) -> Need:
         floor = min(card.context_length, FLOOR_TOKENS) * per_token + adapters
         floor = min(kv, -(-floor // PAGE_BYTES) * PAGE_BYTES) if per_token else kv
     runtime, executor = card.capabilities.runtime_bytes, 0
+    if stages := card.stages:
+        # Devices of a set are booked evenly: each has room for the largest stage.
+        assert info.layers is not None
+        total, most, count = info.layers.count, max(s.count for s in stages), len(stages)
+        rounding = max(0, info.page_bytes - info.weights_bytes) + 2 * PAGE_BYTES  # of a device with pages of its own
+        weights, runtime = count * (max(info.layers.bytes_of(s) for s in stages) + rounding), count * runtime
+        converted, kv = (-(-nbytes * most // total) * count for nbytes in (converted, kv))
+        floor = kv
     if spec.may_share:
         runtime, executor = min(runtime, ATTACHED_BYTES), runtime
     need = Need(weights, converted, kv, runtime, floor, executor)

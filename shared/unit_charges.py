@@ -45,7 +45,7 @@ def booked_weights(card: ModelCard, kv_bytes: int, executor_bytes: int = 0) -> B
         kv_bytes: Bytes of its KV cache.
         executor_bytes: Bytes of its executor.
     """
-    if card.spec.engine != "builtin":
+    if card.spec.engine != "builtin" or card.stages:  # stages book whole pages, and share no units
         return None
     need = need_of(card)
     rounding = max(0, card.info.page_bytes - need.weights)

@@ -43,6 +43,7 @@ from shared.contracts.engine import (
     DropAdapter,
     EngineControl,
     EngineStart,
+    HostedEngine,
     LoadAdapter,
     ProbeEngine,
     SleepEngine,
@@ -54,7 +55,7 @@ from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
 from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle
 from shared.engines.instance_process import InstanceProcess
-from shared.errors import EngineFailed, MemoryExceeded, ThawError, from_body
+from shared.errors import EngineFailed, MemoryExceeded, ThawError
 from shared.messaging import Mesh
 from shared.tasks import end
 from shared.telemetry.timeline import Timeline
@@ -106,7 +107,14 @@ class Engine(InstanceProcess):
     _migration: EngineMigration
     _stage_lost: asyncio.Future[str]
 
-    def __init__(self, parts: ProcessParts, start: EngineStart, stop: asyncio.Event, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        parts: ProcessParts,
+        start: EngineStart,
+        stop: asyncio.Event,
+        timeline: Timeline,
+        stage_pids: tuple[int, ...] = (),
+    ) -> None:
         mesh, settings = parts.mesh, parts.settings
         self._serving = Serving(mesh)
         self._migration = EngineMigration(self._serving)
@@ -129,6 +137,8 @@ class Engine(InstanceProcess):
         self._computing: asyncio.Future[None] | None = None
         self._mapped_at: tuple[tuple[int, int], ...] = ()
         self._jobs: set[Future[Any]] = set()
+        if stage_pids:
+            self._reporter.hosted = lambda: HostedEngine(pids=stage_pids)
         self._connecting: asyncio.Task[stage_ring.Sockets] | None = None
         self._ring: tuple[Inbound, Outbound] | None = None
 
@@ -209,7 +219,7 @@ class Engine(InstanceProcess):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
             bound = await self._bind(partial(loading.bind_model, directory, attached, self._start, self._parts.models))
         if self._start.separate_memory:
-            attached = await self._map_pages(bound, attached)
+            attached = await loading.map_pages(bound, attached, self._start, self._weights, self._compute)
         if ring is not None:
             self._ring = stage_ring.open_connections(
                 await ring, self._start, loading.stage_data_bytes(bound, self._start, self._settings), self._on_stage_lost
@@ -265,26 +275,6 @@ class Engine(InstanceProcess):
         self._reporter.accept_requests()
         log.info("accepting requests while weights arrive", extra={"instance": self._start.instance_id})
         return overlap
-
-    async def _map_pages(self, bound: loading.BoundModel, attached: WeightsAttached) -> WeightsAttached:
-        """Map the weights in the device's pages, and make sure that they are still this instance's.
-
-        The loader gives pages to others only when no process maps them: after the second answer it
-        sees this process's mapping.
-
-        Raises the loader's error if the weights are not on the device.
-        """
-        while True:
-            if attached.device_error is not None:
-                raise from_body(attached.device_error)
-            if attached.handle is None:
-                raise EngineFailed(f"The loader has no memory for {self._start.device}: set THAW_DEVICES for both services alike")
-            await self._compute(partial(loading.open_device_memory, bound, attached.handle))
-            confirmed = await self._weights.attach(self._start.card, self._start.instance_id, "complete")
-            if confirmed.handle == attached.handle:
-                return confirmed
-            log.warning("the loader was restarted and has copied the weights again; mapping again")
-            attached = confirmed
 
     async def _start_engine(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -389,7 +379,13 @@ class Engine(InstanceProcess):
         self._serving.close()
 
 
-async def run_engine(settings: EngineSettings, stop: asyncio.Event, start: EngineStart, process_start_s: float) -> int:
+async def run_engine(
+    settings: EngineSettings,
+    stop: asyncio.Event,
+    start: EngineStart,
+    process_start_s: float,
+    stage_pids: tuple[int, ...] = (),
+) -> int:
     """Serve `start` until a stop signal, and return the exit status.
 
     Args:
@@ -397,6 +393,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event, start: Engin
         stop: Set by a stop signal.
         start: The instance to serve.
         process_start_s: Time at which this process started, in seconds of the monotonic clock.
+        stage_pids: Processes of the later stages that this process has forked.
     """
     timeline = Timeline("engine")
     timeline.add(Phase.LIBRARIES, process_start_s, time.monotonic())
@@ -407,7 +404,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event, start: Engin
     if start.stage is not None and not start.stage.is_first:
         engine = LaterStage(settings, mesh, parts.compute, parts.models, start, stop, timeline)
     else:
-        engine = Engine(parts, start, stop, timeline)
+        engine = Engine(parts, start, stop, timeline, stage_pids)
     mesh.listen(subjects.loader_status(start.node), LoaderStatus, engine.on_loader)
     try:
         return await engine.run()

@@ -21,6 +21,7 @@ from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
 from services.engine.settings import EngineSettings
 from services.engine.stages import ring
+from services.engine.stages.booked_pages import BookedPages
 from services.engine.stages.connections import Inbound, Outbound
 from services.engine.stages.steps import StageSteps
 from shared.contracts.base import Done, Message
@@ -123,6 +124,7 @@ class LaterStage(InstanceProcess):
         self._ring: tuple[Inbound, Outbound] | None = None
         self._computing: asyncio.Future[None] | None = None
         self._owner: str | None = None
+        self._lease: BookedPages | None = None
         self._owner_gone = asyncio.Event()
 
     def _exit_conditions(self) -> dict[asyncio.Event, ThawError]:
@@ -136,14 +138,18 @@ class LaterStage(InstanceProcess):
         self._loop = asyncio.get_running_loop()
         self._lost = self._loop.create_future()
         self._connecting = asyncio.create_task(ring.connect_ring(self._mesh, stage, self._settings.stage_host), name="stage-ring")
-        index = await self._weights.attach(start.card, start.instance_id, "index")
+        index = await self._weights.attach(start.card, self._weights.holder, "index")
         self._reporter.weights_id = index.weights_id
         directory = Path(index.directory)
         with self._timeline.phase(Phase.INIT):
             bound = await self._compute(partial(loading.bind_model, directory, index, start, self._models))
         self._reporter.advance(_BOUND, Phase.LOAD)
-        attached = await self._weights.attach(start.card, start.instance_id, "complete")
+        attached = await self._weights.attach(start.card, self._weights.holder, "complete")
         self._timeline.absorb(attached.phases)
+        if start.separate_memory:
+            self._lease = BookedPages(start, self._settings.node_state)
+            attached = await loading.map_pages(bound, attached, start, self._weights, self._compute)
+            await self._lease.wait()
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
             bound = await self._compute(partial(loading.bind_model, directory, attached, start, self._models))
@@ -207,6 +213,8 @@ class LaterStage(InstanceProcess):
     async def _stop_engine(self) -> None:
         if self._serving.steps is not None:
             self._serving.steps.stop()
+        if self._lease is not None:
+            self._lease.abandon()
         if self._connecting is not None:
             await end(self._connecting)
         if self._ring is not None:

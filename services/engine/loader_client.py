@@ -32,6 +32,12 @@ class LoaderClient:
         self._start = start
         self._loader_alive = asyncio.Event()
 
+    @property
+    def holder(self) -> str:
+        """Name under which the loader keeps the engine's own weights."""
+        stage = self._start.stage
+        return self._start.instance_id if stage is None or stage.holder is None else stage.holder
+
     def on_loader_status(self) -> None:
         """Note that the loader is running."""
         self._loader_alive.set()
@@ -49,15 +55,15 @@ class LoaderClient:
         parent = self._start.traceparent
         # LoRA adapters are small: the engine copies them from host memory.
         is_copied = self._start.device.startswith("cuda:") or self._start.separate_memory
-        device = self._start.device if holder == self._start.instance_id and is_copied else None
-        stage = self._start.stage
+        device = self._start.device if holder == self.holder and is_copied else None
+        stage = self._start.stage if holder == self.holder else None
         request = AttachWeights(
             instance_id=holder,
             card=card,
             until=until,
             traceparent=parent,
             device=device,
-            layers=stage.layers if stage is not None and holder == self._start.instance_id else None,
+            layers=stage.layers if stage is not None else None,
             deadline_ms=_RETRY_MS,
         )
         with carried({"traceparent": parent} if parent else None):

@@ -62,13 +62,18 @@ def run_engine_process(start: EngineStart | ExecutorStart, process_start_s: floa
     """
     os.environ.update(start.environment)
     os.environ["THAW_NODE"] = start.node
+    pids: tuple[int, ...] = ()
+    if isinstance(start, EngineStart):
+        from services.engine.stages.processes import fork_later_stages
+
+        pids = fork_later_stages(start, partial(run_engine_process, process_start_s=process_start_s))
     from services.engine.app import run_engine
     from services.engine.executor import run_executor
     from services.engine.settings import EngineSettings
 
     if isinstance(start, ExecutorStart):
         return run_service("executor", EngineSettings, partial(run_executor, start=start))
-    return run_service("engine", EngineSettings, partial(run_engine, start=start, process_start_s=process_start_s))
+    return run_service("engine", EngineSettings, partial(run_engine, start=start, process_start_s=process_start_s, stage_pids=pids))
 
 
 def end_process(status: int) -> None:

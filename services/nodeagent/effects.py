@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from shared.contracts.engine import ChangeModel, DrainEngine, EngineReport, Engi
 from shared.contracts.loader import ReleaseWeights, WeightsReleased
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE
+from shared.contracts.stages import LayerRange, Stage
 from shared.errors import DeadlineExceeded, EngineFailed, ThawError, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh
 from shared.sizing import need_of
@@ -162,6 +164,7 @@ class EffectRunner:
 
     def _engine_start(self, instance_id: str) -> EngineStart:
         command = self._loop.state.instances[instance_id].command
+        stages = command.card.stages
         return EngineStart(
             instance_id=instance_id,
             node=self._node,
@@ -169,8 +172,10 @@ class EffectRunner:
             device=command.device_ids[0],
             devices=command.device_ids,
             separate_memory=self._meter.is_separate(command.device_ids[0]),
-            kv_bytes=command.kv_bytes,
+            separate_devices=tuple(filter(self._meter.is_separate, command.device_ids)),
+            kv_bytes=command.kv_bytes // max(1, len(stages)),
             kv_floor_bytes=min(command.kv_bytes, need_of(command.card).kv_floor),
+            stage=_first_stage(stages) if stages else None,
             traceparent=command.traceparent,
             log_path=str(self.log_path(instance_id)),
             environment=self._environment,
@@ -413,3 +418,9 @@ class EffectRunner:
         self._timelines.forget(instance_id)
         self._meter.forget(instance_id)
         prune_logs(self._logs, _KEPT_LOGS, frozenset(self._loop.state.instances))
+
+
+def _first_stage(stages: tuple[LayerRange, ...]) -> Stage:
+    """Return the first stage of a new group; its process starts the others."""
+    group, secret = secrets.token_hex(16), secrets.token_urlsafe(32)
+    return Stage(group_id=group, index=0, count=len(stages), layers=stages[0], secret=secret)

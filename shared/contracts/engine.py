@@ -35,13 +35,17 @@ class EngineStart(Message):
     separate_memory: bool = Field(
         default=False, description="`device` is a cpu device with memory of its own: the loader copies the weights there."
     )
+    separate_devices: tuple[str, ...] = Field(default=(), description="Those of `devices` for which that holds.")
     kv_bytes: int = Field(description="Bytes of KV cache the engine may hold.")
     kv_floor_bytes: int | None = Field(
         default=None,
         description="Of these, what is booked for the instance alone: on a device whose pages the KV cache borrows, it may be asked for "
         "the others. None: all are booked for it.",
     )
-    stage: Stage | None = Field(default=None, description="The engine is this stage of a group; None: it serves alone.")
+    stage: Stage | None = Field(
+        default=None,
+        description="The engine is this stage of a group; None: it serves alone. A first stage with a device for each stage starts the others.",
+    )
     traceparent: str | None = None
     log_path: str
     environment: dict[str, str] = Field(default_factory=dict, description="THAW_ settings for the engine process.")

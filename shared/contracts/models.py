@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from shared.contracts.base import Frozen
 from shared.contracts.engines import CAPABILITIES, Capabilities, Engine
+from shared.contracts.stages import LayerRange, split_layers
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}$"
 ENGINE_SOURCE = "engine://"
@@ -29,7 +30,7 @@ where the operator allows it.
 _HARMLESS_FIELDS = frozenset(
     {
         "name", "source", "aliases", "base", "engine", "keep_alive", "replicas", "priority", "park", "pin", "placement", "max_model_len",
-        "max_concurrency", "dtype", "queue", "slo", "latency_sensitivity", "isolation", "init_timeout", "response_timeout", "memory",
+        "max_concurrency", "stages", "dtype", "queue", "slo", "latency_sensitivity", "isolation", "init_timeout", "response_timeout", "memory",
         "health", "ready_timeout", "stop_signal", "routes",
     }
 )  # fmt: skip
@@ -162,6 +163,12 @@ class ModelOptions(Strict):
     placement: PlacementRules = PlacementRules()
     max_model_len: int | None = Field(default=None, gt=0, description="Context in tokens; the model's own by default.")
     max_concurrency: int = Field(default=16, ge=1, le=4096, description="Sequences an instance runs at once.")
+    stages: int = Field(
+        default=1,
+        ge=1,
+        le=8,
+        description="Pipeline stages of an instance (builtin engine): each loads and computes its layers on a device of its own, all on one node.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     queue: QueueLimits = QueueLimits()
     slo: Slo = Slo()
@@ -258,6 +265,8 @@ class ModelSpec(ModelOptions):
         for name in (*OPERATORS_FIELDS, "health", "ready_timeout", "routes", "network"):
             if ours and getattr(self, name):
                 raise ValueError(f"{name} is for engines other than builtin; name one with `engine:`")
+        if self.stages > 1:
+            self._check_stages(ours)
         if self.engine == "openai" and not self.command and self.container is None:
             raise ValueError("engine: openai needs a command, or a container")
         if self.command and self.container is not None:
@@ -267,6 +276,17 @@ class ModelSpec(ModelOptions):
         elif not ours and "://" in self.source and not self.source.startswith("hf://"):
             raise ValueError(f"{self.engine} reads its model itself, from a directory, a .gguf file, hf://… or {ENGINE_SOURCE}…")
         return self
+
+    def _check_stages(self, ours: bool) -> None:
+        if not ours:
+            raise ValueError(
+                "stages are for the builtin engine; other engines have arguments of their own (pipeline_parallel_size)"
+            )
+        for name in ("park", "trust_remote_code", "base"):
+            if getattr(self, name):
+                raise ValueError(f"stages and {name} exclude each other")
+        if self.isolation == "shared":
+            raise ValueError("stages and isolation: shared exclude each other")
 
     def _check_engine_source(self, ours: bool) -> None:
         if ours:
@@ -334,6 +354,21 @@ def _is_or_ends(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
+class LayerSizes(Frozen):
+    """The sizes of a decoder's parts in bytes, each at most what a stage's segment takes for it."""
+
+    count: int = Field(gt=0, description="Layers.")
+    embedding_bytes: int = Field(ge=0)
+    layer_bytes: int = Field(ge=0, description="The largest layer.")
+    head_bytes: int = Field(ge=0, description="Norm and head; with the embeddings if those are the head too.")
+
+    def bytes_of(self, layers: LayerRange) -> int:
+        """Return an upper bound of the segment of a stage with `layers`."""
+        first = self.embedding_bytes if layers.is_first else 0
+        last = self.head_bytes if layers.is_last else 0
+        return first + layers.count * self.layer_bytes + last
+
+
 class ModelInfo(Frozen):
     """The properties of a model's files, which the loader reads without the weights."""
 
@@ -363,6 +398,7 @@ class ModelInfo(Frozen):
         description="Digest of config.json and of the tensors' names, types and shapes. Models of one shape differ in weights, tokenizer and "
         "chat template only. Empty: unknown.",
     )
+    layers: LayerSizes | None = Field(default=None, description="Of a decoder with numbered layers: the sizes of its parts.")
     modules: tuple[LinearShape, ...] = Field(default=(), description="The weight matrices that an adapter may add to.")
     adapter: AdapterInfo | None = Field(default=None, description="Of a LoRA adapter; its other values are then its base's.")
 
@@ -388,6 +424,14 @@ class ModelCard(Frozen):
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def stages(self) -> tuple[LayerRange, ...]:
+        """The layers of each pipeline stage; none: an instance has all layers."""
+        layers = self.info.layers
+        if self.spec.stages == 1 or layers is None or layers.count < self.spec.stages:
+            return ()
+        return split_layers(layers.count, self.spec.stages)
 
     @property
     def capabilities(self) -> Capabilities:

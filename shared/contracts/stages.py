@@ -20,6 +20,7 @@ ring is closed. Bulk data never travels on NATS. On a connection, the stage befo
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -80,12 +81,32 @@ def part_id(weights_id: str, layers: LayerRange | None) -> str:
     return weights_id if layers is None else f"{weights_id}.layers-{layers.first}-{layers.end}-{layers.total}"
 
 
+def stage_instance(instance_id: str, index: int) -> str:
+    """Return the id under which a stage's process reports itself and is addressed."""
+    return instance_id if index == 0 else f"s{index}-{instance_id}"
+
+
+def stage_holder(instance_id: str, index: int) -> str:
+    """Return the holder of a stage's weights at its loader.
+
+    As of a LoRA adapter, the hold ends with the hold of `instance_id` at the latest.
+    """
+    return instance_id if index == 0 else f"{instance_id}+s{index}"
+
+
+def whole_instance(instance_id: str) -> str:
+    """Return the id of the instance that a stage's process belongs to."""
+    found = re.fullmatch(r"s\d+-(.+)", instance_id)
+    return instance_id if found is None else found[1]
+
+
 class Stage(Frozen):
     """The place of an engine in its group.
 
     Attributes:
         group_id: Common to the stages; another one after each start.
         secret: Known to the stages only: each proves on every connection that it has it.
+        holder: Holder of the stage's weights at its loader; None: the engine's instance id.
     """
 
     group_id: str = Field(min_length=1)
@@ -93,6 +114,7 @@ class Stage(Frozen):
     count: int = Field(ge=2, le=MAX_STAGES)
     layers: LayerRange
     secret: str = Field(min_length=32, repr=False)
+    holder: str | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -21,6 +21,7 @@ from weights.formats.page_groups import whole_page_bytes
 from weights.formats.root import check_inside
 from weights.formats.segment import lay_out
 from weights.formats.shape import shape_of
+from weights.formats.stages import layer_sizes
 from weights.formats.tokenizer import special_token_ids
 
 CONFIG = "config.json"
@@ -96,6 +97,7 @@ def describe(
             parse_json(read_small(directory / CONFIG), str(directory / CONFIG)),
             (t for f in checkpoint.files for t in f.header.tensors),
         ),
+        layers=layer_sizes([t for f in checkpoint.files for t in f.header.tensors], len(layout.head)),
         modules=linear_shapes(checkpoint),
         vocab_size=architecture.vocab_size,
         special_token_ids=special_token_ids(directory, present),

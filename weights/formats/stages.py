@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from shared.contracts.models import LayerSizes
+from shared.contracts.segment import PAGE
 from shared.contracts.stages import LayerRange
 from shared.errors import CheckpointInvalid
 from weights.formats.execution_order import Position, execution_rank, position_of
+from weights.formats.safetensors import TensorEntry
 
 
 def is_of_stage(name: str, layers: LayerRange, *, is_tied: bool) -> bool:
@@ -37,3 +41,28 @@ def names_of_stage(names: Sequence[str], layers: LayerRange) -> frozenset[str]:
         )
     is_tied = not any(position_of(name) is Position.HEAD for name in names)
     return frozenset(name for name in names if is_of_stage(name, layers, is_tied=is_tied))
+
+
+def layer_sizes(tensors: Sequence[TensorEntry], head_bytes: int) -> LayerSizes | None:
+    """Return the sizes of a decoder's parts; None: its layers are not numbered from 0.
+
+    Args:
+        tensors: All tensors of a checkpoint.
+        head_bytes: Of its segment: header and index.
+    """
+    sizes: Counter[tuple[Position, int]] = Counter()
+    for t in tensors:
+        position = position_of(t.name)
+        number = execution_rank(t.name)[1] if position is Position.LAYER else 0
+        sizes[position, number] += t.nbytes + 2 * PAGE  # a range of the file begins and ends on pages
+    layers = {number: nbytes for (position, number), nbytes in sizes.items() if position is Position.LAYER}
+    if not layers or layers.keys() != set(range(len(layers))):
+        return None
+    embedding = sizes[Position.FIRST, 0]
+    head = sizes[Position.AFTER, 0] + (sizes[Position.HEAD, 0] or embedding)
+    return LayerSizes(
+        count=len(layers),
+        embedding_bytes=embedding,
+        layer_bytes=max(layers.values()) + head_bytes,
+        head_bytes=head,
+    )

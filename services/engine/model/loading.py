@@ -6,8 +6,9 @@ Runs in threads; the event loop only awaits it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.engine.generation.embedding import Embedder, Pooling, read_pooling
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
+from services.engine.loader_client import LoaderClient
 from services.engine.model import checkpoint, device_segment, gpu_units
 from services.engine.model.architectures import Architecture, ModelCache
 from services.engine.model.arriving import ArrivingPages, ArrivingWeights
@@ -38,7 +40,7 @@ from shared.contracts.loader import WeightsAttached
 from shared.contracts.loader_socket import loader_socket
 from shared.contracts.models import ModelCard
 from shared.contracts.segment import ArenaHandle, CudaIpcHandle, GpuUnitsHandle, PagesHandle
-from shared.errors import EngineFailed, InsufficientMemory
+from shared.errors import EngineFailed, InsufficientMemory, from_body
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +143,36 @@ def open_device_memory(bound: BoundModel, handle: ArenaHandle | None) -> None:
         elif isinstance(handle, PagesHandle):
             bound.memory = device_segment.open_pages(handle)
         bound.handle = handle
+
+
+async def map_pages(
+    bound: BoundModel,
+    attached: WeightsAttached,
+    start: EngineStart,
+    weights: LoaderClient,
+    compute: Callable[[Callable[[], None]], Awaitable[None]],
+) -> WeightsAttached:
+    """Map the weights in the device's pages, and make sure that they are still this instance's.
+
+    The loader gives pages to others only when no process maps them: after the second answer it
+    sees this process's mapping.
+
+    Args:
+        compute: Runs a function on the computing thread.
+
+    Raises the loader's error if the weights are not on the device.
+    """
+    while True:
+        if attached.device_error is not None:
+            raise from_body(attached.device_error)
+        if attached.handle is None:
+            raise EngineFailed(f"The loader has no memory for {start.device}: set THAW_DEVICES for both services alike")
+        await compute(partial(open_device_memory, bound, attached.handle))
+        confirmed = await weights.attach(start.card, weights.holder, "complete")
+        if confirmed.handle == attached.handle:
+            return confirmed
+        log.warning("the loader was restarted and has copied the weights again; mapping again")
+        attached = confirmed
 
 
 def check_isolation(handle: ArenaHandle | None, *, is_shared: bool) -> None:

@@ -40,8 +40,6 @@ def check_start(start: EngineStart, *, is_shared: bool) -> None:
     """Raise `UnsupportedParameter` if an engine cannot be a stage where it starts."""
     if is_shared:
         raise UnsupportedParameter("An executor's models have no stages. Unset the model's isolation, or its `stages`")
-    if start.separate_memory:
-        raise UnsupportedParameter(f"{start.device} has memory of its own, which stages do not use yet. Unset the model's `stages`")
     if start.card.info.task != "generate":
         raise UnsupportedParameter("Only models that generate are divided into stages. Unset the model's `stages`")
 

@@ -143,11 +143,12 @@ class Meter:
     async def measure(self, instance: Instance) -> None:
         if instance.pid is None:
             return
-        total = 0
+        total, has_host = 0, False
         for device_id in instance.command.device_ids:
             device = self._devices.get(device_id)
-            if device is None:
-                continue
+            if device is None or (device.info.kind == "cpu" and has_host):
+                continue  # all cpu devices measure the same host memory
+            has_host = has_host or device.info.kind == "cpu"
             by_process = await self._read(device_id, device.private_bytes, (instance.pid, *instance.engine_pids))
             if by_process is None:
                 return

@@ -26,6 +26,7 @@ from shared.contracts.engine import EngineReport
 from shared.contracts.loader import instance_of
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
+from shared.contracts.stages import whole_instance
 from shared.errors import Conflict, EngineFailed, InsufficientMemory, MemoryExceeded, ShuttingDown
 from shared.unit_charges import booked_weights
 
@@ -119,12 +120,18 @@ def on_fork_failed(transition: Transition, event: ForkFailed) -> None:
 def on_report(transition: Transition, report: EngineReport) -> None:
     """Handle an engine's report.
 
+    0. A later stage of a known instance: its error is the instance's.
     1. Unknown instance: an unowned engine is asked to drain.
     2. Before the launcher's answer: requested again afterwards.
     3. Exited, or another process: ignored.
     4. Stored; then by state.
     """
     instance = transition.find(report.instance_id)
+    whole = transition.find(whole_instance(report.instance_id)) if instance is None else None
+    if whole is not None and whole.process in (Process.FORKING, Process.ALIVE):  # 0
+        if report.state == "failed" and whole.process is Process.ALIVE and whole.state is not InstanceState.FAILED:
+            fail(transition, whole, report.error or EngineFailed("A stage failed without a reason").body())
+        return
     if instance is None:  # 1
         transition.emit(RequestDrain(report.instance_id, only_if_idle=False, reason="unknown to its nodeagent"))
         return

@@ -46,6 +46,7 @@ _ENDED_WITHIN_S = 5.0
 _REMOVED_WITHIN_S = 1.0
 _POLL_S = 0.01
 _SEPARATE = "its device has memory of its own, where the weights of a stopped instance stay for its next start"
+_STAGES = "it runs in stages, which are not suspended yet"
 _SHARED = "it shares its process: it is detached, its weights stay with the loader, and its next start attaches it again"
 
 
@@ -113,6 +114,8 @@ class Suspender:
     def _assess(self, instance: Instance) -> tuple[Outlook, int]:
         if instance.is_shared:
             return Outlook(reason=_SHARED), 0
+        if instance.command.card.stages:
+            return Outlook(reason=_STAGES), 0
         target = self.target(instance)
         try:
             used = self._memory_usage.used_bytes_with_swap(target)

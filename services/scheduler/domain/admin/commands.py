@@ -47,6 +47,7 @@ RESTART_FIELDS = (
     "dtype",
     "max_model_len",
     "max_concurrency",
+    "stages",
     "engine_args",
     "trust_remote_code",
     "isolation",
@@ -89,7 +90,7 @@ def needs_inspection(state: ClusterState, specs: Iterable[ModelSpec]) -> list[Mo
 
 
 def _reads_differently(old: ModelSpec, new: ModelSpec) -> bool:
-    return (old.source, old.trust_remote_code, old.engine) != (new.source, new.trust_remote_code, new.engine)
+    return any(getattr(old, f) != getattr(new, f) for f in ("source", "trust_remote_code", "engine", "stages"))
 
 
 def check_names(state: ClusterState, specs: tuple[ModelSpec, ...], prune: bool) -> None:
@@ -141,6 +142,7 @@ def _add(tx: Transaction, event: AddModelsRequested) -> None:
         planned[spec.name] = _card(tx, old, spec, event.infos)
         _refuse_longer_context(planned[spec.name])
         _refuse_shared_code(spec)
+        _refuse_stages(planned[spec.name])
         (changed if old else added).append(spec.name)
     cards = resolve_infos(planned, {*added, *changed})
     _refuse_impossible(tx, [c for c in cards if c.spec.base is None])
@@ -179,6 +181,20 @@ def _refuse_longer_context(card: ModelCard) -> None:
         raise InvalidRequest(
             f"{card.name}: max_model_len {asked} is more than the model's context of {own} tokens. Set it to {own} or less, or leave it out",
             param="max_model_len",
+        )
+
+
+def _refuse_stages(card: ModelCard) -> None:
+    """Raise `InvalidRequest` for a model that cannot be divided into its `stages`."""
+    if card.spec.stages == 1:
+        return
+    layers = card.info.layers.count if card.info.layers is not None else 0
+    if card.info.task != "generate" or not card.stages:
+        what = f"it has {layers} layers" if layers else "its layers are not numbered"
+        raise InvalidRequest(
+            f"{card.name} cannot be divided into {card.spec.stages} stages: {what if card.info.task == 'generate' else 'it embeds'}. "
+            "Set stages to 1, or leave it out",
+            param="stages",
         )
 
 

@@ -43,6 +43,8 @@ def base_of(spec: ModelSpec, cards: Mapping[str, ModelCard]) -> ModelCard | None
             f"{spec.name} is for {base.name}, whose engine is {base.spec.engine}; adapters are served by the builtin engine",
             param="base",
         )
+    if base.spec.stages > 1:
+        raise InvalidRequest(f"{spec.name} is for {base.name}, which runs in stages; these serve no adapters yet", param="base")
     if base.info.task != "generate":
         raise UnsupportedArchitecture(
             f"{spec.name} is for {base.name}, which embeds; adapters are for models that generate", param="base"

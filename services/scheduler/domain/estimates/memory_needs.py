@@ -77,7 +77,9 @@ _PARALLEL = ("tensor_parallel_size", "tp_size", "tp", "pipeline_parallel_size", 
 
 def device_count(card: ModelCard) -> int:
     """Return how many devices of one node an instance uses."""
-    if card.spec.engine == "builtin" or not card.spec.engine_args:
+    if card.spec.engine == "builtin":
+        return len(card.stages) or 1
+    if not card.spec.engine_args:
         return 1
     found = 1
     for name in _PARALLEL:

@@ -30,6 +30,7 @@ from shared.contracts.loader import PrepareWeights, ReleaseWeights
 from shared.contracts.node import InstanceState, InstanceStatus, ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.phases import PhaseSpan
 from shared.contracts.plans import Candidate, PlanRecord
+from shared.contracts.stages import stage_holder
 from shared.sizing import need_of
 
 
@@ -166,14 +167,16 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     if not model.card.spec.loads_itself:
         # Other engines take the weights from host memory.
         maps_units = model.card.spec.engine == "builtin"
-        prepare = PrepareWeights(
-            token=sent.token,
-            instance_id=sent.instance_id,
-            card=model.card,
-            traceparent=sent.traceparent,
-            device=sent.device_ids[0] if maps_units else None,
-        )
-        tx.emit(SendPrepare(sent.node, prepare))
+        for index, layers in enumerate(model.card.stages or (None,)):
+            prepare = PrepareWeights(
+                token=sent.token,
+                instance_id=stage_holder(sent.instance_id, index),
+                card=model.card,
+                traceparent=sent.traceparent,
+                device=sent.device_ids[index] if maps_units else None,
+                layers=layers,
+            )
+            tx.emit(SendPrepare(sent.node, prepare))
     plan = tx.state.plans.get(sent.plan_id)
     command = StartInstance(
         template=plan.chosen.template if plan is not None and plan.chosen is not None else None,

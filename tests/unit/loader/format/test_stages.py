@@ -13,7 +13,7 @@ from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import write_checkpoint
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.segment import lay_out
-from weights.formats.stages import names_of_stage
+from weights.formats.stages import layer_sizes, names_of_stage
 from weights.transfer.pieces import cut
 
 NAMES = (
@@ -71,3 +71,22 @@ def test_segment_of_a_part_has_the_bytes_of_its_tensors_in_whole_pages(tmp_path:
         for t in layout.tensors:
             assert bytes(data[t.offset : t.offset + t.nbytes]) == weights[t.name].tobytes()
         assert layout.total_bytes < whole.total_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_layer_sizes_bound_the_segments_of_all_stages(tmp_path: Path, stages: int, tied: bool) -> None:
+    write(tmp_path, shards=2, tied=tied)
+    checkpoint = open_checkpoint(tmp_path)
+    whole = lay_out(checkpoint, "w")
+    sizes = layer_sizes([t for f in checkpoint.files for t in f.header.tensors], len(whole.head))
+    assert sizes is not None
+    assert sizes.count == 4
+    for layers in split_layers(4, stages):
+        assert lay_out(checkpoint, "w", layers).total_bytes <= sizes.bytes_of(layers)
+
+
+def test_model_without_numbered_layers_has_no_sizes(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"embed.weight": np.zeros((4, 4), np.float32), "norm.weight": np.zeros(4, np.float32)})
+    checkpoint = open_checkpoint(tmp_path)
+    assert layer_sizes([t for f in checkpoint.files for t in f.header.tensors], 0) is None

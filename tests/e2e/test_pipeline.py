@@ -1,0 +1,116 @@
+"""A model in stages, through `thaw up`: on two devices of a node, too large for one of them.
+
+The devices have memory of their own, as two GPUs have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.contracts.models import ModelSpec
+from shared.sizing import MIB, need_of
+from tests.support.launcher import until
+from tests.support.moving import Roomy, Stream, body
+from thaw.cli.demo import card_of
+from thaw.demo.models import make_demo_model
+
+LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Roomy]:
+    """Start a mesh with one model in two stages, and the same weights served by one engine."""
+    thaw = Roomy(THAW_DRAM_BYTES="0")
+    source = make_demo_model(thaw.home / "models" / "m", "test")
+    options: dict[str, Any] = {"max_concurrency": 4}
+    single = need_of(card_of(ModelSpec(name="single", source=str(source), **options))).total
+    half = single - 4 * MIB  # too little for the whole model: of its KV cache a stage needs half
+    config = {
+        "mesh": {
+            "port": thaw.port,
+            "nodes": {
+                "node-0": {device: {"size": half, "memory": "separate"} for device in ("cpu:0", "cpu:1")},
+                "node-1": {"cpu:0": single + 2 * MIB},
+            },
+        },
+        "defaults": {"keep_alive": -1, **options},
+        "models": [
+            {"name": "staged", "source": str(source), "stages": 2},
+            {"name": "single", "source": str(source)},
+        ],
+    }
+    (thaw.home / "thaw.yaml").write_text(json.dumps(config))
+    try:
+        thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
+        yield thaw
+    finally:
+        thaw.close()
+
+
+@pytest.fixture(scope="module")
+def expected(mesh: Roomy) -> Stream:
+    return Stream(mesh.url, body("single", **LONG)).start().result()
+
+
+def test_group_takes_both_devices_and_answers_as_one_engine(mesh: Roomy, expected: Stream) -> None:
+    assert Stream(mesh.url, body("staged", **LONG)).start().result().text == expected.text
+    [instance] = mesh.instances("staged")
+    assert instance["device_ids"] == ["cpu:0", "cpu:1"]
+    assert len(instance["pids"]) == 2
+    assert "stages" in instance["suspension"]["reason"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_response_continues_after_the_death_of_any_stage_and_no_half_group_is_left(
+    mesh: Roomy, expected: Stream, victim: int
+) -> None:
+    stream = Stream(mesh.url, body("staged", **LONG)).start()
+    assert stream.opened.wait(120)
+    name, _, _ = mesh.serving("staged")
+    [instance] = [i for i in mesh.instances("staged") if i["instance_id"] == name]
+    processes = [psutil.Process(pid) for pid in instance["pids"]]
+    processes[victim].kill()
+    assert stream.result().text == expected.text
+    assert not psutil.wait_procs(processes, timeout=60)[1]
+    [another] = [i for i in mesh.instances("staged") if i["state"] == "ready"]
+    assert not set(another["pids"]) & set(instance["pids"])
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.long)])
+def test_no_response_is_lost_or_different_while_stages_are_killed(mesh: Roomy, expected: Stream, kills: int) -> None:
+    """Stages are killed at random, also while a group starts, under three streams."""
+    chance = random.Random(7)
+    streams = [Stream(mesh.url, body("staged", **LONG)).start() for _ in range(3)]
+    for _ in range(kills):
+        for stream in [s for s in streams if s.done]:
+            assert stream.result().text == expected.text
+            streams[streams.index(stream)] = Stream(mesh.url, body("staged", **LONG)).start()
+        seen = {i["instance_id"] for i in mesh.instances("staged") if i["state"] in ("stopped", "failed")}
+        begun: list[dict[str, Any]] = []
+
+        def has_begun(seen: set[str] = seen, begun: list[dict[str, Any]] = begun) -> bool:
+            begun[:] = [i for i in mesh.instances("staged") if i["instance_id"] not in seen and len(i["pids"]) == 2]
+            return bool(begun)
+
+        until(has_begun, what="a group")
+        time.sleep(chance.uniform(0, 0.4))  # to hit other moments of the start and of the responses
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(chance.choice(begun[-1]["pids"])).kill()
+    assert [s.result().text for s in streams] == [expected.text] * 3
+    assert not [s.error for s in streams if s.error]
+
+
+def test_stopped_group_frees_both_devices(mesh: Roomy) -> None:
+    mesh.json("wake", "staged")
+    mesh.json("sleep", "staged")
+    until(lambda: not [i for i in mesh.instances("staged") if i["state"] == "ready"], what="the group has stopped")
+    [node] = [n for n in mesh.cluster()["nodes"] if n["node"] == "node-0"]
+    assert [d["reserved_bytes"] for d in node["devices"]] == [0, 0]

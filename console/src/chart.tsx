@@ -1,4 +1,4 @@
-// Times to the first token of the latest requests, over the time of day.
+// Charts over the time of day. Tables on the same page have their values.
 
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
@@ -48,4 +48,25 @@ export function LatencyChart({ requests }: { requests: RequestRecord[] }) {
   }, []);
   useEffect(() => plot.current?.setData(series(requests)), [requests]);
   return <div ref={box} class="chart" role="img" aria-label="Times to the first token of the latest requests. The table below has the values." />;
+}
+
+/** Sums per hour as bars; `data` has the hours in Unix seconds and a row for each name. */
+export function Bars({ data, names, label }: { data: number[][]; names: string[]; label: string }) {
+  const box = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const element = box.current!;
+    const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
+    const colours = [colour("--weights"), colour("--kv")];
+    const bars = uPlot.paths.bars!({ size: [0.6, 40] });
+    const options: uPlot.Options = {
+      width: element.clientWidth,
+      height: HEIGHT,
+      scales: { y: { range: (_, __, max) => [0, max || 1] } },
+      axes: [axis, { ...axis, size: 80, values: (_, ticks) => ticks.map((n) => n.toLocaleString()) }],
+      series: [{}, ...names.map((name, i) => ({ label: name, stroke: colours[i], fill: colours[i], paths: bars }))],
+    };
+    const plot = new uPlot(options, data as uPlot.AlignedData, element);
+    return () => plot.destroy();
+  }, [data]);
+  return <div ref={box} class="chart" role="img" aria-label={label} />;
 }

@@ -9,6 +9,7 @@ import { useLive } from "./live";
 import { ModelsPage } from "./models";
 import { PlaygroundPage } from "./playground";
 import { ExplainPage, RequestPage, RequestsPage } from "./requests";
+import { UsagePage } from "./usage";
 import "./style.css";
 
 const PAGES = [
@@ -16,6 +17,7 @@ const PAGES = [
   ["models", "Models"],
   ["requests", "Requests"],
   ["playground", "Playground"],
+  ["usage", "Usage"],
   ["keys", "Keys"],
 ] as const;
 
@@ -117,6 +119,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
         {page === "cluster" && <WithLive topics="cluster" expired={changed} show={(live) => <ClusterPage live={live} mayChange={rights.change} />} />}
         {page === "models" && <WithLive topics="cluster,requests" expired={changed} show={(live) => <ModelsPage live={live} mayChange={rights.change} />} />}
         {page === "requests" && (route[1] ? <RequestPage id={route[1]} /> : <WithLive topics="requests" expired={changed} show={(live) => <RequestsPage live={live} />} />)}
+        {page === "usage" && <UsagePage />}
         {page === "keys" && <KeysPage mayChange={rights.change} />}
         {page === "explain" && <ExplainPage about={route.slice(1).join("/")} />}
         {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} />} /> : <PlaygroundPage live={null} />)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from shared.contracts.traces import RequestTrace
 from tests.support.browser import chromium, needs_chromium, opened, serious_findings
-from tests.support.launcher import Thaw
+from tests.support.launcher import Thaw, until
 from thaw.cli.waterfall import rows
 
 SHARED = True
@@ -139,6 +140,25 @@ def test_keys_are_added_shown_once_and_revoked(page: Page, mesh: Thaw, admin: ht
     expect(page.get_by_role("region", name="Changes of keys")).to_contain_text("revoke")
 
 
+def test_usage_is_that_of_the_ledger(page: Page, client: openai.OpenAI, admin: httpx.Client) -> None:
+    ask(client, "one")
+
+    def recorded() -> dict[str, Any] | None:
+        rows = admin.get("/usage", params={"since": 0, "by": "key,model"}).json()["rows"]
+        found: dict[str, Any] | None = next((r for r in rows if r["model"] == "one"), None)
+        return found
+
+    until(lambda: recorded() is not None, what="the request is in the ledger")
+    page.get_by_role("link", name="Usage").click()
+    row = page.locator("tbody tr").filter(has=page.get_by_role("cell", name="one", exact=True))
+    expect(row).to_contain_text("no key")
+    counts = (recorded() or {})["counts"]
+    assert int(row.locator("td").nth(1).inner_text()) <= counts["requests"]
+    assert int(row.locator("td").nth(5).inner_text()) > 0
+    expect(page.get_by_role("img", name="Tokens per hour")).to_be_visible()
+    assert serious_findings(page) == []
+
+
 def test_page_reconnects_after_its_gateway_was_killed(page: Page, mesh: Thaw, client: openai.OpenAI) -> None:
     expect(page.get_by_role("region", name="Node node-0")).to_be_visible()
     old = mesh.kill("gateway")
@@ -156,7 +176,7 @@ def test_pages_have_no_serious_finding_in_dark_and_work_by_keyboard(browser: Bro
         assert serious_findings(page) == []
         page.keyboard.type(mesh.endpoints["admin_key"])
         page.keyboard.press("Enter")
-        for name in ("Cluster", "Models", "Requests", "Playground", "Keys"):
+        for name in ("Cluster", "Models", "Requests", "Playground", "Usage", "Keys"):
             link = page.get_by_role("link", name=name)
             link.focus()
             page.keyboard.press("Enter")

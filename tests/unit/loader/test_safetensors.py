@@ -98,16 +98,16 @@ def test_invalid_header_fields_are_named(data: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"{" + b",".join(b'"%d":{}' % n for n in range(1_000_000)) + b',"999999":{}}', "'999999' occurs twice"),
+        (b"{" + b",".join(b'"%d":{}' % n for n in range(200_000)) + b',"199999":{}}', "'199999' occurs twice"),
         (
-            b'{"a":{"dtype":"F32","shape":[' + b",".join([b"%d" % (1 << 62)] * 1_000_000) + b'],"data_offsets":[0,4]}}',
-            "1000000 dimensions",
+            b'{"a":{"dtype":"F32","shape":[' + b",".join([b"%d" % (1 << 62)] * 200_000) + b'],"data_offsets":[0,4]}}',
+            "200000 dimensions",
         ),
     ],
     ids=["names", "dimensions"],
 )
 def test_invalid_header_of_many_tensors_is_refused_fast(header: bytes, message: str) -> None:
-    """An invalid header of many parts is found fast: pairwise checks would take hours."""
+    """An invalid header of many parts is found fast: pairwise checks would take an hour."""
     with pytest.raises(CheckpointInvalid, match=message):
         parse(file_of(header, b"1234"))
 

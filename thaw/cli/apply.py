@@ -115,7 +115,7 @@ def apply_keys(api: Api, home: Home, keys: tuple[NewKey, ...], out: Console) -> 
                 raise
     write_private(record, json.dumps(document | {"keys": sorted(now)}))
     if keys:
-        out.print(f"[green]✓[/] {len(keys)} API keys of the file")
+        out.print(f"[green]✓[/] API keys of the file: {len(keys)}")
 
 
 def _adapters_first(api: Api, names: set[str]) -> list[str]:

@@ -199,9 +199,9 @@ def _apply_file(api: Api, home: Home, file: ThawFile | None, out: Console) -> Do
     """
     if file is None:
         return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
-    document = apply_models(api, home, file.models, out)
+    # Keys first: until one exists, the endpoint may be open.
     apply_keys(api, home, file.keys, out)
-    return document
+    return apply_models(api, home, file.models, out)
 
 
 def _dump_nodes(nodes: tuple[NodePlan, ...]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ def usage(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV and nothing else.")] = False,
     as_json: Json = False,
 ) -> Document:
-    """Show requests, tokens and cold starts of the last days by API key and model.
+    """Show requests, tokens and cold starts by API key and model.
 
     Example: [bold]thaw usage --by key,hour --since 24h --csv[/]
     """

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from services.nodeagent.devices.cuda import load_nvml
 
 
 def machine() -> dict[str, str | int]:
@@ -29,7 +32,27 @@ def machine() -> dict[str, str | int]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "nats-py", "pydantic")},
+        **gpus(load_nvml()),
     }
+
+
+def gpus(nvml: Any | None) -> dict[str, str | int]:
+    """Describe the GPUs and their driver; empty without a GPU.
+
+    Args:
+        nvml: The module `pynvml`, initialised; None if NVML does not work.
+    """
+    if nvml is None:
+        return {}
+    names = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+        names.append(f"{_text(nvml.nvmlDeviceGetName(device))}, {nvml.nvmlDeviceGetMemoryInfo(device).total >> 30} GiB")
+    return {"gpus": "; ".join(names), "nvidia_driver": _text(nvml.nvmlSystemGetDriverVersion())} if names else {}
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def median(values: Sequence[float]) -> float:

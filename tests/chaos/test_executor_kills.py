@@ -12,12 +12,12 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import psutil
 import pytest
 
+from shared.contracts.executor import parse_current
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
 from shared.sizing import need_of
@@ -32,11 +32,7 @@ KILLS = int(os.environ.get("THAW_TEST_EXECUTOR_KILLS", "0"))
 SEED = int(os.environ.get("THAW_TEST_SEED", "18"))
 CLIENTS = 4
 TOKENS = 60
-PHASES: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "attach": lambda i: InstanceState(i["state"]).starting,
-    "swap": lambda i: i["state"] == "draining",
-    "compute": lambda i: i["state"] == "ready" and i["load"]["active"] > 0,
-}
+PHASES = ("attach", "swap", "compute")
 PROCESSES = ("executor", NODEAGENT, LOADER)
 FEW = [("executor", "attach"), ("executor", "swap"), ("executor", "compute"), (NODEAGENT, "attach"), (LOADER, "swap")]
 CASES = list(itertools.product(PROCESSES, PHASES)) if KILLS else FEW
@@ -123,7 +119,19 @@ def kill(mesh: Victim, process: str) -> bool:
 
 
 def in_phase(mesh: Victim, phase: str) -> bool:
-    return any(PHASES[phase](i) for n in mesh.cluster()["nodes"] for i in n["instances"])
+    """True if an instance attaches, is swapped out, or computes a step."""
+    if phase == "compute":
+        return any(parse_current(path.read_bytes())[1] for path in mesh.home.rglob("*.current"))
+    states = [InstanceState(i["state"]) for n in mesh.cluster()["nodes"] for i in n["instances"]]
+    return any(state.starting if phase == "attach" else state is InstanceState.DRAINING for state in states)
+
+
+def await_phase(mesh: Victim, phase: str, clients: Clients) -> None:
+    """Wait until an instance is in the phase, or a response was lost."""
+    deadline = time.monotonic() + 120
+    while not clients.faults and not in_phase(mesh, phase):
+        assert time.monotonic() < deadline, f"no instance in phase {phase}: {clients.outcomes}, {mesh.cluster()['instances']}"
+        time.sleep(0.001)
 
 
 def faults_in_the_books(mesh: Victim) -> list[str]:
@@ -150,7 +158,7 @@ def test_no_response_is_lost_when_processes_are_killed_in_any_phase(shared: Vict
     hit: Counter[str] = Counter()
     with Clients(shared, expected) as clients:
         for process, phase in CASES:
-            until(lambda p=phase: bool(clients.faults) or in_phase(shared, p), what=f"an instance in phase {phase}")  # type: ignore[misc]
+            await_phase(shared, phase, clients)
             hit[f"{process} {phase}"] += kill(shared, process)
             clients.await_answers(2)
             assert not clients.faults, f"after {process} in {phase}: {clients.faults}{shared.last_words()}"

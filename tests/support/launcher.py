@@ -201,7 +201,7 @@ class Thaw:
 
     def last_words(self) -> str:
         """Return the ends of all logs, for a failed test."""
-        logs = sorted(self.home.rglob("*.log"))
+        logs = sorted(log for log in self.home.rglob("*.log") if log.is_file())  # a shared instance's is a link
         return "".join(f"\n== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-8:]) for log in logs)
 
     def processes(self) -> list[psutil.Process]:

@@ -126,6 +126,7 @@ class LaterStage(InstanceProcess):
         self._owner: str | None = None
         self._lease: BookedPages | None = None
         self._owner_gone = asyncio.Event()
+        self._is_closing = False
 
     def _exit_conditions(self) -> dict[asyncio.Event, ThawError]:
         gone = EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")
@@ -173,6 +174,7 @@ class LaterStage(InstanceProcess):
         return asyncio.wrap_future(self._device_loop.submit(self._start.instance_id, work))
 
     def _on_closing(self) -> None:
+        self._is_closing = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
             self._loop.call_soon_threadsafe(self._serving.close_group)
 
@@ -181,7 +183,7 @@ class LaterStage(InstanceProcess):
             self._loop.call_soon_threadsafe(self._lose, reason)
 
     def _lose(self, reason: str) -> None:
-        if not self._lost.done():
+        if not self._lost.done() and not self._is_closing:
             self._lost.set_result(reason)
 
     async def _wait_for_failure(self) -> ThawError:

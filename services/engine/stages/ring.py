@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from pydantic import ValidationError
 
+from services.engine.generation.runner import RunnerLost
 from services.engine.stages import handshake
 from services.engine.stages.connections import Inbound, Outbound
 from shared.contracts import subjects
@@ -49,7 +50,7 @@ def open_connections(
     start: EngineStart,
     max_data_bytes: int,
     on_lost: Callable[[str], None],
-    on_frame: Callable[[], None] = lambda: None,
+    on_frame: Callable[[], None] | None = None,
 ) -> tuple[Inbound, Outbound]:
     """Start to receive from the stage before, and to send to the next one.
 
@@ -58,19 +59,33 @@ def open_connections(
         start: The engine's start; it is a stage.
         max_data_bytes: Most data of a received frame.
         on_lost: Called with the reason when a neighbour has ended, from any thread.
-        on_frame: Called after each received frame, from another thread.
+        on_frame: Called from another thread after each received frame, and when the stage before
+            has ended: the caller then gets its frames before the error. None: `on_lost` is called
+            at once.
     """
     stage = start.stage
     assert stage is not None
-    inbound = Inbound(sockets[0], f"stage {stage.previous_index}", max_data_bytes, on_lost, on_frame)
+    before = f"stage {stage.previous_index}"
+    if on_frame is None:
+        inbound = Inbound(sockets[0], before, max_data_bytes, on_lost, lambda: None)
+    else:
+        inbound = Inbound(sockets[0], before, max_data_bytes, lambda reason: None, on_frame)
     return inbound, Outbound(sockets[1], f"stage {stage.next_index}", on_lost, _SEND_WITHIN_S)
 
 
 def close_connections(ring: tuple[Inbound, Outbound], *, is_orderly: bool) -> None:
-    """Close both connections. `is_orderly`: report to the later stages that this is no failure."""
+    """Close both connections.
+
+    Args:
+        is_orderly: The first stage stops: report to the later stages that this is no failure, and
+            wait until the report has passed all of them.
+    """
     inbound, outbound = ring
     if is_orderly and outbound.error is None:
         outbound.put_small(GroupClosing())
+        with contextlib.suppress(RunnerLost):
+            while not isinstance(inbound.get(_CLOSE_WITHIN_S).message, GroupClosing):
+                pass
     outbound.flush_and_close(_CLOSE_WITHIN_S)
     inbound.close()
 

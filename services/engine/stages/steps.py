@@ -39,7 +39,7 @@ class StageSteps:
         self._part, self._inbound, self._outbound = part, inbound, outbound
         self._kv_blocks, self._context = kv_blocks, context
         self._sequences: dict[int, SequenceKV] = {}
-        self._is_stopped = False
+        self._is_stopped = self._is_closing = False
 
     @property
     def sequences(self) -> int:
@@ -57,7 +57,11 @@ class StageSteps:
         self.on_command()
 
     def next_step_at(self, now: float) -> float:
-        return now if self._is_stopped or self._inbound.has_frame or self._inbound.error is not None else float("inf")
+        if self._is_stopped:
+            return now
+        if self._is_closing:  # a lost connection is no failure any more
+            return float("inf")
+        return now if self._inbound.has_frame or self._inbound.error is not None else float("inf")
 
     def deadline(self, now: float) -> float | None:
         return None
@@ -83,8 +87,9 @@ class StageSteps:
             case StageFailed():
                 self._outbound.put_small(frame.message)
             case GroupClosing():
-                self._relay(frame.message)
-                self._on_closing()
+                self._is_closing = True
+                self._on_closing()  # first: the next stage ends when it has the message
+                self._outbound.put_small(frame.message)
             case StageResult():
                 raise RunnerLost("The stage before sent a result, which only the last stage does")
         return True

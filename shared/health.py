@@ -39,7 +39,7 @@ async def _over_nats(service: str) -> None:
         await mesh.start()
         try:
             if service == "scheduler":
-                await mesh.request(subjects.ADMIN, ViewCluster(deadline_ms=int(_WITHIN_S * 1e3)), ClusterView)
+                await mesh.request(subjects.ADMIN, ViewCluster(brief=True, deadline_ms=int(_WITHIN_S * 1e3)), ClusterView)
                 return
             if service == "migrator":
                 await (await migrations_bucket(mesh.nc.jetstream(timeout=_WITHIN_S), mesh.replicas)).status()

@@ -55,7 +55,7 @@ def ps(
     Example: [bold]thaw ps --memory[/]
     """
     gateway = Gateway.find()
-    document: Document = gateway.request("GET", "/admin/v1/cluster")
+    document: Document = gateway.request("GET", "/admin/v1/cluster", brief="true")
     found = gateway.request("GET", "/admin/v1/migrations", limit="50")["migrations"]
     cluster: ClusterView = to_plain(document)
     migrations: list[MigrationRecord] = to_plain(found)

@@ -245,6 +245,8 @@ async def test_admin_requests_are_forwarded_to_the_scheduler(gateway: Served, no
     viewed = await gateway.http.get("/admin/v1/cluster")
     assert viewed.status_code == 200, viewed.text
     assert viewed.json()["epoch"] == 3
+    await gateway.http.get("/admin/v1/cluster?brief=true")
+    assert [getattr(a, "brief", None) for a in asked] == [False, True]
     assert (await gateway.http.post("/admin/v1/models/org/x/wake?timeout=7")).json()["instance_id"] == "i"
     assert (asked[-1].deadline_ms, getattr(asked[-1], "name", "")) == (7000, "org/x")
     removed = await gateway.http.delete("/admin/v1/models/org/x")

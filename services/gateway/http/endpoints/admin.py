@@ -105,7 +105,8 @@ class Admin:
         return json_response(answer.model_dump(mode="json"))
 
     async def cluster(self, request: Request) -> Response:
-        return await self._request_scheduler(ViewCluster(), ClusterView)
+        """View the cluster; with `?brief=true` without candidates and measurements of plans."""
+        return await self._request_scheduler(ViewCluster(brief=request.query_params.get("brief") == "true"), ClusterView)
 
     async def add_models(self, request: Request) -> Response:
         limit = min(_MAX_BODY, self._gateway.mesh.max_body)

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 CLONE_NEWUSER = 0x10000000
+CHECK = "--check"
+"""Enter a user namespace and end; the exit status shows whether it worked."""
 INSIDE_ID = 1000
 """The id of root inside the namespace; any id but 0 works."""
 
@@ -37,22 +39,21 @@ def enter_user_namespace() -> None:
 def namespaces_work() -> bool:
     """True if a child of this process can enter a user namespace.
 
-    The test runs in a child, so that this process stays in its namespace.
+    The child executes this file: only a process with one thread may enter a namespace, and
+    libraries (OpenTelemetry's exporters) start their threads again in a forked one.
     """
     if not sys.platform.startswith("linux"):
         return False
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            enter_user_namespace()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    import subprocess  # not needed when this file is executed
+
+    command = (sys.executable, "-I", str(Path(__file__).resolve()), CHECK)
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
 
 def main(arguments: list[str]) -> None:
+    if arguments == [CHECK]:
+        enter_user_namespace()
+        return
     if arguments[0] == "--setuid":
         user = int(arguments[1])
         os.setgroups([])

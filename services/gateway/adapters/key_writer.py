@@ -7,6 +7,7 @@ the disk (docs/adr/0048).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nats.errors import Error as NatsError
-from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NoStreamResponseError, NotFoundError
 from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
@@ -30,6 +31,7 @@ from shared.messaging.streams import ensure_audit_stream, keys_bucket
 log = logging.getLogger(__name__)
 _FULL = "The store of API keys is full (16 MiB). Revoke unused keys with `thaw keys revoke NAME`."
 _TIMEOUT_S = 3
+_RETRY_S = 0.05
 _LIMITS = ("models", "expires", "requests_per_minute", "tokens_per_minute", "concurrent_requests")
 MAX_LOG_ENTRIES = 1000
 Action = Literal["add", "change", "rotate", "revoke", "failed"]
@@ -192,7 +194,15 @@ class KeyWriter:
         js = self._mesh.nc.jetstream(timeout=_TIMEOUT_S)
         entry = KeyChanged(at=time.time(), actor=actor.name, address=actor.address, action=action, key=name, details=details)
         await ensure_audit_stream(js, self._mesh.replicas)
-        await js.publish(subjects.AUDIT_KEYS, entry.model_dump_json().encode())
+        deadline = time.monotonic() + _TIMEOUT_S
+        while True:
+            try:
+                await js.publish(subjects.AUDIT_KEYS, entry.model_dump_json().encode())
+                return
+            except NoStreamResponseError:  # a replicated stream has no leader at first, nor after its server has died
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
 
     async def _mark(self, bucket: KeyValue, key: ApiKey) -> None:
         async def write(entry: str) -> None:

@@ -67,11 +67,15 @@ class Prometheus:
         return [r for r in found if r["value"][1] != "NaN"]
 
     def are_targets_up(self) -> bool:
-        """True once each target has been scraped."""
+        """True once each target has been scraped.
+
+        Prometheus refuses requests until it has started.
+        """
         try:
-            return len(self.query("up == 1")) == 2
+            is_started = self._http.get(f"{self.url}/-/ready").is_success
         except httpx.TransportError:
             return False
+        return is_started and len(self.query("up == 1")) == 2
 
     def close(self) -> None:
         self._http.close()

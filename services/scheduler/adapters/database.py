@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 log = logging.getLogger(__name__)
 MIGRATION_LOCK = 0x7468_6177_0001
@@ -110,12 +113,18 @@ async def _revision(connection: AsyncConnection) -> str | None:
 
 
 def _upgrade(connection: Connection) -> None:
-    # Imported here because a restarted scheduler, whose schema is up to date, does not need it.
     from alembic import command
+
+    command.upgrade(alembic_config(connection), "head")
+
+
+def alembic_config(connection: Connection) -> Config:
+    """Return Alembic's configuration for the schema that `connection` is connected to."""
+    # Imported here because a restarted scheduler, whose schema is up to date, does not need it.
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(_MIGRATIONS))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    return config

@@ -6,9 +6,10 @@ from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
+from alembic import command
 from sqlalchemy import text
 
-from services.scheduler.adapters.database import connect, migrate, open_connection, plain_url
+from services.scheduler.adapters.database import alembic_config, connect, migrate, open_connection, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.cost.learned import Parameter
@@ -178,7 +179,7 @@ async def test_models_of_an_earlier_version_keep_a_process_of_their_own(database
         async with leadership(plain_url(database_url)) as term:
             await repository.commit(term.epoch, [Put(Model(earlier))])
             async with engine.begin() as connection:
-                await connection.execute(text("UPDATE alembic_version SET version_num = '0004'"))
+                await connection.run_sync(lambda sync: command.downgrade(alembic_config(sync), "0004"))
             await migrate(engine)
             state = await repository.load(term.epoch, now=10.0)
         assert state.models["a"].card.spec.isolation == "dedicated"

@@ -16,6 +16,6 @@ print(namespaces_work())
 
 
 def test_threads_of_forked_processes_do_not_count() -> None:
-    """OpenTelemetry's exporters start such a thread; PostgreSQL then ran as `nobody`."""
+    """OpenTelemetry's exporters start such a thread; PostgreSQL then ran as another user."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == str(namespaces_work())

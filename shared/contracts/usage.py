@@ -17,6 +17,10 @@ REPORT_INTERVAL_S = 2.0
 MAX_ROWS_PER_REPORT = 1_000
 MAX_ROWS_VIEWED = 50_000
 RETENTION_HOURS = 400 * 24
+MAX_HOUR = 10_000_000
+"""Hours since 1970, of the year 3110."""
+MAX_COUNT = 1 << 53
+MAX_NAME_CHARACTERS = 1_000
 Dimension = Literal["key", "model", "adapter", "hour"]
 
 
@@ -33,12 +37,12 @@ class Counts(Frozen):
             start share it equally.
     """
 
-    requests: int = Field(default=0, ge=0)
-    failed: int = Field(default=0, ge=0)
-    prompt_tokens: int = Field(default=0, ge=0)
-    cached_tokens: int = Field(default=0, ge=0)
-    completion_tokens: int = Field(default=0, ge=0)
-    cold_requests: int = Field(default=0, ge=0)
+    requests: int = Field(default=0, ge=0, le=MAX_COUNT)
+    failed: int = Field(default=0, ge=0, le=MAX_COUNT)
+    prompt_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    cached_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    completion_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    cold_requests: int = Field(default=0, ge=0, le=MAX_COUNT)
     cold_start_s: float = Field(default=0.0, ge=0)
 
 
@@ -51,10 +55,10 @@ class UsageRow(Frozen):
         adapter: Empty: the model itself.
     """
 
-    hour: int = Field(ge=0)
-    key: str = ""
-    model: str
-    adapter: str = ""
+    hour: int = Field(ge=0, le=MAX_HOUR)
+    key: str = Field(default="", max_length=MAX_NAME_CHARACTERS)
+    model: str = Field(max_length=MAX_NAME_CHARACTERS)
+    adapter: str = Field(default="", max_length=MAX_NAME_CHARACTERS)
     counts: Counts
 
 
@@ -66,13 +70,13 @@ class ColdWait(Frozen):
         start_s: Seconds of the whole start.
     """
 
-    plan_id: str
-    hour: int = Field(ge=0)
-    key: str = ""
-    model: str
-    adapter: str = ""
-    requests: int = Field(ge=1)
-    start_s: float = Field(ge=0)
+    plan_id: str = Field(max_length=MAX_NAME_CHARACTERS)
+    hour: int = Field(ge=0, le=MAX_HOUR)
+    key: str = Field(default="", max_length=MAX_NAME_CHARACTERS)
+    model: str = Field(max_length=MAX_NAME_CHARACTERS)
+    adapter: str = Field(default="", max_length=MAX_NAME_CHARACTERS)
+    requests: int = Field(ge=1, le=MAX_COUNT)
+    start_s: float = Field(ge=0, allow_inf_nan=False)
 
 
 class ReportUsage(Request):
@@ -104,8 +108,8 @@ class ViewUsage(Request):
 
     deadline_ms: Deadline = 15_000
     kind: Literal["view_usage"] = "view_usage"
-    since: int = Field(ge=0)
-    until: int | None = Field(default=None, ge=0)
+    since: int = Field(ge=0, le=MAX_HOUR)
+    until: int | None = Field(default=None, ge=0, le=MAX_HOUR)
     by: tuple[Dimension, ...] = Field(default=("key", "model"), max_length=4)
 
 

@@ -81,20 +81,21 @@ class UsageMeter:
         while True:
             await self._has_records.wait()
             await asyncio.sleep(REPORT_INTERVAL_S)
-            if await self.flush():
-                self._has_records.clear()
+            self._has_records.clear()
+            if not await self.flush():
+                self._has_records.set()
 
     async def flush(self) -> bool:
         """Report all records; return False if the ledger does not have all of them."""
-        for spool in list(self._adopted):
-            if not await self._report(spool):
+        if self._own is not None:
+            if not await self._report(self._own):
                 return False
-            self._adopted.remove(spool)
-            spool.remove()
-        if self._own is None or not await self._report(self._own):
-            return self._own is None
-        self._rotate(self._own)
-        return True
+            self._rotate(self._own)
+        for spool in list(self._adopted):
+            if await self._report(spool):
+                self._adopted.remove(spool)
+                spool.remove()
+        return not self._adopted
 
     async def _report(self, spool: UsageSpool) -> bool:
         while spool.unreported:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared.contracts.usage import MAX_ROWS_PER_REPORT, ColdWait, Counts, ReportUsage, UsageRow
+from shared.contracts.usage import MAX_HOUR, MAX_NAME_CHARACTERS, MAX_ROWS_PER_REPORT, ColdWait, Counts, ReportUsage, UsageRow
 
-MAX_RECORD_BYTES = 4096
+_MAX_TOKENS = 1 << 31
+"""Of one request; the sums of a report stay far below `MAX_COUNT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,15 @@ class UsageRecord:
 
     @classmethod
     def parse(cls, line: bytes) -> UsageRecord | None:
-        """Decode a line; None if it is damaged, as the last line after a power cut may be."""
+        """Decode a line; None if it is damaged, as the last line after a power cut may be.
+
+        A damaged line never becomes a record that the ledger would refuse: it would keep all
+        records behind it from being reported.
+        """
         try:
             hour, key, model, adapter, failed, prompt, cached, completion, *cold = json.loads(line)
             plan_id, start_s = cold or (None, 0.0)
-            return cls(
+            record = cls(
                 int(hour),
                 str(key),
                 str(model),
@@ -64,8 +70,24 @@ class UsageRecord:
                 None if plan_id is None else str(plan_id),
                 max(0.0, float(start_s)),
             )
-        except (ValueError, TypeError):
+            return record if record._is_storable() else None
+        except (ValueError, TypeError, OverflowError):
             return None
+
+    def _is_storable(self) -> bool:
+        """True if a report and PostgreSQL take the record.
+
+        Raises:
+            UnicodeEncodeError: A name is no Unicode text.
+        """
+        names = (self.key, self.model, self.adapter, self.plan_id or "")
+        "".join(names).encode()
+        return (
+            0 <= self.hour <= MAX_HOUR
+            and max(self.prompt_tokens, self.cached_tokens, self.completion_tokens) <= _MAX_TOKENS
+            and math.isfinite(self.start_s)
+            and all(len(name) <= MAX_NAME_CHARACTERS and "\0" not in name for name in names)
+        )
 
 
 def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:

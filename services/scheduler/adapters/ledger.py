@@ -128,14 +128,14 @@ def _sums(query: ViewUsage) -> Select[Any]:
 def _shares(query: ViewUsage) -> Select[Any]:
     """Split each start among all requests that waited for it, whenever they ended."""
     table = tables.cold_waits
+    inside = [table.c.hour >= query.since, *([table.c.hour < query.until] if query.until is not None else [])]
     everyone = (
         select(table.c.plan_id, func.sum(table.c.requests).label("all"), func.max(table.c.start_s).label("start_s"))
+        .where(table.c.plan_id.in_(select(table.c.plan_id).where(*inside)))  # the retention is over a year
         .group_by(table.c.plan_id)
         .subquery()
     )
     by = [table.c[name] for name in query.by]
     share = func.sum(everyone.c.start_s * table.c.requests / everyone.c.all).label("cold_start_s")
-    statement = select(*by, share).join(everyone, everyone.c.plan_id == table.c.plan_id).where(table.c.hour >= query.since)
-    if query.until is not None:
-        statement = statement.where(table.c.hour < query.until)
+    statement = select(*by, share).join(everyone, everyone.c.plan_id == table.c.plan_id).where(*inside)
     return statement.group_by(*by) if by else statement

@@ -6,12 +6,13 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.adapters.usage_spool import UsageSpool, open_spools
 from services.gateway.domain.usage_records import UsageRecord, next_report
-from shared.contracts.usage import MAX_ROWS_PER_REPORT, ReportUsage
+from shared.contracts.usage import MAX_NAME_CHARACTERS, MAX_ROWS_PER_REPORT, ReportUsage
 
 RECORDS = st.builds(
     UsageRecord,
@@ -93,6 +94,26 @@ def test_damaged_lines_are_skipped() -> None:
     assert report.rows[0].counts.requests == 2
     assert report.end == 2 * len(good) + 3 + len(b'[1,"a"]\n')
     assert next_report("s", report.end, good[:-4]) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'[1e999,"a","m","",0,1,0,1]',
+        b'[99999999,"a","m","",0,1,0,1]',
+        b'[1,"a","m","",0,9007199254740993,0,1]',
+        b'[1,"a\\u0000","m","",0,1,0,1]',
+        b'[1,"\\ud800","m","",0,1,0,1]',
+        b'[1,"a","m","",0,1,0,1,"p",Infinity]',
+        b'[1,"a","%s","",0,1,0,1]' % (b"m" * (MAX_NAME_CHARACTERS + 1)),
+    ],
+)
+def test_lines_that_the_ledger_would_refuse_are_damaged(line: bytes) -> None:
+    good = UsageRecord(1, "a", "m", "", False, 1, 0, 1).line()
+    report = next_report("s", 0, line + b"\n" + good)
+    assert report is not None
+    assert [(r.hour, r.key, r.counts.requests) for r in report.rows] == [(1, "a", 1)]
+    assert report.end == len(line) + 1 + len(good)
 
 
 def test_spools_of_ended_gateways_are_adopted_once(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ class RateLimiter:
             if key is None or not is_limited(key):
                 if not lease.in_flight:
                     del self._leases[name]
+                    self._asking.pop(name, None)
                 continue
             owner = self._members.owner(name)
             if lease.answer is None or lease.owner != owner:

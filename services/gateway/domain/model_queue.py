@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from services.gateway.domain.arrivals import Arrivals
 from services.gateway.domain.fair_queue import VirtualClock, choose_dropped
@@ -87,10 +88,11 @@ class ModelQueue:
 
     def _place(self, ticket: Ticket) -> None:
         order = ticket.queue_order
+        later = list(takewhile(lambda t: t.queue_order > order, reversed(self.waiting.values())))
         self.waiting[ticket.id] = ticket
         self._by_key[ticket.key] += 1
-        for later in [t for t in self.waiting.values() if t.queue_order > order]:
-            self.waiting.move_to_end(later.id)
+        for moved in reversed(later):
+            self.waiting.move_to_end(moved.id)
 
     def serve(self, ticket: Ticket) -> None:
         """Remove a request that is sent to an instance."""

@@ -7,7 +7,6 @@ if there are any (`services.engine.executor`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +21,9 @@ from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Event
 from services.engine.generation.kv_pages import KvPages
-from services.engine.generation.runner import RunnerLost
 from services.engine.later_stage import LaterStage
 from services.engine.loader_client import LoaderClient
+from services.engine.loader_watch import BOUND, LoaderWatch
 from services.engine.lora.cache import LoraCache
 from services.engine.lora.loader_source import LoaderLoraSource
 from services.engine.lora.prefetch import LoraPrefetcher
@@ -37,6 +36,7 @@ from services.engine.server.suspension import Suspension
 from services.engine.settings import EngineSettings
 from services.engine.stages import ring as stage_ring
 from services.engine.stages.connections import Inbound, Outbound
+from services.engine.stages.group_loss import GroupLoss
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
@@ -53,9 +53,8 @@ from shared.contracts.loader import LoaderStatus, WeightsAttached
 from shared.contracts.loader_socket import loader_socket
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
-from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle
 from shared.engines.instance_process import InstanceProcess
-from shared.errors import EngineFailed, MemoryExceeded, ThawError
+from shared.errors import MemoryExceeded, ThawError
 from shared.messaging import Mesh
 from shared.tasks import end
 from shared.telemetry.timeline import Timeline
@@ -63,11 +62,6 @@ from weights.kv_lease import PAGE_BYTES, KvLease, Lent, Shrink
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
-_BOUND = 0.1
-"""Progress once the model is bound.
-
-The remainder, up to the warm-up, is the share of loaded bytes.
-"""
 
 
 def borrows_pages(start: EngineStart) -> bool:
@@ -105,7 +99,7 @@ class Engine(InstanceProcess):
 
     _serving: Serving
     _migration: EngineMigration
-    _stage_lost: asyncio.Future[str]
+    _group: GroupLoss
 
     def __init__(
         self,
@@ -130,8 +124,7 @@ class Engine(InstanceProcess):
         self._prefetcher = LoraPrefetcher(
             self._weights, start.instance_id, start.kv_bytes if start.card.info.task == "generate" else 0
         )
-        self._owner: str | None = None
-        self._owner_gone = asyncio.Event()
+        self._loader = LoaderWatch(self._weights, self._reporter)
         self._memory_exceeded = asyncio.Event()
         self._overlap: Overlap | None = None
         self._computing: asyncio.Future[None] | None = None
@@ -189,7 +182,7 @@ class Engine(InstanceProcess):
 
     def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
         return {
-            self._owner_gone: EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again"),
+            **self._loader.exit_conditions,
             self._memory_exceeded: MemoryExceeded(
                 f"{self._start.card.name} made its executor use more memory than the instances in it reserve. "
                 "The model gets a process of its own"
@@ -208,7 +201,7 @@ class Engine(InstanceProcess):
             bound = await self._bind(partial(loading.bind_model, directory, index, self._start, self._parts.models))
             small = await files
         self._tokenization = small.tokenization
-        self._reporter.advance(_BOUND, Phase.LOAD)
+        self._reporter.advance(BOUND, Phase.LOAD)
         self._overlap = await self._begin_overlap(bound, small, index)
         if self._overlap is not None:
             await self._overlap.finish()
@@ -222,7 +215,7 @@ class Engine(InstanceProcess):
             attached = await loading.map_pages(bound, attached, self._start, self._weights, self._compute)
         if ring is not None:
             self._ring = stage_ring.open_connections(
-                await ring, self._start, loading.stage_data_bytes(bound, self._start, self._settings), self._on_stage_lost
+                await ring, self._start, loading.stage_data_bytes(bound, self._start, self._settings), self._group.report
             )
         loading.check_isolation(attached.handle, is_shared=self._parts.is_shared)
         self._reporter.advance(0.95, Phase.PROFILE)
@@ -230,7 +223,7 @@ class Engine(InstanceProcess):
             finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle, self._ring)
             computable = await self._compute(finish)
         self._mapped_at = bound.addresses()
-        self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle | GpuUnitsHandle) else None
+        self._loader.on_mapped(attached)
         self._open(computable, self._deliver)
 
     def _begin_ring(self) -> asyncio.Task[stage_ring.Sockets] | None:
@@ -246,15 +239,6 @@ class Engine(InstanceProcess):
         connecting = stage_ring.connect_ring(self._mesh, stage, self._settings.stage_host)
         self._connecting = asyncio.create_task(connecting, name="stage-ring")
         return self._connecting
-
-    def _on_stage_lost(self, reason: str) -> None:
-        """Note that a neighbouring stage has ended. Called from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
-            self._loop.call_soon_threadsafe(self._lose_stage, reason)
-
-    def _lose_stage(self, reason: str) -> None:
-        if not self._stage_lost.done():
-            self._stage_lost.set_result(reason)
 
     async def _begin_overlap(self, bound: loading.BoundModel, files: loading.ModelFiles, index: WeightsAttached) -> Overlap | None:
         """Open the engine for requests while weights arrive; None if it has to wait for them."""
@@ -278,7 +262,7 @@ class Engine(InstanceProcess):
 
     async def _start_engine(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stage_lost = self._loop.create_future()
+        self._group = GroupLoss()
         await self._load()
 
     def _deliver(self, events: Sequence[Event]) -> None:
@@ -328,15 +312,7 @@ class Engine(InstanceProcess):
         assert self._computing is not None
         if self._overlap is not None:
             self._overlap.release_results()
-        await asyncio.wait((self._computing, self._stage_lost), return_when=asyncio.FIRST_COMPLETED)
-        if self._stage_lost.done() or isinstance(lost := self._computing.exception(), RunnerLost):
-            reason = self._stage_lost.result() if self._stage_lost.done() else str(lost)
-            return EngineFailed(f"A stage of the group has ended, so the group ends. {reason}")
-        try:
-            await self._computing
-        except Exception:  # a process boundary: clients receive the error, and the scheduler starts another engine
-            log.exception("the computing thread failed")
-        return EngineFailed("The engine's computing thread failed. Its log has the cause (`thaw logs`)")
+        return await self._group.wait_for_failure(self._computing)
 
     async def _handle_command(self, command: EngineControl) -> Message:
         match command:
@@ -358,12 +334,7 @@ class Engine(InstanceProcess):
 
     async def on_loader(self, status: LoaderStatus) -> None:
         """Handle a status of the node's loader."""
-        self._weights.on_loader_status()
-        if self._owner is not None and (status.stopping or status.boot_id != self._owner):
-            self._owner_gone.set()
-        for segment in status.segments:
-            if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
-                self._reporter.advance(_BOUND + 0.8 * segment.loaded_bytes / segment.total_bytes, Phase.LOAD)
+        self._loader.on_status(status)
 
     async def _stop_engine(self) -> None:
         if self._batcher is not None:

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.engine.generation.device_loop import DeviceLoop
-from services.engine.generation.runner import RunnerLost
 from services.engine.loader_client import LoaderClient
+from services.engine.loader_watch import BOUND, LoaderWatch
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
 from services.engine.settings import EngineSettings
 from services.engine.stages import ring
 from services.engine.stages.booked_pages import BookedPages
 from services.engine.stages.connections import Inbound, Outbound
+from services.engine.stages.group_loss import GroupLoss
 from services.engine.stages.steps import StageSteps
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
@@ -37,17 +38,15 @@ from shared.contracts.inference import InferRequest
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.migration import PrepareResume, RequestsListed, TokensRead
 from shared.contracts.phases import Phase
-from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle
 from shared.engines.instance_process import InstanceProcess
 from shared.engines.request_server import RequestServer, Stream
-from shared.errors import CannotSuspend, EngineFailed, InstanceBusy, InstanceDraining, NotFound, ThawError
+from shared.errors import CannotSuspend, InstanceBusy, InstanceDraining, NotFound, ThawError
 from shared.messaging import Mesh
 from shared.tasks import end
 from shared.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
-_BOUND = 0.1
 
 
 class _NoRequests(RequestServer[Stream]):
@@ -104,7 +103,7 @@ class LaterStage(InstanceProcess):
 
     _serving: _NoRequests
     _loop: asyncio.AbstractEventLoop
-    _lost: asyncio.Future[str]
+    _group: GroupLoss
 
     def __init__(
         self,
@@ -123,28 +122,25 @@ class LaterStage(InstanceProcess):
         self._connecting: asyncio.Task[ring.Sockets] | None = None
         self._ring: tuple[Inbound, Outbound] | None = None
         self._computing: asyncio.Future[None] | None = None
-        self._owner: str | None = None
         self._lease: BookedPages | None = None
-        self._owner_gone = asyncio.Event()
-        self._is_closing = False
+        self._loader = LoaderWatch(self._weights, self._reporter)
 
     def _exit_conditions(self) -> dict[asyncio.Event, ThawError]:
-        gone = EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")
-        return {self._owner_gone: gone}
+        return self._loader.exit_conditions
 
     async def _start_engine(self) -> None:
         start, stage = self._start, self._start.stage
         assert stage is not None
         ring.check_start(start, is_shared=False)
         self._loop = asyncio.get_running_loop()
-        self._lost = self._loop.create_future()
+        self._group = GroupLoss()
         self._connecting = asyncio.create_task(ring.connect_ring(self._mesh, stage, self._settings.stage_host), name="stage-ring")
         index = await self._weights.attach(start.card, self._weights.holder, "index")
         self._reporter.weights_id = index.weights_id
         directory = Path(index.directory)
         with self._timeline.phase(Phase.INIT):
             bound = await self._compute(partial(loading.bind_model, directory, index, start, self._models))
-        self._reporter.advance(_BOUND, Phase.LOAD)
+        self._reporter.advance(BOUND, Phase.LOAD)
         attached = await self._weights.attach(start.card, self._weights.holder, "complete")
         self._timeline.absorb(attached.phases)
         if start.separate_memory:
@@ -157,12 +153,12 @@ class LaterStage(InstanceProcess):
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=1):
             ready = await self._compute(partial(loading.complete_part, bound, start, self._settings, attached.handle))
-        self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle | GpuUnitsHandle) else None
+        self._loader.on_mapped(attached)
         self._ring = ring.open_connections(
             await self._connecting,
             start,
             loading.stage_data_bytes(bound, start, self._settings),
-            self._on_lost,
+            self._group.report,
             self._device_loop.wake,
         )
         context = start.card.context_length
@@ -174,26 +170,13 @@ class LaterStage(InstanceProcess):
         return asyncio.wrap_future(self._device_loop.submit(self._start.instance_id, work))
 
     def _on_closing(self) -> None:
-        self._is_closing = True
+        self._group.expect_end()
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
             self._loop.call_soon_threadsafe(self._serving.close_group)
 
-    def _on_lost(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._lose, reason)
-
-    def _lose(self, reason: str) -> None:
-        if not self._lost.done() and not self._is_closing:
-            self._lost.set_result(reason)
-
     async def _wait_for_failure(self) -> ThawError:
         assert self._computing is not None
-        await asyncio.wait((self._computing, self._lost), return_when=asyncio.FIRST_COMPLETED)
-        if self._computing.done() and not isinstance(error := self._computing.exception(), RunnerLost):
-            log.error("the computing thread failed", exc_info=error)
-            return EngineFailed("The engine's computing thread failed. Its log has the cause (`thaw logs`)")
-        reason = self._lost.result() if self._lost.done() else str(self._computing.exception())
-        return EngineFailed(f"A stage of the group has ended, so the group ends. {reason}")
+        return await self._group.wait_for_failure(self._computing)
 
     async def _handle_command(self, command: EngineControl) -> Message:
         match command:
@@ -205,12 +188,7 @@ class LaterStage(InstanceProcess):
 
     async def on_loader(self, status: LoaderStatus) -> None:
         """Handle a status of the node's loader."""
-        self._weights.on_loader_status()
-        if self._owner is not None and (status.stopping or status.boot_id != self._owner):
-            self._owner_gone.set()
-        for segment in status.segments:
-            if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
-                self._reporter.advance(_BOUND + 0.8 * segment.loaded_bytes / segment.total_bytes, Phase.LOAD)
+        self._loader.on_status(status)
 
     async def _stop_engine(self) -> None:
         if self._serving.steps is not None:

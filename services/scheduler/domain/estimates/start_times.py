@@ -2,8 +2,8 @@
 
 Parameters are those learned of the model on the node, else of the model on all nodes, else priors.
 Loads are predicted as q + n/b: q is queued on the node's links, b is the learned bandwidth of this
-model, device and tier, or the slowest link on the way as the loader measured it. A measured start
-updates the parameters (`updated_estimates`).
+model, device and tier, or the slowest link on the way as the loader measured it. `start_learning`
+updates the parameters after a measured start.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from services.scheduler.domain.cost.formulas import (
     load_s,
     two_way_load_s,
 )
-from services.scheduler.domain.cost.learned import Parameter, observe
+from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, find_slowest, peer_rate
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.shared_weights import bytes_on_peers, separate_memory, weights_there
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, estimate_key
+from services.scheduler.domain.state.volatile import ANYWHERE, estimate_key
 from services.scheduler.domain.values import value
 from shared.contracts.loader import LoaderStatus, WeightsOnDevice
 from shared.contracts.models import ModelCard
-from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, measure_covered
-from shared.contracts.plans import RESTORES, Candidate, PlanRecord
 from shared.template_key import template_key
 
 NODES_KEPT = 64
@@ -55,10 +53,6 @@ woken, serves another model.
 """
 DEFAULT_CHANGE_MS = 500.0
 DEFAULT_REUSE_MS = 20.0
-LEAST_MS = 10.0
-"""Smaller differences do not matter."""
-_LEAST_LOAD_MS = 1.0
-"""A shorter load is no sample of a bandwidth."""
 _NONE: Mapping[str, Parameter] = {}
 _FIXED = frozenset({*BEFORE, *ENGINE, *AFTER})
 
@@ -132,7 +126,7 @@ class Forecast:
         self._loads_itself = card.spec.loads_itself
         self.is_remote = "://" in card.info.source
         """Nodes without its bytes load them over their links to remote sources."""
-        self._anywhere = _values(state, card.name, ANYWHERE) or _of_its_key(state, card)
+        self._anywhere = learned_values(state, card.name, ANYWHERE) or _of_its_key(state, card)
         self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
         """Milliseconds of the phases that load no weights, on nodes without measurements."""
         self._before, self._engine, self._after = _parts(self._fixed) if self._anywhere else _PRIOR_PARTS
@@ -186,7 +180,7 @@ class Forecast:
         known = report.status.suspension.resume_ms if report is not None else None
         phases = {k: PRIOR_MS[k] for k in BEFORE} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
         spread = 0.0
-        if (learned := _values(self._state, i.model, i.node).get(RESUMING)) is not None:
+        if (learned := learned_values(self._state, i.model, i.node).get(RESUMING)) is not None:
             spread = learned.error
         if leaving:
             phases["reserve"] += self._leaving_ms(i.node)
@@ -201,7 +195,7 @@ class Forecast:
         report = self._state.reports.get(i.instance_id)
         known = report.status.suspension.resume_ms if report is not None else None
         phases = {k: PRIOR_MS[k] for k in BEFORE} | {"restore": known if known is not None else DEFAULT_RESUME_MS}
-        learned = _values(self._state, "", i.node).get(CHANGING) or _values(self._state, "", ANYWHERE).get(CHANGING)
+        learned = learned_values(self._state, "", i.node).get(CHANGING) or learned_values(self._state, "", ANYWHERE).get(CHANGING)
         phases["load"] = learned.value if learned is not None else DEFAULT_CHANGE_MS
         if leaving:
             phases["reserve"] += self._leaving_ms(i.node)
@@ -209,7 +203,7 @@ class Forecast:
         return Prediction(phases, ms, _cost(phases, ms, learned.error if learned is not None else 0.0), "template")
 
     def _leaving_ms(self, node: str) -> float:
-        known = _values(self._state, "", node).get(LEAVING) or _values(self._state, "", ANYWHERE).get(LEAVING)
+        known = learned_values(self._state, "", node).get(LEAVING) or learned_values(self._state, "", ANYWHERE).get(LEAVING)
         return known.value if known is not None else LEAVING_MS
 
     def _compute_prediction(self, b: Booking | None, bytes_per_second: float | None, leaving: bool) -> Prediction:
@@ -219,7 +213,7 @@ class Forecast:
         phases = dict(self._fixed)
         own = _NONE
         if b is not None:
-            own = _values(self._state, self.card.name, b.node)
+            own = learned_values(self._state, self.card.name, b.node)
             phases |= _phases(own)
         loading = self._bring(phases, b, own, bytes_per_second)
         if leaving:
@@ -350,15 +344,16 @@ def _of_its_key(state: ClusterState, card: ModelCard) -> Mapping[str, Parameter]
 
     A model that has never run would otherwise be predicted to start as the built-in engine does.
     """
-    return _values(state, _name_of_key(key), ANYWHERE) if (key := template_key(card)) else _NONE
+    return learned_values(state, name_of_key(key), ANYWHERE) if (key := template_key(card)) else _NONE
 
 
-def _name_of_key(key: str) -> str:
+def name_of_key(key: str) -> str:
     """Return the name under which estimates of a template key are stored."""
     return f"template:{key}"
 
 
-def _values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:
+def learned_values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:
+    """Return the learned quantities of a model (empty: of all models) on a node, or anywhere."""
     found = state.estimates.get(estimate_key(model, node))
     return found.parameters if found is not None else _NONE
 
@@ -399,105 +394,3 @@ def resumes_faster(state: ClusterState, i: Instance) -> bool:
         return True
     _, restart_ms = Forecast(state, model.card).predict_ms(booking_of(state, i.node, i.device_ids[0]), leaving=False)
     return resume_ms <= restart_ms
-
-
-def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
-    """Return the estimates after a finished plan: of the model on its node, anywhere, of the models
-    with its template key, and of the node.
-
-    The time that a start waited for a new zygote is not a sample of the next start.
-    """
-    chosen, model = plan.chosen, state.models.get(plan.model)
-    if plan.outcome != "ready" or chosen is None or model is None:
-        return []
-    phases = _by_phase(plan)
-    phases.pop(Phase.RESERVE.value, None)
-    reserved = _reserved_ms(plan)
-    found = []
-    if chosen.clearing in ("evict", "suspend", "preempt", "migrate") and reserved is not None:
-        found += [_estimate_moved(state, "", node, {LEAVING: reserved}, {LEAVING: LEAVING_MS}) for node in (chosen.node, ANYWHERE)]
-    if plan.way == "template":
-        if Phase.INIT.value not in phases:  # else it fell back to a cold start
-            ready_ms = sum(phases.get(p.value, 0.0) for p in (Phase.CONTAINER, Phase.LOAD, Phase.PROFILE))
-            woke = chosen.predicted.get(Phase.RESTORE.value, 0.0)
-            changed = {CHANGING: max(0.0, ready_ms - woke)}
-            found += [_estimate_moved(state, "", node, changed, {CHANGING: DEFAULT_CHANGE_MS}) for node in (chosen.node, ANYWHERE)]
-        return found
-    if plan.way in RESTORES:
-        if (took := phases.get(Phase.RESTORE.value)) is not None:
-            found.append(_estimate_moved(state, plan.model, chosen.node, {RESUMING: took}, {RESUMING: DEFAULT_RESUME_MS}))
-        return found
-    loads_itself, weights = model.card.spec.loads_itself, model.card.info.weights_bytes
-    own = dict(phases)
-    if not loads_itself:
-        for name in BRINGING:
-            own.pop(name, None)
-        spans = [(s.start_ms, s.end_ms) for s in plan.measured if s.phase.value in BRINGING]
-        ms = measure_covered(spans) - min(chosen.queued_ms, 0.9 * measure_covered(spans))
-        missing = weights - chosen.resident_bytes
-        if chosen.read_bytes is not None:
-            own |= _observe_reuse(state, plan.model, chosen, ms, missing)
-        elif ms > _LEAST_LOAD_MS and missing > 0 and chosen.source:
-            own[bandwidth(chosen.source)] = speed = missing / (ms / 1e3)
-            if not chosen.device_ids[0].startswith("cpu"):
-                own[bandwidth(chosen.source, chosen.device_ids[0])] = speed
-    anywhere = {k: v for k, v in own.items() if ":" not in k and k != REUSING}
-    # The priors are those of the built-in engine. They do not bound other engines, whose starts may
-    # take a minute.
-    priors = PRIOR_MS if model.card.spec.engine == "builtin" else {}
-    if key := template_key(model.card):
-        found.append(_estimate_moved(state, _name_of_key(key), ANYWHERE, anywhere, priors))
-    return [
-        *found,
-        _estimate_moved(state, plan.model, chosen.node, own, priors),
-        _estimate_moved(state, plan.model, ANYWHERE, anywhere, priors),
-    ]
-
-
-def _observe_reuse(state: ClusterState, model: str, chosen: Candidate, ms: float, missing: int) -> dict[str, float]:
-    """Return what a load to a separate device has measured: of the slower of its two parts."""
-    device_id, read = chosen.device_ids[0], chosen.read_bytes or 0
-    if chosen.peer_bytes:  # the loader measures the links between devices itself
-        return {}
-    if not missing and not read:
-        return {REUSING: ms} if ms > 0 else {}
-    known = _values(state, model, chosen.node)
-    fixed = known[REUSING].value if REUSING in known else DEFAULT_REUSE_MS
-    seconds = (ms - min(fixed, 0.5 * ms)) / 1e3
-    if ms <= _LEAST_LOAD_MS:
-        return {}
-    bus = known.get(bandwidth("dram", device_id))
-    if not read or (bus is not None and load_s(missing, bus.value) >= 0.9 * seconds):
-        return {bandwidth("dram", device_id): missing / seconds}
-    return {bandwidth(chosen.source, device_id): read / seconds} if chosen.source else {}
-
-
-def _reserved_ms(plan: PlanRecord) -> float | None:
-    """Return the milliseconds from the decision until victims were gone; None: without victims."""
-    took = plan.chosen.took_ms if plan.chosen is not None else None
-    decided = plan.measured_ms - took if plan.measured_ms is not None and took is not None else float("-inf")
-    spans = [(max(s.start_ms, decided), s.end_ms) for s in plan.measured if s.phase is Phase.RESERVE and s.end_ms > decided]
-    return measure_covered(spans) if spans else None
-
-
-def _by_phase(plan: PlanRecord) -> dict[str, float]:
-    """Return the measured milliseconds by phase, without those that are no samples."""
-    sampled = tuple(s for s in plan.measured if not _of_the_zygote(s) and s.phase not in (Phase.QUEUE, Phase.MESH))
-    return plan.model_copy(update={"measured": sampled}).measured_phases
-
-
-def _of_the_zygote(span: PhaseSpan) -> bool:
-    return span.phase is Phase.CONTAINER and span.detail.get("launcher") == NEW_ZYGOTE
-
-
-def _estimate_moved(
-    state: ClusterState, model: str, node: str, measured: Mapping[str, float], priors: Mapping[str, float]
-) -> Estimate:
-    known = dict(_values(state, model, node))
-    for quantity, now in measured.items():
-        before = known.get(quantity)
-        if before is None and model and node != ANYWHERE:  # the value on other nodes is a better prior than the default
-            prior = _values(state, model, ANYWHERE).get(quantity)
-            before = Parameter(prior.value, prior.error) if prior is not None else None
-        known[quantity] = observe(before, now, priors.get(quantity, now), 0.0 if ":" in quantity else LEAST_MS)
-    return Estimate(model, node, known)

@@ -14,7 +14,8 @@ from services.scheduler.domain.effects import (
     SendSuspend,
 )
 from services.scheduler.domain.estimates.memory_needs import start_bytes
-from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster, updated_estimates
+from services.scheduler.domain.estimates.start_learning import updated_estimates
+from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster
 from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
 from services.scheduler.domain.placement.place import Placement
 from services.scheduler.domain.state.device_memory import resume_need_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.estimates.start_times import PRIOR_MS, Forecast, bandwidth, updated_estimates
+from services.scheduler.domain.estimates.start_learning import updated_estimates
+from services.scheduler.domain.estimates.start_times import PRIOR_MS, Forecast, bandwidth
 from services.scheduler.domain.events import LoaderStatusReceived
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply

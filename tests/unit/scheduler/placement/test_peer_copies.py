@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.estimates.start_times import Forecast, Prediction, updated_estimates
+from services.scheduler.domain.estimates.start_learning import updated_estimates
+from services.scheduler.domain.estimates.start_times import Forecast, Prediction
 from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.loader import CachedModel, DeviceMemory, LinkStatus, WeightsOnDevice
 from shared.contracts.phases import Phase, PhaseSpan

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.domain.effects import SendExpectation, SendPrepare
-from services.scheduler.domain.estimates.start_times import REUSING, Forecast, bandwidth, updated_estimates
+from services.scheduler.domain.estimates.start_learning import updated_estimates
+from services.scheduler.domain.estimates.start_times import REUSING, Forecast, bandwidth
 from services.scheduler.domain.prewarm.expectations import MOST_GROUPS
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply

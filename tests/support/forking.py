@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ _READY_WITHIN_S = 60.0
 _execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # no public hook has its place
 _servers: dict[bool, ForkServer] = {}
 """This test process's fork servers: without torch, and with it."""
+_starting = threading.Lock()
+"""Held while one is started: a mesh's processes are started by several threads."""
 _own: ForkServer | None = None
 """In a forked service: the fork server that was forked from it."""
 _is_service = False
@@ -137,12 +140,13 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
     if module == MODULE or not supports_cloning():
         return None  # tests of the launcher's fork server start the real one
     has_torch = module in ENGINES or _starts_engines(module, arguments, environment)
-    if has_torch not in _servers:
-        modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_STUBS, *(ENGINES if has_torch else ()))
-        server = ForkServer(modules, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT, program=SERVER)
-        _servers[has_torch] = server
-        assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for a minute"
-    return _servers[has_torch]
+    with _starting:
+        if has_torch not in _servers:
+            modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_STUBS, *(ENGINES if has_torch else ()))
+            server = ForkServer(modules, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT, program=SERVER)
+            _servers[has_torch] = server
+            assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for a minute"
+        return _servers[has_torch]
 
 
 def _starts_engines(module: str, arguments: list[str], environment: Mapping[str, str]) -> bool:

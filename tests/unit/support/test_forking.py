@@ -1,0 +1,41 @@
+"""Test processes are forked from one server of each kind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support import forking
+
+THREADS = 4
+
+
+class Starting:
+    """A fork server that takes until every thread starts one, or a moment, to be created."""
+
+    started: list[Starting]
+    wanted: threading.Barrier
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.started.append(self)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.wanted.wait(0.2)
+
+    def await_ready(self, _within_s: float) -> bool:
+        return True
+
+
+def test_threads_that_start_processes_at_once_share_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    Starting.started, Starting.wanted = [], threading.Barrier(THREADS)
+    monkeypatch.setattr(forking, "_servers", {})
+    monkeypatch.setattr(forking, "_is_service", False)
+    monkeypatch.setattr(forking, "supports_cloning", lambda: True)
+    monkeypatch.setattr(forking, "ForkServer", Starting)
+    with ThreadPoolExecutor(THREADS) as threads:
+        servers = list(threads.map(lambda _: forking._server_for("services.loader", [], {}), range(THREADS)))
+    assert len(Starting.started) == 1
+    assert [*map(id, servers)] == [id(Starting.started[0])] * THREADS

@@ -32,6 +32,7 @@ OWN = {
         "domain",
         "generation",
         "later_stage",
+        "loader_watch",
         "loader_client",
         "lora",
         "model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from tests.support import forking
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
-hypothesis.settings.register_profile("thaw", deadline=None)  # a slow machine makes examples exceed any deadline
+# A slow machine makes examples exceed any deadline. Each run has the same examples, so that what
+# fails fails again; `make test-long` looks for others.
+hypothesis.settings.register_profile("thaw", deadline=None, derandomize="THAW_TEST_RANDOM" not in os.environ)
 hypothesis.settings.load_profile("thaw")
 _databases = itertools.count(1)
 _TESTS = Path(__file__).parent

@@ -5,8 +5,6 @@ Processes die and messages are lost; no state is left behind, and no step is don
 
 from __future__ import annotations
 
-import os
-
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -161,6 +159,5 @@ TestInterleavings.settings = settings(
     stateful_step_count=40,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     deadline=None,
-    derandomize="THAW_TEST_RANDOM" not in os.environ,  # it failed once at random, and the example was not kept
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -231,9 +231,10 @@ class Cluster(RuleBasedStateMachine):
     def never_more_than_asked_for(self) -> None:
         """No more instances run than were requested.
 
-        During migrations, each source may have one more, the destination.
+        During migrations, each source may have one more, the destination. So may each instance
+        that was to stop if idle and is busy: its replacement starts before its node refuses.
         """
-        left = {move.source for move in self.w.state.migrations.values()}
+        left = {move.source for move in self.w.state.migrations.values()} | self.w.refused
         for model in self.w.state.models.values():
             live = self.w.state.live_instances(model)
             assert sum(i.instance_id not in left for i in live) <= model.card.spec.replicas.max

@@ -269,6 +269,8 @@ class World:
     effects: list[Effect] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+    """Instances that a node refused to stop or suspend."""
 
     def __post_init__(self) -> None:
         self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100, keep_alive_rule=self.policy.profile.keep)
@@ -301,7 +303,7 @@ class World:
             return
         if isinstance(effect, SendSuspend):
             if (refused := agent.suspend(effect)) is not None:
-                self.send(StopRefused(self.now, effect.command.instance_id, refused))
+                self._refuse_stop(effect.command.instance_id, refused)
             return
         if isinstance(effect, SendStart | SendResume):
             error = agent.start(effect.command, self.now) if isinstance(effect, SendStart) else agent.resume(effect, self.now)
@@ -312,7 +314,11 @@ class World:
             )
             self.send(again)
         elif (error := agent.stop(effect)) is not None:
-            self.send(StopRefused(self.now, effect.command.instance_id, error))
+            self._refuse_stop(effect.command.instance_id, error)
+
+    def _refuse_stop(self, instance_id: str, error: ErrorBody) -> None:
+        self.refused.add(instance_id)
+        self.send(StopRefused(self.now, instance_id, error))
 
     # Actions of tests.
 

@@ -190,6 +190,22 @@ def test_drain_migrates_the_running_requests_of_a_node(world: World) -> None:
     assert [r.command.instance_id for r in world.of("a")] == [started.command.instance_id]
 
 
+def test_drained_instance_that_turns_out_busy_migrates_to_its_replacement(world: World) -> None:
+    """Its node reported it idle; the replacement starts before the node refuses the stop."""
+    source = serving(world, active=0)
+    here = node_of(world, source.command.instance_id)
+    world.demand("a", 1)
+    source.active = 1
+    world.change_node(here, "drain")
+    (replacement,) = (r for r in world.of("a") if r is not source)
+    assert node_of(world, replacement.command.instance_id) != here
+    world.get_ready("a")
+    world.tick(0.25)
+    (record,) = orders(world)
+    assert (record.source_instance, record.instance_id) == (source.command.instance_id, replacement.command.instance_id)
+    assert len(world.of("a")) == 2, "nothing else is started for the migration"
+
+
 def test_drain_waits_for_room_until_its_timeout(world: World) -> None:
     source = serving(world)
     here, there = node_of(world, source.command.instance_id), other(world, source)

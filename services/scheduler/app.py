@@ -110,7 +110,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     catalog = Catalog(js, mesh.replicas)
     await ensure_streams(js, mesh.replicas)
     migrations = Migrations(mesh, loop.post)
-    ledger = Ledger(engine)
+    ledger = Ledger(engine, settings.price_list)
     handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations)
     outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations)
     outbox.reconcile(m.card for m in loop.state.models.values())

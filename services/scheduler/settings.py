@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from services.scheduler.domain.policy import Policy
 from services.scheduler.profiles import profile_named
+from shared.contracts.prices import Prices
 from shared.errors import InvalidRequest
 from shared.policies import DEFAULT_POLICY
 from shared.settings import CommonSettings
@@ -58,6 +59,19 @@ class SchedulerSettings(CommonSettings):
     command_timeout: float = Field(
         default=5.0, gt=0, description="Seconds a nodeagent may be unreachable before a start on it counts as failed."
     )
+    prices: str = Field(
+        default="",
+        description="Prices of tokens and device-seconds as JSON, as `prices:` in thaw.yaml (docs/metering.md); empty: none.",
+    )
+
+    @field_validator("prices")
+    @classmethod
+    def _check_prices(cls, value: str) -> str:
+        try:
+            return Prices.model_validate_json(value).model_dump_json() if value else ""
+        except ValidationError as e:
+            first = e.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}") from None
 
     @field_validator("database_url")
     @classmethod
@@ -74,6 +88,10 @@ class SchedulerSettings(CommonSettings):
             return profile_named(value).name
         except InvalidRequest as e:
             raise ValueError(e.message) from None
+
+    @property
+    def price_list(self) -> Prices | None:
+        return Prices.model_validate_json(self.prices) if self.prices else None
 
     def rules(self) -> Policy:
         """Return the policy for decisions."""

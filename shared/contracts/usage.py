@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from shared.contracts.base import Deadline, Frozen, Message, Request
+from shared.contracts.prices import Cost
 
 REPORT_INTERVAL_S = 2.0
 MAX_ROWS_PER_REPORT = 1_000
@@ -35,6 +36,7 @@ class Counts(Frozen):
         cold_requests: Requests that waited for a cold start.
         cold_start_s: Their shares of the seconds of these starts. The requests that waited for a
             start share it equally.
+        cold_device_s: The same, times the devices of the instance that started.
     """
 
     requests: int = Field(default=0, ge=0, le=MAX_COUNT)
@@ -44,6 +46,7 @@ class Counts(Frozen):
     completion_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
     cold_requests: int = Field(default=0, ge=0, le=MAX_COUNT)
     cold_start_s: float = Field(default=0.0, ge=0)
+    cold_device_s: float = Field(default=0.0, ge=0)
 
 
 class UsageRow(Frozen):
@@ -68,6 +71,8 @@ class ColdWait(Frozen):
     Attributes:
         plan_id: The plan of the start.
         start_s: Seconds of the whole start.
+        device_kind: Kind of the instance's devices (cpu, cuda); empty: unknown.
+        devices: How many devices it has.
     """
 
     plan_id: str = Field(max_length=MAX_NAME_CHARACTERS)
@@ -77,6 +82,8 @@ class ColdWait(Frozen):
     adapter: str = Field(default="", max_length=MAX_NAME_CHARACTERS)
     requests: int = Field(ge=1, le=MAX_COUNT)
     start_s: float = Field(ge=0, allow_inf_nan=False)
+    device_kind: str = Field(default="", max_length=20)
+    devices: int = Field(default=1, ge=1, le=10_000)
 
 
 class ReportUsage(Request):
@@ -114,18 +121,28 @@ class ViewUsage(Request):
 
 
 class UsageSum(Frozen):
-    """Counts of one combination of the dimensions; None: summed over all."""
+    """Counts of one combination of the dimensions; None: summed over all.
+
+    Attributes:
+        cost: The counts at the present prices; None: the mesh has no prices.
+    """
 
     key: str | None = None
     model: str | None = None
     adapter: str | None = None
     hour: int | None = None
     counts: Counts
+    cost: Cost | None = None
 
 
 class UsageViewed(Message):
-    """The sums, largest number of tokens first. `complete`: no row was left off."""
+    """The sums, largest number of tokens first. `complete`: no row was left off.
+
+    Attributes:
+        currency: Of the costs; None: the mesh has no prices.
+    """
 
     kind: Literal["usage_viewed"] = "usage_viewed"
     rows: tuple[UsageSum, ...] = ()
     complete: bool = True
+    currency: str | None = None

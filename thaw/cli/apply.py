@@ -149,7 +149,7 @@ def differences(home: Home, wanted: Wanted) -> list[str]:
     for key, asked_for, runs in (
         ("admin_key", wanted.mesh.admin_key, plan.credentials.admin_key),
         ("api_keys", set(wanted.api_key_hashes), set(plan.api_keys)),
-        ("environment", _without_policy(wanted.mesh.environment), _without_policy(plan.environment)),
+        ("environment", _without_sections(wanted.mesh.environment), _without_sections(plan.environment)),
         ("nats_port", wanted.mesh.nats_port, plan.nats_port),
         ("postgres_port", wanted.mesh.postgres_port, plan.postgres_port),
     ):
@@ -158,8 +158,12 @@ def differences(home: Home, wanted: Wanted) -> list[str]:
     if wanted.scheduler.policy is not None:
         running_policy = plan.environment.get("THAW_POLICY") or os.environ.get("THAW_POLICY") or DEFAULT_POLICY
         found += ["scheduler.policy"] if wanted.environment.get("THAW_POLICY", running_policy) != running_policy else []
+    if wanted.prices is not None:
+        running_prices = plan.environment.get("THAW_PRICES") or os.environ.get("THAW_PRICES")
+        found += ["prices"] if wanted.environment.get("THAW_PRICES", running_prices) != running_prices else []
     return found
 
 
-def _without_policy(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name != "THAW_POLICY"}
+def _without_sections(environment: dict[str, str]) -> dict[str, str]:
+    """Leave out variables that sections of a thaw.yaml set."""
+    return {name: value for name, value in environment.items() if name not in ("THAW_POLICY", "THAW_PRICES")}

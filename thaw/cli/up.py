@@ -61,7 +61,7 @@ def up(
     out, home = screen(as_json), Home.from_environment()
     file = load_config(config) if config is not None else None
     asked = file or ThawFile()
-    wanted = Wanted(host=host, port=port, nodes=nodes, mesh=asked.mesh, scheduler=asked.scheduler)
+    wanted = Wanted(host=host, port=port, nodes=nodes, mesh=asked.mesh, scheduler=asked.scheduler, prices=asked.prices)
     home.create(wanted.node_names)
     with control.starting(home, lambda: out.print("waiting for another `thaw up`, which is starting the mesh")):
         if (status := running_status(home)) is not None and status.stopping:

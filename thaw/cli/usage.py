@@ -1,4 +1,4 @@
-"""`thaw usage`: what keys and models used."""
+"""`thaw usage`: what keys and models used, and what it costs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shared.contracts.usage import Counts, Dimension, UsageSum, UsageViewed
 from thaw.cli.api import Api
+from thaw.cli.focus import DIMENSIONS, focus_csv, format_exact
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
 from thaw.units import parse_duration
@@ -25,19 +26,32 @@ def usage(
     by: Annotated[str, typer.Option("--by", help="Dimensions of the sums: key, model, adapter, hour.")] = "key,model",
     since: Annotated[str, typer.Option("--since", help="How far back, in whole hours, e.g. 24h or 7d.")] = "7d",
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV and nothing else.")] = False,
+    as_focus: Annotated[
+        bool, typer.Option("--focus", help="Print CSV with the columns of FOCUS, by the hour; needs prices.")
+    ] = False,
     as_json: Json = False,
 ) -> Document:
-    """Show requests, tokens and cold starts by API key and model.
+    """Show requests, tokens, cold starts and their cost by API key and model.
 
-    Example: [bold]thaw usage --by key,hour --since 24h --csv[/]
+    Examples:
+    [bold]thaw usage --by key,hour --since 24h --csv[/]
+    [bold]thaw usage --since 30d --focus > charges.csv[/]
     """
+    if as_focus:
+        by = ",".join(DIMENSIONS)
     dimensions = [part.strip() for part in by.split(",") if part.strip()]
     if unknown := [part for part in dimensions if part not in get_args(Dimension)]:
         raise typer.BadParameter(f"{unknown[0]!r} is no dimension; allowed: {', '.join(get_args(Dimension))}")
     first = int((time.time() - _seconds(since)) // _HOUR_S)
     query = {"since": str(first), "by": ",".join(dimensions)}
     viewed = UsageViewed.model_validate(Api.find().request("GET", "/admin/v1/usage", timeout=30.0, **query))
-    if as_csv:
+    if as_focus:
+        if viewed.currency is None:
+            raise CommandError("The mesh has no prices.", "Add `prices:` to thaw.yaml and restart it (docs/metering.md).")
+        if not viewed.complete:
+            raise CommandError("There are more rows than one answer has.", "Choose a shorter time with --since.")
+        typer.echo(focus_csv(viewed.rows, viewed.currency), nl=False)
+    elif as_csv:
         typer.echo(_csv(viewed, dimensions), nl=False)
     else:
         out = screen(as_json)
@@ -67,6 +81,8 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
         table.add_column(name.upper())
     for name in ("REQUESTS", "FAILED", "PROMPT", "CACHED", "COMPLETION", "COLD", "COLD S"):
         table.add_column(name, justify="right")
+    if viewed.currency is not None:
+        table.add_column(viewed.currency.upper(), justify="right")
     for row in viewed.rows:
         counts = row.counts
         table.add_row(
@@ -83,6 +99,7 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
                 )
             ),
             f"{counts.cold_start_s:,.1f}",
+            *([f"{row.cost.total:,.4f}"] if row.cost is not None else []),
         )
     return table
 
@@ -91,7 +108,9 @@ def _csv(viewed: UsageViewed, dimensions: list[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     counts = list(Counts.model_fields)
-    writer.writerow([*dimensions, *counts])
+    money = ["cost", "currency"] if viewed.currency is not None else []
+    writer.writerow([*dimensions, *counts, *money])
     for row in viewed.rows:
-        writer.writerow([*(_value(row, name) for name in dimensions), *(getattr(row.counts, name) for name in counts)])
+        cost = [format_exact(row.cost.total), viewed.currency] if row.cost is not None else []
+        writer.writerow([*(_value(row, name) for name in dimensions), *(getattr(row.counts, name) for name in counts), *cost])
     return text.getvalue()

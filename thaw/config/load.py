@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shared.contracts.keys import HASH_PATTERN, NewKey
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
+from shared.contracts.prices import Prices
 from shared.device_list import PAGE_BYTES, SEPARATE, parse_devices, parse_rate
 from shared.policies import policy_names
 from thaw.config.faults import EXAMPLE, ConfigError, Fault, message_of, unknown_key
@@ -99,9 +100,10 @@ class ThawFile(Strict):
     scheduler: SchedulerConfig = SchedulerConfig()
     models: tuple[ModelSpec, ...] = ()
     keys: tuple[NewKey, ...] = ()
+    prices: Prices | None = None
 
 
-_KEYS = ("defaults", "keys", "mesh", "models", "scheduler")
+_KEYS = ("defaults", "keys", "mesh", "models", "prices", "scheduler")
 _HASH = re.compile(HASH_PATTERN)
 
 
@@ -155,7 +157,20 @@ class _Check:
             scheduler=self._scheduler(root.get("scheduler")),
             models=self._models(root.get("models"), defaults),
             keys=self._keys(root.get("keys")),
+            prices=self._prices(root.get("prices")),
         )
+
+    def _prices(self, value: Any) -> Prices | None:
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self._tree.fault(("prices",), "must be a mapping, e.g. {currency: EUR, tokens: {prompt: 0.10, completion: 0.40}}")
+            return None
+        try:
+            return Prices.model_validate(value)
+        except ValidationError as e:
+            self._report(e, ("prices",), Prices)
+            return None
 
     def _keys(self, value: Any) -> tuple[NewKey, ...]:
         """`keys:`; each has its key, or the SHA-256 of it, under `key`."""

@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from shared.contracts.prices import Prices
 from shared.ports import free_port
 from thaw.config.load import MeshConfig, NodeConfig, SchedulerConfig
 from thaw.errors import CommandError
@@ -37,14 +38,17 @@ class Wanted:
     nodes: int | None = None
     mesh: MeshConfig = MeshConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    prices: Prices | None = None
 
     @property
     def environment(self) -> dict[str, str]:
         """THAW_ settings of the services beside their own environment."""
-        policy = self.scheduler.policy
-        if policy is None or "THAW_POLICY" in os.environ:
-            return self.mesh.environment
-        return {**self.mesh.environment, "THAW_POLICY": policy}
+        found = {
+            "THAW_POLICY": self.scheduler.policy,
+            "THAW_PRICES": self.prices.model_dump_json(exclude_none=True) if self.prices is not None else None,
+        }
+        chosen = {name: value for name, value in found.items() if value is not None and name not in os.environ}
+        return {**self.mesh.environment, **chosen}
 
     @property
     def host_or_default(self) -> str:

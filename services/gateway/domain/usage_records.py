@@ -6,11 +6,15 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from shared.contracts.usage import MAX_HOUR, MAX_NAME_CHARACTERS, MAX_ROWS_PER_REPORT, ColdWait, Counts, ReportUsage, UsageRow
 
 _MAX_TOKENS = 1 << 31
 """Of one request; the sums of a report stay far below `MAX_COUNT`."""
+
+_MAX_KIND_CHARACTERS = 20
+_MAX_DEVICES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,8 @@ class UsageRecord:
 
     Attributes:
         plan_id: Plan of the cold start that it waited for; None: none.
+        device_kind: Kind of the devices of that start (cpu, cuda).
+        devices: How many they are.
     """
 
     hour: int
@@ -31,6 +37,8 @@ class UsageRecord:
     completion_tokens: int
     plan_id: str | None = None
     start_s: float = 0.0
+    device_kind: str = ""
+    devices: int = 1
 
     def line(self) -> bytes:
         """Encode the record as one line of a spool."""
@@ -45,7 +53,7 @@ class UsageRecord:
             self.completion_tokens,
         ]
         if self.plan_id is not None:
-            fields += [self.plan_id, round(self.start_s, 3)]
+            fields += [self.plan_id, round(self.start_s, 3), self.device_kind, self.devices]
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     @classmethod
@@ -57,7 +65,9 @@ class UsageRecord:
         """
         try:
             hour, key, model, adapter, failed, prompt, cached, completion, *cold = json.loads(line)
-            plan_id, start_s = cold or (None, 0.0)
+            # A gateway of the previous version wrote the first two only.
+            defaults: list[Any] = [None, 0.0, "", 1]
+            plan_id, start_s, device_kind, devices = cold + defaults[len(cold) :]
             record = cls(
                 int(hour),
                 str(key),
@@ -69,6 +79,8 @@ class UsageRecord:
                 max(0, int(completion)),
                 None if plan_id is None else str(plan_id),
                 max(0.0, float(start_s)),
+                str(device_kind),
+                int(devices),
             )
             return record if record._is_storable() else None
         except (ValueError, TypeError, OverflowError):
@@ -80,14 +92,27 @@ class UsageRecord:
         Raises:
             UnicodeEncodeError: A name is no Unicode text.
         """
-        names = (self.key, self.model, self.adapter, self.plan_id or "")
+        names = (self.key, self.model, self.adapter, self.plan_id or "", self.device_kind)
         "".join(names).encode()
         return (
             0 <= self.hour <= MAX_HOUR
             and max(self.prompt_tokens, self.cached_tokens, self.completion_tokens) <= _MAX_TOKENS
             and math.isfinite(self.start_s)
+            and len(self.device_kind) <= _MAX_KIND_CHARACTERS
+            and 1 <= self.devices <= _MAX_DEVICES
             and all(len(name) <= MAX_NAME_CHARACTERS and "\0" not in name for name in names)
         )
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Requests of one key that waited for one start."""
+
+    hour: int
+    device_kind: str
+    devices: int
+    requests: int = 0
+    start_s: float = 0.0
 
 
 def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
@@ -101,7 +126,7 @@ def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
         None if there is no whole line.
     """
     rows: dict[tuple[int, str, str, str], list[int]] = {}
-    waits: dict[tuple[str, str, str, str], tuple[int, int, float]] = {}
+    waits: dict[tuple[str, str, str, str], _Wait] = {}
     end = 0
     for line in _whole_lines(data):
         record = UsageRecord.parse(line)
@@ -124,8 +149,9 @@ def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
             ):
                 sums[i] += more
             if record.plan_id is not None:
-                hour, count, start_s = waits.get(cold, (record.hour, 0, 0.0))
-                waits[cold] = (hour, count + 1, max(start_s, record.start_s))
+                wait = waits.setdefault(cold, _Wait(record.hour, record.device_kind, record.devices))
+                wait.requests += 1
+                wait.start_s = max(wait.start_s, record.start_s)
         end += len(line)
     if not end:
         return None
@@ -149,6 +175,16 @@ def _rows(sums: dict[tuple[int, str, str, str], list[int]]) -> Iterable[UsageRow
         yield UsageRow(hour=hour, key=key, model=model, adapter=adapter, counts=counts)
 
 
-def _waits(waits: dict[tuple[str, str, str, str], tuple[int, int, float]]) -> Iterable[ColdWait]:
-    for (plan_id, key, model, adapter), (hour, requests, start_s) in waits.items():
-        yield ColdWait(plan_id=plan_id, hour=hour, key=key, model=model, adapter=adapter, requests=requests, start_s=start_s)
+def _waits(waits: dict[tuple[str, str, str, str], _Wait]) -> Iterable[ColdWait]:
+    for (plan_id, key, model, adapter), wait in waits.items():
+        yield ColdWait(
+            plan_id=plan_id,
+            hour=wait.hour,
+            key=key,
+            model=model,
+            adapter=adapter,
+            requests=wait.requests,
+            start_s=wait.start_s,
+            device_kind=wait.device_kind,
+            devices=wait.devices,
+        )

@@ -26,6 +26,7 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
     adapter = request.engine_request.lora_adapter
     cold_at = stats.cold_ready_at
     spans = [s for report in stats.phase_reports if cold_at is not None and report.received_at == cold_at for s in report.phases]
+    started = stats.instance if cold_at is not None else None
     return UsageRecord(
         hour=int(time.time() // 3600),
         key=key,
@@ -35,6 +36,8 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
         prompt_tokens=stats.usage.prompt_tokens,
         cached_tokens=stats.usage.cached_tokens,
         completion_tokens=max(stats.usage.completion_tokens, request.resume_state.tokens),
-        plan_id=stats.instance.plan_id if cold_at is not None and stats.instance is not None else None,
+        plan_id=started.plan_id if started is not None else None,
         start_s=max((-span.start_ms for span in spans), default=0.0) / 1e3,
+        device_kind=started.device_ids[0].partition(":")[0] if started is not None and started.device_ids else "",
+        devices=max(1, len(started.device_ids)) if started is not None else 1,
     )

@@ -7,6 +7,7 @@ nothing; the reply says from where to continue.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Select, delete, func, select
@@ -15,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
 from services.scheduler.adapters.repository import require_epoch
+from shared.contracts.prices import Cost, Prices
 from shared.contracts.usage import (
     MAX_ROWS_VIEWED,
     RETENTION_HOURS,
@@ -32,10 +34,11 @@ _SPOOL_HOURS = 40 * 24
 
 
 class Ledger:
-    """Writer and reader of the ledger."""
+    """Writer and reader of the ledger; with `prices` its sums have a cost."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, prices: Prices | None = None) -> None:
         self._engine = engine
+        self._prices = prices
 
     async def record(self, epoch: int, report: ReportUsage, hour: int) -> UsageRecorded:
         """Record a report that continues its spool.
@@ -63,19 +66,37 @@ class Ledger:
 
     async def view(self, query: ViewUsage) -> UsageViewed:
         """Sum up the interval."""
+        # Models have prices of their own, so costs are summed over models, not computed from sums.
+        by = query.by if self._prices is None else tuple(dict.fromkeys((*query.by, "model")))
+        sums: dict[tuple[Any, ...], _Sum] = {}
         async with self._engine.connect() as connection:
-            sums = {_name(row, query): dict(row) for row in (await connection.execute(_sums(query))).mappings()}
-            for row in (await connection.execute(_shares(query))).mappings():
-                sums.setdefault(_name(row, query), dict(row))["cold_start_s"] = row["cold_start_s"]
-        found = [
+            for row in (await connection.execute(_sums(query, by))).mappings():
+                sums[tuple(row[name] for name in by)] = _Sum({name: int(row[name] or 0) for name in _COUNTS})
+            for row in (await connection.execute(_shares(query, by))).mappings():
+                found = sums.setdefault(tuple(row[name] for name in by), _Sum())
+                found.cold_start_s += float(row["cold_start_s"] or 0.0)
+                found.device_s[row["device_kind"]] = found.device_s.get(row["device_kind"], 0.0) + float(row["device_s"] or 0.0)
+        totals: dict[tuple[Any, ...], _Sum] = {}
+        for name, found in sums.items():
+            values = dict(zip(by, name, strict=True))
+            if self._prices is not None:
+                found.cost = _cost(found, values["model"], self._prices)
+            totals.setdefault(tuple(values[dimension] for dimension in query.by), _Sum()).add(found)
+        rows = [
             UsageSum(
-                **{name: row[name] for name in query.by},
-                counts=Counts(**{n: int(row.get(n) or 0) for n in _COUNTS}, cold_start_s=float(row.get("cold_start_s") or 0.0)),
+                **dict(zip(query.by, name, strict=True)),
+                counts=Counts(
+                    **{n: total.counts.get(n, 0) for n in _COUNTS},
+                    cold_start_s=total.cold_start_s,
+                    cold_device_s=sum(total.device_s.values()),
+                ),
+                cost=total.cost if self._prices is not None else None,
             )
-            for row in sums.values()
+            for name, total in totals.items()
         ]
-        found.sort(key=lambda s: (-s.counts.prompt_tokens - s.counts.completion_tokens, -s.counts.requests, str(s)))
-        return UsageViewed(rows=tuple(found[:MAX_ROWS_VIEWED]), complete=len(found) <= MAX_ROWS_VIEWED)
+        rows.sort(key=lambda s: (-s.counts.prompt_tokens - s.counts.completion_tokens, -s.counts.requests, str(s)))
+        currency = self._prices.currency if self._prices is not None else None
+        return UsageViewed(rows=tuple(rows[:MAX_ROWS_VIEWED]), complete=len(rows) <= MAX_ROWS_VIEWED, currency=currency)
 
     async def prune(self, epoch: int, hour: int) -> None:
         """Delete hours beyond the retention, and spools that are silent for long.
@@ -88,6 +109,30 @@ class Ledger:
             for table in (tables.usage, tables.cold_waits):
                 await connection.execute(delete(table).where(table.c.hour < hour - RETENTION_HOURS))
             await connection.execute(delete(tables.usage_spools).where(tables.usage_spools.c.hour < hour - _SPOOL_HOURS))
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Sums of one combination of the dimensions; `device_s`: by the kind of the device."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    cold_start_s: float = 0.0
+    device_s: dict[str, float] = field(default_factory=dict)
+    cost: Cost = field(default_factory=Cost)
+
+    def add(self, other: _Sum) -> None:
+        for name, count in other.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        for kind, seconds in other.device_s.items():
+            self.device_s[kind] = self.device_s.get(kind, 0.0) + seconds
+        self.cold_start_s += other.cold_start_s
+        self.cost = self.cost.plus(other.cost)
+
+
+def _cost(found: _Sum, model: str, prices: Prices) -> Cost:
+    counts = found.counts
+    tokens = (counts.get("prompt_tokens", 0), counts.get("cached_tokens", 0), counts.get("completion_tokens", 0))
+    return prices.cost(model, tokens, found.device_s)
 
 
 async def _add_rows(connection: AsyncConnection, report: ReportUsage) -> None:
@@ -112,20 +157,16 @@ async def _add_rows(connection: AsyncConnection, report: ReportUsage) -> None:
         )
 
 
-def _name(row: Any, query: ViewUsage) -> tuple[Any, ...]:
-    return tuple(row[name] for name in query.by)
-
-
-def _sums(query: ViewUsage) -> Select[Any]:
+def _sums(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     table = tables.usage
-    by = [table.c[name] for name in query.by]
+    by = [table.c[name] for name in dimensions]
     statement = select(*by, *(func.sum(table.c[name]).label(name) for name in _COUNTS)).where(table.c.hour >= query.since)
     if query.until is not None:
         statement = statement.where(table.c.hour < query.until)
     return statement.group_by(*by) if by else statement
 
 
-def _shares(query: ViewUsage) -> Select[Any]:
+def _shares(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     """Split each start among all requests that waited for it, whenever they ended."""
     table = tables.cold_waits
     inside = [table.c.hour >= query.since, *([table.c.hour < query.until] if query.until is not None else [])]
@@ -135,7 +176,7 @@ def _shares(query: ViewUsage) -> Select[Any]:
         .group_by(table.c.plan_id)
         .subquery()
     )
-    by = [table.c[name] for name in query.by]
-    share = func.sum(everyone.c.start_s * table.c.requests / everyone.c.all).label("cold_start_s")
-    statement = select(*by, share).join(everyone, everyone.c.plan_id == table.c.plan_id).where(*inside)
-    return statement.group_by(*by) if by else statement
+    by = [*(table.c[name] for name in dimensions), table.c.device_kind]
+    share = everyone.c.start_s * table.c.requests / everyone.c.all
+    shares = (func.sum(share).label("cold_start_s"), func.sum(share * table.c.devices).label("device_s"))
+    return select(*by, *shares).join(everyone, everyone.c.plan_id == table.c.plan_id).where(*inside).group_by(*by)

@@ -156,6 +156,8 @@ cold_waits = Table(
     Column("hour", Integer, nullable=False),
     Column("requests", BigInteger, nullable=False),
     Column("start_s", Float, nullable=False),
+    Column("device_kind", Text, nullable=False, server_default=""),
+    Column("devices", Integer, nullable=False, server_default="1"),
     Index("cold_waits_by_hour", "hour"),
 )
 """Requests that waited for a start, which share its seconds."""

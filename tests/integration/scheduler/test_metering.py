@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.repository import StaleEpoch
+from shared.contracts.prices import Prices, TokenPrices
 from shared.contracts.usage import RETENTION_HOURS, ColdWait, Counts, ReportUsage, UsageRow, UsageViewed, ViewUsage
 from shared.ports import free_port
 from tests.integration.gateway.conftest import Served, until
@@ -32,12 +36,18 @@ from tests.support.fake_node import MIB
 
 ADMIN = {"authorization": "Bearer root"}
 HOUR = int(time.time() // 3600)
+PRICES = Prices(
+    currency="EUR",
+    tokens=TokenPrices(prompt=Decimal(100), completion=Decimal(400)),
+    device_seconds={"cpu": Decimal("0.5")},
+    models={"b": TokenPrices(completion=Decimal(800))},
+)
 
 
 @pytest.fixture
 async def served(site: Site, tmp_path: Path) -> AsyncIterator[Served]:
     await serving_node(site, budget=700 * MIB)
-    site.scheduler()
+    site.scheduler(prices=PRICES.model_dump_json())
     await site.add(spec("a"), spec("b"))
     async with gateway(site, admin_key="root", home=tmp_path / "home") as served:
         yield served
@@ -187,6 +197,7 @@ async def test_the_ledger_records_a_spool_in_order_and_once(database_url: str) -
             assert positions == [10, 10, 10, 20, 20]
             (row,) = (await ledger.view(ViewUsage(since=0, by=()))).rows
             assert (row.counts.requests, row.counts.cold_start_s) == (2, 8.0)
+            assert row.cost is None
             with pytest.raises(StaleEpoch):
                 await ledger.record(term.epoch - 1, _report(20, 30), HOUR)
             await ledger.record(term.epoch, _report(20, 30, hour=5), HOUR)
@@ -195,6 +206,33 @@ async def test_the_ledger_records_a_spool_in_order_and_once(database_url: str) -
             assert [r.hour for r in (await ledger.view(ViewUsage(since=0, by=("hour",)))).rows] == [HOUR]
             until_now = await ledger.view(ViewUsage(since=0, until=HOUR, by=("key",)))
             assert until_now.rows == ()
+    finally:
+        await engine.dispose()
+
+
+def _used(model: str, tokens: int, end: int, **wait: Any) -> ReportUsage:
+    counts = Counts(requests=1, prompt_tokens=tokens, completion_tokens=tokens)
+    rows = tuple(UsageRow(hour=HOUR, key=key, model=model, counts=counts) for key in ("k", "l"))
+    waits = tuple(ColdWait(plan_id="p", hour=HOUR, key=key, model=model, requests=1, start_s=8.0, **wait) for key in ("k", "l"))
+    return ReportUsage(spool=f"spool of {model}", start=0, end=end, rows=rows, waits=waits if wait else ())
+
+
+async def test_sums_over_models_cost_what_each_model_costs(database_url: str) -> None:
+    engine = connect(database_url)
+    try:
+        await migrate(engine)
+        ledger = Ledger(engine, PRICES)
+        async with leadership(plain_url(database_url)) as term:
+            await ledger.record(term.epoch, _used("a", 1_000_000, 10, device_kind="cpu", devices=2), HOUR)
+            await ledger.record(term.epoch, _used("b", 1_000_000, 10), HOUR)
+            for by in ("key",), ("key", "hour"):
+                viewed = await ledger.view(ViewUsage(since=0, by=by))
+                # Prompts of both, answers of both, and half of 8 s on two devices.
+                assert [row.cost.total for row in viewed.rows if row.cost] == [100 + 100 + 400 + 800 + Decimal("0.5") * 8] * 2
+            assert viewed.currency == "EUR"
+            (total,) = (await ledger.view(ViewUsage(since=0, by=()))).rows
+            assert total.cost is not None
+            assert (total.cost.cold_starts, total.counts.cold_device_s, total.counts.prompt_tokens) == (Decimal(8), 16.0, 4_000_000)
     finally:
         await engine.dispose()
 
@@ -218,4 +256,10 @@ async def test_the_command_prints_json_and_csv(served: Served) -> None:
     assert header.startswith("key,hour,requests,failed,prompt_tokens")
     assert line.startswith("(no key),")
     assert line.split(",")[2] == "1"
-    assert "REQUESTS" in await run()
+    table = await run()
+    assert "REQUESTS" in table
+    assert "EUR" in table
+    charges = list(csv.DictReader(io.StringIO(await run("--focus"))))
+    assert [c["SkuId"] for c in charges] == ["prompt-tokens", "completion-tokens", "cold-start-device-seconds"]
+    assert sum(Decimal(c["BilledCost"]) for c in charges) == Decimal(row["cost"]["total"])
+    assert {c["ResourceId"] for c in charges} == {"a"}

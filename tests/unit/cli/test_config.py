@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,16 @@ def test_unknown_scheduling_policy_is_refused_with_the_known_names(tmp_path: Pat
     (other,) = faults(tmp_path, "scheduler: {polcy: lru}")
     assert "polcy" in other.text("f")
     assert "must be a mapping" in faults(tmp_path, "scheduler: thaw")[0].message
+
+
+def test_prices_are_exact_and_faults_have_their_place(tmp_path: Path) -> None:
+    prices = load(
+        tmp_path, "prices: {currency: EUR, tokens: {prompt: 0.10}, device_seconds: {cuda: 0.0008}, models: {a: {prompt: 1}}}"
+    ).prices
+    assert prices is not None
+    assert (prices.tokens.prompt, prices.device_seconds["cuda"]) == (Decimal("0.1"), Decimal("0.0008"))
+    (fault,) = faults(tmp_path, "prices:\n  currency: EUR\n  tokens: {prompt: -1}\n")
+    assert (fault.line, fault.path) == (3, ("prices", "tokens", "prompt"))
 
 
 def test_keys_are_hashed_and_read_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from shared.contracts.models import ModelSpec
+from shared.contracts.prices import Prices, TokenPrices
 from shared.sizing import need_of
 from thaw.cli.apply import differences
 from thaw.cli.demo import budget_for_two, card_of
@@ -101,6 +103,16 @@ def test_policy_of_the_environment_overrides_the_file(home: Home, monkeypatch: p
     assert "THAW_POLICY" not in plan(home, Wanted()).environment
     monkeypatch.setenv("THAW_POLICY", "fifo")
     assert "THAW_POLICY" not in plan(home, wanted).environment
+
+
+def test_prices_of_the_file_are_a_setting_and_others_need_a_restart(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THAW_PRICES", raising=False)
+    prices = Prices(currency="EUR", tokens=TokenPrices(prompt=Decimal("0.1")))
+    running = plan(home, Wanted(prices=prices))
+    assert Prices.model_validate_json(running.environment["THAW_PRICES"]) == prices
+    write_private(home.plan_file, running.model_dump_json())
+    assert differences(home, Wanted(prices=prices)) == []
+    assert differences(home, Wanted(prices=prices.model_copy(update={"currency": "USD"}))) == ["prices"]
 
 
 def test_another_policy_needs_a_restart(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,103 @@
+"""Prices of what requests use, and the cost of sums of usage.
+
+Amounts are exact decimals: the cost of a sum of tokens is the sum of their costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from shared.contracts.base import Frozen
+
+DeviceKind = Literal["cpu", "cuda"]
+Amount = Annotated[Decimal, Field(ge=0, le=10**9, max_digits=21, decimal_places=12)]
+_MILLION = Decimal(1_000_000)
+_SECOND = Decimal("0.000001")
+"""Seconds are measured, and rounded to microseconds before they are priced."""
+
+
+class TokenPrices(Frozen):
+    """Prices of a million tokens. None: as the mesh's price, or for cached tokens as prompts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt: Amount | None = None
+    cached: Amount | None = None
+    completion: Amount | None = None
+
+
+class Cost(Frozen):
+    """An amount of money by what it is for; `cold_starts`: device-seconds of cold starts."""
+
+    prompt: Decimal = Decimal(0)
+    cached: Decimal = Decimal(0)
+    completion: Decimal = Decimal(0)
+    cold_starts: Decimal = Decimal(0)
+    total: Decimal = Decimal(0)
+
+    def plus(self, other: Cost) -> Cost:
+        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in Cost.model_fields})
+
+
+class Prices(Frozen):
+    """The prices of a mesh (`prices:` in thaw.yaml).
+
+    Attributes:
+        currency: Its name, as ISO 4217 has it (`EUR`), or an internal one (`credits`).
+        tokens: Prices of a million tokens of every model.
+        device_seconds: Price of a second of one device, by the device's kind.
+        models: Other prices of tokens for models by name or pattern; the first that matches holds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    currency: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9 _-]{0,31}$")
+    tokens: TokenPrices = TokenPrices()
+    device_seconds: dict[DeviceKind, Amount] = Field(default_factory=dict)
+    models: dict[str, TokenPrices] = Field(default_factory=dict, max_length=10_000)
+
+    def of_model(self, model: str) -> TokenPrices:
+        """Return the prices of a model's tokens, without None."""
+        own = self.models.get(model)
+        if own is None:
+            own = next((p for pattern, p in self.models.items() if fnmatchcase(model, pattern)), TokenPrices())
+        prompt = _choose(own.prompt, self.tokens.prompt)
+        return TokenPrices(
+            prompt=prompt,
+            cached=_choose(own.cached, self.tokens.cached if own.prompt is None else None, prompt),
+            completion=_choose(own.completion, self.tokens.completion),
+        )
+
+    def cost(self, model: str, tokens: tuple[int, int, int], device_s: Mapping[str, float] | None = None) -> Cost:
+        """Price an amount of usage.
+
+        Args:
+            tokens: Prompt tokens with those from a cache, tokens from a cache, completion tokens.
+            device_s: Device-seconds of cold starts by the kind of the device.
+        """
+        prompt_tokens, cached_tokens, completion_tokens = tokens
+        prices = self.of_model(model)
+        assert prices.prompt is not None
+        assert prices.cached is not None
+        assert prices.completion is not None
+        cached_tokens = min(cached_tokens, prompt_tokens)
+        prompt = prices.prompt * (prompt_tokens - cached_tokens) / _MILLION
+        cached = prices.cached * cached_tokens / _MILLION
+        completion = prices.completion * completion_tokens / _MILLION
+        known = {str(kind): price for kind, price in self.device_seconds.items()}
+        cold = sum(
+            (Decimal(seconds).quantize(_SECOND) * known[kind] for kind, seconds in (device_s or {}).items() if kind in known),
+            Decimal(0),
+        )
+        return Cost(
+            prompt=prompt, cached=cached, completion=completion, cold_starts=cold, total=prompt + cached + completion + cold
+        )
+
+
+def _choose(*prices: Decimal | None) -> Decimal:
+    return next((price for price in prices if price is not None), Decimal(0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from rich.markup import escape
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.paths import local_path, program
 from thaw.errors import CommandError
+from thaw.launcher.gpus import Gpu, NvmlFailed, read_gpus
 from thaw.launcher.planning import DEFAULT_PORT, MEMORY_SHARE
 from thaw.launcher.preflight import available_memory
 from thaw.units import format_size
@@ -21,33 +21,12 @@ _GIB, _MIB = 2**30, 2**20
 _GPU_SHARE = "90%"
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """An NVIDIA GPU."""
-
-    device_id: str
-    name: str
-    total_bytes: int
-
-
 def find_gpus() -> tuple[Gpu, ...]:
-    """Return the machine's NVIDIA GPUs; none without a driver or nvidia-ml-py."""
+    """Return the machine's NVIDIA GPUs; none without nvidia-ml-py or where NVML fails."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
+        return read_gpus().devices
+    except (ImportError, NvmlFailed):
         return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(
-            Gpu(f"cuda:{i}", str(pynvml.nvmlDeviceGetName(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total))
-            for i, h in enumerate(handles)
-        )
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def compose_file(gpus: tuple[Gpu, ...], memory_bytes: int, port: int, models: dict[str, str]) -> str:

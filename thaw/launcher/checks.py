@@ -20,6 +20,7 @@ from thaw.launcher import servers, swap, unprivileged
 from thaw.launcher.control import check_port
 from thaw.launcher.engine_checks import find_installed
 from thaw.launcher.finding import Finding
+from thaw.launcher.gpus import NvmlFailed, read_gpus
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.leftovers import SHM, find_leftovers
 from thaw.launcher.planning import Wanted
@@ -138,29 +139,20 @@ def _suspending(home: Home) -> Finding:
 
 def _gpus() -> Iterator[Finding]:
     try:
-        import pynvml
+        gpus = read_gpus()
     except ImportError:
         yield Finding("gpu", "warn", "cannot be looked for: nvidia-ml-py is not installed", "pip install 'thaw-mesh[node]'")
         return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield Finding("gpu", "ok", "none with an NVIDIA driver; models run on cpu:0")
-        return
-    try:
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-        count = pynvml.nvmlDeviceGetCount()
-        for i in range(count):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            text = f"cuda:{i} {pynvml.nvmlDeviceGetName(handle)}, {format_size(memory.free)} of {format_size(memory.total)} free"
-            yield Finding("gpu", "ok", f"{text}, driver {driver}")
-        if count:
-            yield _suspending_on_gpus(driver)
-    except pynvml.NVMLError as e:
+    except NvmlFailed as e:
         yield Finding("gpu", "warn", f"NVML fails: {e}", "Update the NVIDIA driver, or reboot after an update.")
-    finally:
-        pynvml.nvmlShutdown()
+        return
+    if not gpus.driver:
+        yield Finding("gpu", "ok", "none with an NVIDIA driver; models run on cpu:0")
+    for gpu in gpus.devices:
+        memory = f"{format_size(gpu.free_bytes)} of {format_size(gpu.total_bytes)} free"
+        yield Finding("gpu", "ok", f"{gpu.device_id} {gpu.name}, {memory}, driver {gpus.driver}")
+    if gpus.devices:
+        yield _suspending_on_gpus(gpus.driver)
 
 
 def _suspending_on_gpus(driver: str) -> Finding:

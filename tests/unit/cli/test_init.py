@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from thaw.cli.app import main
-from thaw.cli.init import Gpu, compose_file
+from thaw.cli.init import compose_file
 from thaw.config.load import load_config
+from thaw.launcher.gpus import Gpu
 
 GIB = 2**30
-GPUS = (Gpu("cuda:0", "NVIDIA H100", 80 * GIB), Gpu("cuda:1", "NVIDIA H100", 80 * GIB))
+GPUS = (Gpu("cuda:0", "NVIDIA H100", 80 * GIB, 79 * GIB), Gpu("cuda:1", "NVIDIA H100", 80 * GIB, 79 * GIB))
 
 
 @pytest.mark.parametrize("gpus", [(), GPUS], ids=["cpu", "gpus"])

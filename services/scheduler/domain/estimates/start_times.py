@@ -35,6 +35,7 @@ from services.scheduler.domain.state.volatile import ANYWHERE, estimate_key
 from services.scheduler.domain.values import value
 from shared.contracts.loader import LoaderStatus, WeightsOnDevice
 from shared.contracts.models import ModelCard
+from shared.contracts.phases import Phase
 from shared.template_key import template_key
 
 NODES_KEPT = 64
@@ -55,6 +56,9 @@ DEFAULT_CHANGE_MS = 500.0
 DEFAULT_REUSE_MS = 20.0
 _NONE: Mapping[str, Parameter] = {}
 _FIXED = frozenset({*BEFORE, *ENGINE, *AFTER})
+_ATTACH = Phase.ATTACH.value
+_PROCESS = frozenset(ENGINE) - {_ATTACH}
+"""Phases of a process that starts: an engine, or the executor of a device."""
 
 
 def bandwidth(tier: str, device_id: str = "") -> str:
@@ -127,13 +131,15 @@ class Forecast:
         self.is_remote = "://" in card.info.source
         """Nodes without its bytes load them over their links to remote sources."""
         self._anywhere = learned_values(state, card.name, ANYWHERE) or _of_its_key(state, card)
-        self._fixed = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
+        self._is_shared = card.spec.isolation == "shared"
+        self._learned = PRIOR_MS | _phases(self._anywhere) if self._anywhere else PRIOR_MS
+        self._fixed = _of_one_start(self._learned, attaches=False)
         """Milliseconds of the phases that load no weights, on nodes without measurements."""
         self._before, self._engine, self._after = _parts(self._fixed) if self._anywhere else _PRIOR_PARTS
         own = self._anywhere.get("load") if self._loads_itself else None
         self._own_load = own.value if own is not None else None
         """Milliseconds that the engine itself takes to load."""
-        self._found: dict[tuple[str, float | None, bool], Prediction] = {}
+        self._found: dict[tuple[str, float | None, bool, bool], Prediction] = {}
 
     @cached_property
     def known_nodes(self) -> set[str]:
@@ -159,10 +165,11 @@ class Forecast:
             self._now is not None and self._state.links_busy_until.get(b.node, 0.0) > self._now
         )
         speed = (b.remote_bytes_per_second or b.bytes_per_second) if self.is_remote else b.bytes_per_second
-        key = (b.key if special else "", speed, leaving)
+        attaches = self._is_shared and b.executor_bytes > 0
+        key = (b.key if special else "", speed, leaving, attaches)
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._compute_prediction(b if special else None, speed, leaving)
+            found = self._found[key] = self._compute_prediction(b if special else None, speed, leaving, attaches)
         return found
 
     def default_ms(self, bytes_per_second: float | None) -> float:
@@ -206,15 +213,19 @@ class Forecast:
         known = learned_values(self._state, "", node).get(LEAVING) or learned_values(self._state, "", ANYWHERE).get(LEAVING)
         return known.value if known is not None else LEAVING_MS
 
-    def _compute_prediction(self, b: Booking | None, bytes_per_second: float | None, leaving: bool) -> Prediction:
-        """Predict for a device `b` of a known node; None: for any other of that bandwidth."""
+    def _compute_prediction(self, b: Booking | None, bytes_per_second: float | None, leaving: bool, attaches: bool) -> Prediction:
+        """Predict for a device `b` of a known node; None: for any other of that bandwidth.
+
+        Args:
+            attaches: The device's executor runs.
+        """
         if b is None and not leaving and not self._anywhere:
             return _prior(self._load_ms(bytes_per_second), self._afar)
-        phases = dict(self._fixed)
-        own = _NONE
+        phases, own = dict(self._learned), _NONE
         if b is not None:
             own = learned_values(self._state, self.card.name, b.node)
             phases |= _phases(own)
+        phases = _of_one_start(phases, attaches)
         loading = self._bring(phases, b, own, bytes_per_second)
         if leaving:
             phases["reserve"] += self._leaving_ms(b.node if b is not None else ANYWHERE)
@@ -320,6 +331,15 @@ class Forecast:
             return known.error / known.value * load_s(self.card.info.weights_bytes, known.value) * 1e3 if known is not None else 0.0
         known = own.get(phase) or self._anywhere.get(phase)
         return known.error if known is not None else 0.0
+
+
+def _of_one_start(phases: Mapping[str, float], attaches: bool) -> dict[str, float]:
+    """Return the phases of a start: it starts a process, or is attached to a running executor.
+
+    A model may have been started in both ways. Without a measured attach the process counts.
+    """
+    others = _PROCESS if attaches and _ATTACH in phases else {_ATTACH}
+    return {k: v for k, v in phases.items() if k not in others}
 
 
 def _parts(phases: Mapping[str, float]) -> tuple[float, float, float]:

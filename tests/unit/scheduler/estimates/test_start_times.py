@@ -68,6 +68,20 @@ def test_zygote_start_is_excluded_from_the_estimate(w: World) -> None:
     assert known(w.state, "n", "init") == pytest.approx(480)
 
 
+def test_start_in_an_executor_is_an_attach_only_where_one_runs(w: World) -> None:
+    w.model("a", weights=WEIGHTS, isolation="shared")
+    teach(w.state, plan(span(Phase.CONTAINER, 700), span(Phase.INIT, 20, 700)))
+    assert forecast(w, "n")[0]["container"] > PRIOR_MS["container"], "it has never been attached"
+    teach(w.state, plan(span(Phase.ATTACH, 30), span(Phase.INIT, 20, 30)))
+    model = w.state.models["a"]
+    for node in ("n", "other"):
+        empty = booking_of(w.state, node, "cpu:0")
+        estimates = Forecast(w.state, model.card, w.now)
+        first, later = (estimates.predict(b, leaving=False).phases for b in (empty, empty._replace(executor_bytes=MIB)))
+        assert ("container" in first, "attach" in first) == (True, False)
+        assert ("container" in later, "attach" in later) == (False, True)
+
+
 def test_loads_from_memory_do_not_change_the_disk_s_estimate(w: World) -> None:
     teach(w.state, plan(span(Phase.LOAD, 1), span(Phase.PROFILE, 100), source="dram", resident_bytes=WEIGHTS))
     assert set(w.state.estimates[estimate_key("a", "n")].parameters) == {"profile"}

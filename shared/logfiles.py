@@ -1,9 +1,10 @@
-"""Bounds log files by size while other processes append to them."""
+"""Bounds log files by size while other processes append to them, and sorts them by age."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 ASIDE = ".1"
@@ -27,3 +28,18 @@ def bound_logs(directory: Path, limit_bytes: int) -> None:
     """Bound every `*.log` in a directory."""
     for path in directory.glob("*.log"):
         bound_log(path, limit_bytes)
+
+
+def sort_newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Sort files by modification time.
+
+    Those that do not exist are last: removed in the meantime, or links to removed files.
+    """
+    return sorted(paths, key=_modified_at, reverse=True)
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

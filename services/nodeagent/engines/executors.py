@@ -31,6 +31,7 @@ from shared.contracts.executor import (
     parse_current,
 )
 from shared.errors import EngineFailed, Unreachable
+from shared.logfiles import sort_newest_first
 
 log = logging.getLogger(__name__)
 _ATTACH_WITHIN_S = 60.0
@@ -245,8 +246,9 @@ class Executors:
             path.unlink(missing_ok=True)
 
     def _prune_logs(self) -> None:
-        found = sorted(self._logs.glob("*.executor.log"), key=lambda p: p.stat().st_mtime, reverse=True)
-        for path in found[_KEPT_LOGS:]:
+        running = {self._log_path(record.executor_id) for record in self._by_pid.values()}
+        ended = [path for path in self._logs.glob("*.executor.log") if path not in running]
+        for path in sort_newest_first(ended)[_KEPT_LOGS:]:
             path.unlink(missing_ok=True)
 
     def _record_path(self, executor_id: str) -> Path:

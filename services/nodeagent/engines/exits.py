@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.contracts.base import ErrorBody
 from shared.enginelog import log_tail
 from shared.errors import EngineFailed, EngineKilled
-from shared.logfiles import ASIDE, bound_logs
+from shared.logfiles import ASIDE, bound_logs, sort_newest_first
 
 _LOOK_S = 2.0
 _FAULT = b"Fatal Python error: "
@@ -69,10 +69,11 @@ def reports_fault(log_path: Path) -> bool:
 def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:
     """Remove the oldest engine logs beyond `keep`.
 
-    Logs of the instances in `spared` stay.
+    Logs of the instances in `spared` stay. The log of an instance in an executor is a link to the
+    executor's, which may have been removed.
     """
     logs = [p for p in directory.glob("*.engine.log") if p.name.removesuffix(".engine.log") not in spared]
-    for path in sorted(logs, key=lambda p: p.stat().st_mtime, reverse=True)[keep:]:
+    for path in sort_newest_first(logs)[keep:]:
         path.unlink(missing_ok=True)
         path.with_name(path.name + ASIDE).unlink(missing_ok=True)
 

@@ -144,3 +144,11 @@ def test_oldest_logs_are_deleted_except_those_in_use(tmp_path: Path) -> None:
         path.with_name(f"{path.name}.1").touch()
     prune_logs(tmp_path, 2, frozenset({"i0"}))
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"i{n}.engine.log{aside}" for n in (0, 4, 5) for aside in ("", ".1")]
+
+
+def test_log_that_links_to_a_removed_one_is_the_oldest(tmp_path: Path) -> None:
+    for n in range(2):
+        (tmp_path / f"i{n}.engine.log").touch()
+    (tmp_path / "gone.engine.log").symlink_to("removed.executor.log")
+    prune_logs(tmp_path, 2, frozenset())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["i0.engine.log", "i1.engine.log"]

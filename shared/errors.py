@@ -25,6 +25,7 @@
     ├── QueueFull               429 queue_full
     ├── TooManyConnections      429 too_many_connections
     ├── RateLimitExceeded       429 rate_limit_exceeded       a limit of the API key
+    ├── InsufficientQuota       429 insufficient_quota        a budget of the API key
     ├── EngineFailed            500 engine_failed
     │   ├── EngineKilled            engine_killed             by another process, not out of memory
     │   ├── MemoryExceeded          memory_exceeded           by a model in an executor
@@ -250,6 +251,12 @@ class RateLimitExceeded(ThawError):
     code, status, type = "rate_limit_exceeded", 429, "rate_limit_error"
     headers: dict[str, str] | None = None
     """The limits as `x-ratelimit-*`. Not on the wire: only a gateway raises it."""
+
+
+class InsufficientQuota(ThawError):
+    """The API key has used its budget of the day or month; OpenAI's code, which is not retried."""
+
+    code, status, type = "insufficient_quota", 429, "insufficient_quota"
 
 
 class EngineFailed(ThawError):

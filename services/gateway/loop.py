@@ -8,6 +8,7 @@ import time
 import uuid
 from functools import partial
 
+from services.gateway.adapters.budget_keeper import BudgetKeeper
 from services.gateway.adapters.demand_publisher import DemandPublisher
 from services.gateway.adapters.engine_client import EngineClient
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, IdempotencyStore
@@ -97,6 +98,7 @@ class Gateway:
         self._demand = DemandPublisher(mesh, self._on_demand_reply, self._on_demand_refused)
         self.objectives = ObjectivePublisher(mesh, ObjectiveCounter(self.id))
         self.usage = UsageMeter(mesh, self.id, settings.state / "gateway" / "usage")
+        self.budgets = BudgetKeeper(mesh, key_store, self.usage.unreported)
         self._lora_prefetch = LoraPrefetch()
         self._requests: dict[str, ActiveRequest] = {}
         self._opened = asyncio.Event()
@@ -168,6 +170,7 @@ class Gateway:
     def _meter(self, request: ActiveRequest, origin: RequestOrigin) -> None:
         """Record what the request used, before its client has the end of the response."""
         if (record := usage_record(request, origin.caller.name)) is not None:
+            self.budgets.on_record(origin.caller.key, record)
             self.usage.record(record)
             self.request_log.metrics.record_usage(record)
 
@@ -292,6 +295,7 @@ class Gateway:
             group.create_task(self.usage.run(), name="usage"),
             group.create_task(self._tick(), name="tick"),
             group.create_task(self.rate_limits.run(), name="rate limits"),
+            group.create_task(self.budgets.run(), name="budgets"),
         ]
         self.has_joined = True
 

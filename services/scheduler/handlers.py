@@ -7,15 +7,17 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import asyncpg
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from sqlalchemy.exc import SQLAlchemyError
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository, StaleEpoch
+from services.scheduler.adapters.spending import Spending
 from services.scheduler.domain.admin.commands import check_names, check_sources, needs_inspection
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.events import (
@@ -57,13 +59,13 @@ from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
 from shared.contracts.models import ModelInfo, ModelSpec
 from shared.contracts.node import InstanceState, NodeStatus
 from shared.contracts.objectives import ReportObjectives
-from shared.contracts.usage import ReportUsage, ViewUsage
+from shared.contracts.usage import ReportUsage, ViewSpending, ViewUsage
 from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
 
 log = logging.getLogger(__name__)
 DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
-USAGE: TypeAdapter[ReportUsage] = TypeAdapter(ReportUsage)
+USAGE: TypeAdapter[ReportUsage | ViewSpending] = TypeAdapter(Annotated[ReportUsage | ViewSpending, Field(discriminator="kind")])
 OBJECTIVES: TypeAdapter[ReportObjectives] = TypeAdapter(ReportObjectives)
 _FIND_LOADER_S = 10.0
 
@@ -93,6 +95,7 @@ class Handlers:
         self._loop = loop
         self._repository = repository
         self._ledger = ledger
+        self._spending = Spending(ledger)
         self._policy = policy
         self._name = name
         self._explainer = Explainer(mesh, loop.state, repository, policy, migrations)
@@ -163,12 +166,18 @@ class Handlers:
         at = clock.now()
         return await self._ask(lambda waiter: ObjectivesReported(at, report, waiter))
 
-    async def _usage(self, report: ReportUsage) -> Message:
-        """Record usage: the ledger is no part of the cluster's state, and takes no decision."""
+    async def _usage(self, request: ReportUsage | ViewSpending) -> Message:
+        """Record usage, or sum up what keys spent.
+
+        The ledger is no part of the cluster's state, and takes no decision. Requests are served one
+        after the other, so that sums and records do not overlap.
+        """
         if self._over:
             raise Unavailable("This scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
         with _database_errors_as_unavailable():
-            return await self._ledger.record(self._loop.state.epoch, report, clock.hour())
+            if isinstance(request, ViewSpending):
+                return await self._spending.view(request, clock.hour())
+            return await self._spending.record(self._loop.state.epoch, request, clock.hour())
 
     async def _admin(self, request: AdminRequest) -> Message:
         at = clock.now()

@@ -67,9 +67,9 @@ CHANNELS: tuple[Channel, ...] = (
         "usage",
         subjects.USAGE,
         "scheduler (leader)",
-        "What finished requests used; repeated until recorded.",
-        (usage.ReportUsage,),
-        (usage.UsageRecorded, base.Failure),
+        "What finished requests used, repeated until recorded; and what keys have spent.",
+        (usage.ReportUsage, usage.ViewSpending),
+        (usage.UsageRecorded, usage.SpendingViewed, base.Failure),
     ),
     Channel(
         "admin",

@@ -6,7 +6,8 @@ itself is stored nowhere. A key that is being rotated has two records of the sam
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from decimal import Decimal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -16,6 +17,7 @@ KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$"
 HASH_PATTERN = r"^[0-9a-f]{64}$"
 MAX_MODEL_PATTERNS = 256
 MAX_OVERLAP_S = 30 * 24 * 3600
+Money = Annotated[Decimal, Field(gt=0, max_digits=21, decimal_places=6)]
 Scope = Literal["inference", "read-only", "admin"]
 
 
@@ -29,6 +31,10 @@ class KeyLimits(Frozen):
         requests_per_minute: Rate of requests, with bursts up to as many.
         tokens_per_minute: Rate of prompt and completion tokens, with bursts up to as many.
         concurrent_requests: Requests that are active at the same time, waiting ones included.
+        tokens_per_day: Budget of prompt and completion tokens of a day in UTC.
+        tokens_per_month: The same of a calendar month in UTC.
+        money_per_day: Budget in the currency of the mesh's prices; without prices nothing costs.
+        money_per_month: The same of a calendar month.
     """
 
     models: tuple[str, ...] = Field(default=(), max_length=MAX_MODEL_PATTERNS)
@@ -36,6 +42,20 @@ class KeyLimits(Frozen):
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
     concurrent_requests: int | None = Field(default=None, ge=1)
+    tokens_per_day: int | None = Field(default=None, ge=1)
+    tokens_per_month: int | None = Field(default=None, ge=1)
+    money_per_day: Money | None = None
+    money_per_month: Money | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        """True if any budget of a day or month is set."""
+        return not (
+            self.tokens_per_day is None
+            and self.tokens_per_month is None
+            and self.money_per_day is None
+            and self.money_per_month is None
+        )
 
 
 class ApiKey(KeyLimits):

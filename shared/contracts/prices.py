@@ -59,7 +59,7 @@ class Prices(Frozen):
     currency: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9 _-]{0,31}$")
     tokens: TokenPrices = TokenPrices()
     device_seconds: dict[DeviceKind, Amount] = Field(default_factory=dict)
-    models: dict[str, TokenPrices] = Field(default_factory=dict, max_length=10_000)
+    models: dict[str, TokenPrices] = Field(default_factory=dict, max_length=1_000)
 
     def of_model(self, model: str) -> TokenPrices:
         """Return the prices of a model's tokens, without None."""

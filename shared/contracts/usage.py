@@ -7,12 +7,14 @@ so that no record counts twice or is lost, whichever process ends in between (do
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Literal
 
 from pydantic import Field
 
 from shared.contracts.base import Deadline, Frozen, Message, Request
-from shared.contracts.prices import Cost
+from shared.contracts.prices import Cost, Prices
 
 REPORT_INTERVAL_S = 2.0
 MAX_ROWS_PER_REPORT = 1_000
@@ -22,6 +24,7 @@ MAX_HOUR = 10_000_000
 """Hours since 1970, of the year 3110."""
 MAX_COUNT = 1 << 53
 MAX_NAME_CHARACTERS = 1_000
+MAX_KEYS_PER_VIEW = 1_000
 Dimension = Literal["key", "model", "adapter", "hour"]
 
 
@@ -103,6 +106,57 @@ class UsageRecorded(Message):
 
     kind: Literal["usage_recorded"] = "usage_recorded"
     position: int = Field(ge=0)
+
+
+class Period(Frozen):
+    """The present day and month in UTC, as hours since 1970: of their beginnings and ends."""
+
+    day: int = Field(ge=0, le=MAX_HOUR)
+    day_end: int = Field(ge=0, le=MAX_HOUR)
+    month: int = Field(ge=0, le=MAX_HOUR)
+    month_end: int = Field(ge=0, le=MAX_HOUR)
+
+    @classmethod
+    def of_hour(cls, hour: int) -> Period:
+        month = datetime.fromtimestamp(hour * 3600, UTC).replace(day=1, hour=0)
+        month_end = (month + timedelta(days=32)).replace(day=1)
+        day = hour // 24 * 24
+        return cls(day=day, day_end=day + 24, month=int(month.timestamp()) // 3600, month_end=int(month_end.timestamp()) // 3600)
+
+
+class Spent(Frozen):
+    """What a key has used in the present day and month.
+
+    Attributes:
+        day_tokens: Prompt and completion tokens.
+        day_money: Their cost and that of cold starts; 0 without prices.
+    """
+
+    day_tokens: int = 0
+    month_tokens: int = 0
+    day_money: Decimal = Decimal(0)
+    month_money: Decimal = Decimal(0)
+
+
+class ViewSpending(Request):
+    """Ask what keys have used in the present day and month."""
+
+    deadline_ms: Deadline = 2_000
+    kind: Literal["view_spending"] = "view_spending"
+    keys: tuple[str, ...] = Field(max_length=MAX_KEYS_PER_VIEW)
+
+
+class SpendingViewed(Message):
+    """What the ledger has of the keys that were asked for; keys without usage are left out.
+
+    Attributes:
+        prices: The mesh's prices, with which gateways price what is not in the ledger yet.
+    """
+
+    kind: Literal["spending_viewed"] = "spending_viewed"
+    period: Period
+    keys: dict[str, Spent] = Field(default_factory=dict)
+    prices: Prices | None = None
 
 
 class ViewUsage(Request):

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import time
 from datetime import datetime
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, get_args
 from urllib.parse import quote
 
@@ -28,6 +29,14 @@ Models = Annotated[
 Rpm = Annotated[int | None, typer.Option("--rpm", min=0, help="Requests per minute, over all gateways; 0: no limit.")]
 Tpm = Annotated[int | None, typer.Option("--tpm", min=0, help="Prompt and completion tokens per minute; 0: no limit.")]
 Concurrent = Annotated[int | None, typer.Option("--concurrent", min=0, help="Requests at the same time; 0: no limit.")]
+DayTokens = Annotated[
+    int | None, typer.Option("--budget-day-tokens", min=0, help="Tokens per day (UTC), over all gateways; 0: no budget.")
+]
+MonthTokens = Annotated[int | None, typer.Option("--budget-month-tokens", min=0, help="Tokens per month (UTC); 0: no budget.")]
+DayMoney = Annotated[
+    str | None, typer.Option("--budget-day-money", help="Money per day, in the currency of the mesh's prices; 0: no budget.")
+]
+MonthMoney = Annotated[str | None, typer.Option("--budget-month-money", help="Money per month, likewise; 0: no budget.")]
 Expires = Annotated[
     str | None, typer.Option("--expires", help="How long the key is valid, e.g. 12h or 30d, or a date YYYY-MM-DD; never: always.")
 ]
@@ -43,6 +52,10 @@ def add(
     rpm: Rpm = None,
     tpm: Tpm = None,
     concurrent: Concurrent = None,
+    budget_day_tokens: DayTokens = None,
+    budget_month_tokens: MonthTokens = None,
+    budget_day_money: DayMoney = None,
+    budget_month_money: MonthMoney = None,
     expires: Expires = None,
     as_json: Json = False,
 ) -> Document:
@@ -52,6 +65,7 @@ def add(
     Examples:
     [bold]thaw keys add alice[/]
     [bold]thaw keys add ci --models 'qwen*' --rpm 60 --tpm 100000 --concurrent 4 --expires 30d[/]
+    [bold]thaw keys add team-a --budget-day-tokens 2000000 --budget-month-money 50[/]
     [bold]thaw keys add dashboard --scope read-only[/]
     """
     if admin and scope not in (None, "admin"):
@@ -63,7 +77,9 @@ def add(
     key, digest = _generate()
     try:
         asked = NewKey.model_validate(
-            {"name": name, "scope": chosen, "sha256": digest} | _limits(models, rpm, tpm, concurrent, expires)
+            {"name": name, "scope": chosen, "sha256": digest}
+            | _limits(models, rpm, tpm, concurrent, expires)
+            | _budgets(budget_day_tokens, budget_month_tokens, budget_day_money, budget_month_money)
         )
     except ValidationError as e:
         raise CommandError(
@@ -90,7 +106,7 @@ def list_keys(as_json: Json = False) -> Document:
     found = KeyList.model_validate(Api.find().request("GET", "/admin/v1/keys"))
     out = screen(as_json)
     table = Table(box=None, header_style="dim")
-    for column in ("NAME", "SCOPE", "MODELS", "RPM", "TPM", "CONCURRENT", "MADE", "EXPIRES"):
+    for column in ("NAME", "SCOPE", "MODELS", "RPM", "TPM", "CONCURRENT", "BUDGETS", "MADE", "EXPIRES"):
         table.add_column(column)
     for key in found.keys:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
@@ -99,6 +115,7 @@ def list_keys(as_json: Json = False) -> Document:
             key.scope,
             escape(", ".join(key.models)) or "all",
             *("-" if limit is None else str(limit) for limit in limits),
+            _describe_budgets(key),
             _time(key.created),
             "-" if key.expires is None else _time(key.expires),
         )
@@ -118,6 +135,10 @@ def change(
     rpm: Rpm = None,
     tpm: Tpm = None,
     concurrent: Concurrent = None,
+    budget_day_tokens: DayTokens = None,
+    budget_month_tokens: MonthTokens = None,
+    budget_day_money: DayMoney = None,
+    budget_month_money: MonthMoney = None,
     expires: Expires = None,
     as_json: Json = False,
 ) -> Document:
@@ -125,7 +146,9 @@ def change(
 
     Example: [bold]thaw keys change ci --rpm 120 --expires never[/]
     """
-    limits = _limits(models, rpm, tpm, concurrent, expires)
+    limits = _limits(models, rpm, tpm, concurrent, expires) | _budgets(
+        budget_day_tokens, budget_month_tokens, budget_day_money, budget_month_money
+    )
     if not limits:
         raise typer.BadParameter("give at least one limit to change")
     changed = _request("PATCH", name, ChangeKey.model_validate(limits).model_dump_json(exclude_unset=True))
@@ -215,6 +238,41 @@ def _limits(
     if expires is not None:
         limits["expires"] = _expiry(expires)
     return limits
+
+
+def _budgets(day_tokens: int | None, month_tokens: int | None, day_money: str | None, month_money: str | None) -> dict[str, object]:
+    """Return the budgets that the options give; 0 removes one."""
+    found: dict[str, object] = {}
+    for field, tokens in (("tokens_per_day", day_tokens), ("tokens_per_month", month_tokens)):
+        if tokens is not None:
+            found[field] = tokens or None
+    for field, option, money in (
+        ("money_per_day", "--budget-day-money", day_money),
+        ("money_per_month", "--budget-month-money", month_money),
+    ):
+        if money is not None:
+            found[field] = _amount(money, option) or None
+    return found
+
+
+def _amount(text: str, option: str) -> Decimal:
+    try:
+        amount = Decimal(text)
+    except InvalidOperation:
+        amount = Decimal(-1)
+    if not amount.is_finite() or amount < 0 or amount != round(amount, 6):
+        raise CommandError(f"{option} {text!r} is no amount of money.", "Give a number with at most six decimals, e.g. 25 or 0.50.")
+    return amount
+
+
+def _describe_budgets(key: ApiKey) -> str:
+    given = (
+        (key.tokens_per_day, "tokens/day"),
+        (key.tokens_per_month, "tokens/month"),
+        (key.money_per_day, "money/day"),
+        (key.money_per_month, "money/month"),
+    )
+    return ", ".join(f"{budget} {unit}" for budget, unit in given if budget is not None) or "-"
 
 
 def _expiry(text: str) -> int | None:

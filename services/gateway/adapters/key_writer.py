@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from services.gateway.adapters.key_store import KeyStore
 from shared.contracts import subjects
-from shared.contracts.keys import ApiKey, ChangeKey, KeyChanged, NewKey, RotateKey
+from shared.contracts.keys import ApiKey, ChangeKey, KeyChanged, KeyLimits, NewKey, RotateKey
 from shared.errors import Conflict, NotFound, StoreFull, ThawError, Unavailable
 from shared.messaging import Mesh
 from shared.messaging.full_stores import full_as
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _FULL = "The store of API keys is full (16 MiB). Revoke unused keys with `thaw keys revoke NAME`."
 _TIMEOUT_S = 3
 _RETRY_S = 0.05
-_LIMITS = ("models", "expires", "requests_per_minute", "tokens_per_minute", "concurrent_requests")
+_LIMITS = tuple(KeyLimits.model_fields)
 MAX_LOG_ENTRIES = 1000
 Action = Literal["add", "change", "rotate", "revoke", "failed"]
 

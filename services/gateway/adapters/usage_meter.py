@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from services.gateway.adapters.usage_spool import UsageSpool, open_spools
+from services.gateway.domain.limits.spending import Unreported
 from services.gateway.domain.usage_records import UsageRecord, next_report
 from shared.contracts import subjects
 from shared.contracts.usage import REPORT_INTERVAL_S, ReportUsage, UsageRecorded
@@ -32,10 +33,12 @@ class UsageMeter:
 
     Attributes:
         dropped: Records that could not be written.
+        unreported: What keys with budgets used and the ledger may not have.
     """
 
     def __init__(self, mesh: Mesh, gateway_id: str, directory: Path) -> None:
         self.dropped = 0
+        self.unreported = Unreported()
         self._mesh = mesh
         self._id = gateway_id
         self._directory = directory
@@ -88,7 +91,10 @@ class UsageMeter:
     async def flush(self) -> bool:
         """Report all records; return False if the ledger does not have all of them."""
         if self._own is not None:
-            if not await self._report(self._own):
+            self.unreported.cut(self._own.size)
+            is_done = await self._report(self._own)
+            self.unreported.confirm(self._own.position)
+            if not is_done:
                 return False
             self._rotate(self._own)
         for spool in list(self._adopted):

@@ -7,6 +7,7 @@ nothing; the reply says from where to continue.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ from shared.contracts.usage import (
 )
 
 _COUNTS = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens", "cold_requests")
+Tokens = tuple[int, int, int]
+"""Prompt, cached and completion tokens."""
 _SPOOL_HOURS = 40 * 24
 """A spool that was silent for so long is forgotten."""
 
@@ -38,14 +41,17 @@ class Ledger:
 
     def __init__(self, engine: AsyncEngine, prices: Prices | None = None) -> None:
         self._engine = engine
-        self._prices = prices
+        self.prices = prices
 
-    async def record(self, epoch: int, report: ReportUsage, hour: int) -> UsageRecorded:
+    async def record(
+        self, epoch: int, report: ReportUsage, hour: int, on_new: Callable[[ReportUsage], None] | None = None
+    ) -> UsageRecorded:
         """Record a report that continues its spool.
 
         Args:
             epoch: The leader's epoch.
             hour: The present hour.
+            on_new: Called once the report is recorded, unless it was recorded before.
 
         Raises:
             StaleEpoch: `epoch` is not the present one.
@@ -62,12 +68,14 @@ class Ledger:
                 return UsageRecorded(position=position)
             await connection.execute(spools.update().where(where).values(position=report.end, hour=hour))
             await _add_rows(connection, report)
+        if on_new is not None:
+            on_new(report)
         return UsageRecorded(position=report.end)
 
     async def view(self, query: ViewUsage) -> UsageViewed:
         """Sum up the interval."""
         # Models have prices of their own, so costs are summed over models, not computed from sums.
-        by = query.by if self._prices is None else tuple(dict.fromkeys((*query.by, "model")))
+        by = query.by if self.prices is None else tuple(dict.fromkeys((*query.by, "model")))
         sums: dict[tuple[Any, ...], _Sum] = {}
         async with self._engine.connect() as connection:
             for row in (await connection.execute(_sums(query, by))).mappings():
@@ -79,8 +87,8 @@ class Ledger:
         totals: dict[tuple[Any, ...], _Sum] = {}
         for name, found in sums.items():
             values = dict(zip(by, name, strict=True))
-            if self._prices is not None:
-                found.cost = _cost(found, values["model"], self._prices)
+            if self.prices is not None:
+                found.cost = _cost(found, values["model"], self.prices)
             totals.setdefault(tuple(values[dimension] for dimension in query.by), _Sum()).add(found)
         rows = [
             UsageSum(
@@ -90,13 +98,31 @@ class Ledger:
                     cold_start_s=total.cold_start_s,
                     cold_device_s=sum(total.device_s.values()),
                 ),
-                cost=total.cost if self._prices is not None else None,
+                cost=total.cost if self.prices is not None else None,
             )
             for name, total in totals.items()
         ]
         rows.sort(key=lambda s: (-s.counts.prompt_tokens - s.counts.completion_tokens, -s.counts.requests, str(s)))
-        currency = self._prices.currency if self._prices is not None else None
+        currency = self.prices.currency if self.prices is not None else None
         return UsageViewed(rows=tuple(rows[:MAX_ROWS_VIEWED]), complete=len(rows) <= MAX_ROWS_VIEWED, currency=currency)
+
+    async def sum_tokens(self, since: int) -> dict[tuple[str, str], Tokens]:
+        """Sum up the tokens from an hour on, by key and model."""
+        query = ViewUsage(since=since, by=("key", "model"))
+        async with self._engine.connect() as connection:
+            rows = (await connection.execute(_sums(query, query.by))).mappings()
+            return {
+                (row["key"], row["model"]): (int(row["prompt_tokens"]), int(row["cached_tokens"]), int(row["completion_tokens"]))
+                for row in rows
+            }
+
+    async def sum_device_s(self, since: int) -> dict[str, dict[str, float]]:
+        """Sum up the device-seconds of cold starts from an hour on, by key and kind of device."""
+        found: dict[str, dict[str, float]] = {}
+        async with self._engine.connect() as connection:
+            for row in (await connection.execute(_shares(ViewUsage(since=since), ("key",)))).mappings():
+                found.setdefault(row["key"], {})[row["device_kind"]] = float(row["device_s"] or 0.0)
+        return found
 
     async def prune(self, epoch: int, hour: int) -> None:
         """Delete hours beyond the retention, and spools that are silent for long.

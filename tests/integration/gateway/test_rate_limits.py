@@ -128,6 +128,9 @@ async def test_a_changed_limit_applies_at_once_without_a_restart(pair: tuple[Ser
 
     await until(is_open)
     assert set(await flood((two,), "sk-ci", 8)) == {200}
+    assert (await thaw(one, "keys", "change", "ci", "--budget-day-tokens", "5", "--budget-month-money", "0.5"))[0] == 0
+    (key,) = (await thaw(one, "keys", "list"))[1]["keys"]
+    assert (key["tokens_per_day"], key["money_per_month"]) == (5, "0.5")
 
 
 async def test_another_gateway_owns_the_keys_of_one_that_ended(node: FakeNode, serve: ServeFn) -> None:

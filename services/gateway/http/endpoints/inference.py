@@ -60,6 +60,10 @@ def client_of(scope: Scope) -> str:
     return key or (f"address {client[0]}" if client else "")
 
 
+def _estimate(parsed: ParsedRequest) -> float:
+    return estimate_tokens(parsed.request, len(parsed.engine_request.body))
+
+
 class Inference:
     """The ASGI endpoint of one kind of request."""
 
@@ -116,6 +120,17 @@ class Inference:
         check_model(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
             await gateway.prompt_lengths.check(parsed.request, card)
+        key = caller_of(scope).key
+        if key is None or not key.has_budget:
+            await self._serve_admitted(parsed, card, arrived_at, scope, receive, send)
+            return
+        await gateway.budgets.prepare(key)
+        with gateway.budgets.reserve(key, _estimate(parsed), card.name):
+            await self._serve_admitted(parsed, card, arrived_at, scope, receive, send)
+
+    async def _serve_admitted(
+        self, parsed: ParsedRequest, card: ModelCard, arrived_at: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         admitted = await self._admit(parsed, scope)
         try:
             await self._serve(parsed, card, admitted, arrived_at, scope, receive, send)
@@ -129,7 +144,7 @@ class Inference:
         key = caller_of(scope).key
         if key is None or not is_limited(key):
             return None
-        return await self._gateway.rate_limits.admit(key, estimate_tokens(parsed.request, len(parsed.engine_request.body)))
+        return await self._gateway.rate_limits.admit(key, _estimate(parsed))
 
     async def _serve(
         self,

@@ -1,0 +1,159 @@
+"""Budgets of API keys per day and month, over all gateways together (docs/adr/0076).
+
+The scheduler is asked every two seconds what the keys with budgets have spent, and a request is
+judged from memory. A key that was not asked for yet is asked for at once. Without a scheduler
+requests are admitted by the last sums and this gateway's own usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from decimal import Decimal
+
+from services.gateway.adapters.key_store import KeyStore
+from services.gateway.domain.limits.spending import Exhausted, Unreported, Used, find_exhausted
+from services.gateway.domain.usage_records import UsageRecord
+from shared.contracts import subjects
+from shared.contracts.keys import ApiKey
+from shared.contracts.prices import Prices
+from shared.contracts.usage import MAX_KEYS_PER_VIEW, Period, SpendingViewed, Spent, ViewSpending
+from shared.errors import InsufficientQuota, RateLimitExceeded, ThawError
+from shared.messaging import Mesh
+from shared.telemetry.logs import LogRateLimit
+
+log = logging.getLogger(__name__)
+ASK_INTERVAL_S = 2.0
+_RESERVED_RETRY_MS = 1_000
+_HOUR_S = 3600
+
+
+class BudgetKeeper:
+    """What the keys with budgets have spent, as this gateway knows it."""
+
+    def __init__(self, mesh: Mesh, keys: KeyStore, unreported: Unreported) -> None:
+        self._mesh = mesh
+        self._keys = keys
+        self._unreported = unreported
+        self._reserved: dict[str, Used] = {}
+        self._spent: dict[str, Spent] = {}
+        self._known: set[str] = set()
+        self._period = Period.of_hour(0)
+        self._prices: Prices | None = None
+        self._asking = asyncio.Lock()
+        self._failed_at: float | None = None
+        self._failures = LogRateLimit()
+
+    # Requests.
+
+    async def prepare(self, key: ApiKey) -> None:
+        """Ask for a key that was not asked for yet, unless the scheduler has just not answered."""
+        if key.name in self._known:
+            return
+        async with self._asking:
+            is_away = self._failed_at is not None and time.monotonic() - self._failed_at < ASK_INTERVAL_S
+            if key.name not in self._known and not is_away:
+                await self._ask({key.name} | self._known)
+
+    @contextmanager
+    def reserve(self, key: ApiKey, tokens: float, model: str) -> Iterator[None]:
+        """Admit a request, and count its estimate while the block runs.
+
+        Args:
+            tokens: Estimate of its prompt and completion tokens.
+
+        Raises:
+            InsufficientQuota: The key has used a budget.
+            RateLimitExceeded: Its active requests may use the rest of a budget.
+        """
+        period = Period.of_hour(int(time.time() // _HOUR_S))
+        reserved = self._reserved.get(key.name) or Used()
+        exhausted = find_exhausted(key, self._spent_in(key.name, period), self._unreported.total(key.name), reserved, period)
+        if exhausted is not None:
+            raise _refusal(key, exhausted, self._prices)
+        money = self._estimate(tokens, model)
+        reserved = self._reserved.setdefault(key.name, reserved)
+        reserved.add(tokens, money)
+        try:
+            yield
+        finally:
+            reserved.add(-tokens, -money)
+            if abs(reserved.tokens) < 1 and not reserved.money:
+                self._reserved.pop(key.name, None)
+
+    def on_record(self, key: ApiKey | None, record: UsageRecord) -> None:
+        """A request of the key ended, and is not in the ledger yet."""
+        if key is None or not key.has_budget:
+            return
+        tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
+        money = self._prices.cost(record.model, tokens).total if self._prices is not None else Decimal(0)
+        self._unreported.add(record.key, record.prompt_tokens + record.completion_tokens, money)
+
+    def _spent_in(self, name: str, period: Period) -> Spent:
+        """Return the ledger's sums; those of an earlier day or month are over."""
+        spent = self._spent.get(name)
+        if spent is None:
+            return Spent()
+        gone: dict[str, int | Decimal] = {}
+        if self._period.day != period.day:
+            gone |= {"day_tokens": 0, "day_money": Decimal(0)}
+        if self._period.month != period.month:
+            gone |= {"month_tokens": 0, "month_money": Decimal(0)}
+        return spent.model_copy(update=gone) if gone else spent
+
+    def _estimate(self, tokens: float, model: str) -> Decimal:
+        if self._prices is None:
+            return Decimal(0)
+        prices = self._prices.of_model(model)
+        return Decimal(tokens) * max(prices.prompt or Decimal(0), prices.completion or Decimal(0)) / 1_000_000
+
+    # The ledger's sums.
+
+    async def run(self) -> None:
+        """Ask every two seconds until cancelled, while any key has a budget."""
+        while True:
+            names = {key.name for key in self._keys.list_keys() if key.has_budget}
+            async with self._asking:
+                if names:
+                    await self._ask(names)
+                else:
+                    self._known, self._spent = set(), {}
+            await asyncio.sleep(ASK_INTERVAL_S)
+
+    async def _ask(self, names: set[str]) -> None:
+        self._unreported.begin_ask()
+        listed, spent = sorted(names), dict[str, Spent]()
+        try:
+            for at in range(0, len(listed), MAX_KEYS_PER_VIEW):
+                query = ViewSpending(keys=tuple(listed[at : at + MAX_KEYS_PER_VIEW]))
+                answer = await self._mesh.request(subjects.USAGE, query, SpendingViewed)
+                spent |= answer.keys
+        except ThawError as e:
+            self._failed_at = time.monotonic()
+            if self._failures.allows(e.code):
+                log.warning("budgets are counted without the ledger", extra={"error": e.message})
+            return
+        self._unreported.on_answer()
+        self._spent, self._known, self._period, self._prices = spent, names, answer.period, answer.prices
+        self._failed_at = None
+        self._failures.reset()
+
+
+def _refusal(key: ApiKey, exhausted: Exhausted, prices: Prices | None) -> ThawError:
+    budget = exhausted.budget if exhausted.budget.endswith("tokens") or prices is None else f"{exhausted.budget} {prices.currency}"
+    ends = datetime.fromtimestamp(exhausted.ends_at * _HOUR_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    if exhausted.is_reserved:
+        return RateLimitExceeded(
+            f"Active requests of the API key {key.name} may use the rest of its budget of {budget} per {exhausted.period}. "
+            "Repeat the request when some have finished",
+            retry_after_ms=_RESERVED_RETRY_MS,
+        )
+    return InsufficientQuota(
+        f"The API key {key.name} has used its budget of {budget} per {exhausted.period}. The {exhausted.period} ends at {ends}; "
+        "its operator can raise the budget",
+        should_retry=False,
+    )

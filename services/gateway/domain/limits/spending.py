@@ -1,0 +1,133 @@
+"""Budgets of keys per day and month: what the ledger has, and what it does not have yet.
+
+The ledger's sums arrive every few seconds. To them a gateway adds what its own requests have used
+and the sums do not have, and what its active requests are expected to use:
+
+1. A finished request counts in the open segment. A report to the ledger begins with a cut: the open
+   segment is closed at the spool's size.
+2. A closed segment whose end the ledger has reached is confirmed. It counts until the ledger's sums
+   arrive that were asked for after the confirmation.
+3. A reply that was lost leaves a segment closed that the sums have. So requests may count twice for
+   a few seconds; a request never counts too little on its own gateway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Literal
+
+from shared.contracts.keys import KeyLimits
+from shared.contracts.usage import Period, Spent
+
+_MAX_CLOSED = 4
+"""Segments beyond it are merged: without a scheduler none is confirmed."""
+
+
+@dataclass(slots=True)
+class Used:
+    """An amount of tokens, and its cost."""
+
+    tokens: float = 0.0
+    money: Decimal = Decimal(0)
+
+    def add(self, tokens: float, money: Decimal) -> None:
+        self.tokens += tokens
+        self.money += money
+
+
+_Sums = dict[str, Used]
+
+
+@dataclass(slots=True)
+class Unreported:
+    """What requests of this gateway used and the ledger's sums may not have, by key."""
+
+    _open: _Sums = field(default_factory=dict)
+    _closed: list[tuple[int, _Sums]] = field(default_factory=list)
+    _confirmed: _Sums = field(default_factory=dict)
+    _asked: _Sums = field(default_factory=dict)
+
+    def add(self, key: str, tokens: float, money: Decimal) -> None:
+        """A request ended."""
+        self._open.setdefault(key, Used()).add(tokens, money)
+
+    def cut(self, size: int) -> None:
+        """A report begins; the spool ends at `size`, after all records that were added."""
+        if not self._open:
+            return
+        if len(self._closed) >= _MAX_CLOSED:
+            _merge(self._open, self._closed.pop()[1])
+        self._closed.append((size, self._open))
+        self._open = {}
+
+    def confirm(self, position: int) -> None:
+        """The ledger has the spool up to `position`."""
+        while self._closed and self._closed[0][0] <= position:
+            _merge(self._confirmed, self._closed.pop(0)[1])
+
+    def begin_ask(self) -> None:
+        """The ledger is asked for its sums, which will have what was confirmed by now."""
+        _merge(self._asked, self._confirmed)
+        self._confirmed = {}
+
+    def on_answer(self) -> None:
+        """The sums that were asked for have arrived."""
+        self._asked = {}
+
+    def total(self, key: str) -> Used:
+        found = Used()
+        for sums in (self._open, self._confirmed, self._asked, *(sums for _, sums in self._closed)):
+            if (used := sums.get(key)) is not None:
+                found.add(used.tokens, used.money)
+        return found
+
+
+def _merge(into: _Sums, more: Mapping[str, Used]) -> None:
+    for key, used in more.items():
+        into.setdefault(key, Used()).add(used.tokens, used.money)
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """A budget that refuses a request.
+
+    Attributes:
+        budget: Its size, with its unit.
+        ends_at: The hour since 1970 at which its period ends.
+        is_reserved: Only with the active requests, which may use less.
+    """
+
+    budget: str
+    period: Literal["day", "month"]
+    ends_at: int
+    is_reserved: bool
+
+
+def find_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: Used, period: Period) -> Exhausted | None:
+    """Return the budget that the key has used, the longest period first; None if it has some left.
+
+    Args:
+        spent: What the ledger has of `period`.
+        reserved: Estimates of the active requests.
+    """
+    checks: tuple[tuple[Literal["day", "month"], int, str, Decimal | int | None, Decimal | int], ...] = (
+        ("month", period.month_end, "tokens", limits.tokens_per_month, spent.month_tokens),
+        ("month", period.month_end, "money", limits.money_per_month, spent.month_money),
+        ("day", period.day_end, "tokens", limits.tokens_per_day, spent.day_tokens),
+        ("day", period.day_end, "money", limits.money_per_day, spent.day_money),
+    )
+    found: Exhausted | None = None
+    for name, ends_at, unit, budget, in_ledger in checks:
+        if budget is None:
+            continue
+        own, expected = (
+            (unreported.money, reserved.money) if unit == "money" else (Decimal(unreported.tokens), Decimal(reserved.tokens))
+        )
+        used = in_ledger + own
+        if used >= budget:
+            return Exhausted(f"{budget} {unit}" if unit == "tokens" else str(budget), name, ends_at, is_reserved=False)
+        if found is None and used + expected >= budget:
+            found = Exhausted(f"{budget} {unit}" if unit == "tokens" else str(budget), name, ends_at, is_reserved=True)
+    return found

@@ -1,0 +1,99 @@
+"""What keys have spent in the present day and month, beside the ledger.
+
+The sums are read from Postgres once in each day and term. Each report that is recorded is added to
+them, so that a gateway's question costs no query. Shares of cold starts change with each request
+that waited for the start: they are read again after reports of such requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+from services.scheduler.adapters.ledger import Ledger, Tokens
+from shared.contracts.usage import Counts, Period, ReportUsage, SpendingViewed, Spent, UsageRecorded, ViewSpending
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums since `since`: tokens by key and model, device-seconds of starts by key and kind."""
+
+    since: int
+    tokens: dict[str, dict[str, Tokens]] = field(default_factory=dict)
+    device_s: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, key: str, model: str, more: Tokens) -> None:
+        of_key = self.tokens.setdefault(key, {})
+        prompt, cached, completion = of_key.get(model, (0, 0, 0))
+        of_key[model] = (prompt + more[0], cached + more[1], completion + more[2])
+
+
+class Spending:
+    """Sums of one term; its methods must not run concurrently."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._prices = ledger.prices
+        self._period: Period | None = None
+        self._day, self._month = _Sums(0), _Sums(0)
+        self._has_new_starts = False
+
+    async def record(self, epoch: int, report: ReportUsage, hour: int) -> UsageRecorded:
+        """Record a report in the ledger; as `Ledger.record`."""
+        try:
+            return await self._ledger.record(epoch, report, hour, self._add)
+        except BaseException:
+            self._period = None  # it may be recorded: read the sums again
+            raise
+
+    def _add(self, report: ReportUsage) -> None:
+        if self._period is None:
+            return  # the next question reads all of it
+        for row in report.rows:
+            for sums in (self._day, self._month):
+                if row.hour >= sums.since:
+                    sums.add(row.key, row.model, _tokens(row.counts))
+        self._has_new_starts = self._has_new_starts or bool(report.waits)
+
+    async def view(self, query: ViewSpending, hour: int) -> SpendingViewed:
+        """Return what the keys have spent."""
+        period = Period.of_hour(hour)
+        if self._period != period:
+            self._period = None
+            self._day, self._month = await self._read(period.day), await self._read(period.month)
+            self._period, self._has_new_starts = period, True
+        if self._has_new_starts and self._prices is not None and self._prices.device_seconds:
+            for sums in (self._day, self._month):
+                sums.device_s = await self._ledger.sum_device_s(sums.since)
+            self._has_new_starts = False
+        return SpendingViewed(
+            period=period, keys={key: spent for key in query.keys if (spent := self._spent(key)) != Spent()}, prices=self._prices
+        )
+
+    async def _read(self, since: int) -> _Sums:
+        sums = _Sums(since)
+        for (key, model), tokens in (await self._ledger.sum_tokens(since)).items():
+            sums.add(key, model, tokens)
+        return sums
+
+    def _spent(self, key: str) -> Spent:
+        return Spent(
+            day_tokens=_count(self._day, key),
+            month_tokens=_count(self._month, key),
+            day_money=self._cost(self._day, key),
+            month_money=self._cost(self._month, key),
+        )
+
+    def _cost(self, sums: _Sums, key: str) -> Decimal:
+        if self._prices is None:
+            return Decimal(0)
+        starts = self._prices.cost("", (0, 0, 0), sums.device_s.get(key)).total
+        return sum((self._prices.cost(m, tokens).total for m, tokens in sums.tokens.get(key, {}).items()), starts)
+
+
+def _count(sums: _Sums, key: str) -> int:
+    return sum(prompt + completion for prompt, _, completion in sums.tokens.get(key, {}).values())
+
+
+def _tokens(counts: Counts) -> Tokens:
+    return counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens

@@ -1,0 +1,99 @@
+"""A key over its budget is refused on every gateway, by what the ledger and each gateway know."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from shared.contracts.usage import Period
+from tests.integration.gateway.conftest import Served, until
+from tests.integration.gateway.test_key_scopes import add
+from tests.integration.scheduler.conftest import Site, spec
+from tests.integration.scheduler.serving import gateway, serving_node
+from tests.integration.scheduler.test_metering import ADMIN, HOUR, PRICES, ask
+from tests.support.fake_node import MIB
+
+
+async def status_of(served: Served, key: str) -> int:
+    try:
+        await ask(served.base, key, "a")
+    except openai.APIStatusError as e:
+        return e.status_code
+    return 200
+
+
+async def spend(served: Served, key: str, *, limit: int = 50) -> tuple[int, openai.RateLimitError]:
+    """Send requests until one is refused; return the tokens of the others and the error."""
+    used = 0
+    for _ in range(limit):
+        try:
+            used += (await ask(served.base, key, "a")).usage.total_tokens
+        except openai.RateLimitError as e:
+            return used, e
+    raise AssertionError("no request was refused")
+
+
+async def change(served: Served, name: str, **fields: Any) -> None:
+    answer = await served.http.patch(f"/admin/v1/keys/{name}", json=fields, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Site, tmp_path: Path) -> None:
+    await serving_node(site, budget=700 * MIB)
+    site.scheduler(prices=PRICES.model_dump_json())
+    await site.add(spec("a"))
+    async with (
+        gateway(site, admin_key="root", home=tmp_path / "one") as one,
+        gateway(site, admin_key="root", home=tmp_path / "two") as two,
+    ):
+        size = (await ask(one.base, "none", "a")).usage.total_tokens
+        await add(one, "team", "sk-team", tokens_per_day=3 * size + 1)
+        await until(lambda: _is_known(two, "sk-team"))
+        used, error = await spend(one, "sk-team")
+        assert 3 * size <= used <= 4 * size  # another one was sent to the other gateway, maybe too late to be known here
+        assert (error.code, error.type) == ("insufficient_quota", "insufficient_quota")
+        assert "budget of" in error.message
+        assert f"{3 * size + 1} tokens per day" in error.message
+        assert error.response.headers["x-should-retry"] == "false"
+        await until(lambda: _is_refused(two, "sk-team"))
+        await change(one, "team", tokens_per_day=1000 * size)
+        await until(lambda: _is_known(two, "sk-team"))
+
+        # What both used costs money at once, and the message names the currency.
+        await change(one, "team", tokens_per_day=None, money_per_month="0.000001")
+        _, error = await spend(two, "sk-team")
+        assert "0.000001 EUR per month" in error.message
+        month = Period.of_hour(HOUR).month_end
+        assert f"The month ends at {_day_of(month)}" in error.message
+
+
+def _day_of(hour: int) -> str:
+    return datetime.fromtimestamp(hour * 3600, UTC).strftime("%Y-%m-%dT00:00:00Z")
+
+
+async def _is_known(served: Served, key: str) -> bool:
+    return await status_of(served, key) == 200
+
+
+async def _is_refused(served: Served, key: str) -> bool:
+    return await status_of(served, key) == 429
+
+
+async def test_budgets_do_not_need_a_scheduler(site: Site, tmp_path: Path) -> None:
+    await serving_node(site, budget=700 * MIB)
+    task = site.scheduler()
+    await site.add(spec("a"))
+    async with gateway(site, admin_key="root", home=tmp_path / "one") as one:
+        size = (await ask(one.base, "none", "a")).usage.total_tokens
+        for stop, _ in site.schedulers:
+            stop.set()
+        await task
+        await add(one, "team", "sk-team", tokens_per_day=2 * size)
+        used, error = await spend(one, "sk-team")
+        assert used == 2 * size
+        assert error.code == "insufficient_quota"
+        site.scheduler()
+        assert await status_of(one, "sk-team") == 429

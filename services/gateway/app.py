@@ -33,6 +33,8 @@ from services.gateway.http.console.endpoints import Console
 from services.gateway.http.endpoints.admin import Admin
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
+from services.gateway.http.endpoints.responses import ROUTE as RESPONSES
+from services.gateway.http.endpoints.responses import Responses
 from services.gateway.http.middleware.connection_limits import BoundedProtocol, ConnectionLimits, Connections
 from services.gateway.http.middleware.error_boundary import ErrorBoundary
 from services.gateway.http.middleware.request_guard import RequestGuard
@@ -69,6 +71,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/v1/chat/completions", Inference(gateway, "chat", parsers), methods=["POST"]),
         Route("/v1/completions", Inference(gateway, "completion", parsers), methods=["POST"]),
         Route("/v1/embeddings", Inference(gateway, "embedding", parsers), methods=["POST"]),
+        Route(RESPONSES, Responses(gateway, parsers), methods=["POST"]),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/models/{name:path}", info.model, methods=["GET"]),
         Route("/health", info.health, methods=["GET"]),

@@ -63,7 +63,7 @@ async def test_refusal_by_the_engine_keeps_its_class(http: httpx.AsyncClient, no
     ("path", "body", "status", "code", "words"),
     [
         (URL, {"model": "alpha"}, 404, "not_found", ("alpha", URL)),
-        ("/v1/responses", {"model": "ranker"}, 404, "not_found", ("ranker", "/v1/responses")),
+        ("/v1/audio/speech", {"model": "ranker"}, 404, "not_found", ("ranker", "/v1/audio/speech")),
         (URL, {"model": "nobody"}, 404, "model_not_found", ("nobody",)),
         (URL, {"query": "q"}, 400, "invalid_request", ("model",)),
     ],

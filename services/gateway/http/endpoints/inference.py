@@ -92,7 +92,7 @@ class Inference:
         with gateway.admission.begin(client_of(scope)) as reservation:
             body = await read_body(scope, receive, self.body_limit(scope), reservation, gateway.settings.body_timeout)
             parsed = await self._parse(scope, body)
-            await self._infer(parsed, reservation, arrived_at, scope, receive, send)
+            await self.infer(parsed, reservation, arrived_at, scope, receive, send)
 
     async def _parse(self, scope: Scope, body: bytes) -> ParsedRequest:
         headers = Headers(scope=scope)
@@ -106,9 +106,10 @@ class Inference:
                 raise
             raise NotFound(f"Invalid URL ({scope['method']} {route})") from None
 
-    async def _infer(
+    async def infer(
         self, parsed: ParsedRequest, reservation: Reservation, arrived_at: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
+        """Serve a parsed request."""
         gateway = self._gateway
         card = gateway.catalog.resolve(parsed.request.model)
         adapter = gateway.catalog.lora_adapter(parsed.request.model)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.gateway.http.translation.responses_request import ResponsesRequest
 from shared.contracts.base import ErrorBody
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
 _REF = "#/components/schemas/{model}"
-POSTS: dict[str, tuple[type[ChatCompletionRequest | CompletionRequest | EmbeddingRequest], str, bool]] = {
+POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/chat/completions": (ChatCompletionRequest, "Answer a conversation.", True),
     "/v1/completions": (CompletionRequest, "Continue a prompt, or several.", True),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of OpenAI's Responses API.", True),
     "/v1/embeddings": (EmbeddingRequest, "Turn texts into vectors.", False),
 }
 _GETS = {

@@ -16,6 +16,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.gateway.http.parsing.parser_worker import LENGTH, Job
 from services.gateway.http.parsing.request_parser import BodyLimits, ParsedRequest, parse_body
@@ -50,8 +51,10 @@ class ParserProcess:
         """The worker's process id once it accepts jobs."""
         return self._worker.pid if self._worker is not None and self._is_ready else None
 
-    async def parse(self, endpoint: Endpoint, body: bytes, route: str, query: str, headers: Mapping[str, str]) -> ParsedRequest:
-        """Return the parsed request.
+    async def parse(
+        self, endpoint: Endpoint, body: bytes, route: str, query: str, headers: Mapping[str, str], history: bytes | None = None
+    ) -> ParsedRequest:
+        """Return the parsed request; the arguments are those of `parse_body`.
 
         Raises:
             ThawError: The body is refused; see `parse_body`.
@@ -59,13 +62,13 @@ class ParserProcess:
             DeadlineExceeded: The worker process took too long.
         """
         result = None
-        if len(body) >= LARGE_BYTES:
-            result = await self._parse_in_worker(Job(endpoint, body, self._limits, route, query, headers))
+        if len(body) + len(history or b"") >= LARGE_BYTES:
+            result = await self._parse_in_worker(Job(endpoint, body, self._limits, route, query, headers, history))
         if result is None:
-            return await parse_body(endpoint, body, self._limits, route, query, headers)
+            return await parse_body(endpoint, body, self._limits, route, query, headers, history)
         if isinstance(result, ErrorBody):
             raise from_body(result)
-        return ParsedRequest(result.request, result.engine_request.with_body(body))
+        return result if result.engine_request.body else replace(result, engine_request=result.engine_request.with_body(body))
 
     async def close(self) -> None:
         """End the worker process."""

@@ -39,16 +39,18 @@ class Job:
     route: str
     query: str
     headers: Mapping[str, str]
+    history: bytes | None = None
 
 
 def run_job(job: Job) -> ParsedRequest | ErrorBody:
     """Parse a job.
 
     Returns:
-        The request without its body, which the gateway has, or the error that refuses it.
+        The request without its body if that is the job's, which the gateway has, or the error that
+        refuses it.
     """
     try:
-        parsed = asyncio.run(parse_body(job.endpoint, job.body, job.limits, job.route, job.query, job.headers))
+        parsed = asyncio.run(parse_body(job.endpoint, job.body, job.limits, job.route, job.query, job.headers, job.history))
     except ThawError as e:
         return e.body()
     except MemoryError:
@@ -56,6 +58,8 @@ def run_job(job: Job) -> ParsedRequest | ErrorBody:
     except Exception:  # the next body needs this process
         log.exception("failed to parse a body")
         return ThawError("The body could not be parsed because of an internal error").body()
+    if parsed.engine_request.body is not job.body:  # translated
+        return parsed
     return replace(parsed, engine_request=replace(parsed.engine_request, body=b""))
 
 

@@ -5,7 +5,7 @@ Errors name the parameter as OpenAI's do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.domain.request_validation import check_supported
 from services.gateway.http.parsing.json_cost import check_json_cost
 from services.gateway.http.parsing.multipart import is_form, text_fields
+from services.gateway.http.translation import responses_request
+from services.gateway.http.translation.chat_translator import ClientRequest
 from shared.contracts.inference import FORWARDED, Endpoint
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest
@@ -47,10 +49,15 @@ class BodyLimits:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A valid request; its model has not been looked up yet."""
+    """A valid request; its model has not been looked up yet.
+
+    Attributes:
+        client_request: The request of another API that this one was translated from.
+    """
 
     request: AnyRequest
     engine_request: EngineRequest
+    client_request: ClientRequest | None = None
 
     @property
     def stream(self) -> bool:
@@ -58,7 +65,13 @@ class ParsedRequest:
 
 
 async def parse_body(
-    endpoint: Endpoint, body: bytes, limits: BodyLimits, route: str, query: str, headers: Mapping[str, str]
+    endpoint: Endpoint,
+    body: bytes,
+    limits: BodyLimits,
+    route: str,
+    query: str,
+    headers: Mapping[str, str],
+    history: bytes | None = None,
 ) -> ParsedRequest:
     """Parse and validate a body.
 
@@ -67,6 +80,8 @@ async def parse_body(
         route: Path of the request.
         query: Query string of the request.
         headers: Headers of the request, with lower-case names.
+        history: For a route that is translated to chat completions: the conversation before the
+            request, as a JSON list of the API's items. None: the route is not translated.
 
     Raises:
         InvalidRequest: The body is no valid request, or exceeds a limit.
@@ -74,6 +89,8 @@ async def parse_body(
     """
     if not is_form(headers.get("content-type", "")):
         await check_json_cost(body, limits.values)
+    if history is not None:
+        return await _parse_translated(route, body, history, limits)
     if endpoint != "other":
         parsed = parse(endpoint, body)
         if not isinstance(parsed.request, OtherRequest):
@@ -85,6 +102,23 @@ async def parse_body(
 def parse(endpoint: Endpoint, body: bytes) -> ParsedRequest:
     """Parse a JSON body of one of OpenAI's endpoints."""
     return ParsedRequest(validate_body(REQUESTS[endpoint], body), EngineRequest(endpoint, body))
+
+
+def _translate_responses(body: bytes, history: bytes) -> tuple[bytes, ClientRequest]:
+    return responses_request.to_chat(validate_body(responses_request.ResponsesRequest, body), from_json(history))
+
+
+TRANSLATED: dict[str, Callable[[bytes, bytes], tuple[bytes, ClientRequest]]] = {"/v1/responses": _translate_responses}
+"""Routes that are translated to chat completions."""
+
+
+async def _parse_translated(route: str, body: bytes, history: bytes, limits: BodyLimits) -> ParsedRequest:
+    """Translate a body to that of a chat completion, and parse the result."""
+    translated, client_request = TRANSLATED[route](body, history)
+    await check_json_cost(translated, limits.values)
+    request = validate_body(ChatCompletionRequest, translated)
+    limits.counts.check(request)
+    return ParsedRequest(request, EngineRequest("chat", translated), client_request)
 
 
 async def parse_passthrough(body: bytes, route: str, query: str, headers: Mapping[str, str]) -> ParsedRequest:

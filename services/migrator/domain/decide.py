@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from services.migrator.domain.events import Answered, Effect, Event, Lost, Refused, Tick
 from services.migrator.domain.requests import (
+    SLICE_MS,
     destination_known,
     handle_not_moved,
     handle_not_prepared,
@@ -58,6 +59,9 @@ ready.
 """
 MAX_PASSES = 5
 LIST_MS = 2_000
+LATE_S = SLICE_MS / 1e3
+"""Age of a round in seconds from which the destination is probed at each beat."""
+_PROBE = "probe:destination"
 
 
 def begin(record: MigrationRecord, owner: str, speed: Speed, options: Options, now: float) -> tuple[Work, tuple[Effect, ...]]:
@@ -89,6 +93,7 @@ def decide(work: Work, event: Event, now: float) -> tuple[Work, tuple[Effect, ..
         case Tick():
             pass
     _repeat_due(turn)
+    _probe_destination(turn)
     _advance(turn)
     _beat(turn)
     return turn.finish()
@@ -112,6 +117,8 @@ def _handle_reply(t: Turn, key: str, reply: object) -> None:
             was_moved(t, name, reply.tokens, reply.pause_ms)
         case "check", RequestsListed(requests=requests):
             destination_known(t, name, requests)
+        case "probe", RequestsListed():
+            pass
         case _:
             _refused_for_good(t, key, EngineFailed(f"An unexpected answer: {type(reply).__name__}").body())
 
@@ -151,6 +158,9 @@ def _refused_for_good(t: Turn, key: str, error: ErrorBody) -> None:
             handle_not_moved(t, name, error)
         case "check":
             destination_known(t, name, ())
+        case "probe":
+            if error.code == Unreachable.code:
+                _destination_gone(t, error)
 
 
 def _record_listed(t: Turn, where: str, requests: tuple[RunningRequest, ...]) -> None:
@@ -193,6 +203,7 @@ def _take_stock(t: Turn, source: tuple[RunningRequest, ...], destination: tuple[
         there = any(is_same_request(moved.request_id, r) for r in at_destination)
         lost = t.work.source_error is not None or t.work.record.error is not None
         t.note(moved.request_id, "moved" if there else "elsewhere" if lost else "finished")
+        t.forget(moved.request_id)  # the earlier owner may have had it prepared
     if wanted is not None and not chosen and moved_of(t.work.record, wanted) is None:
         if any(is_same_request(wanted, r) for r in at_destination):
             t.note(wanted, "elsewhere", reason="it is at the destination already")
@@ -216,6 +227,17 @@ def _repeat_due(t: Turn) -> None:
     for key, asked in list(t.work.asked.items()):
         if asked.again_at is not None and asked.again_at <= t.now:
             t.repeat(key)
+
+
+def _probe_destination(t: Turn) -> None:
+    """Find out whether the destination of a late round still exists.
+
+    A reply that dies with the engine is awaited until its deadline. A question to an engine that is
+    gone fails at once.
+    """
+    late = any(key.startswith("prepare:") and t.now - a.since > LATE_S for key, a in t.work.asked.items())
+    if late and t.now >= t.work.beat_at and _PROBE not in t.work.asked:
+        t.ask(_PROBE, "engine", t.work.record.instance_id, ListRequests(deadline_ms=LIST_MS))
 
 
 def _advance(t: Turn) -> None:

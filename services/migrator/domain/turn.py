@@ -98,7 +98,11 @@ class Turn:
             del self.work.asked[key]
         self.note(name, outcome, took_ms=self.measure_since(job.began), **more)
         if job.asked_prepare and not resumed:
-            self._effects.append(Forget(self.work.record.instance_id, ForgetResume(prepared=self.prepared_name(name))))
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Have the destination drop what it has prepared for a request."""
+        self._effects.append(Forget(self.work.record.instance_id, ForgetResume(prepared=self.prepared_name(name))))
 
     def prepared_name(self, name: str) -> str:
         """Return the name of prepared state.

@@ -195,6 +195,46 @@ def test_second_migrator_finishes_after_the_owner_dies_in_any_step(step: type) -
     assert world.engines["b"].prepared == {}
 
 
+@pytest.mark.parametrize("at", [None, "c"])
+def test_request_that_leaves_the_source_after_the_owner_dies_leaves_nothing_prepared(at: str | None) -> None:
+    world = World()
+    request = world.request()
+    first, second = world.migrator(), world.migrator()
+    order = world.order(request)
+    world.deliver(until(world, PrepareResume))
+    (first if first.work is not None else second).alive = False
+    assert world.engines["b"].prepared
+    world.resume(request, at)
+    world.settle()
+    assert world.record(order).requests[0].outcome == "finished"
+    assert world.engines["b"].prepared == {}
+
+
+def test_destination_that_dies_with_a_round_is_noticed_before_the_deadline_of_the_round() -> None:
+    world = World()
+    request = world.request()
+    world.migrator()
+    order = world.order(request)
+    letter = until(world, PrepareResume)
+    world.letters.remove(letter)  # its reply dies with the destination
+    world.kill("b")
+    died = world.now
+    world.settle()
+    assert world.now - died < letter.ask.message.deadline_ms / 1e3
+    assert world.record(order).state == "failed"
+    assert request.at == "a"
+
+
+def test_late_round_of_a_living_destination_is_awaited() -> None:
+    world = World()
+    world.engines["b"].ms_fixed = 4_500.0
+    request = world.request()
+    record = world.migrate(request)
+    assert record.requests[0].tokens is not None
+    assert record.rounds
+    assert record.error is None
+
+
 def test_migrator_that_lost_its_lease_stops() -> None:
     world = World()
     request = world.request()

@@ -152,6 +152,11 @@ def keyed_reply(gateway_id: str, request_id: str) -> str:
     return f"{PREFIX}.replies.keyed.{gateway_id}.{request_id}"
 
 
+def keyed_marker(gateway_id: str) -> str:
+    """The subject of messages that a gateway has `KEYED_STREAM` store after earlier replies."""
+    return f"{PREFIX}.replies.keyed.marker.{gateway_id}"
+
+
 def keyed_waiters(key: str) -> str:
     """Return the reply subject of requests that wait for a duplicate's response.
 

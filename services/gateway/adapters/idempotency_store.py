@@ -44,8 +44,9 @@ _FULL = (
 )
 LEASE_S = 5.0
 RENEW_S = 1.5
+_MARKER_AFTER_S = 0.25
 _CAPTURE_TIMEOUT_S = 2.0
-"""Missing messages count as lost after the stream has received nothing for this long."""
+"""Missing messages count as lost this long after the stream has stored a later message."""
 _CAPTURE_LIMIT_S = 60.0
 """Limit of the wait for a stream that falls behind its disk."""
 _CAPTURE_POLL_S = 0.05
@@ -284,30 +285,38 @@ class IdempotencyStore:
 
     async def captured_messages(self, reply: str) -> int:
         """Count the stored messages of a reply subject."""
-        return (await self._capture_state(reply))[0]
-
-    async def _capture_state(self, reply: str) -> tuple[int, int]:
-        """Count the stored messages of a reply subject; also return the stream's last number."""
         info = await self._js.stream_info(subjects.KEYED_STREAM, subjects_filter=reply)
-        return int((info.state.subjects or {}).get(reply, 0)), info.state.last_seq
+        return int((info.state.subjects or {}).get(reply, 0))
 
     async def wait_until_captured(self, reply: str, messages: int) -> bool:
         """Wait until `messages` messages are stored; immediate while NATS keeps up.
 
+        A stream stores messages in the order in which they arrive, so a message that is still
+        missing once a marker is stored is lost. The stream stores nothing of what is published
+        while its replicas elect a leader.
+
         Returns:
-            False if NATS lost some of them: the stream stores nothing more, and has fewer.
+            False if NATS lost some of them.
         """
-        began, seen, moved_at = time.monotonic(), -1, 0.0
-        while True:
-            count, last = await self._capture_state(reply)
-            if count >= messages:
-                return True
+        began = time.monotonic()
+        marked_at: float | None = None
+        while await self.captured_messages(reply) < messages:
             now = time.monotonic()
-            if last != seen:
-                seen, moved_at = last, now
-            if now - moved_at > _CAPTURE_TIMEOUT_S or now - began > _CAPTURE_LIMIT_S:
+            if now - began > _CAPTURE_LIMIT_S or (marked_at is not None and now - marked_at > _CAPTURE_TIMEOUT_S):
                 return False
+            if marked_at is None and now - began > _MARKER_AFTER_S and await self._store_marker():
+                marked_at = time.monotonic()
             await asyncio.sleep(_CAPTURE_POLL_S)
+        return True
+
+    async def _store_marker(self) -> bool:
+        """Store a message of no reply; false if the stream did not confirm it."""
+        try:
+            await self._js.publish(subjects.keyed_marker(self._gateway_id), b"{}", stream=subjects.KEYED_STREAM)
+        except (NatsError, TimeoutError) as e:
+            log.info("failed to store a marker after captured replies", extra={"error": repr(e)})
+            return False
+        return True
 
     async def stored_messages(self, reply: str) -> list[bytes]:
         """Return the messages of a reply subject that are stored now, in their order.

@@ -164,11 +164,11 @@ class IdempotentRequest:
         try:
             await self._start(claim.entry)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._request.completion.is_done:
+                await self._record_end(claim)  # with a lease: this may wait for the store
+                return
         finally:
             await end(renewing, *ends)
-        if self._request.completion.is_done:
-            await self._record_end(claim)
-            return
         self._dispatcher.on_disowned(self._ticket, time.monotonic())
         self._request.completion.fail(
             Unavailable("Another gateway serves this Idempotency-Key now. Repeat the request", should_retry=True)

@@ -133,6 +133,7 @@ class Gateway:
             queue_timeout_s=card.spec.queue.timeout,
             key=origin.caller.name,
             cost=origin.cost,
+            priority=origin.priority,
         )
         buffer_limit_bytes = self.settings.stream_buffer_bytes
         request = ActiveRequest(ticket, card, engine_request, sink, self.dispatcher, buffer_limit_bytes)

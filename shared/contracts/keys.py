@@ -16,6 +16,7 @@ from shared.contracts.base import Frozen, Message
 KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$"
 HASH_PATTERN = r"^[0-9a-f]{64}$"
 MAX_MODEL_PATTERNS = 256
+MAX_PRIORITY = 100
 MAX_OVERLAP_S = 30 * 24 * 3600
 Money = Annotated[Decimal, Field(gt=0, max_digits=21, decimal_places=6)]
 Scope = Literal["inference", "read-only", "admin"]
@@ -35,6 +36,9 @@ class KeyLimits(Frozen):
         tokens_per_month: The same of a calendar month in UTC.
         money_per_day: Budget in the currency of the mesh's prices; without prices nothing costs.
         money_per_month: The same of a calendar month.
+        priority: The highest priority of its requests (-100 to 100; higher is served first), and
+            that of requests that ask for none if it is below 0. None: 0.
+        weight: Its share of a model relative to other keys of the same priority. None: 1.
     """
 
     models: tuple[str, ...] = Field(default=(), max_length=MAX_MODEL_PATTERNS)
@@ -46,6 +50,8 @@ class KeyLimits(Frozen):
     tokens_per_month: int | None = Field(default=None, ge=1)
     money_per_day: Money | None = None
     money_per_month: Money | None = None
+    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    weight: float | None = Field(default=None, ge=0.001, le=1000)
 
     @property
     def has_budget(self) -> bool:

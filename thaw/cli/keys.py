@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from shared.contracts.keys import ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey, Scope
+from shared.contracts.keys import MAX_PRIORITY, ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey, Scope
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
@@ -29,6 +29,15 @@ Models = Annotated[
 Rpm = Annotated[int | None, typer.Option("--rpm", min=0, help="Requests per minute, over all gateways; 0: no limit.")]
 Tpm = Annotated[int | None, typer.Option("--tpm", min=0, help="Prompt and completion tokens per minute; 0: no limit.")]
 Concurrent = Annotated[int | None, typer.Option("--concurrent", min=0, help="Requests at the same time; 0: no limit.")]
+Priority = Annotated[
+    int | None,
+    typer.Option(
+        "--priority", min=-MAX_PRIORITY, max=MAX_PRIORITY, help="Highest priority that its requests may ask for; 0 by default."
+    ),
+]
+Weight = Annotated[
+    float | None, typer.Option("--weight", min=0.001, max=1000, help="Share of a busy model relative to other keys; 1 by default.")
+]
 DayTokens = Annotated[
     int | None, typer.Option("--budget-day-tokens", min=0, help="Tokens per day (UTC), over all gateways; 0: no budget.")
 ]
@@ -56,6 +65,8 @@ def add(
     budget_month_tokens: MonthTokens = None,
     budget_day_money: DayMoney = None,
     budget_month_money: MonthMoney = None,
+    priority: Priority = None,
+    weight: Weight = None,
     expires: Expires = None,
     as_json: Json = False,
 ) -> Document:
@@ -80,6 +91,7 @@ def add(
             {"name": name, "scope": chosen, "sha256": digest}
             | _limits(models, rpm, tpm, concurrent, expires)
             | _budgets(budget_day_tokens, budget_month_tokens, budget_day_money, budget_month_money)
+            | _shares(priority, weight)
         )
     except ValidationError as e:
         raise CommandError(
@@ -106,7 +118,7 @@ def list_keys(as_json: Json = False) -> Document:
     found = KeyList.model_validate(Api.find().request("GET", "/admin/v1/keys"))
     out = screen(as_json)
     table = Table(box=None, header_style="dim")
-    for column in ("NAME", "SCOPE", "MODELS", "RPM", "TPM", "CONCURRENT", "BUDGETS", "MADE", "EXPIRES"):
+    for column in ("NAME", "SCOPE", "MODELS", "RPM", "TPM", "CONCURRENT", "BUDGETS", "PRIORITY", "WEIGHT", "MADE", "EXPIRES"):
         table.add_column(column)
     for key in found.keys:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
@@ -116,6 +128,8 @@ def list_keys(as_json: Json = False) -> Document:
             escape(", ".join(key.models)) or "all",
             *("-" if limit is None else str(limit) for limit in limits),
             _describe_budgets(key),
+            str(key.priority or 0),
+            f"{key.weight or 1:g}",
             _time(key.created),
             "-" if key.expires is None else _time(key.expires),
         )
@@ -139,6 +153,8 @@ def change(
     budget_month_tokens: MonthTokens = None,
     budget_day_money: DayMoney = None,
     budget_month_money: MonthMoney = None,
+    priority: Priority = None,
+    weight: Weight = None,
     expires: Expires = None,
     as_json: Json = False,
 ) -> Document:
@@ -146,8 +162,10 @@ def change(
 
     Example: [bold]thaw keys change ci --rpm 120 --expires never[/]
     """
-    limits = _limits(models, rpm, tpm, concurrent, expires) | _budgets(
-        budget_day_tokens, budget_month_tokens, budget_day_money, budget_month_money
+    limits = (
+        _limits(models, rpm, tpm, concurrent, expires)
+        | _budgets(budget_day_tokens, budget_month_tokens, budget_day_money, budget_month_money)
+        | _shares(priority, weight)
     )
     if not limits:
         raise typer.BadParameter("give at least one limit to change")
@@ -253,6 +271,10 @@ def _budgets(day_tokens: int | None, month_tokens: int | None, day_money: str | 
         if money is not None:
             found[field] = _amount(money, option) or None
     return found
+
+
+def _shares(priority: int | None, weight: float | None) -> dict[str, object]:
+    return {name: value for name, value in (("priority", priority), ("weight", weight)) if value is not None}
 
 
 def _amount(text: str, option: str) -> Decimal:

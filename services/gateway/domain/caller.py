@@ -38,6 +38,16 @@ class Caller:
         if scope not in _INCLUDES[self.scope]:
             raise PermissionDenied(f"The API key {self.name} has the scope {self.scope}, and this route needs {scope}")
 
+    def priority(self, asked: int | None) -> int:
+        """Return the priority of a request: what it asks for, at most that of its key."""
+        highest = (self.key.priority if self.key is not None else None) or 0
+        return min(asked or 0, highest)
+
+    @property
+    def weight(self) -> float:
+        """Share of a model relative to other keys."""
+        return (self.key.weight if self.key is not None else None) or 1.0
+
     def may_use(self, card: ModelCard) -> bool:
         """True if the key's patterns match the model's name, an alias, or `base:adapter`."""
         if self.key is None or not self.key.models:

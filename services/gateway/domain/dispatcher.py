@@ -5,9 +5,10 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
 
 1. A new request goes at once to the least-loaded ready instance that accepts it, unless other
    requests for its model wait already.
-2. Otherwise it waits; the keys' requests are served by fair shares (`fair_queue`), those of one key
-   in order of arrival. If the model's queue is full, the key with the most waiting requests loses
-   its last one, which may be the new one: it is refused with a time to retry.
+2. Otherwise it waits. Higher priorities are served first; inside a priority the keys' requests are
+   served by fair shares (`fair_queue`), those of one key in order of arrival. If the model's queue
+   is full, the key with the most waiting requests of the lowest priority loses its last one, which
+   may be the new one: it is refused with a time to retry.
 3. Demand is published when the first request begins to wait, then every second, and once with 0
    when the last request has left the queue.
 4. A request that is refused before any output (the instance drains, or no engine listens) returns
@@ -104,7 +105,7 @@ class Dispatcher:
             self._enqueue(ticket, now)
 
     def _insert_into_full(self, queue: ModelQueue, ticket: Ticket, now: float) -> None:
-        error, dropped = queue.full_error(ticket.model, now), queue.find_dropped(ticket.key)
+        error, dropped = queue.full_error(ticket.model, now), queue.find_dropped(ticket)
         if dropped is None:
             self._fail(ticket, error)
             return

@@ -4,7 +4,8 @@ Start-time fair queueing (Goyal, Vin, Cheng: Start-time Fair Queueing, SIGCOMM 1
 gets a start tag, the larger of the virtual time and the finish tag of the key's request before it;
 its finish tag adds its cost. Requests are served in order of start tags, and the virtual time is
 the tag of the last one served. Keys that wait all the time get equal shares of the cost, up to one
-request each; a key that is alone gets everything, in order of arrival.
+request each; a key that is alone gets everything, in order of arrival. A key's weight
+divides the costs of its requests, so that shares are in proportion to weights.
 
 If the queue is full, the key with the most waiting requests loses its last one (longest queue drop;
 Suter et al., INFOCOM 1998): a key that floods gets the refusals itself.
@@ -12,6 +13,7 @@ Suter et al., INFOCOM 1998): a key that floods gets the refusals itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -48,6 +50,19 @@ class VirtualClock:
         """A request left without service; if it was its key's last one, its share is given back."""
         if self._finish_tags.get(key) == start_tag + cost:
             self._finish_tags[key] = start_tag
+
+
+@dataclass(slots=True)
+class PriorityClass:
+    """The waiting requests of one priority: their tags, and how many each key has."""
+
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    waiting: Counter[str] = field(default_factory=Counter)
+
+    def remove(self, key: str) -> None:
+        self.waiting[key] -= 1
+        if not self.waiting[key]:
+            del self.waiting[key]
 
 
 def choose_dropped(waiting: Mapping[str, int], key: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from services.gateway.domain.arrivals import Arrivals
-from services.gateway.domain.fair_queue import VirtualClock, choose_dropped
+from services.gateway.domain.fair_queue import PriorityClass, choose_dropped
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import Demand, DemandNoted
 from shared.errors import QueueFull, QueueTimeout
@@ -30,8 +30,7 @@ class ModelQueue:
     published_at: float | None = None
     reply: DemandNoted | None = None
     replied_at: float = 0.0
-    _clock: VirtualClock = field(default_factory=VirtualClock)
-    _by_key: Counter[str] = field(default_factory=Counter)
+    _classes: dict[int, PriorityClass] = field(default_factory=dict)
 
     def eta_ms(self, now: float) -> int | None:
         """Estimate when the model is ready; None if the scheduler gave no estimate."""
@@ -73,52 +72,63 @@ class ModelQueue:
         )
 
     def insert(self, ticket: Ticket) -> None:
-        """Insert a new request at the place that its key's share gives it."""
-        ticket.start_tag = self._clock.tag(ticket.key, ticket.cost)
+        """Insert a new request at the place that its priority and its key's share give it."""
+        ticket.start_tag = self._class(ticket).clock.tag(ticket.key, ticket.cost)
         self._place(ticket)
 
     def reinsert(self, ticket: Ticket) -> None:
-        """Insert a request that lost its instance before those that were not served yet.
+        """Insert a request that lost its instance before the others of its priority.
 
         Among such requests the order of arrival counts. Among requests that arrived at the same
         time, those that had an instance precede the others.
         """
-        ticket.start_tag = min(ticket.start_tag, self._clock.time)
+        ticket.start_tag = min(ticket.start_tag, self._class(ticket).clock.time)
         self._place(ticket)
+
+    def _class(self, ticket: Ticket) -> PriorityClass:
+        return self._classes.setdefault(ticket.priority, PriorityClass())
 
     def _place(self, ticket: Ticket) -> None:
         order = ticket.queue_order
         later = list(takewhile(lambda t: t.queue_order > order, reversed(self.waiting.values())))
         self.waiting[ticket.id] = ticket
-        self._by_key[ticket.key] += 1
+        self._class(ticket).waiting[ticket.key] += 1
         for moved in reversed(later):
             self.waiting.move_to_end(moved.id)
 
     def serve(self, ticket: Ticket) -> None:
         """Remove a request that is sent to an instance."""
         self._remove(ticket)
-        self._clock.advance(ticket.start_tag)
+        self._class(ticket).clock.advance(ticket.start_tag)
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Remove a request that ends without service. Returns whether it waited."""
         if ticket.id not in self.waiting:
             return False
         self._remove(ticket)
-        self._clock.withdraw(ticket.key, ticket.start_tag, ticket.cost)
+        self._class(ticket).clock.withdraw(ticket.key, ticket.start_tag, ticket.cost)
         return True
 
     def _remove(self, ticket: Ticket) -> None:
         del self.waiting[ticket.id]
-        self._by_key[ticket.key] -= 1
-        if not self._by_key[ticket.key]:
-            del self._by_key[ticket.key]
+        self._class(ticket).remove(ticket.key)
 
-    def find_dropped(self, key: str) -> Ticket | None:
-        """Return the request that gives way to one of `key` in a full queue; None: none does.
+    def find_dropped(self, new: Ticket) -> Ticket | None:
+        """Return the request that gives way to a new one in a full queue; None: none does.
 
-        A request that had an instance does not give way.
+        1. A request of the lowest priority gives way to one of a higher priority, and never the
+           reverse.
+        2. Of these, the last one of the key that has the most. At equal priority it may be the new
+           request's own key: then the new request is refused.
+        3. A request that had an instance does not give way.
         """
-        dropped = choose_dropped(self._by_key, key)
-        if dropped == key:
+        lowest = min((priority for priority, found in self._classes.items() if found.waiting), default=new.priority)
+        if lowest > new.priority:
             return None
-        return next((t for t in reversed(self.waiting.values()) if t.key == dropped and not t.attempts), None)
+        waiting = self._classes[lowest].waiting
+        if lowest < new.priority:
+            dropped = max(waiting, key=lambda name: (waiting[name], name))
+        elif (dropped := choose_dropped(waiting, new.key)) == new.key:
+            return None
+        found = (t for t in reversed(self.waiting.values()) if t.priority == lowest and t.key == dropped and not t.attempts)
+        return next(found, None)

@@ -45,7 +45,8 @@ class Ticket:
         preferred_instance: The instance to try before any other.
         excluded_instances: Instances that cannot resume the response.
         key: Name of the client's API key, whose requests share the model fairly with others'.
-        cost: Predicted size of the request in tokens.
+        cost: Predicted size of the request in tokens, divided by the weight of its key.
+        priority: Waiting requests of a higher priority are served first.
         start_tag: Place in the order of fair queueing (`fair_queue`).
     """
 
@@ -79,12 +80,13 @@ class Ticket:
     attempt_id: str = ""
     key: str = ""
     cost: float = 1.0
+    priority: int = 0
     start_tag: float = 0.0
 
     @property
-    def queue_order(self) -> tuple[float, float, bool]:
+    def queue_order(self) -> tuple[int, float, float, bool]:
         """Position among waiting requests; of equal ones those that had an instance are first."""
-        return self.start_tag, self.arrived_at, not self.attempts
+        return -self.priority, self.start_tag, self.arrived_at, not self.attempts
 
     @property
     def last_activity_at(self) -> float:

@@ -43,7 +43,8 @@ class RequestOrigin:
         received_at: Unix time, for people.
         client_request_id: The client's own id; nothing is looked up by it.
         caller: Who sent it.
-        cost: Its predicted size in tokens.
+        cost: Its predicted size in tokens, divided by the weight of its key.
+        priority: Higher ones are served first.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class RequestOrigin:
     client_request_id: str | None = None
     caller: Caller = ANONYMOUS
     cost: float = 1.0
+    priority: int = 0
 
 
 def phase_spans(request: ActiveRequest) -> tuple[PhaseSpan, ...]:

@@ -40,3 +40,27 @@ async def test_a_flood_of_one_key_is_refused_itself_and_another_key_is_served_fi
 
 async def _has_ended(ended: list[str], count: int) -> bool:
     return len(ended) >= count
+
+
+async def test_a_key_asks_for_a_priority_up_to_its_own(serve: ServeFn, node: FakeNode) -> None:
+    """`beta` lets two requests wait."""
+    async with serve(admin_key="root") as served:
+        await until_listed(served, CARDS)
+        await add(served, "urgent", "sk-urgent", priority=5, weight=2)
+        await add(served, "plain", "sk-plain")
+
+        async def send(key: str, priority: str) -> tuple[int, str]:
+            headers = {"authorization": f"Bearer sk-{key}", "x-thaw-priority": priority}
+            answer: Any = await served.http.post("/v1/chat/completions", json=chat("beta"), headers=headers)
+            return answer.status_code, answer.json().get("error", {}).get("code", "")
+
+        waiting = {asyncio.create_task(send("plain", "100")) for _ in range(3)}
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        assert [task.result() for task in done] == [(429, "queue_full")]  # now the queue is full
+        urgent = asyncio.create_task(send("urgent", "100"))
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        assert [task.result() for task in done] == [(429, "queue_full")]
+        assert (await send("urgent", "much"))[0] == 400
+        await node.engine("beta")
+        assert (await urgent)[0] == 200
+        assert [(await task)[0] for task in waiting] == [200]

@@ -7,17 +7,19 @@ from collections import Counter, defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.domain.caller import ANONYMOUS, Caller
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.fair_queue import VirtualClock, choose_dropped
 from services.gateway.domain.ticket import Stage, Ticket
+from shared.contracts.keys import ApiKey
 from shared.contracts.node import InstanceState
 from shared.errors import InstanceDraining, QueueFull
 from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 
-def _of(key: str, name: str, now: float = 0.0, cost: float = 1.0) -> Ticket:
+def _of(key: str, name: str, now: float = 0.0, cost: float = 1.0, priority: int = 0) -> Ticket:
     made = ticket(name, now=now)
-    made.key, made.cost = key, cost
+    made.key, made.cost, made.priority = key, cost, priority
     return made
 
 
@@ -125,3 +127,51 @@ def test_a_request_that_lost_its_instance_is_before_those_that_wait() -> None:
     dispatcher.on_refused(first[0], InstanceDraining(), 1.0)
     dispatcher.on_status(status(instance("j", capacity=8)), 2)
     assert next(name for name, to in world.sent if to == "j") == "a0"
+
+
+def test_a_key_gets_a_share_in_proportion_to_its_weight() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    for i in range(40):
+        dispatcher.on_request(_of("heavy", f"h{i}", cost=10.0 / 3), 100, 0.0)
+        dispatcher.on_request(_of("light", f"l{i}", cost=10.0), 100, 0.0)
+    dispatcher.on_status(status(instance("i", capacity=100)), 2)
+    first = [name[0] for name, _ in world.sent[:40]]
+    assert abs(first.count("h") - 30) <= 1
+
+
+def test_higher_priorities_are_served_first_and_shares_hold_inside_each() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    for priority in (0, 5, -5):
+        for i in range(4):
+            dispatcher.on_request(_of("a", f"a{priority}.{i}", priority=priority), 100, 0.0)
+        for i in range(2):
+            dispatcher.on_request(_of("b", f"b{priority}.{i}", now=1.0, priority=priority), 100, 1.0)
+    dispatcher.on_status(status(instance("i", capacity=100)), 2)
+    keys = "abab" + "aa"
+    assert [(name[0], int(name[1:].split(".")[0])) for name, _ in world.sent] == [(k, p) for p in (5, 0, -5) for k in keys]
+
+
+def test_a_full_queue_drops_the_lowest_priority_and_never_a_higher_one() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    for i in range(2):
+        dispatcher.on_request(_of("high", f"h{i}", priority=1), 4, 0.0)
+    for i in range(2):
+        dispatcher.on_request(_of("low", f"l{i}"), 4, 0.0)
+    dispatcher.on_request(_of("lower", "x", priority=-1), 4, 0.0)
+    assert list(world.failed) == ["x"]
+    for i in range(3):
+        dispatcher.on_request(_of("other", f"o{i}", priority=1), 4, 0.0)
+    assert list(world.failed) == ["x", "l1", "l0", "o2"]
+
+
+def test_a_request_asks_for_at_most_the_priority_of_its_key() -> None:
+    def caller(priority: int | None) -> Caller:
+        return Caller("k", "inference", key=ApiKey(name="k", created=0, priority=priority))
+
+    assert [caller(None).priority(asked) for asked in (None, 7, -7)] == [0, 0, -7]
+    assert [caller(5).priority(asked) for asked in (None, 7, 3, -7)] == [0, 5, 3, -7]
+    assert [caller(-5).priority(asked) for asked in (None, 7, -7)] == [-5, -5, -7]
+    assert ANONYMOUS.priority(9) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -35,12 +36,15 @@ from services.gateway.loop import Gateway
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.telemetry.request_log import RequestOrigin
 from shared.contracts.inference import FORWARDED, Endpoint
+from shared.contracts.keys import MAX_PRIORITY
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest, prompts_of
 from shared.errors import InvalidRequest, NotFound
 from shared.telemetry.tracing import context_of, tracer
 
 log = logging.getLogger(__name__)
+PRIORITY_HEADER = "X-Thaw-Priority"
+_INTEGER = re.compile(r"[+-]?[0-9]{1,3}")
 _PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-", "embedding": "embd-", "other": ""}
 _SPAN = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings", "other": "other"}
 
@@ -62,6 +66,16 @@ def client_of(scope: Scope) -> str:
 
 def _estimate(parsed: ParsedRequest) -> float:
     return estimate_tokens(parsed.request, len(parsed.engine_request.body))
+
+
+def _asked_priority(scope: Scope) -> int | None:
+    """Read the priority that a client asks for; None without the header."""
+    given = Headers(scope=scope).get(PRIORITY_HEADER)
+    if given is None:
+        return None
+    if not _INTEGER.fullmatch(given) or abs(int(given)) > MAX_PRIORITY:
+        raise InvalidRequest(f"{PRIORITY_HEADER} must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return int(given)
 
 
 class Inference:
@@ -201,7 +215,8 @@ class Inference:
             arrived_at,
             client_request_id=client_request_id,
             caller=caller_of(scope),
-            cost=predict_cost(parsed.request, len(engine_request.body)),
+            cost=predict_cost(parsed.request, len(engine_request.body)) / caller_of(scope).weight,
+            priority=caller_of(scope).priority(_asked_priority(scope)),
         )
         request = gateway.open(engine_request, card, sink, origin, (key.place, key.new_entry) if key is not None else None)
         if admitted is not None:

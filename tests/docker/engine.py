@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -19,18 +18,9 @@ from typing import Any
 import yaml
 
 from shared.ports import free_port
+from tests.docker.stages import Builder
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("compose/locks", "services", "shared", "simulator", "thaw", "weights")
-FILES = (
-    "pyproject.toml",
-    "constraints.txt",
-    "README.md",
-    "LICENSE",
-    ".dockerignore",
-    "compose/Dockerfile",
-    "compose/wheels/README.md",
-)
 OURS = ("gateway", "scheduler", "migrator", "loader", "nodeagent")
 STAND_INS = {
     "NATS_IMAGE": "nats:2.12-alpine",
@@ -120,46 +110,18 @@ class Images:
 
 
 def build_images(context: Path) -> Images:
-    """Build the images that are missing; a hash of the sources names them.
+    """Build the images that are missing; a hash of their inputs names them.
 
     Args:
         context: An empty directory.
     """
-    files = [ROOT / f for f in FILES] + sorted(p for s in SOURCES for p in (ROOT / s).rglob("*") if _is_source(p))
-    digest = hashlib.sha256()
-    for file in files:
-        target = context / file.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file, target)
-        digest.update(f"{file.relative_to(ROOT)}\n".encode() + target.read_bytes())
-    tag = f"test-{digest.hexdigest()[:12]}"
-    images = Images(f"thaw-mesh:{tag}", f"thaw-node:{tag}")
-    wanted = {"mesh": images.mesh, "node": images.node}
-    missing = {target: image for target, image in wanted.items() if not _is_there(image)}
-    if missing:
-        for wheel in _torch_wheels():
-            shutil.copyfile(wheel, context / "compose" / "wheels" / wheel.name)
-    options = [f"--build-arg={name}={os.environ[name]}" for name in ("TORCH", "TORCH_INDEX") if os.environ.get(name)]
-    if (base := base_image("PYTHON_IMAGE")) is not None:
-        options.append(f"--build-arg=PYTHON_IMAGE={base}")
-    for stage, image in missing.items():
-        where = ("-f", str(context / "compose" / "Dockerfile"), "--target", stage, "-t", image)
-        docker("build", "-q", "--network=host", *where, *options, str(context), within=900)
-    for name in ("thaw-mesh", "thaw-node"):
-        of_earlier_trees = docker(
-            "images", "-q", "--filter", f"reference={name}:test-*", "--filter", f"before={name}:{tag}"
-        ).split()
-        if of_earlier_trees:
-            subprocess.run(["docker", "rmi", "-f", *of_earlier_trees], capture_output=True, check=False)
-    return images
+    python = image_of("PYTHON_IMAGE")
+    builder = Builder(ROOT, context, python, lambda folder: _torch_wheels() if folder == "compose/wheels" else [])
+    return Images(builder.build("mesh"), builder.build("node"))
 
 
 def _is_there(image: str) -> bool:
     return subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode == 0
-
-
-def _is_source(path: Path) -> bool:
-    return path.is_file() and "__pycache__" not in path.parts
 
 
 def _torch_wheels() -> list[Path]:

@@ -22,8 +22,7 @@ from tests.support.raw import RawClient
 
 def load_of(mesh: Victim, model: str) -> tuple[int, int, int]:
     """Return the engine's running and waiting requests, and all tokens it generated."""
-    (instance,) = mesh.instances(model)
-    load = instance["load"]
+    load = mesh.instance(model)["load"]
     return load["active"], load["waiting"], load["generated_tokens"]
 
 

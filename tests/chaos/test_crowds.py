@@ -22,7 +22,7 @@ def test_two_hundred_requests_for_one_cold_model_cause_one_load(mesh: Victim, cl
     assert {o.kind for o in outcomes} == {"answered"}
     assert len({o.text for o in outcomes}) == 1
     assert len(mesh.engine_logs() - before) == 1
-    plan = mesh.json("explain", "one")
+    plan = mesh.plan("one")
     assert plan["outcome"] == "ready"
     assert [i["plan_id"] for i in mesh.instances("one")] == [plan["plan_id"]]
 

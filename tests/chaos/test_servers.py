@@ -34,7 +34,7 @@ def test_sigkill_of_a_server_in_an_idle_mesh_keeps_the_engine(mesh: Victim, clie
     # These need the server again: one persists a decision, the other changes the catalogue.
     mesh.make_cold("two")
     assert ask(client, "two")
-    assert mesh.json("explain", "two")["outcome"] == "ready"
+    assert mesh.plan("two")["outcome"] == "ready"
     assert mesh.engine("one") == engine
 
 

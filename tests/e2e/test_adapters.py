@@ -123,7 +123,7 @@ async def test_adapters_are_released_when_their_engine_dies(
     mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
 ) -> None:
     before = await text(clients, "sql")
-    (there,) = mesh.instances("one")
+    there = mesh.instance("one")
     held: asyncio.Queue[bool] = asyncio.Queue()
 
     async def hear(message: Msg) -> None:

@@ -51,7 +51,7 @@ def test_processes_are_executed_and_forked_from_the_launchers_own_servers(mesh: 
     """The whole start is the users': none of these processes is of the tests' fork server."""
     ask(client, "one")
     commands = [" ".join(p.cmdline()) for p in mesh.processes()]
-    (engine,) = (i["pids"][0] for i in mesh.instances("one"))
+    engine = mesh.instance("one")["pids"][0]
     for module in ("thaw.launcher.supervisor", "thaw.launcher.forkserver", "services.gateway", "services.engine.zygote"):
         assert any(f"-m {module}" in command for command in commands), commands
     assert any(
@@ -71,8 +71,7 @@ def test_three_models_are_served_on_a_device_with_room_for_two(mesh: Thaw, clien
     for model in MODELS:
         text, tokens, reason = stream(client, model)
         assert (text, tokens, reason) == (first[model], 12, "length")
-    ready = [m for m in MODELS if mesh.instances(m)]
-    assert len(ready) == 2
+    until(lambda: sum(bool(mesh.instances(m)) for m in MODELS) == 2, what="two models are ready")
 
 
 def test_hundred_requests_for_one_cold_model_cause_one_load(mesh: Thaw, client: openai.OpenAI) -> None:
@@ -83,11 +82,10 @@ def test_hundred_requests_for_one_cold_model_cause_one_load(mesh: Thaw, client: 
     assert len(answers) == 100
     # float32 greedy output is the same for one sequence and for a batch.
     assert len(set(answers)) == 1
-    plan = mesh.json("explain", "one")
+    plan = mesh.plan("one")
     assert plan["plan_id"] != before
     assert plan["outcome"] == "ready"
-    (instance,) = mesh.instances("one")
-    assert instance["plan_id"] == plan["plan_id"]
+    assert mesh.instance("one")["plan_id"] == plan["plan_id"]
 
 
 def test_trace_of_a_cold_request_tiles_its_ttft(mesh: Thaw, client: openai.OpenAI) -> None:
@@ -111,6 +109,7 @@ def test_trace_of_a_cold_request_tiles_its_ttft(mesh: Thaw, client: openai.OpenA
 
 def test_ps_shows_states_and_memory(mesh: Thaw, client: openai.OpenAI) -> None:
     ask(client, "three")
+    mesh.instance("three")
     cluster = mesh.cluster()
     states = {m["card"]["spec"]["name"]: m["state"] for m in cluster["models"]}
     assert states["three"] == "ready"
@@ -136,7 +135,7 @@ def test_sleep_frees_the_device_and_wake_restarts_the_model(mesh: Thaw) -> None:
 def test_explain_names_the_evicted_instance(mesh: Thaw, client: openai.OpenAI) -> None:
     for model in MODELS:
         ask(client, model, 2)
-    plan = mesh.json("explain", "three")
+    plan = mesh.plan("three")
     assert plan["model"] == "three"
     assert plan["chosen"]["device_ids"] == ["cpu:0"]
     assert plan["candidates"]

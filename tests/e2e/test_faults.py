@@ -24,8 +24,7 @@ def kill(pid: int) -> None:
 
 
 def engine_pid(mesh: Thaw, model: str) -> int:
-    (instance,) = mesh.instances(model)
-    return int(instance["pids"][0])
+    return int(mesh.instance(model)["pids"][0])
 
 
 def restarted(mesh: Thaw, service: str, old: int) -> bool:

@@ -89,14 +89,17 @@ def embed(mesh: Thaw, model: str) -> list[float]:
     return list(answer.json()["data"][0]["embedding"])
 
 
-def running(mesh: Thaw) -> dict[str, dict[str, Any]]:
+def running(mesh: Thaw, *models: str) -> dict[str, dict[str, Any]]:
+    """Return the ready instances by model; those of `models` may respond before they are ready."""
+    for model in models:
+        mesh.instance(model)
     return {i["model"]: i for i in mesh.cluster()["instances"] if i["state"] == "ready"}
 
 
 def executor(mesh: Thaw) -> int:
     """Return the pid of the process of all shared models, started where necessary."""
     text(mesh, "first"), text(mesh, "second"), embed(mesh, "vectors")
-    [pid] = {pid for name, i in running(mesh).items() if name in SHARED for pid in i["pids"]}
+    [pid] = {pid for name, i in running(mesh, *SHARED).items() if name in SHARED for pid in i["pids"]}
     return int(pid)
 
 
@@ -122,7 +125,7 @@ def started(mesh: Roomy, names: tuple[str, ...] = ("first", "second")) -> dict[s
 def test_shared_models_answer_sleep_wake_and_survive_the_end_of_their_executor(mesh: Roomy) -> None:
     answers = {name: text(mesh, name) for name in ("first", "second", "alone")}
     assert answers["first"] == answers["alone"] != answers["second"]
-    ready = running(mesh)
+    ready = running(mesh, "first", "second", "alone")
     assert ready["first"]["pids"] == ready["second"]["pids"] != ready["alone"]["pids"]
     [pid] = ready["first"]["pids"]
 
@@ -132,20 +135,21 @@ def test_shared_models_answer_sleep_wake_and_survive_the_end_of_their_executor(m
     mesh.json("wake", "second")
     assert running(mesh)["second"]["pids"] == [pid]
     assert text(mesh, "second") == answers["second"]
-    spans = {span["phase"] for span in mesh.json("explain", "second")["measured"]}
+    spans = {span["phase"] for span in mesh.plan("second")["measured"]}
     assert "attach" in spans
     assert "container" not in spans
 
     kill(pid)
     until(lambda: set(running(mesh)) == {"alone"}, what="both models of the executor have failed")
     assert [text(mesh, name) for name in ("first", "second")] == [answers["first"], answers["second"]]
-    assert running(mesh)["first"]["pids"] == running(mesh)["second"]["pids"] != [pid]
+    ready = running(mesh, "first", "second")
+    assert ready["first"]["pids"] == ready["second"]["pids"] != [pid]
 
 
 def test_embeddings_are_those_of_a_dedicated_engine(mesh: Roomy) -> None:
     pid = executor(mesh)
     alone = embed(mesh, "vectors-alone")
-    assert running(mesh)["vectors-alone"]["pids"] != [pid]
+    assert running(mesh, "vectors-alone")["vectors-alone"]["pids"] != [pid]
     assert embed(mesh, "vectors") == pytest.approx(alone, abs=1e-6)
     streams = started(mesh)
     assert embed(mesh, "vectors") == pytest.approx(alone, abs=1e-6), "while other models generate"
@@ -173,7 +177,7 @@ def test_adapters_of_a_shared_model_answer_as_those_of_a_dedicated_one(mesh: Roo
     assert ready["first"]["pids"] == ready["second"]["pids"] == [pid]
     mesh.json("sleep", "first")
     assert text(mesh, "sql") == expected["sql"], "it wakes its base"
-    assert running(mesh)["first"]["pids"] == [pid]
+    assert running(mesh, "first")["first"]["pids"] == [pid]
     for name in ("sql", "poems"):
         mesh.json("models", "rm", name)
         mesh.json("models", "rm", f"{name}-alone")
@@ -218,7 +222,7 @@ def test_sleeping_detaches_and_waking_attaches(mesh: Roomy) -> None:
     assert slept["freed_bytes"] >= 0
     assert "second" not in running(mesh)
     assert text(mesh, "second") == expected, "a request wakes it"
-    awake = running(mesh)["second"]
+    awake = running(mesh, "second")["second"]
     assert awake["pids"] == [pid]
     assert awake["instance_id"] != ready["second"]["instance_id"]
 
@@ -235,7 +239,7 @@ def test_start_of_the_executor_and_attach_are_different_phases(mesh: Roomy, rece
         request = mesh.json("trace", stream.request_id)["request"]
         assert request["cold"]
         found[name] = {span["phase"] for span in request["critical_path"]}
-        measured = {span["phase"] for span in mesh.json("explain", name)["measured"]}
+        measured = {span["phase"] for span in mesh.plan(name)["measured"]}
         assert ("attach" in measured, "container" in measured) == (name == "second", name == "first")
     assert "container" in found["first"]
     assert "attach" in found["second"]

@@ -66,7 +66,7 @@ def test_slept_model_wakes_with_the_same_process_and_output(mesh: Thaw) -> None:
     awake = facts(mesh)
     assert (awake["state"], awake["pids"]) == ("ready", ready["pids"])
     assert awake["last_resume"]["took_ms"] > 0
-    plan = mesh.json("explain", "m")
+    plan = mesh.plan("m")
     assert plan["way"] == "restore"
 
 
@@ -80,4 +80,4 @@ def test_parked_models_are_suspended_before_their_first_request() -> None:
         parked = facts(mesh)
         assert text(mesh)
         assert facts(mesh)["pids"] == parked["pids"], "the first request finds it there"
-        assert mesh.json("explain", "m")["way"] == "restore"
+        assert mesh.plan("m")["way"] == "restore"

@@ -174,6 +174,31 @@ class Thaw:
         """Return the model's ready instances."""
         return [i for n in self.cluster()["nodes"] for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
 
+    def instance(self, model: str) -> dict[str, Any]:
+        """Return the model's one ready instance.
+
+        An engine may respond before its node has reported it ready.
+        """
+        found: list[dict[str, Any]] = []
+
+        def is_one() -> bool:
+            found[:] = self.instances(model)
+            return len(found) == 1
+
+        until(is_one, what=f"one instance of {model} is ready")
+        return found[0]
+
+    def plan(self, model: str) -> dict[str, Any]:
+        """Return the model's last plan once it has ended: a start may respond before."""
+        found: list[dict[str, Any]] = []
+
+        def has_ended() -> bool:
+            found[:] = [self.json("explain", model)]
+            return bool(found[0]["outcome"] != "pending")
+
+        until(has_ended, what=f"the start of {model} has ended")
+        return found[0]
+
     def ready(self) -> bool:
         """Return whether the gateway reports that it is ready."""
         try:

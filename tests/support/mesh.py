@@ -69,8 +69,7 @@ class Victim(Thaw):
         return seen[0]
 
     def engine(self, model: str) -> int:
-        (instance,) = self.instances(model)
-        return int(instance["pids"][0])
+        return int(self.instance(model)["pids"][0])
 
     def engine_logs(self) -> set[str]:
         """Return one log for each engine ever started."""

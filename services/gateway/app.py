@@ -34,7 +34,7 @@ from services.gateway.http.endpoints.admin import Admin
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
 from services.gateway.http.endpoints.responses import ROUTE as RESPONSES
-from services.gateway.http.endpoints.responses import Responses
+from services.gateway.http.endpoints.responses import Responses, StoredResponses
 from services.gateway.http.middleware.connection_limits import BoundedProtocol, ConnectionLimits, Connections
 from services.gateway.http.middleware.error_boundary import ErrorBoundary
 from services.gateway.http.middleware.request_guard import RequestGuard
@@ -72,6 +72,8 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/v1/completions", Inference(gateway, "completion", parsers), methods=["POST"]),
         Route("/v1/embeddings", Inference(gateway, "embedding", parsers), methods=["POST"]),
         Route(RESPONSES, Responses(gateway, parsers), methods=["POST"]),
+        Route(RESPONSES + "/{id}", StoredResponses(gateway).read, methods=["GET"]),
+        Route(RESPONSES + "/{id}", StoredResponses(gateway).delete, methods=["DELETE"]),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/models/{name:path}", info.model, methods=["GET"]),
         Route("/health", info.health, methods=["GET"]),

@@ -19,6 +19,7 @@ from services.gateway.adapters.objective_publisher import ObjectivePublisher
 from services.gateway.adapters.prompt_length import PromptLengthChecker
 from services.gateway.adapters.rate_limiter import RateLimiter
 from services.gateway.adapters.request_probe import RequestProbe
+from services.gateway.adapters.response_store import ResponseStore
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
 from services.gateway.adapters.usage_meter import UsageMeter
 from services.gateway.authorization import Authorizer
@@ -29,6 +30,7 @@ from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.lora_prefetch import LoraPrefetch, PrefetchTarget
 from services.gateway.domain.objectives import ObjectiveCounter, meets_objective
 from services.gateway.domain.route_table import Route
+from services.gateway.domain.stored_responses import StorageBounds
 from services.gateway.domain.ticket import Stage, Ticket
 from services.gateway.idempotency.idempotent_request import IdempotentRequest
 from services.gateway.requests.active_request import ActiveRequest
@@ -82,6 +84,8 @@ class Gateway:
         self.request_log = request_log
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = EngineClient(mesh, self.id)
+        bounds = StorageBounds(settings.responses_per_key, settings.responses_bytes_per_key, settings.responses_ttl)
+        self.responses = ResponseStore(mesh, bounds)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         key_store = KeyStore(KeyMarker(settings.state / "gateway"))
         key_store.on_removed = self.on_key_removed

@@ -131,6 +131,15 @@ class GatewaySettings(CommonSettings):
         ge=1024 * 1024,
         description="Maximum bytes of stored responses; above it the oldest are removed.",
     )
+    responses_per_key: int = Field(
+        default=256,
+        ge=0,
+        description="Maximum stored responses of /v1/responses for each API key; above it the oldest are removed. 0: none are stored.",
+    )
+    responses_bytes_per_key: int = Field(
+        default=16 * 1024 * 1024, ge=1024, description="Maximum bytes of the stored responses of each API key; above it the same."
+    )
+    responses_ttl: float = Field(default=24 * 3600.0, ge=1, description="Seconds that a response is stored.")
     cors_origins: str = Field(default="", description="Allowed origins of web pages, comma-separated; *: all; empty: none.")
     tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; with it the endpoint uses HTTPS.")
     tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")

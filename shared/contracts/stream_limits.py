@@ -20,6 +20,7 @@ MAX_BYTES = {
     subjects.IDEMPOTENCY_BUCKET: 256 * MIB,
     subjects.MIGRATIONS_BUCKET: 64 * MIB,
     subjects.CONSOLE_BUCKET: MIB,
+    subjects.RESPONSES_BUCKET: 128 * MIB,
 }
 """By stream or bucket."""
 MAX_MEMORY_STORE_BYTES = 64 * MIB

@@ -35,6 +35,7 @@ AUDIT_SUBJECTS = f"{PREFIX}.audit.>"
 AUDIT_KEYS = f"{PREFIX}.audit.keys"
 MIGRATIONS_BUCKET = "thaw_migrations"
 CONSOLE_BUCKET = "thaw_console"
+RESPONSES_BUCKET = "thaw_responses"
 
 
 def token(name: str) -> str:

@@ -121,6 +121,15 @@ async def console_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
     return await _bucket(js, subjects.CONSOLE_BUCKET, replicas, owner=False)
 
 
+async def responses_bucket(js: JetStreamContext, ttl_s: float, replicas: int = 1) -> KeyValue:
+    """Open the bucket of stored responses, created if missing.
+
+    Entries expire after `ttl_s` seconds. A full bucket drops the oldest. Reads ask the leader, so
+    that they find what has just been written.
+    """
+    return await _bucket(js, subjects.RESPONSES_BUCKET, replicas, ttl_s, DiscardPolicy.OLD, reads_leader=True)
+
+
 async def migrations_bucket(js: JetStreamContext, replicas: int = 1, *, owner: bool = False) -> KeyValue:
     """Open the bucket of migrations, created if missing.
 
@@ -142,6 +151,7 @@ async def _bucket(
     discard: DiscardPolicy = DiscardPolicy.NEW,
     *,
     owner: bool = True,
+    reads_leader: bool = False,
 ) -> KeyValue:
     """Open a bucket, created as by nats-py's `create_key_value`.
 
@@ -163,9 +173,8 @@ async def _bucket(
         storage=StorageType.FILE,
     )
     found = await _ensure(js, config, ("max_bytes", "discard") if owner else ())
-    return KeyValue(
-        name=name, stream=str(config.name), pre=KV_PRE_TEMPLATE.format(bucket=name), js=js, direct=bool(found.allow_direct)
-    )
+    is_direct = bool(found.allow_direct) and not reads_leader
+    return KeyValue(name=name, stream=str(config.name), pre=KV_PRE_TEMPLATE.format(bucket=name), js=js, direct=is_direct)
 
 
 async def _ensure(js: JetStreamContext, config: StreamConfig, kept: tuple[str, ...]) -> StreamConfig:

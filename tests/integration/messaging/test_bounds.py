@@ -83,6 +83,7 @@ async def test_every_stream_is_created_with_its_bound(mesh: Mesh) -> None:
     await streams.ensure_keyed_stream(js, 60, stream_limits.KEYED_REPLIES_BYTES)
     await streams.ensure_audit_stream(js)
     await streams.idempotency_bucket(js, 60)
+    await streams.responses_bucket(js, 60)
     for opened in (streams.catalog_bucket, streams.keys_bucket, streams.console_bucket, streams.migrations_bucket):
         await opened(js)
     there = {i.config.name.removeprefix("KV_"): i.config.max_bytes for i in await js.streams_info() if i.config.name}

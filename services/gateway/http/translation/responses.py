@@ -113,8 +113,9 @@ class ResponseTranslator:
 
     def fail(self, code: str | None, message: str) -> list[Event]:
         events = self._start()
-        self._status, self._error = "failed", {"code": code or "server_error", "message": message}
-        return [*events, self._event("response.failed", response=self.body())]
+        self._is_stored, self._status, self._error = False, "failed", {"code": code or "server_error", "message": message}
+        self._last = self._event("response.failed", response=self.body())
+        return [*events, self._last]
 
     def body(self) -> dict[str, Any]:
         request = self._request
@@ -149,6 +150,16 @@ class ResponseTranslator:
             "usage": self._usage,
             "user": request.user,
         }
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The items of the output."""
+        return list(self._output)
+
+    @property
+    def is_storable(self) -> bool:
+        """True if the response is to be stored, and did not fail."""
+        return self._is_stored and self._status in ("completed", "incomplete")
 
     def note_not_stored(self) -> None:
         """Have the finished response and its last event report that it was not stored."""

@@ -1,20 +1,26 @@
 """Real vLLM and llama.cpp servers behind hosts, one of each for all tests.
 
-They take half a minute to start.
+vLLM takes half a minute to start, most of it on one core: those of several files start together.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
 from tokenizers import Tokenizer
 
+from shared.contracts.engine import EngineStart
+from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.support.hosted import Hosts, hosted_card
@@ -93,6 +99,52 @@ def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) 
 @pytest.fixture(scope="session")
 def vllm(nats_server: NatsServer, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
     yield from spawned("vllm", model_directory, nats_server.url, tmp_path_factory.mktemp("vllm"))
+
+
+@dataclass(frozen=True)
+class PluginEngine:
+    """A spawned host of a vLLM with `load_format: thaw`, and its node's loader."""
+
+    start: EngineStart
+    spawner: Hosts
+    loader: subprocess.Popen[bytes]
+
+    def close(self) -> None:
+        """End both; more than one call is allowed."""
+        self.spawner.close()
+        self.loader.terminate()
+        self.loader.wait()
+
+
+def plugin_card(directory: Path) -> ModelCard:
+    options: dict[str, Any] = {"engine_args": {"load_format": "thaw"}, "dtype": "float32"}
+    return hosted_card(directory, "vllm", context=1024, name=directory.name, **options)
+
+
+@pytest.fixture(scope="session")
+def plugin_vllm(nats_server: NatsServer, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginEngine]:
+    python, logs = python_of("vllm"), tmp_path_factory.mktemp("plugin")
+    hosts = Hosts(None, "real-plugin", nats_server.url, logs)  # type: ignore[arg-type]  # only spawns
+    with tempfile.TemporaryDirectory(prefix="thaw-t-") as home, (logs / "loader.log").open("wb") as log:
+        env = {**os.environ, "THAW_NATS_URL": nats_server.url, "THAW_HOME": home, "THAW_NODE": hosts.node}
+        env |= {"THAW_DRAM_READY_BYTES": "0", "THAW_PRETOUCH": "off"}  # populating memory takes CPU seconds from the starts
+        loader = subprocess.Popen([sys.executable, "-m", "services.loader"], env=env, stdout=log, stderr=log)
+        start = hosts.host(plugin_card(model_directory), THAW_VLLM_PYTHON=python, THAW_HOME=home)
+        found = PluginEngine(start, hosts, loader)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started_together(request: pytest.FixtureRequest, home: Path) -> None:
+    """Start the vLLMs that the collected tests share at once.
+
+    A test that needs one waits until it is ready. Tests of its memory run when no other starts.
+    """
+    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    for name in sorted(asked & {"vllm", "plugin_vllm"}):
+        with contextlib.suppress(pytest.skip.Exception):  # it is not installed: the tests that need it are skipped
+            request.getfixturevalue(name)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +29,9 @@ from shared.contracts.engine import ChangeModel, EngineReport
 from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
-from tests.integration.engines_real.conftest import PATIENCE_S
+from tests.integration.engines_real.conftest import PATIENCE_S, PluginEngine, plugin_card
 from tests.integration.nodeagent.harness import gone
-from tests.support.hosted import Hosts, hosted_card
+from tests.support.hosted import Hosts
 from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
@@ -45,11 +43,6 @@ MODELS = 10
 CHANGES = int(os.environ.get("THAW_TEST_CHANGES", "12"))
 """Changes of the model in a row, without growth of memory. `make test-long` sets 100."""
 GREETING = "{% for m in messages %}{{ 'Greeting: ' + m['content'] }}{% endfor %}"
-
-
-def card_of(directory: Path) -> ModelCard:
-    options: dict[str, Any] = {"engine_args": {"load_format": "thaw"}, "dtype": "float32"}
-    return hosted_card(directory, "vllm", context=1024, name=directory.name, **options)
 
 
 @dataclass
@@ -78,30 +71,21 @@ class FromLoader:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def from_loader(
-    nats_server: NatsServer, model_directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[FromLoader]:
-    python = python_of("vllm")
+async def from_loader(nats_server: NatsServer, plugin_vllm: PluginEngine) -> AsyncIterator[FromLoader]:
     mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
-    logs = tmp_path_factory.mktemp("plugin")
-    hosts = Hosts(mesh, "real-plugin", nats_server.url, logs)
+    start = plugin_vllm.start
+    hosts = Hosts(mesh, start.node, nats_server.url, plugin_vllm.spawner.directory)
     hosts.patience_s = PATIENCE_S
     await hosts.start()
-    with tempfile.TemporaryDirectory(prefix="thaw-t-") as home, (logs / "loader.log").open("wb") as log:
-        env = {**os.environ, "THAW_NATS_URL": nats_server.url, "THAW_HOME": home, "THAW_NODE": hosts.node}
-        loader = subprocess.Popen([sys.executable, "-m", "services.loader"], env=env, stdout=log, stderr=log)  # noqa: ASYNC220
-        try:
-            start = hosts.host(card_of(model_directory), THAW_VLLM_PYTHON=python, THAW_HOME=home)
-            found = FromLoader(hosts, start.environment, start.instance_id, start.log_path)
-            report = await found.report()
-            assert report.state == "ready", report.error
-            yield found
-        finally:
-            hosts.close()
-            loader.terminate()
-            loader.wait()
-            await mesh.stop()
+    try:
+        found = FromLoader(hosts, start.environment, start.instance_id, start.log_path)
+        report = await found.report()
+        assert report.state == "ready", report.error
+        yield found
+    finally:
+        plugin_vllm.close()
+        await mesh.stop()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +116,7 @@ async def test_models_of_one_shape_in_turn_give_their_own_tokens(from_loader: Fr
     before = await from_loader.report()
     assert before.hosted is not None
     for directory in models:
-        report = await from_loader.change(card_of(directory))
+        report = await from_loader.change(plugin_card(directory))
         assert (report.state, report.fell_back) == ("ready", None), report.error
         assert report.hosted is not None
         assert set(report.hosted.pids) == set(before.hosted.pids), "the same processes"
@@ -150,7 +134,7 @@ async def test_models_of_one_shape_in_turn_give_their_own_tokens(from_loader: Fr
 
 
 async def test_json_mode_constrains_the_changed_model(from_loader: FromLoader, models: list[Path]) -> None:
-    await from_loader.change(card_of(models[0]))
+    await from_loader.change(plugin_card(models[0]))
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "temperature": 0}
@@ -163,7 +147,7 @@ async def test_json_mode_constrains_the_changed_model(from_loader: FromLoader, m
 async def test_many_changes_leave_memory_as_it_was(from_loader: FromLoader, models: list[Path]) -> None:
     sizes: list[int] = []
     for n in range(CHANGES):
-        report = await from_loader.change(card_of(models[n % 2]))
+        report = await from_loader.change(plugin_card(models[n % 2]))
         assert (report.state, report.fell_back) == ("ready", None), report.error
         assert report.hosted is not None
         held = footprint(report.hosted.pids)

@@ -43,7 +43,8 @@ test: $(STAMP) ## Run the whole test suite
 
 test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 swaps, 20 leaders killed (hours)
 	@THAW_TEST_MIGRATIONS=1000 $(BIN)/pytest tests/e2e/test_migration.py
-	@THAW_TEST_STORM_S=60 $(BIN)/pytest tests/chaos/test_failover.py
+	@THAW_TEST_STORM_S=60 THAW_TEST_STORM_STREAMS=30 $(BIN)/pytest tests/chaos/test_failover.py
+	@THAW_TEST_CHAOS_KILLS=40 $(BIN)/pytest tests/chaos/test_campaign.py
 	@THAW_TEST_EXECUTOR_KILLS=200 $(BIN)/pytest tests/chaos/test_executor_kills.py
 	@THAW_TEST_SWAPS=200 THAW_TEST_MIGRATIONS=200 THAW_TEST_CHANGES=100 $(BIN)/pytest $(REAL)/test_suspend.py $(REAL)/test_moving.py $(REAL)/test_plugin.py
 	@$(BIN)/pytest -m long tests

@@ -18,7 +18,7 @@ from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
 from tests.support.otlp import OtlpReceiver
 
-MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "15"))
+MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "8"))
 """`make test-long` sets a thousand."""
 STREAMS = 6
 TOKENS = 900

@@ -13,7 +13,7 @@ from bench.soak_load import ADAPTER, AGAIN, CANCELLED, KEYED, MALFORMED, STREAME
 from shared.contracts.node import InstanceState
 from tests.support.launcher import Thaw
 
-_RATE = 3.0
+_RATE = 6.0
 _DECK = (SWAP, STREAMED, KEYED, SWAP, CANCELLED, ADAPTER, SWAP, WHOLE, MALFORMED, AGAIN)
 _WARM_UP, _ROUNDS = 2 * len(_DECK), 4 * len(_DECK)
 _AT_REST_WITHIN_S = 60.0

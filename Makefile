@@ -4,13 +4,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
 # An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=
-# Test processes at a time. Most tests wait for processes and time-outs, so four are worth it on two cores.
-WORKERS ?= 4
-# Of tests that start whole meshes, each of which computes.
+# Test processes at a time. Most tests wait for processes and time-outs, so five are worth it on two cores.
+WORKERS ?= 5
+# Of these, how many run the tests of whole meshes first, each of which computes.
 MESH_WORKERS ?= 2
 # How long `make soak` takes.
 HOURS ?= 2
-MESHES := tests/chaos tests/e2e
 REAL := tests/integration/engines_real
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -36,8 +35,7 @@ down: ## Stop the mesh
 # Real engines by themselves: each computes with all cores, and starves what runs beside it.
 test: $(STAMP) ## Run the whole test suite
 	@status=0; \
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope $(addprefix --ignore ,$(MESHES) $(REAL)) || status=$$?; \
-	$(BIN)/pytest -n $(MESH_WORKERS) --dist loadscope $(MESHES) || status=$$?; \
+	THAW_TEST_MESH_WORKERS=$(MESH_WORKERS) $(BIN)/pytest -n $(WORKERS) --dist loadscope --ignore $(REAL) || status=$$?; \
 	$(BIN)/pytest $(REAL) || status=$$?; \
 	exit $$status
 

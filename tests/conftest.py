@@ -13,9 +13,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import forking
+from tests.support.by_folder import ByFolder
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
@@ -25,36 +25,12 @@ hypothesis.settings.register_profile("thaw", deadline=None, derandomize="THAW_TE
 hypothesis.settings.load_profile("thaw")
 _databases = itertools.count(1)
 _TESTS = Path(__file__).parent
-_GROUPS = (
-    dict.fromkeys(("integration/suspend", "unit/suspend", "e2e/test_suspend.py", "e2e/test_engines.py"), "swap")
-    | dict.fromkeys((f"chaos/test_{name}.py" for name in ("clients", "crowds", "kills", "servers")), "chaos")
-    | dict.fromkeys((f"e2e/test_{name}.py" for name in ("console", "dashboards", "documents", "openai", "verbs")), "e2e")
-)
-"""Folders and files that one worker runs in sequence.
-
-Those of "swap" page out and measure freed memory; the others share a mesh.
-"""
-
-
 _WHOLE_MESHES = ("e2e", "chaos", "integration/launcher")
 _MESH_TIMEOUT_S = 600
 """Timeout in seconds of a test with its fixtures, which start a mesh.
 
 Waits within it have timeouts of up to 180 s each.
 """
-
-
-class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Scheduling that keeps each folder on one worker.
-
-    The tests of a folder share servers, and some share a cgroup, the swap or the Docker Engine.
-    pytest-xdist's own groups have no effect with this pytest version.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        parts = nodeid.split("::")[0].split("/")[1:]
-        folder = "docker" if parts[0] == "docker" else "/".join(parts[:2])
-        return _GROUPS.get(folder, folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,59 @@
+"""Distribute tests to pytest-xdist's workers by folder.
+
+The tests of a folder share servers, and some share a cgroup, the swap or the Docker Engine: one
+worker runs them in sequence. Tests of whole meshes compute, most others wait for processes and
+time-outs: they run at the same time, on workers of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+GROUPS = (
+    dict.fromkeys(("integration/suspend", "unit/suspend", "e2e/test_suspend.py", "e2e/test_engines.py"), "swap")
+    | dict.fromkeys((f"chaos/test_{name}.py" for name in ("clients", "crowds", "kills", "servers")), "chaos")
+    | dict.fromkeys((f"e2e/test_{name}.py" for name in ("console", "dashboards", "documents", "openai", "verbs")), "e2e")
+)
+"""Folders and files that one worker runs in sequence.
+
+Those of "swap" page out and measure freed memory; the others share a mesh.
+"""
+MESH_WORKERS = int(os.environ.get("THAW_TEST_MESH_WORKERS", "2"))
+"""Workers that run tests of whole meshes first; the other workers run them last."""
+
+
+def scope_of(nodeid: str) -> str:
+    """Return the folder or group of a test."""
+    parts = nodeid.split("::")[0].split("/")[1:]
+    folder = "docker" if parts[0] == "docker" else "/".join(parts[:2])
+    return GROUPS.get(folder, folder)
+
+
+def has_mesh(scope: str) -> bool:
+    return scope == "swap" or scope.startswith(("chaos", "e2e"))
+
+
+def next_scope(waiting: Collection[str], worker: int) -> str:
+    """Return the scope that a worker runs next.
+
+    Args:
+        waiting: In order of collection.
+        worker: Its index.
+    """
+    wanted = [s for s in waiting if has_mesh(s) == (worker < MESH_WORKERS)]
+    return next(iter(wanted or waiting))
+
+
+class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """pytest-xdist's own groups have no effect with this pytest version."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        self.workqueue.move_to_end(next_scope(self.workqueue, self.nodes.index(node)), last=False)
+        super()._assign_work_unit(node)

@@ -1,0 +1,33 @@
+"""Which tests share a worker, and which a worker runs next."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.by_folder import MESH_WORKERS, next_scope, scope_of
+
+WAITING = ("chaos", "contract/messages", "docker", "e2e", "unit/cli")
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "scope"),
+    [
+        ("tests/docker/test_locks.py::test_a", "docker"),
+        ("tests/unit/loader/format/test_root.py::test_a[x::y]", "unit/loader"),
+        ("tests/integration/suspend/test_a.py::test_a", "swap"),
+        ("tests/e2e/test_suspend.py::test_a", "swap"),
+        ("tests/e2e/test_verbs.py::test_a", "e2e"),
+        ("tests/e2e/test_soak.py::test_a", "e2e/test_soak.py"),
+        ("tests/chaos/test_kills.py::test_a", "chaos"),
+    ],
+)
+def test_tests_that_share_servers_share_a_worker(nodeid: str, scope: str) -> None:
+    assert scope_of(nodeid) == scope
+
+
+def test_some_workers_run_meshes_first_and_the_others_last() -> None:
+    meshes, others = range(MESH_WORKERS), range(MESH_WORKERS, MESH_WORKERS + 3)
+    assert {next_scope(WAITING, worker) for worker in meshes} == {"chaos"}
+    assert {next_scope(WAITING, worker) for worker in others} == {"contract/messages"}
+    assert {next_scope(("docker", "unit/cli"), worker) for worker in meshes} == {"docker"}
+    assert {next_scope(("chaos", "e2e"), worker) for worker in others} == {"chaos"}

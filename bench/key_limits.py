@@ -1,4 +1,4 @@
-"""What limits of a key cost a warm request: `python -m bench.key_limits [--pairs N] [--json PATH]`.
+"""What limits of a key cost a warm request: `python -m bench.key_limits [--pairs N] [--part PART]`.
 
 Two gateway processes and the engine of prepared tokens. A pair is one request with a key without
 limits and one with a key that has all limits, one after the other on the same connection, in
@@ -26,17 +26,24 @@ from shared.ports import free_port
 
 ADMIN = {"authorization": "Bearer bench-admin"}
 PLAIN, LIMITED = "sk-plain", "sk-limited"
-_LIMITS = {"requests_per_minute": 10**7, "tokens_per_minute": 10**9, "concurrent_requests": 1000, "models": ["*"]}
+_LIMITS = {
+    "requests_per_minute": 10**7,
+    "tokens_per_minute": 10**9,
+    "concurrent_requests": 1000,
+    "tokens_per_day": 10**12,
+    "money_per_month": 10**9,
+    "models": ["*"],
+}
 _WARM_UP = 200
 _RESAMPLES = 500
 
 
-def _add_key(port: int, name: str, key: str, limits: dict[str, object]) -> None:
+def add_key(port: int, name: str, key: str, limits: dict[str, object]) -> None:
     body = {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} | limits
     httpx.post(f"http://127.0.0.1:{port}/admin/v1/keys", json=body, headers=ADMIN, timeout=30).raise_for_status()
 
 
-def _await_key(port: int, key: str) -> None:
+def await_key(port: int, key: str) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=10)
@@ -46,7 +53,14 @@ def _await_key(port: int, key: str) -> None:
     raise RuntimeError("a gateway does not know the key")
 
 
-def take_pairs(port: int, count: int) -> list[float]:
+_PARTS = {
+    "all": _LIMITS,
+    "limits": {name: value for name, value in _LIMITS.items() if not name.endswith(("_per_day", "_per_month"))},
+    "budgets": {name: value for name, value in _LIMITS.items() if name.endswith(("_per_day", "_per_month"))},
+}
+
+
+def take_pairs(port: int, count: int, *, has_headers: bool = True) -> list[float]:
     """Return the additional milliseconds of the request with limits, for each pair."""
     body = {"model": FREE, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
     found = []
@@ -58,7 +72,7 @@ def take_pairs(port: int, count: int) -> list[float]:
                 answer = client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
                 took[key] = (time.perf_counter() - begun) * 1e3
                 answer.raise_for_status()
-                if ("x-ratelimit-limit-tokens" in answer.headers) is not (key == LIMITED):
+                if ("x-ratelimit-limit-tokens" in answer.headers) is not (key == LIMITED and has_headers):
                     raise RuntimeError("the limits were not counted")
             if number >= _WARM_UP:
                 found.append(took[LIMITED] - took[PLAIN])
@@ -75,6 +89,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=1500)
+    parser.add_argument("--part", choices=_PARTS, default="all", help="which of the limits the key has")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     figures: dict[str, float] = {}
@@ -93,12 +108,12 @@ def main() -> None:
             processes.start(f"gateway-{number}", [sys.executable, "-m", "services.gateway"], environment)
         for number, port in enumerate(ports):
             processes.await_answer(f"gateway-{number}", port, FREE)
-        _add_key(ports[0], "plain", PLAIN, {})
-        _add_key(ports[0], "limited", LIMITED, _LIMITS)
+        add_key(ports[0], "plain", PLAIN, {})
+        add_key(ports[0], "limited", LIMITED, _PARTS[options.part])
         for port in ports:
-            _await_key(port, LIMITED)
+            await_key(port, LIMITED)
         for number, port in enumerate(ports):
-            pairs = take_pairs(port, options.pairs)
+            pairs = take_pairs(port, options.pairs, has_headers=options.part != "budgets")
             low, high = interval(pairs)
             figures[f"gateway_{number}_added_ms"] = statistics.median(pairs)
             print(

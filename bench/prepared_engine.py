@@ -1,12 +1,12 @@
 """An engine that streams prepared tokens, so that what is in front of it is what is measured.
 
-    python -m bench.prepared_engine --nats URL --port PORT [--pace MS]
+    python -m bench.prepared_engine --nats URL --port PORT [--pace MS] [--slots N]
 
 One process, one loop and one source of tokens behind two doors: the mesh's inference contract over
 NATS (with the catalogue entries and the status that a gateway routes by) and OpenAI's chat
 completions as server-sent events over HTTP. Both send one token per message. It serves two models:
 `free` writes as fast as it can, each stream one token in turn; `paced` one token every MS
-milliseconds.
+milliseconds. With `--slots` an instance runs so many streams at once, in order of arrival.
 """
 
 from __future__ import annotations
@@ -87,7 +87,12 @@ class Instance:
 
     model: str
     interval_s: float
+    slots: int = _CAPACITY
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    free: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = asyncio.Semaphore(self.slots)
 
     def status(self) -> InstanceStatus:
         return InstanceStatus(
@@ -99,7 +104,7 @@ class Instance:
             revision="0",
             device_ids=("cpu:0",),
             state=InstanceState.READY,
-            capacity=_CAPACITY,
+            capacity=self.slots,
             load=EngineLoad(active=len(self.running)),
         )
 
@@ -110,10 +115,10 @@ class MeshDoor:
     There is no scheduler: both models are ready all the time.
     """
 
-    def __init__(self, nats_url: str, intervals: dict[str, float]) -> None:
+    def __init__(self, nats_url: str, intervals: dict[str, float], slots: int = _CAPACITY) -> None:
         self._mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_url)), "prepared-engine")
         self._mesh.listen(subjects.STATUS_WANTED, StatusWanted, self._on_wanted)
-        self._instances = {model: Instance(model, interval) for model, interval in intervals.items()}
+        self._instances = {model: Instance(model, interval, slots) for model, interval in intervals.items()}
         self._seq = 0
 
     async def start(self) -> None:
@@ -154,6 +159,10 @@ class MeshDoor:
                 instance.running[name].cancel()
 
     async def _answer(self, instance: Instance, reply: str, count: int) -> None:
+        async with instance.free:
+            await self._stream(instance, reply, count)
+
+    async def _stream(self, instance: Instance, reply: str, count: int) -> None:
         publish = self._mesh.nc.publish
         await publish(reply, InferStarted(prompt_tokens=PROMPT_TOKENS).model_dump_json().encode())
         async for i in schedule(count, instance.interval_s):
@@ -207,9 +216,9 @@ def _event(model: str, delta: dict[str, str], finish_reason: str | None = None) 
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def serve(nats_url: str, port: int, pace_s: float) -> None:
+async def serve(nats_url: str, port: int, pace_s: float, slots: int) -> None:
     intervals = {FREE: 0.0, PACED: pace_s}
-    mesh = MeshDoor(nats_url, intervals)
+    mesh = MeshDoor(nats_url, intervals, slots)
     await mesh.start()
     config = uvicorn.Config(
         HttpDoor(intervals), host="127.0.0.1", port=port, http="httptools", loop="none", lifespan="off", log_config=None,
@@ -227,9 +236,10 @@ def main() -> None:
     parser.add_argument("--nats", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pace", type=float, default=10.0, help="milliseconds between the tokens of a paced stream")
+    parser.add_argument("--slots", type=int, default=_CAPACITY, help="streams that an instance runs at once")
     options = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(options.nats, options.port, options.pace / 1e3))
+        runner.run(serve(options.nats, options.port, options.pace / 1e3, options.slots))
 
 
 if __name__ == "__main__":

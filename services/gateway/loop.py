@@ -102,7 +102,7 @@ class Gateway:
         self._demand = DemandPublisher(mesh, self._on_demand_reply, self._on_demand_refused)
         self.objectives = ObjectivePublisher(mesh, ObjectiveCounter(self.id))
         self.usage = UsageMeter(mesh, self.id, settings.state / "gateway" / "usage")
-        self.budgets = BudgetKeeper(mesh, key_store, self.usage.unreported)
+        self.budgets = BudgetKeeper(mesh, key_store, self.usage.unreported, self.usage.reporting)
         self._lora_prefetch = LoraPrefetch()
         self._requests: dict[str, ActiveRequest] = {}
         self._opened = asyncio.Event()

@@ -105,15 +105,26 @@ class RotateKey(Frozen):
     overlap_s: int = Field(default=3600, ge=0, le=MAX_OVERLAP_S)
 
 
+class KeySpending(Frozen):
+    """What a key with a budget has used of the present day and month (UTC)."""
+
+    day_tokens: int = 0
+    month_tokens: int = 0
+    day_money: Decimal = Decimal(0)
+    month_money: Decimal = Decimal(0)
+
+
 class KeyList(Frozen):
     """The list of API keys.
 
     Attributes:
+        spending: By the name of the key; of keys with budgets only.
         configured: Inference keys of the gateway's settings instead.
         required: Inference needs a key, even if there are none.
     """
 
     keys: tuple[ApiKey, ...] = ()
+    spending: dict[str, KeySpending] = Field(default_factory=dict)
     configured: int = 0
     required: bool = False
 

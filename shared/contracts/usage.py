@@ -8,12 +8,12 @@ so that no record counts twice or is lost, whichever process ends in between (do
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 from typing import Literal
 
 from pydantic import Field
 
 from shared.contracts.base import Deadline, Frozen, Message, Request
+from shared.contracts.keys import KeySpending
 from shared.contracts.prices import Cost, Prices
 
 REPORT_INTERVAL_S = 2.0
@@ -124,18 +124,12 @@ class Period(Frozen):
         return cls(day=day, day_end=day + 24, month=int(month.timestamp()) // 3600, month_end=int(month_end.timestamp()) // 3600)
 
 
-class Spent(Frozen):
-    """What a key has used in the present day and month.
+class Spent(KeySpending):
+    """What the ledger has of a key in the present day and month.
 
-    Attributes:
-        day_tokens: Prompt and completion tokens.
-        day_money: Their cost and that of cold starts; 0 without prices.
+    Tokens are those of prompts and completions. Money is their cost and that of cold starts; 0
+    without prices.
     """
-
-    day_tokens: int = 0
-    month_tokens: int = 0
-    day_money: Decimal = Decimal(0)
-    month_money: Decimal = Decimal(0)
 
 
 class ViewSpending(Request):

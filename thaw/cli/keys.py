@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from datetime import datetime
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, get_args
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from shared.contracts.keys import MAX_PRIORITY, ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey, Scope
+from shared.contracts.keys import MAX_PRIORITY, ApiKey, ChangeKey, KeyList, KeyLog, KeySpending, NewKey, RotateKey, Scope
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
@@ -118,21 +119,25 @@ def list_keys(as_json: Json = False) -> Document:
     found = KeyList.model_validate(Api.find().request("GET", "/admin/v1/keys"))
     out = screen(as_json)
     table = Table(box=None, header_style="dim")
-    for column in ("NAME", "SCOPE", "MODELS", "RPM", "TPM", "CONCURRENT", "BUDGETS", "PRIORITY", "WEIGHT", "MADE", "EXPIRES"):
+    columns: list[tuple[str, Callable[[ApiKey], str]]] = [
+        ("NAME", lambda key: key.name),
+        ("SCOPE", lambda key: key.scope),
+        ("MODELS", lambda key: escape(", ".join(key.models)) or "all"),
+        ("RPM", lambda key: _or_dash(key.requests_per_minute)),
+        ("TPM", lambda key: _or_dash(key.tokens_per_minute)),
+        ("CONCURRENT", lambda key: _or_dash(key.concurrent_requests)),
+        ("BUDGETS", lambda key: _describe_budgets(key, found.spending.get(key.name, KeySpending()))),
+        ("PRIORITY", lambda key: _or_dash(key.priority)),
+        ("WEIGHT", lambda key: _or_dash(key.weight)),
+        ("MADE", lambda key: _time(key.created)),
+        ("EXPIRES", lambda key: "-" if key.expires is None else _time(key.expires)),
+    ]
+    always = ("NAME", "SCOPE", "MODELS", "MADE", "EXPIRES")
+    shown = [c for c in columns if c[0] in always or any(c[1](key) != "-" for key in found.keys)]
+    for column, _ in shown:
         table.add_column(column)
     for key in found.keys:
-        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
-        table.add_row(
-            key.name,
-            key.scope,
-            escape(", ".join(key.models)) or "all",
-            *("-" if limit is None else str(limit) for limit in limits),
-            _describe_budgets(key),
-            str(key.priority or 0),
-            f"{key.weight or 1:g}",
-            _time(key.created),
-            "-" if key.expires is None else _time(key.expires),
-        )
+        table.add_row(*(cell(key) for _, cell in shown))
     out.print(table)
     if found.configured:
         out.print(f"[dim]and {found.configured} from the gateway's settings[/]")
@@ -287,14 +292,15 @@ def _amount(text: str, option: str) -> Decimal:
     return amount
 
 
-def _describe_budgets(key: ApiKey) -> str:
+def _describe_budgets(key: ApiKey, spent: KeySpending) -> str:
+    """Format what a key has used of its budgets."""
     given = (
-        (key.tokens_per_day, "tokens/day"),
-        (key.tokens_per_month, "tokens/month"),
-        (key.money_per_day, "money/day"),
-        (key.money_per_month, "money/month"),
+        (spent.day_tokens, key.tokens_per_day, "tokens/day"),
+        (spent.month_tokens, key.tokens_per_month, "tokens/month"),
+        (round(spent.day_money, 2), key.money_per_day, "money/day"),
+        (round(spent.month_money, 2), key.money_per_month, "money/month"),
     )
-    return ", ".join(f"{budget} {unit}" for budget, unit in given if budget is not None) or "-"
+    return ", ".join(f"{used} of {budget} {unit}" for used, budget, unit in given if budget is not None) or "-"
 
 
 def _expiry(text: str) -> int | None:
@@ -313,6 +319,10 @@ def _seconds(text: str, option: str) -> int:
         return int(parse_duration(text))
     except ValueError as e:
         raise CommandError(f"{option} {text!r} is no duration.", "Give e.g. 30m, 12h or 30d.") from e
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.12g}"
 
 
 def _time(at: float) -> str:

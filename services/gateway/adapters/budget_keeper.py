@@ -19,7 +19,7 @@ from services.gateway.adapters.key_store import KeyStore
 from services.gateway.domain.limits.spending import Exhausted, Unreported, Used, find_exhausted
 from services.gateway.domain.usage_records import UsageRecord
 from shared.contracts import subjects
-from shared.contracts.keys import ApiKey
+from shared.contracts.keys import ApiKey, KeySpending
 from shared.contracts.prices import Prices
 from shared.contracts.usage import MAX_KEYS_PER_VIEW, Period, SpendingViewed, Spent, ViewSpending
 from shared.errors import InsufficientQuota, RateLimitExceeded, ThawError
@@ -35,14 +35,22 @@ _HOUR_S = 3600
 class BudgetKeeper:
     """What the keys with budgets have spent, as this gateway knows it."""
 
-    def __init__(self, mesh: Mesh, keys: KeyStore, unreported: Unreported) -> None:
+    def __init__(self, mesh: Mesh, keys: KeyStore, unreported: Unreported, reporting: asyncio.Lock) -> None:
+        """Keep the budgets of `keys`.
+
+        Args:
+            reporting: Held while a report to the ledger is on its way. Sums that are asked for then
+                may have what counts as unreported: it would count twice until the next ones.
+        """
         self._mesh = mesh
         self._keys = keys
         self._unreported = unreported
+        self._reporting = reporting
         self._reserved: dict[str, Used] = {}
         self._spent: dict[str, Spent] = {}
         self._known: set[str] = set()
-        self._period = Period.of_hour(0)
+        self._period = self._now = Period.of_hour(0)
+        self._hour = 0
         self._prices: Prices | None = None
         self._asking = asyncio.Lock()
         self._failed_at: float | None = None
@@ -70,7 +78,7 @@ class BudgetKeeper:
             InsufficientQuota: The key has used a budget.
             RateLimitExceeded: Its active requests may use the rest of a budget.
         """
-        period = Period.of_hour(int(time.time() // _HOUR_S))
+        period = self._present()
         reserved = self._reserved.get(key.name) or Used()
         exhausted = find_exhausted(key, self._spent_in(key.name, period), self._unreported.total(key.name), reserved, period)
         if exhausted is not None:
@@ -92,6 +100,26 @@ class BudgetKeeper:
         tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
         money = self._prices.cost(record.model, tokens).total if self._prices is not None else Decimal(0)
         self._unreported.add(record.key, record.prompt_tokens + record.completion_tokens, money)
+
+    def list_spending(self) -> dict[str, KeySpending]:
+        """Return what the keys with budgets have used, as far as this gateway knows."""
+        period, found = self._present(), {}
+        for name in {key.name for key in self._keys.list_keys() if key.has_budget}:
+            spent, own = self._spent_in(name, period), self._unreported.total(name)
+            found[name] = KeySpending(
+                day_tokens=spent.day_tokens + int(own.tokens),
+                month_tokens=spent.month_tokens + int(own.tokens),
+                day_money=spent.day_money + own.money,
+                month_money=spent.month_money + own.money,
+            )
+        return found
+
+    def _present(self) -> Period:
+        """Return the present day and month; computed once in an hour."""
+        hour = int(time.time() // _HOUR_S)
+        if hour != self._hour:
+            self._hour, self._now = hour, Period.of_hour(hour)
+        return self._now
 
     def _spent_in(self, name: str, period: Period) -> Spent:
         """Return the ledger's sums; those of an earlier day or month are over."""
@@ -117,7 +145,7 @@ class BudgetKeeper:
         """Ask every two seconds until cancelled, while any key has a budget."""
         while True:
             names = {key.name for key in self._keys.list_keys() if key.has_budget}
-            async with self._asking:
+            async with self._asking, self._reporting:
                 if names:
                     await self._ask(names)
                 else:

@@ -34,11 +34,13 @@ class UsageMeter:
     Attributes:
         dropped: Records that could not be written.
         unreported: What keys with budgets used and the ledger may not have.
+        reporting: Held while a report is on its way.
     """
 
     def __init__(self, mesh: Mesh, gateway_id: str, directory: Path) -> None:
         self.dropped = 0
         self.unreported = Unreported()
+        self.reporting = asyncio.Lock()
         self._mesh = mesh
         self._id = gateway_id
         self._directory = directory
@@ -91,9 +93,10 @@ class UsageMeter:
     async def flush(self) -> bool:
         """Report all records; return False if the ledger does not have all of them."""
         if self._own is not None:
-            self.unreported.cut(self._own.size)
-            is_done = await self._report(self._own)
-            self.unreported.confirm(self._own.position)
+            async with self.reporting:
+                self.unreported.cut(self._own.size)
+                is_done = await self._report(self._own)
+                self.unreported.confirm(self._own.position)
             if not is_done:
                 return False
             self._rotate(self._own)

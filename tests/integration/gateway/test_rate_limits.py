@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_api_keys import thaw
+from tests.integration.gateway.test_api_keys import output_of, thaw
 from tests.integration.gateway.test_key_scopes import add, client_of, pair, status_of
 from tests.support.fake_engine import FakeNode, hang
 
@@ -131,6 +131,7 @@ async def test_a_changed_limit_applies_at_once_without_a_restart(pair: tuple[Ser
     assert (await thaw(one, "keys", "change", "ci", "--budget-day-tokens", "5", "--budget-month-money", "0.5"))[0] == 0
     (key,) = (await thaw(one, "keys", "list"))[1]["keys"]
     assert (key["tokens_per_day"], key["money_per_month"]) == (5, "0.5")
+    assert "BUDGETS" in await output_of(one, "keys", "list")
 
 
 async def test_another_gateway_owns_the_keys_of_one_that_ended(node: FakeNode, serve: ServeFn) -> None:

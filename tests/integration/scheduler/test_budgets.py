@@ -36,6 +36,12 @@ async def spend(served: Served, key: str, *, limit: int = 50) -> tuple[int, open
     raise AssertionError("no request was refused")
 
 
+async def spending(served: Served) -> dict[str, Any]:
+    """Return what the key has used by the list of keys."""
+    found: dict[str, Any] = (await served.http.get("/admin/v1/keys", headers=ADMIN)).json()["spending"]["team"]
+    return found
+
+
 async def change(served: Served, name: str, **fields: Any) -> None:
     answer = await served.http.patch(f"/admin/v1/keys/{name}", json=fields, headers=ADMIN)
     assert answer.status_code == 200, answer.text
@@ -59,6 +65,7 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
         assert f"{3 * size + 1} tokens per day" in error.message
         assert error.response.headers["x-should-retry"] == "false"
         await until(lambda: _is_refused(two, "sk-team"))
+        await until(lambda: _agree(one, two, used + size))
         await change(one, "team", tokens_per_day=1000 * size)
         await until(lambda: _is_known(two, "sk-team"))
 
@@ -72,6 +79,12 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
 
 def _day_of(hour: int) -> str:
     return datetime.fromtimestamp(hour * 3600, UTC).strftime("%Y-%m-%dT00:00:00Z")
+
+
+async def _agree(one: Served, two: Served, least: int) -> bool:
+    """Both gateways show the same usage, of at least so many tokens."""
+    shown = [(await spending(served))["day_tokens"] for served in (one, two)]
+    return bool(shown[0] == shown[1] >= least)
 
 
 async def _is_known(served: Served, key: str) -> bool:

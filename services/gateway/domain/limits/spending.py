@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Literal
 
 from shared.contracts.keys import KeyLimits
 from shared.contracts.usage import Period, Spent
@@ -100,7 +99,7 @@ class Exhausted:
     """
 
     budget: str
-    period: Literal["day", "month"]
+    period: str
     ends_at: int
     is_reserved: bool
 
@@ -112,22 +111,19 @@ def find_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: 
         spent: What the ledger has of `period`.
         reserved: Estimates of the active requests.
     """
-    checks: tuple[tuple[Literal["day", "month"], int, str, Decimal | int | None, Decimal | int], ...] = (
-        ("month", period.month_end, "tokens", limits.tokens_per_month, spent.month_tokens),
-        ("month", period.month_end, "money", limits.money_per_month, spent.month_money),
-        ("day", period.day_end, "tokens", limits.tokens_per_day, spent.day_tokens),
-        ("day", period.day_end, "money", limits.money_per_day, spent.day_money),
-    )
     found: Exhausted | None = None
-    for name, ends_at, unit, budget, in_ledger in checks:
-        if budget is None:
-            continue
-        own, expected = (
-            (unreported.money, reserved.money) if unit == "money" else (Decimal(unreported.tokens), Decimal(reserved.tokens))
-        )
-        used = in_ledger + own
-        if used >= budget:
-            return Exhausted(f"{budget} {unit}" if unit == "tokens" else str(budget), name, ends_at, is_reserved=False)
-        if found is None and used + expected >= budget:
-            found = Exhausted(f"{budget} {unit}" if unit == "tokens" else str(budget), name, ends_at, is_reserved=True)
+    for name, ends_at, tokens, money, tokens_spent, money_spent in (
+        ("month", period.month_end, limits.tokens_per_month, limits.money_per_month, spent.month_tokens, spent.month_money),
+        ("day", period.day_end, limits.tokens_per_day, limits.money_per_day, spent.day_tokens, spent.day_money),
+    ):
+        if tokens is not None and (used := tokens_spent + unreported.tokens) + reserved.tokens >= tokens:
+            exhausted = Exhausted(f"{tokens} tokens", name, ends_at, is_reserved=used < tokens)
+            if not exhausted.is_reserved:
+                return exhausted
+            found = found or exhausted
+        if money is not None and (cost := money_spent + unreported.money) + reserved.money >= money:
+            exhausted = Exhausted(str(money), name, ends_at, is_reserved=cost < money)
+            if not exhausted.is_reserved:
+                return exhausted
+            found = found or exhausted
     return found

@@ -148,7 +148,10 @@ class Admin:
     async def keys(self, request: Request) -> Response:
         authorizer = self._gateway.authorizer
         listed = KeyList(
-            keys=tuple(authorizer.store.list_keys()), configured=len(authorizer.configured), required=authorizer.required
+            keys=tuple(authorizer.store.list_keys()),
+            spending=self._gateway.budgets.list_spending(),
+            configured=len(authorizer.configured),
+            required=authorizer.required,
         )
         return json_response(listed.model_dump(mode="json"))
 

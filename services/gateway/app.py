@@ -33,6 +33,7 @@ from services.gateway.http.console.endpoints import Console
 from services.gateway.http.endpoints.admin import Admin
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
+from services.gateway.http.endpoints.ollama import Ollama
 from services.gateway.http.endpoints.responses import ROUTE as RESPONSES
 from services.gateway.http.endpoints.responses import Responses, StoredResponses
 from services.gateway.http.middleware.connection_limits import BoundedProtocol, ConnectionLimits, Connections
@@ -81,6 +82,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/openapi.json", info.openapi, methods=["GET"]),
         *Admin(gateway).routes(),
+        *Ollama(gateway, parsers).routes(),
         Route("/v1/{rest:path}", Inference(gateway, "other", parsers), methods=["POST"]),
         Route("/v1/{rest:path}", info.unknown_route, methods=["GET", "PUT", "PATCH", "DELETE"]),
     ]

@@ -19,6 +19,8 @@ from shared.errors import AuthenticationFailed, PermissionDenied
 log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 1.0
 _READING = frozenset({"GET", "HEAD"})
+INFERENCE_PREFIXES = ("/v1/", "/api/")
+"""Paths of OpenAI's API and of Ollama's, which need an inference key."""
 session_key_hash: ContextVar[str | None] = ContextVar("session_key_hash", default=None)
 """Digest of the key of the console's session; empty: a request of the console without a session.
 
@@ -68,9 +70,9 @@ class KeyFile:
 class Authorizer:
     """Decide which requests are allowed.
 
-    `/v1` needs an inference key as soon as one exists. If THAW_REQUIRE_KEY is unset, it still does
-    after the last key was removed, and always beyond loopback. `/admin` needs an admin key as soon
-    as one exists; without any, it is disabled beyond loopback.
+    `/v1` and `/api` need an inference key as soon as one exists. If THAW_REQUIRE_KEY is unset, they
+    still do after the last key was removed, and always beyond loopback. `/admin` needs an admin key
+    as soon as one exists; without any, it is disabled beyond loopback.
     """
 
     def __init__(self, settings: GatewaySettings, store: KeyStore, *, is_exposed: bool) -> None:
@@ -117,7 +119,7 @@ class Authorizer:
         """
         if path.startswith("/admin/"):
             return self._check_admin(self.key_hash(headers))
-        if path.startswith("/v1/"):
+        if path.startswith(INFERENCE_PREFIXES):
             return self._check_inference(method, self.key_hash(headers))
         return ANONYMOUS
 

@@ -22,7 +22,7 @@ from services.gateway.adapters.request_probe import RequestProbe
 from services.gateway.adapters.response_store import ResponseStore
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
 from services.gateway.adapters.usage_meter import UsageMeter
-from services.gateway.authorization import Authorizer
+from services.gateway.authorization import INFERENCE_PREFIXES, Authorizer
 from services.gateway.domain.admission import Admission, ByteLimits
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
@@ -355,7 +355,7 @@ class Gateway:
         keys_read = self.has_joined and self.authorizer.store.complete
         if path.startswith("/admin/"):
             return keys_read
-        return not path.startswith("/v1/") or (keys_read and self.catalog.complete)
+        return not path.startswith(INFERENCE_PREFIXES) or (keys_read and self.catalog.complete)
 
     def begin_closing(self) -> None:
         """Refuse new requests; active ones continue."""

@@ -26,8 +26,11 @@ def send(case: Case[Any], endpoint: str) -> None:
     case.validate_response(response, checks=[not_a_server_error, content_type_conformance, response_schema_conformance])
     if response.status_code >= 400:
         error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["message"]
+        if case.path.startswith("/api/"):
+            assert isinstance(error, str)
+        else:
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["message"]
         assert response.headers["x-request-id"]
 
 
@@ -42,7 +45,7 @@ def test_request_that_matches_the_schema_causes_no_server_error(case: Case[Any],
 def test_valid_request_for_a_known_model_causes_no_server_error(case: Case[Any], endpoint: str) -> None:
     """Valid requests for known models get past the catalogue to the engine protocol."""
     if isinstance(case.body, dict):
-        case.body["model"] = "vectors" if "embeddings" in case.path else "alpha"
+        case.body["model"] = "vectors" if "embed" in case.path else "alpha"
     send(case, endpoint)
 
 

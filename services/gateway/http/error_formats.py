@@ -3,6 +3,7 @@
 OpenAI: `{"error": {...}}`, also as an event, at which the clients raise.
 Responses: the same body; in a stream `event: error` with the fields at the top level.
 Messages: Anthropic's `{"type": "error", "error": {...}}`, and the same after `event: error`.
+Ollama: `{"error": "text"}`, also as a line of a stream.
 """
 
 from __future__ import annotations
@@ -67,12 +68,25 @@ class Anthropic:
         return format_event(self.body(error), "error")
 
 
+class Ollama:
+    """Ollama's API. Its streams are translated from events (`http/translation`)."""
+
+    def body(self, error: ThawError) -> dict[str, Any]:
+        return {"error": error.message}
+
+    def event(self, error: ThawError, number: int) -> bytes:
+        return format_event(self.body(error))
+
+
 OPENAI = OpenAI()
-_RESPONSES, _ANTHROPIC = Responses(), Anthropic()
+OLLAMA_PREFIX = "/api/"
+_RESPONSES, _ANTHROPIC, _OLLAMA = Responses(), Anthropic(), Ollama()
 
 
 def error_format_of(path: str) -> ErrorFormat:
     """Return the error format of the API that a path belongs to."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return _ANTHROPIC
-    return _RESPONSES if path == "/v1/responses" or path.startswith("/v1/responses/") else OPENAI
+    if path == "/v1/responses" or path.startswith("/v1/responses/"):
+        return _RESPONSES
+    return _OLLAMA if path.startswith(OLLAMA_PREFIX) else OPENAI

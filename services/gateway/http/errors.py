@@ -34,10 +34,14 @@ def error_headers(error: ThawError) -> dict[str, str]:
     return headers
 
 
+def encode_json(data: Any) -> bytes:
+    """Encode compact JSON."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Build a compact JSON response."""
-    body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
-    return Response(body, status, dict(headers or {}), "application/json")
+    return Response(encode_json(data), status, dict(headers or {}), "application/json")
 
 
 def error_response(error: ThawError, error_format: ErrorFormat) -> Response:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.http.parsing.request_parser import REQUESTS, check_model, parse, path_in
+from services.gateway.http.parsing.request_parser import REQUESTS, check_model, parse
+from services.gateway.http.parsing.validation import path_in
 from shared.contracts.inference import Endpoint
 from shared.errors import InvalidRequest, ThawError
 from tests.support.fake_engine import card_of

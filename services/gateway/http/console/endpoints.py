@@ -30,7 +30,7 @@ from services.gateway.http.console.feed import Feed, Subscription
 from services.gateway.http.console.sources import ClusterSource, RequestSource
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
-from services.gateway.http.parsing.request_parser import validate_body
+from services.gateway.http.parsing.validation import validate_body
 from services.gateway.loop import Gateway
 from shared.contracts.base import Frozen
 from shared.errors import AuthenticationFailed, InvalidRequest, PermissionDenied, ThawError

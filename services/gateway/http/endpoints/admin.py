@@ -17,7 +17,7 @@ from starlette.responses import Response
 from services.gateway.adapters.key_writer import MAX_LOG_ENTRIES, Actor
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
-from services.gateway.http.parsing.request_parser import validate_body
+from services.gateway.http.parsing.validation import validate_body
 from services.gateway.http.scopes import ScopedRoute, caller_of
 from services.gateway.loop import Gateway
 from shared.contracts import subjects

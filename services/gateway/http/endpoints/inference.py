@@ -171,7 +171,7 @@ class Inference:
         receive: Receive,
         send: Send,
     ) -> None:
-        response_id, created, key = _PREFIX[self._endpoint] + uuid.uuid4().hex, int(time.time()), None
+        response_id, created, key = _PREFIX[parsed.engine_request.endpoint] + uuid.uuid4().hex, int(time.time()), None
         if (name := idempotency_key_of(scope)) is not None:
             key = await self._find_key(name, parsed, scope, response_id, created)
             response_id, created = key.place.entry.answer_id, key.place.entry.created
@@ -198,11 +198,12 @@ class Inference:
         send: Send,
     ) -> None:
         gateway, engine_request = self._gateway, parsed.engine_request
+        operation = _SPAN[engine_request.endpoint]
         span = tracer.start_span(
-            f"{_SPAN[self._endpoint]} {card.name}",
+            f"{operation} {card.name}",
             context=context_of(Headers(scope=scope).get("traceparent")),
             kind=SpanKind.SERVER,
-            attributes={"gen_ai.operation.name": _SPAN[self._endpoint], "gen_ai.provider.name": "thaw"},
+            attributes={"gen_ai.operation.name": operation, "gen_ai.provider.name": "thaw"},
         )
         if gateway.settings.log_prompts:
             body = engine_request.body.decode(errors="replace") if engine_request.is_json else engine_request.content_type
@@ -224,7 +225,7 @@ class Inference:
         try:
             error_format = error_format_of(scope["path"])
             writer = ResponseWriter(
-                request, sink, gateway.settings, self._describe_wait, error_format, accepts_events=parsed.stream
+                request, sink, gateway.settings, self._describe_wait, error_format, accepts_events=parsed.accepts_comments
             )
             await writer.write(scope, receive, send)
         finally:

@@ -8,6 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.gateway.http.error_formats import OLLAMA_PREFIX
+from services.gateway.http.translation.ollama_requests import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
 from services.gateway.http.translation.responses_request import ResponsesRequest
 from shared.contracts.base import ErrorBody
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
@@ -19,57 +21,69 @@ POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of OpenAI's Responses API.", True),
     "/v1/embeddings": (EmbeddingRequest, "Turn texts into vectors.", False),
 }
+_OLLAMA_POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
+    "/api/chat": (OllamaChat, "Answer a conversation.", True),
+    "/api/generate": (OllamaGenerate, "Answer or continue a prompt.", True),
+    "/api/embed": (OllamaEmbed, "Turn texts into vectors of length 1.", False),
+    "/api/embeddings": (OllamaEmbeddings, "Turn a text into a vector.", False),
+    "/api/show": (OllamaShow, "One registered model.", False),
+}
 _GETS = {
     "/v1/models": "The registered models.",
     "/v1/models/{model}": "One registered model.",
+    "/api/tags": "The registered models, for clients of Ollama.",
+    "/api/ps": "The models with a ready instance, for clients of Ollama.",
+    "/api/version": "The version of Ollama whose API this is.",
     "/health": "Whether the process is alive.",
     "/ready": "Whether the gateway accepts requests.",
     "/metrics": "Prometheus metrics.",
 }
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 _ERROR_CODES = ("400", "401", "404", "413", "422", "429", "500", "503", "504")
 
 
 @cache
 def document() -> dict[str, Any]:
     """Build the OpenAPI document."""
-    kinds = [kind for kind, _, _ in POSTS.values()]
-    references, schemas = models_json_schema([(k, "validation") for k in kinds], ref_template=_REF)
-    components = schemas["$defs"] | {"Error": _error_schema()}
+    posts = POSTS | _OLLAMA_POSTS
+    references, schemas = models_json_schema([(kind, "validation") for kind, _, _ in posts.values()], ref_template=_REF)
+    components = schemas["$defs"] | {"Error": _error_schema(), "OllamaError": _OLLAMA_ERROR}
     paths: dict[str, Any] = {}
-    for path, (kind, summary, streams) in POSTS.items():
-        paths[path] = {"post": _post(references[(kind, "validation")], summary, streams)}
+    for path, (kind, summary, streams) in posts.items():
+        paths[path] = {"post": _post(path, references[(kind, "validation")], summary, streams)}
     for path, summary in _GETS.items():
         paths[path] = {"get": _get(path, summary)}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Thaw", "version": "1.0", "description": "OpenAI-compatible endpoint of a Thaw mesh."},
+        "info": {"title": "Thaw", "version": "1.0", "description": "Endpoint of a Thaw mesh: OpenAI's API and Ollama's."},
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"bearer": []}],
     }
 
 
-def _post(schema: Any, summary: str, streams: bool) -> dict[str, Any]:
+def _post(path: str, schema: Any, summary: str, streams: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
-        content["text/event-stream"] = {}
+        content["application/x-ndjson" if path.startswith(OLLAMA_PREFIX) else "text/event-stream"] = {}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"200": {"description": "The answer.", "content": content}} | _errors(),
+        "responses": {"200": {"description": "The answer.", "content": content}} | _errors(path),
     }
 
 
 def _get(path: str, summary: str) -> dict[str, Any]:
-    operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "The answer."}} | _errors()}
+    operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "The answer."}} | _errors(path)}
     if "{model}" in path:
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
     return operation
 
 
-def _errors() -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
-    return {code: {"description": "An error in OpenAI's shape.", "content": content} for code in _ERROR_CODES}
+def _errors(path: str) -> dict[str, Any]:
+    api, model = ("Ollama", "OllamaError") if path.startswith(OLLAMA_PREFIX) else ("OpenAI", "Error")
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+    return {code: {"description": f"An error in {api}'s shape.", "content": content} for code in _ERROR_CODES}
 
 
 def _error_schema() -> dict[str, Any]:

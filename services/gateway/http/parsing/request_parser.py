@@ -6,10 +6,8 @@ Errors name the parameter as OpenAI's do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from services.gateway.domain.engine_request import EngineRequest
@@ -17,14 +15,15 @@ from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.domain.request_validation import check_supported
 from services.gateway.http.parsing.json_cost import check_json_cost
 from services.gateway.http.parsing.multipart import is_form, text_fields
+from services.gateway.http.parsing.validation import validate_body
 from services.gateway.http.translation import responses_request
 from services.gateway.http.translation.chat_translator import ClientRequest
+from services.gateway.http.translation.ollama_requests import OLLAMA_ROUTES, OllamaReply, translate_request
 from shared.contracts.inference import FORWARDED, Endpoint
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest
 from shared.errors import InvalidRequest, NotFound
 
-M = TypeVar("M", bound=BaseModel)
 AnyRequest = ChatCompletionRequest | CompletionRequest | EmbeddingRequest | OtherRequest
 REQUESTS: dict[Endpoint, type[AnyRequest]] = {
     "chat": ChatCompletionRequest,
@@ -53,15 +52,22 @@ class ParsedRequest:
 
     Attributes:
         client_request: The request of another API that this one was translated from.
+        ollama: How the response is translated, for a request of Ollama's API.
     """
 
     request: AnyRequest
     engine_request: EngineRequest
     client_request: ClientRequest | None = None
+    ollama: OllamaReply | None = None
 
     @property
     def stream(self) -> bool:
         return not isinstance(self.request, EmbeddingRequest) and bool(self.request.stream)
+
+    @property
+    def accepts_comments(self) -> bool:
+        """True if the client receives server-sent events, and comments while it waits."""
+        return self.stream and self.ollama is None
 
 
 async def parse_body(
@@ -87,6 +93,8 @@ async def parse_body(
         InvalidRequest: The body is no valid request, or exceeds a limit.
         PayloadTooLarge: The body holds too many values.
     """
+    if route in OLLAMA_ROUTES:
+        return await _parse_ollama(body, limits, route)
     if not is_form(headers.get("content-type", "")):
         await check_json_cost(body, limits.values)
     if history is not None:
@@ -121,6 +129,16 @@ async def _parse_translated(route: str, body: bytes, history: bytes, limits: Bod
     return ParsedRequest(request, EngineRequest("chat", translated), client_request)
 
 
+async def _parse_ollama(body: bytes, limits: BodyLimits, route: str) -> ParsedRequest:
+    """Translate a body of Ollama's API, and parse the result like OpenAI's."""
+    await check_json_cost(body, limits.values)
+    translated = translate_request(route, body)
+    parsed = parse(translated.endpoint, translated.body)
+    if not isinstance(parsed.request, OtherRequest):
+        limits.counts.check(parsed.request)
+    return replace(parsed, ollama=translated.reply)
+
+
 async def parse_passthrough(body: bytes, route: str, query: str, headers: Mapping[str, str]) -> ParsedRequest:
     """Parse JSON or a form for a route that only engines serve."""
     forwarded = {name: headers[name] for name in FORWARDED if name in headers}
@@ -142,46 +160,3 @@ def check_model(parsed: ParsedRequest, card: ModelCard) -> None:
         raise NotFound(
             f"The engine of {card.name} ({card.spec.engine}) does not serve {parsed.engine_request.route}", param="model"
         )
-
-
-def validate_body(kind: type[M], body: bytes) -> M:
-    """Validate a JSON body; raise `InvalidRequest` with OpenAI's wording."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as e:
-        raise to_invalid_request(e, body) from e
-
-
-def to_invalid_request(error: ValidationError, body: bytes) -> InvalidRequest:
-    """Convert a validation error to one error in OpenAI's wording.
-
-    Every branch of a union reports an error. The deepest one of the first invalid field, or at
-    least one whose type matched, is the branch that the client meant.
-    """
-    errors = error.errors(include_url=False)
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"The body is not valid JSON: {first['msg']}")
-    data = from_json(body)
-
-    def relevance(e: Any) -> tuple[int, bool]:
-        return path_in(data, e["loc"]).count("["), not e["type"].endswith("_type")
-
-    first = max((e for e in errors if e["loc"][:1] == first["loc"][:1]), key=relevance)
-    path = path_in(data, first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
-    return InvalidRequest(f"Invalid value for '{path}': {message}." if path else f"{message}.", param=path or None)
-
-
-def path_in(data: Any, location: tuple[int | str, ...]) -> str:
-    """Convert a pydantic location to a path in `data`, without branches of unions."""
-    path = ""
-    last = len(location) - 1
-    for i, part in enumerate(location):
-        if isinstance(part, int) and isinstance(data, list) and part < len(data):
-            path, data = f"{path}[{part}]", data[part]
-        elif isinstance(part, str) and isinstance(data, dict) and (part in data or i == last):
-            path, data = f"{path}.{part}" if path else part, data.get(part)
-    return path

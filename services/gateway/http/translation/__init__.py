@@ -1,1 +1,1 @@
-"""Translation of other APIs to chat completions and of their responses back, without I/O."""
+"""Translation of other APIs to OpenAI's and of their responses back, without I/O."""

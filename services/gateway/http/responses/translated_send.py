@@ -1,0 +1,83 @@
+"""An ASGI `send` that translates a response in OpenAI's form."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Send
+
+from services.gateway.http.errors import encode_json
+
+_EVENTS = "text/event-stream"
+
+
+class Translator(Protocol):
+    """The translation of one response."""
+
+    content_type: str
+
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
+    def on_headers(self, server_timing: str) -> None: ...
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Translate bytes of an event stream."""
+
+    def end(self, now: float) -> bytes:
+        """Return what follows an event stream."""
+
+    async def translate_body(self, status: int, body: bytes, now: float) -> tuple[int, object]:
+        """Translate a whole body. Returns the status and the JSON value."""
+
+
+class TranslatedSend:
+    """Translate events as they pass, and whole bodies once they are complete."""
+
+    def __init__(self, send: Send, translator: Translator) -> None:
+        self._send = send
+        self._translator = translator
+        self._start: Message = {}
+        self._body = bytearray()
+        self._streams = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._streams:
+            await self._continue(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._complete()
+
+    async def _begin(self, message: Message) -> None:
+        self._start = message
+        headers = MutableHeaders(scope=message)
+        self._translator.on_headers(headers.get("server-timing", ""))
+        if self._translator.ignored:
+            names = (*filter(None, [headers.get("x-thaw-ignored", "")]), *self._translator.ignored)
+            headers["x-thaw-ignored"] = ", ".join(name for name in names if name.isascii() and name.isprintable())[:2000]
+        self._streams = headers.get("content-type", "").startswith(_EVENTS)
+        if self._streams:
+            headers["content-type"] = self._translator.content_type
+            await self._send(message)
+
+    async def _continue(self, message: Message) -> None:
+        now, more = time.monotonic(), message.get("more_body", False)
+        data = self._translator.feed(message.get("body", b""), now)
+        if not more:
+            data += self._translator.end(now)
+        if data or not more:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _complete(self) -> None:
+        status, value = await self._translator.translate_body(self._start["status"], bytes(self._body), time.monotonic())
+        body = encode_json(value)
+        headers = MutableHeaders(scope=self._start)
+        headers["content-type"], headers["content-length"] = "application/json", str(len(body))
+        self._start["status"] = status
+        await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": body})

@@ -78,6 +78,11 @@ class Tokenization:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special_tokens)
         return ids
 
+    def special_tokens(self) -> frozenset[int]:
+        """Return the tokens that no text consists of. `decode` leaves them out."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return self._special | {token for token, entry in added if entry.special}
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of `token`, even if they are only part of a character."""
         piece = self.tokenizer.convert_ids_to_tokens(token)

@@ -54,11 +54,15 @@ class Capabilities(Frozen):
 
 _MIB = 1 << 20
 _ALL = frozenset({EVERYTHING})
+_STRUCTURED_OUTPUT = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+)
 CAPABILITIES: dict[Engine, Capabilities] = {
     "builtin": Capabilities(
         token_resume=True,
         lora=True,
         snapshot=True,
+        honours=_STRUCTURED_OUTPUT,
         passes_through=False,
         runtime_bytes=192 * _MIB,
         run_by_us=True,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import struct
 import sys
 from collections.abc import AsyncIterator
-from typing import Any
+from enum import Enum
+from typing import Annotated, Any
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from shared.ports import free_port
 from tests.support.launcher import Thaw
@@ -107,6 +110,43 @@ async def test_logit_bias_and_stop_strings_are_applied(clients: openai.AsyncOpen
     assert (stopped.text, stopped.finish_reason) == (free.text[: free.text.index(stop)], "stop")
     stream = await clients.completions.create(**asked, stop=stop, stream=True)
     assert "".join([c.choices[0].text async for c in stream if c.choices]) == stopped.text
+
+
+class Size(Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+class Item(BaseModel):
+    """A schema whose every value is bounded: a model with random weights completes it."""
+
+    name: Annotated[str, Field(max_length=8)]
+    size: Size
+    parts: Annotated[list[bool], Field(min_length=1, max_length=3)]
+
+
+async def test_parsed_response_is_an_instance_of_its_model(clients: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "one", "messages": HELLO, "max_tokens": 200, "response_format": Item}
+    ways: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 4}]
+    for fields in ways:
+        choice = (await clients.chat.completions.parse(**asked, **fields)).choices[0]
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Item)
+        async with clients.chat.completions.stream(**asked, **fields) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == choice.message.parsed
+    with pytest.raises(openai.LengthFinishReasonError):
+        await clients.chat.completions.parse(**asked | {"max_tokens": 3})
+
+
+async def test_choices_and_expressions_constrain_text(clients: openai.AsyncOpenAI) -> None:
+    formats: list[tuple[dict[str, Any], str]] = [
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_regex": "[a-f]{3}-[0-9]{2}"}, "[a-f]{3}-[0-9]{2}"),
+    ]
+    for body, expected in formats:
+        answer = await clients.completions.create(model="one", prompt="Once upon", max_tokens=20, n=2, extra_body=body)
+        assert all(re.fullmatch(expected, choice.text) for choice in answer.choices)
 
 
 async def test_log_probabilities_have_the_openai_shape(clients: openai.AsyncOpenAI) -> None:
@@ -231,7 +271,13 @@ REFUSED: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str | None
     ({"temperature": 3}, openai.BadRequestError, "invalid_request", "temperature"),
     ({"messages": []}, openai.BadRequestError, "invalid_request", "messages"),
     ({"messages": [{"role": "user"}]}, openai.BadRequestError, "invalid_request", "messages[0]"),
-    ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "unsupported_parameter", "response_format"),
+    ({"response_format": {"type": "structural_tag"}}, openai.BadRequestError, "unsupported_parameter", "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objec"}}}},
+        openai.BadRequestError,
+        "invalid_request",
+        "response_format",
+    ),
     ({"tool_choice": "required"}, openai.BadRequestError, "unsupported_parameter", "tool_choice"),
     ({"messages": [{"role": "user", "content": "word " * 20_000}]}, openai.BadRequestError, "context_length_exceeded", "messages"),
     ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),

@@ -38,6 +38,7 @@ from services.engine.generation.embedding_jobs import EmbeddingJobs
 from services.engine.generation.events import Admitted, Broken, Event, Progressed, Yielded
 from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.lora_layers import LoraAdapter
+from services.engine.generation.masks import MaskThread, StepMasks
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
 from services.engine.generation.runner import WARM_UP, Row, Runner, RunnerLost
@@ -99,6 +100,7 @@ class Batcher:
         self._unfinished: Counter[str] = Counter()
         self._admitted: set[str] = set()
         self._prepared = PreparedPrefixes(runner)
+        self._masks = MaskThread()
         self._pending_events: list[Event] = []
         self._has_computed = False
         self.blocks_used = 0
@@ -203,6 +205,7 @@ class Batcher:
         """
         self._pages_due = None
         if not self._take_commands():
+            self._masks.close()
             return False
         self._prepared.expire(time.monotonic())
         events, self._pending_events = self._pending_events, []
@@ -384,12 +387,14 @@ class Batcher:
         self._is_stalled = not rows
         if not rows:
             return events
+        whole = (s for s, w in zip(computed, plan.work, strict=True) if s.computed + w.count == len(s.tokens))
+        masks = self._masks.begin(whole)
         try:
             logits = self._runner.forward(rows)
             self._has_computed = True
             for sequence, work in zip(computed, plan.work, strict=True):
                 sequence.computed += work.count
-            events += self._advance(computed, logits[: len(computed)])
+            events += self._advance(computed, logits[: len(computed)], masks)
             if extra is not None:
                 self._prepared.record_computed(*extra)
         except RunnerLost:
@@ -432,17 +437,21 @@ class Batcher:
                 self._admitted.add(request_id)
                 yield Admitted(request_id, time.monotonic())
 
-    def _advance(self, computed: list[Sequence], logits: torch.Tensor) -> list[Event]:
+    def _advance(self, computed: list[Sequence], logits: torch.Tensor, step_masks: StepMasks) -> list[Event]:
         """Sample the next token of every sequence whose tokens are all computed."""
-        whole = [i for i, s in enumerate(computed) if s.whole]
+        events: list[Event] = []
+        masks, errors = step_masks.collect()
+        for sequence in computed if errors else ():
+            if sequence.key in errors and sequence.key in self._running:
+                events += self._break([sequence], errors[sequence.key])
+        whole = [i for i, s in enumerate(computed) if s.whole and s.key in self._running]
         deltas_by_request: dict[str, list[ChoiceDelta]] = {}
-        for i, sampled in zip(whole, choose([computed[i] for i in whole], logits[whole]), strict=True):
+        for i, sampled in zip(whole, choose([computed[i] for i in whole], logits[whole], masks), strict=True):
             delta = computed[i].append_token(sampled, self._tokens)
             deltas_by_request.setdefault(computed[i].request.request_id, []).append(delta)
             if delta.finish_reason is not None:
                 self._running.pop(computed[i].key)
         now = time.monotonic()
-        events: list[Event] = []
         for request_id, deltas in deltas_by_request.items():
             self._unfinished[request_id] -= sum(d.finish_reason is not None for d in deltas)
             done = self._unfinished[request_id] == 0

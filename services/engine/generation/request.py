@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.engine.domain.generation import Generation, TokenText
 from services.engine.domain.sampling_params import SamplingParams, StopConditions
 from services.engine.generation.lora_layers import LoraAdapter
+from services.engine.grammar.compiler import Grammar
 from shared.contracts.migration import RunningChoice
 
 
@@ -46,6 +47,7 @@ class GenerationRequest:
     variant: str = ""
     finished: tuple[RunningChoice, ...] = ()
     prepared: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Sampling: from logits to a token. Pure functions over tensors.
 
-The order is vLLM's: logit bias, penalties, temperature, min-p, top-k, top-p. Reported
-log-probabilities are the model's own, before any of these. The sampler uses the Gumbel-max trick as
+The order is vLLM's: logit bias, penalties, temperature, min-p, top-k, top-p. A grammar's mask is
+applied after the penalties, so that none of them allows a masked token. Reported log-probabilities
+are the model's own, before any of these. The sampler uses the Gumbel-max trick as
 an exponential race (Maddison et al., "A* sampling", NIPS 2014, section 2): each candidate token has
 an exponential number that depends only on the request, and the smallest ratio of number to
 probability wins. So a response is the same on every device, in every batch and after a migration.
@@ -43,11 +44,27 @@ class History:
     output: Counter[int]
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, history: History, draw: Draw) -> Sampled:
-    """Choose one token from `logits` (float32, one row)."""
+def sample(
+    logits: torch.Tensor, params: SamplingParams, history: History, draw: Draw, allowed: torch.Tensor | None = None
+) -> Sampled:
+    """Choose one token from `logits` (float32, one row), among those that are `allowed`."""
     adjusted = logits if params.is_neutral else _apply_bias_and_penalties(logits, params, history)
+    if allowed is not None:
+        adjusted = mask_logits(adjusted, allowed)
     token = int(adjusted.argmax()) if params.is_greedy else _draw_token(adjusted, params, draw)
     return token_logprobs(logits, token, params.top_logprobs)
+
+
+def mask_logits(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Return one row of logits with minus infinity for all tokens that are not `allowed`.
+
+    `allowed` may be longer or shorter than the row; what is missing is not allowed.
+    """
+    width = min(len(allowed), len(logits))
+    masked = torch.full_like(logits, -torch.inf)
+    here = allowed[:width].to(logits.device)
+    masked[:width] = torch.where(here, logits[:width], masked[:width])
+    return masked
 
 
 def token_logprobs(logits: torch.Tensor, token: int, top: int | None) -> Sampled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,14 @@ from services.engine.domain.generation import Generation
 from services.engine.domain.step_planning import SequenceView
 from services.engine.generation.philox import Draw
 from services.engine.generation.request import Choice, GenerationRequest
-from services.engine.generation.sampling import History, Sampled, sample
+from services.engine.generation.sampling import History, Sampled, mask_logits, sample
+from services.engine.grammar.matcher import TokenMatcher
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import ChoiceDelta, TokenLogprob, TopLogprob
 
 _LEAST_LOGPROB = -9999.0
 """Reported instead of minus infinity, which JSON cannot express."""
+_NO_MASKS: Mapping[int, torch.Tensor] = {}
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Sequence:
     state: Any = None
     unsent: str = ""
     preemptions: int = 0
+    matcher: TokenMatcher | None = None
 
     @classmethod
     def from_request(cls, key: int, request: GenerationRequest, choice: Choice, tokenization: Tokenization) -> Sequence:
@@ -53,6 +57,7 @@ class Sequence:
             resumed.generation if resumed is not None else Generation(tokenization.decode, choice.prompt, choice.stop_conditions),
             History(frozenset(choice.prompt), Counter(generated)) if has_penalties else History(frozenset(), Counter()),
             unsent=resumed.unsent.text if resumed is not None else choice.echo or "",
+            matcher=TokenMatcher(request.grammar) if request.grammar is not None else None,
         )
 
     @property
@@ -85,13 +90,23 @@ class Sequence:
         )
 
 
-def choose(sequences: Many[Sequence], logits: torch.Tensor) -> list[Sampled]:
-    """Sample the next token of each sequence from its row of `logits`."""
+def choose(sequences: Many[Sequence], logits: torch.Tensor, masks: Mapping[int, torch.Tensor] = _NO_MASKS) -> list[Sampled]:
+    """Sample the next token of each sequence from its row of `logits`, which may be changed.
+
+    Args:
+        sequences: One for each row.
+        logits: [sequences, vocabulary], float32.
+        masks: Tokens that a sequence may choose, by its key; all, if it has no entry.
+    """
     params = [s.request.params for s in sequences]
     if all(p.is_greedy and p.is_neutral and p.top_logprobs is None for p in params):
+        if masks:
+            for row, s in zip(logits, sequences, strict=True):
+                if s.key in masks:
+                    row.copy_(mask_logits(row, masks[s.key]))
         return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
     return [
-        sample(row, p, s.history, Draw(p.seed, s.choice.index, s.generation.count))
+        sample(row, p, s.history, Draw(p.seed, s.choice.index, s.generation.count), masks.get(s.key))
         for s, p, row in zip(sequences, params, logits, strict=True)
     ]
 

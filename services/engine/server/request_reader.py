@@ -11,9 +11,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from services.engine.domain.generation import Generation
+from services.engine.domain.output_format import FIELDS, read_output_format
 from services.engine.domain.sampling_params import SamplingParams, StopConditions
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest, ResumeState
+from services.engine.grammar.compiler import Grammar, GrammarCompiler
 from services.engine.tokenization import Tokenization
+from shared.contracts.engines import CAPABILITIES
 from shared.contracts.inference import RESUME, InferRequest, Resume, ResumedChoice
 from shared.contracts.migration import RunningChoice
 from shared.contracts.openai import (
@@ -70,6 +73,11 @@ class RequestReader:
         self._generates = generates
         self._revision = revision
         self._can_embed = can_embed
+        self._grammars = GrammarCompiler(tokenization, capacity.vocab_size, eos)
+
+    def prepare_grammars(self) -> None:
+        """Prepare the compilation of grammars, which may take a second. Call it on a thread."""
+        self._grammars.prepare()
 
     def read(self, request: InferRequest) -> GenerationRequest | EmbedRequest:
         """Translate a request. Raises `InvalidRequest` or a subclass."""
@@ -180,7 +188,13 @@ class RequestReader:
             sum(len(ids) for ids, _ in prompts),
             single if body.return_token_ids else None,
             _list_ignored(body),
+            grammar=self._grammar(body),
         )
+
+    def _grammar(self, body: Generating) -> Grammar | None:
+        given = (body.model_extra or {}) | {name: getattr(body, name) for name in body.model_fields_set & FIELDS}
+        wanted = read_output_format(given)
+        return self._grammars.compile(wanted) if wanted is not None else None
 
     def _token_limit(self, body: Generating, prompt: int) -> int:
         limit = min(self._capacity.context, self._capacity.kv_tokens)
@@ -269,7 +283,7 @@ def _list_ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
 
     Raises `UnsupportedParameter` for fields that would change the output.
     """
-    if (name := not_honoured(body)) is not None:
+    if (name := not_honoured(body, CAPABILITIES["builtin"].honours)) is not None:
         raise UnsupportedParameter(f"{name} is not supported by this engine", param=name)
     return tuple(sorted((body.model_extra or {}).keys() - INERT - NOT_HONOURED.keys()))
 

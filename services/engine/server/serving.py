@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from pydantic import BaseModel
 
+from services.engine.domain.output_format import FIELDS, is_constrained
 from services.engine.domain.standings import Standings
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.generation.request import EmbedRequest, GenerationRequest
 from services.engine.lora.cache import LoraCache
+from services.engine.server.bounded_reads import BoundedReads
 from services.engine.server.request_reader import RequestReader
 from services.engine.server.streams import Stream, not_resumable_reason
 from shared.contracts.engine import EngineLoad
@@ -58,6 +61,8 @@ _EMBEDDINGS_HEAD_BYTES = 1024
 """Space for the fields of a message other than its vectors."""
 _WITH_FIRST_TOKEN = frozenset({Phase.FETCH, Phase.LOAD, Phase.PREFILL})
 """Phases of a request that are reported with its first token."""
+_COMPILE_WITHIN_S = 5.0
+"""Seconds that the grammar of a request may take to compile."""
 _QUOTES_BYTES = 3
 """Bytes around each vector in JSON: two quotes and a comma."""
 
@@ -71,6 +76,7 @@ class Serving(RequestServer[Stream]):
         self.batcher: Batcher | None = None
         self.adapters: LoraCache | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._grammars = BoundedReads(_COMPILE_WITHIN_S)
         self._block_bytes = 0
         self._paused = False
         self._loaded_at = 0.0
@@ -160,6 +166,10 @@ class Serving(RequestServer[Stream]):
         self._register(stream)
         loop = asyncio.get_running_loop()
         stream.deadline = loop.call_later(request.deadline_ms / 1000, self._expire, stream)
+        if is_constrained(request.body):
+            reading = self._compile(self.reader, stream, request)
+            stream.reading = asyncio.create_task(reading, name=f"grammar of {request.request_id}")
+            return
         if size > _INLINE_BYTES:  # not awaited: the subscription runs its callbacks one at a time
             job = loop.run_in_executor(self._threads, self._read, self.reader, request)
             job.add_done_callback(lambda done: self._read_done(stream, done))
@@ -177,6 +187,24 @@ class Serving(RequestServer[Stream]):
         except Exception as e:  # a tokenizer or template may raise anything; the request must get a response
             log.exception("failed to read a request", extra={"request_id": request.request_id})
             raise EngineFailed(f"The request could not be read: {type(e).__name__}: {str(e)[:300]}") from e
+
+    async def _compile(self, reader: RequestReader, stream: Stream, request: InferRequest) -> None:
+        """Read a request that may have a grammar, and submit it."""
+        try:
+            read = await self._grammars.run(partial(self._read, reader, request), prepare=reader.prepare_grammars)
+            stream.reading = None
+            self._submit(stream, read)
+        except TimeoutError:
+            stream.reading = None
+            param = min(FIELDS & request.body.keys())
+            self._fail(stream, InvalidRequest(f"{param} takes too long to compile. Simplify it", param=param))
+        except ThawError as e:
+            stream.reading = None
+            self._fail(stream, e)
+        except Exception as e:  # a task boundary: the request must get a response
+            log.exception("failed to compile a grammar", extra={"request_id": request.request_id})
+            stream.reading = None
+            self._fail(stream, EngineFailed(f"The request could not be read: {type(e).__name__}: {str(e)[:300]}"))
 
     def _read_done(self, stream: Stream, done: asyncio.Future[GenerationRequest | EmbedRequest]) -> None:
         if self.streams.get(stream.request_id) is not stream or done.cancelled():
@@ -299,6 +327,8 @@ class Serving(RequestServer[Stream]):
     def _release(self, stream: Stream) -> None:
         if stream.deadline is not None:
             stream.deadline.cancel()
+        if stream.reading is not None:
+            stream.reading.cancel()
         if stream.loading_lora is not None:
             stream.loading_lora.cancel()
         if stream.has_lora and stream.adapter is not None and self.adapters is not None:
@@ -321,6 +351,7 @@ class Serving(RequestServer[Stream]):
         )
 
     def close(self) -> None:
+        self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

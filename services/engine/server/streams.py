@@ -40,6 +40,7 @@ class Stream:
     adapter: ModelCard | None = None
     loading_lora: asyncio.Task[None] | None = None
     has_lora: bool = False
+    reading: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None
     admitted: float | None = None
     first_token_sent: bool = False

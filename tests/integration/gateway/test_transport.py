@@ -204,10 +204,10 @@ async def _waiting(served: Served, count: int) -> bool:
 # Requests that an engine cannot honour.
 
 UNSUPPORTED: list[dict[str, Any]] = [
-    {"response_format": {"type": "json_object"}},
+    {"functions": [{"name": "f"}]},
     {"tool_choice": "required"},
     {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-    {"guided_json": {}},
+    {"allowed_token_ids": [1]},
     {"modalities": ["audio"]},
     {"web_search_options": {}},
     {"prediction": {"type": "content", "content": "x"}},

@@ -89,6 +89,17 @@ def test_text_parts_and_tool_calls_reach_the_template(tokens: Tokenization) -> N
     assert "<tools>" in text
 
 
+def test_output_formats_of_both_endpoints_become_grammars(tokens: Tokenization) -> None:
+    chat = read(tokens, {**HELLO, "response_format": {"type": "json_object"}, "frobnicate": 1})
+    assert chat.grammar is not None
+    assert chat.ignored == ("frobnicate",)
+    text = read(tokens, {"prompt": "a", "response_format": {"type": "json_object"}}, "completion")
+    assert text.grammar is not None
+    assert text.ignored == ()
+    assert read(tokens, {"prompt": "a", "guided_regex": "a"}, "completion").grammar is not None
+    assert read(tokens, {**HELLO, "response_format": {"type": "text"}}).grammar is None
+
+
 def test_unknown_fields_are_reported_and_inert_ones_are_not(tokens: Tokenization) -> None:
     assert read(tokens, {**HELLO, "user": "u", "metadata": {}, "frobnicate": 1, "min_tokens": 0}).ignored == ("frobnicate",)
 
@@ -99,11 +110,11 @@ IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_
 @pytest.mark.parametrize(
     ("endpoint", "body", "param"),
     [
-        ("chat", {**HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat", {**HELLO, "response_format": {"type": "structural_tag"}}, "response_format"),
         ("chat", {**HELLO, "tool_choice": "required"}, "tool_choice"),
         ("chat", {**HELLO, "tool_choice": {"type": "function"}}, "tool_choice"),
         ("chat", IMAGE, "messages.0.content"),
-        ("chat", {**HELLO, "guided_json": {}}, "guided_json"),
+        ("chat", {**HELLO, "allowed_token_ids": [1]}, "allowed_token_ids"),
         ("chat", {**HELLO, "min_tokens": 4}, "min_tokens"),
         ("completion", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("completion", {"prompt": "a", "best_of": 2}, "best_of"),

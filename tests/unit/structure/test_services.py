@@ -31,6 +31,7 @@ OWN = {
     "engine": {
         "domain",
         "generation",
+        "grammar",
         "later_stage",
         "loader_watch",
         "loader_client",

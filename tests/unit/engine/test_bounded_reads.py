@@ -1,0 +1,43 @@
+"""Reads that compile a grammar: results, errors, and the time-out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from services.engine.server.bounded_reads import BoundedReads
+
+
+async def test_results_and_errors_reach_the_caller() -> None:
+    reads, prepared = BoundedReads(60), list[int]()
+
+    def fail() -> int:
+        raise ValueError("no")
+
+    assert await reads.run(lambda: len(prepared), prepare=lambda: prepared.append(1)) == 1
+    with pytest.raises(ValueError, match="no"):
+        await reads.run(fail, prepare=lambda: None)
+    with pytest.raises(ValueError, match="no"):
+        await reads.run(lambda: 1, prepare=fail)
+    reads.close()
+
+
+async def test_slow_read_times_out_and_later_reads_do_not_wait_for_it() -> None:
+    reads, ended = BoundedReads(0.05), threading.Event()
+    with pytest.raises(TimeoutError):
+        await reads.run(ended.wait, prepare=lambda: None)
+    assert await asyncio.wait_for(reads.run(lambda: 2, prepare=lambda: None), 30) == 2
+    ended.set()
+    reads.close()
+
+
+async def test_preparation_is_not_part_of_the_time() -> None:
+    reads, go = BoundedReads(0.05), threading.Event()
+    task = asyncio.create_task(reads.run(lambda: 3, prepare=lambda: go.wait(30)))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(task), 0.2)
+    go.set()
+    assert await task == 3
+    reads.close()

@@ -164,13 +164,13 @@ def _grammar_text(wanted: OutputFormat) -> str:
     match wanted.kind:
         case "json_schema":
             if wanted.is_compact:
-                return LLMatcher.grammar_from_json_schema(wanted.text, overrides={"whitespace_flexible": False})
-            return LLMatcher.grammar_from_json_schema(wanted.text, overrides={"whitespace_pattern": _WHITE_SPACE})
+                return str(LLMatcher.grammar_from_json_schema(wanted.text, overrides={"whitespace_flexible": False}))
+            return str(LLMatcher.grammar_from_json_schema(wanted.text, overrides={"whitespace_pattern": _WHITE_SPACE}))
         case "regex":
-            return LLMatcher.grammar_from_regex(wanted.text)
+            return str(LLMatcher.grammar_from_regex(wanted.text))
         case "grammar":
             try:
-                return grammar_from("grammar", wanted.text)
+                return str(grammar_from("grammar", wanted.text))
             except (ValueError, RecursionError) as e:  # a converter in Python, for GBNF
                 raise _invalid_format(wanted, str(e)) from e
 

@@ -67,6 +67,8 @@ async def engine(database_url: str) -> AsyncEngine:
     return engine
 
 
+# Some fifty sites, one after another, that wait for Postgres at each step: slow on a busy machine.
+@pytest.mark.timeout(600)
 async def test_scheduler_recovers_from_a_crash_at_any_step(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from xdist.workermanage import WorkerController
 GROUPS = (
     dict.fromkeys(("integration/suspend", "unit/suspend", "e2e/test_suspend.py", "e2e/test_engines.py"), "swap")
     | dict.fromkeys((f"chaos/test_{name}.py" for name in ("clients", "crowds", "kills", "servers")), "chaos")
-    | dict.fromkeys((f"e2e/test_{name}.py" for name in ("console", "dashboards", "documents", "openai", "verbs")), "e2e")
+    | dict.fromkeys((f"e2e/test_{name}.py" for name in ("console", "dashboards", "documents", "ollama", "openai", "verbs")), "e2e")
 )
 """Folders and files that one worker runs in sequence.
 

@@ -239,7 +239,8 @@ class Gateway:
     # Events from the mesh.
 
     def _on_reconnected(self) -> None:
-        """NATS may have stored messages while this gateway was not connected."""
+        """NATS may have stored or lost messages while this gateway was not connected."""
+        self.dispatcher.on_reconnected(time.monotonic())
         for request in list(self._requests.values()):
             self._catch_up(request)
 

@@ -10,7 +10,7 @@ from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.ticket import Ticket
 from shared.contracts import subjects
 from shared.contracts.migration import ListRequests, RequestsListed
-from shared.errors import ThawError
+from shared.errors import ThawError, Unreachable
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class RequestProbe:
             query = ListRequests(deadline_ms=_DEADLINE_MS)
             listed = await self._mesh.request(subjects.engine_control(instance_id), query, RequestsListed)
         except ThawError as e:
+            if isinstance(e, Unreachable):
+                self._dispatcher.on_unprobed(ticket, attempt_id, time.monotonic())
             log.info("instance did not list its requests", extra={"instance": instance_id, "error": e.message})
             return
         if all(r.request_id != attempt_id for r in listed.requests):

@@ -23,7 +23,8 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
    MAX_LOSSES_BEFORE_ADMISSION of those are allowed in a row, MAX_MESSAGE_LOSSES other losses in a
    row, and MAX_LOSSES in all.
 6. An instance that has sent nothing for a request for PROBE_AFTER_S is asked whether it has the
-   request. If not, its final messages were lost: as rule 5.
+   request, after a reconnection to NATS after PROBE_SOON_S. If not, its final messages
+   were lost: as rule 5.
 7. A waiting request fails at its deadline. All requests that wait for a model fail if its load
    failed permanently.
 """
@@ -192,6 +193,16 @@ class Dispatcher:
         """The instance no longer has the request; messages may still arrive (rule 6)."""
         if ticket.stage is Stage.SENT and ticket.attempt_id == attempt_id:
             ticket.reported_missing_at = now
+
+    def on_reconnected(self, now: float) -> None:
+        """NATS may have lost messages: silent requests are probed soon (rule 6)."""
+        for ticket in self._sent.values():
+            ticket.disturbed_at = now
+
+    def on_unprobed(self, ticket: Ticket, attempt_id: str, now: float) -> None:
+        """A probe found no engine: it may be reconnecting to NATS (rule 6)."""
+        if ticket.stage is Stage.SENT and ticket.attempt_id == attempt_id:
+            ticket.disturbed_at = now
 
     def on_message_gap(self, ticket: Ticket, error: ThawError, now: float) -> None:
         """Messages of the instance were lost: resume from those that arrived (rule 5)."""

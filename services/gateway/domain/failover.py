@@ -29,6 +29,10 @@ PROBE_AFTER_S = 10.0
 
 An instance that serves other requests is never reported idle.
 """
+PROBE_SOON_S = 1.0
+"""The same after a reconnection to NATS, which may have lost messages, and after a probe that found
+no engine: engines reconnect too.
+"""
 
 
 def is_instance_gone(ticket: Ticket, route: Route | None, now: float, *, is_node_known: bool) -> bool:
@@ -57,8 +61,11 @@ def is_missing(ticket: Ticket, now: float) -> bool:
 
 
 def needs_probe(ticket: Ticket, now: float) -> bool:
-    """True if the request has been silent for `PROBE_AFTER_S`."""
-    return now - max(ticket.last_activity_at, ticket.probed_at) >= PROBE_AFTER_S
+    """True if the request has been silent for too long since its last message or probe."""
+    since = max(ticket.last_activity_at, ticket.probed_at)
+    if ticket.disturbed_at > since and now - ticket.disturbed_at >= PROBE_SOON_S:
+        return True
+    return now - since >= PROBE_AFTER_S
 
 
 def count_loss(ticket: Ticket, *, is_reported: bool, has_died: bool) -> None:

@@ -26,6 +26,7 @@ class Ticket:
         instance_id: The instance that has the request; None while it waits.
         sent_at: Time at which the present attempt was sent.
         last_message_at: Time at which the present attempt's last message arrived; 0: none has.
+        disturbed_at: Time at which messages of the request may have been lost.
         probed_at: Time at which the instance was last asked whether it has the request.
         reported_missing_at: Time at which the instance last reported that it does not have the
             request.
@@ -61,6 +62,7 @@ class Ticket:
     node: str = ""
     sent_at: float = 0.0
     last_message_at: float = 0.0
+    disturbed_at: float = 0.0
     probed_at: float = 0.0
     reported_missing_at: float = 0.0
     attempts: int = 0

@@ -239,6 +239,38 @@ def test_missing_request_is_resent_after_the_instance_denies_having_it(dispatche
     assert world.cancelled == ["r"], "in case the request arrives there late"
 
 
+def test_silent_request_is_probed_soon_after_a_reconnection(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    """A restart of NATS may have lost the last messages, which no later message shows."""
+    dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
+    silent, alive = ask(dispatcher, "silent"), ask(dispatcher, "alive")
+    for made in (silent, alive):
+        dispatcher.on_message(made, 1)
+    dispatcher.on_reconnected(2.0)
+    dispatcher.on_tick(2.9)
+    assert world.probed == []
+    dispatcher.on_message(alive, 2.95)
+    for now in (3.0, 3.1, 12.9):
+        dispatcher.on_tick(now)
+    assert world.probed == ["silent"]
+    dispatcher.on_tick(13.0)
+    assert sorted(world.probed) == ["alive", "silent", "silent"], "from now on after PROBE_AFTER_S"
+
+
+def test_probe_that_finds_no_engine_is_repeated_soon(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
+    made = ask(dispatcher, "r")
+    dispatcher.on_message(made, 1)
+    dispatcher.on_reconnected(2.0)
+    dispatcher.on_tick(3.0)
+    dispatcher.on_unprobed(made, "another attempt", 3.05)
+    dispatcher.on_tick(4.1)
+    assert world.probed == ["r"]
+    dispatcher.on_unprobed(made, made.attempt_id, 4.2)
+    for now in (5.1, 5.3, 6.4):
+        dispatcher.on_tick(now)
+    assert world.probed == ["r", "r"]
+
+
 def test_late_final_messages_are_accepted(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     dispatcher.on_status(status(instance("i", capacity=4, active=2)), 0)
     made = ask(dispatcher, "r")

@@ -36,6 +36,7 @@ from services.gateway.http.endpoints.info import Info
 from services.gateway.http.endpoints.ollama import Ollama
 from services.gateway.http.endpoints.responses import ROUTE as RESPONSES
 from services.gateway.http.endpoints.responses import Responses, StoredResponses
+from services.gateway.http.endpoints.scoring import ScoringInference
 from services.gateway.http.middleware.connection_limits import BoundedProtocol, ConnectionLimits, Connections
 from services.gateway.http.middleware.error_boundary import ErrorBoundary
 from services.gateway.http.middleware.request_guard import RequestGuard
@@ -44,6 +45,7 @@ from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import BodyLimits
 from services.gateway.http.scopes import check_scoped
 from services.gateway.http.server import HttpServer
+from services.gateway.http.translation.scoring import SCORING_ROUTES
 from services.gateway.loop import Gateway
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import Metrics
@@ -75,6 +77,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route(RESPONSES, Responses(gateway, parsers), methods=["POST"]),
         Route(RESPONSES + "/{id}", StoredResponses(gateway).read, methods=["GET"]),
         Route(RESPONSES + "/{id}", StoredResponses(gateway).delete, methods=["DELETE"]),
+        *(Route(path, ScoringInference(gateway, parsers), methods=["POST"]) for path in SCORING_ROUTES),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/models/{name:path}", info.model, methods=["GET"]),
         Route("/health", info.health, methods=["GET"]),

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 from services.gateway.http.error_formats import OLLAMA_PREFIX
 from services.gateway.http.translation.ollama_requests import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
 from services.gateway.http.translation.responses_request import ResponsesRequest
+from services.gateway.http.translation.scoring import RerankRequest, ScoreRequest
 from shared.contracts.base import ErrorBody
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
@@ -20,6 +21,8 @@ POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/completions": (CompletionRequest, "Continue a prompt, or several.", True),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of OpenAI's Responses API.", True),
     "/v1/embeddings": (EmbeddingRequest, "Turn texts into vectors.", False),
+    "/v1/rerank": (RerankRequest, "Order documents by their similarity to a query.", False),
+    "/v1/score": (ScoreRequest, "Score the similarity of pairs of texts.", False),
 }
 _OLLAMA_POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/api/chat": (OllamaChat, "Answer a conversation.", True),

@@ -33,6 +33,8 @@ from services.gateway.http.console.endpoints import Console
 from services.gateway.http.endpoints.admin import Admin
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
+from services.gateway.http.endpoints.messages import ROUTE as MESSAGES
+from services.gateway.http.endpoints.messages import Messages
 from services.gateway.http.endpoints.ollama import Ollama
 from services.gateway.http.endpoints.responses import ROUTE as RESPONSES
 from services.gateway.http.endpoints.responses import Responses, StoredResponses
@@ -74,6 +76,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/v1/chat/completions", Inference(gateway, "chat", parsers), methods=["POST"]),
         Route("/v1/completions", Inference(gateway, "completion", parsers), methods=["POST"]),
         Route("/v1/embeddings", Inference(gateway, "embedding", parsers), methods=["POST"]),
+        Route(MESSAGES, Messages(gateway, parsers), methods=["POST"]),
         Route(RESPONSES, Responses(gateway, parsers), methods=["POST"]),
         Route(RESPONSES + "/{id}", StoredResponses(gateway).read, methods=["GET"]),
         Route(RESPONSES + "/{id}", StoredResponses(gateway).delete, methods=["DELETE"]),

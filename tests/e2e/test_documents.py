@@ -44,7 +44,8 @@ def _here(block: str, mesh: Thaw) -> str:
 def test_python_examples_run(mesh: Thaw, document: Path, block: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(compile(_here(block, mesh), str(document), "exec"), {"__name__": "__main__"})  # the documents are our own
+        # The documents are our own. Without this file's `from __future__`, as a user runs them.
+        exec(compile(_here(block, mesh), str(document), "exec", dont_inherit=True), {"__name__": "__main__"})
     assert output.getvalue().strip()
 
 

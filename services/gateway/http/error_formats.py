@@ -46,23 +46,29 @@ class Responses(OpenAI):
         return format_event({"type": "error"} | fields, "error")
 
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """Build an error of Anthropic's API from its HTTP status."""
+    other = "invalid_request_error" if status < 500 else "api_error"
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}}
+
+
 class Anthropic:
     """Anthropic's Messages API."""
 
-    _TYPES = {  # noqa: RUF012 - a table
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-        504: "timeout_error",
-    }
-
     def body(self, error: ThawError) -> dict[str, Any]:
-        other = "invalid_request_error" if error.status < 500 else "api_error"
-        return {"type": "error", "error": {"type": self._TYPES.get(error.status, other), "message": error.message}}
+        return anthropic_error(error.status, error.message)
 
     def event(self, error: ThawError, number: int) -> bytes:
         return format_event(self.body(error), "error")

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from services.gateway.http.error_formats import OLLAMA_PREFIX
+from services.gateway.http.translation.messages_request import MessagesRequest
 from services.gateway.http.translation.ollama_requests import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
 from services.gateway.http.translation.responses_request import ResponsesRequest
 from services.gateway.http.translation.scoring import RerankRequest, ScoreRequest
@@ -20,6 +21,7 @@ POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/chat/completions": (ChatCompletionRequest, "Answer a conversation.", True),
     "/v1/completions": (CompletionRequest, "Continue a prompt, or several.", True),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of OpenAI's Responses API.", True),
+    "/v1/messages": (MessagesRequest, "Answer a conversation, in the form of Anthropic's Messages API.", True),
     "/v1/embeddings": (EmbeddingRequest, "Turn texts into vectors.", False),
     "/v1/rerank": (RerankRequest, "Order documents by their similarity to a query.", False),
     "/v1/score": (ScoreRequest, "Score the similarity of pairs of texts.", False),
@@ -42,6 +44,18 @@ _GETS = {
     "/metrics": "Prometheus metrics.",
 }
 _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+_ANTHROPIC_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 _ERROR_CODES = ("400", "401", "404", "413", "422", "429", "500", "503", "504")
 
 
@@ -50,7 +64,7 @@ def document() -> dict[str, Any]:
     """Build the OpenAPI document."""
     posts = POSTS | _OLLAMA_POSTS
     references, schemas = models_json_schema([(kind, "validation") for kind, _, _ in posts.values()], ref_template=_REF)
-    components = schemas["$defs"] | {"Error": _error_schema(), "OllamaError": _OLLAMA_ERROR}
+    components = schemas["$defs"] | {"Error": _error_schema(), "OllamaError": _OLLAMA_ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths: dict[str, Any] = {}
     for path, (kind, summary, streams) in posts.items():
         paths[path] = {"post": _post(path, references[(kind, "validation")], summary, streams)}
@@ -84,7 +98,11 @@ def _get(path: str, summary: str) -> dict[str, Any]:
 
 
 def _errors(path: str) -> dict[str, Any]:
-    api, model = ("Ollama", "OllamaError") if path.startswith(OLLAMA_PREFIX) else ("OpenAI", "Error")
+    api, model = "OpenAI", "Error"
+    if path.startswith(OLLAMA_PREFIX):
+        api, model = "Ollama", "OllamaError"
+    elif path == "/v1/messages":
+        api, model = "Anthropic", "AnthropicError"
     content = {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
     return {code: {"description": f"An error in {api}'s shape.", "content": content} for code in _ERROR_CODES}
 

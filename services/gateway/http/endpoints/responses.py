@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,12 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from services.gateway.adapters.idempotency_store import digest
 from services.gateway.adapters.response_store import StoredValue
 from services.gateway.authorization import Authorizer
-from services.gateway.http.endpoints.translated import TranslatedEndpoint
+from services.gateway.http.endpoints.translated import TranslatedEndpoint, unique_part
 from services.gateway.http.errors import json_response
-from services.gateway.http.parsing.idempotency_key import idempotency_key_of
 from services.gateway.http.parsing.request_parser import ParsedRequest
 from services.gateway.http.scopes import caller_of
 from services.gateway.http.translation.chat_translator import ChatTranslator
@@ -55,7 +52,7 @@ class Responses(TranslatedEndpoint):
     def translator(self, parsed: ParsedRequest, scope: Scope) -> ResponseTranslator:
         request = _request_of(parsed)
         is_stored = request.store is not False and self._gateway.responses.accepts(len(parsed.engine_request.body))
-        return ResponseTranslator(request, f"resp_{_unique_part(parsed, scope)}", int(time.time()), is_stored=is_stored)
+        return ResponseTranslator(request, f"resp_{unique_part(parsed, scope)}", int(time.time()), is_stored=is_stored)
 
     async def before_end(self, parsed: ParsedRequest, translator: ChatTranslator, scope: Scope) -> None:
         """Store the response, so that its client can continue it at once."""
@@ -107,9 +104,3 @@ def _request_of(parsed: ParsedRequest) -> ResponsesRequest:
 
 def _encode(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _unique_part(parsed: ParsedRequest, scope: Scope) -> str:
-    """Return a new id, or that of the first response to a repeated idempotent request."""
-    name = idempotency_key_of(scope)
-    return uuid.uuid4().hex if name is None else digest(name.encode(), parsed.engine_request.body)[:32]

@@ -8,6 +8,7 @@ response is translated back.
 from __future__ import annotations
 
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,9 +16,11 @@ from typing import Any, ClassVar
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.adapters.idempotency_store import digest
 from services.gateway.domain.admission import Reservation
 from services.gateway.http.endpoints.inference import Inference, client_of
 from services.gateway.http.parsing.body import read_body
+from services.gateway.http.parsing.idempotency_key import idempotency_key_of
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import ParsedRequest
 from services.gateway.http.responses.translated_response import TranslatedResponse
@@ -106,3 +109,9 @@ class TranslatedEndpoint(ABC):
             return None
         name = next((name for name in self.params if param == name or param.startswith((f"{name}[", f"{name}."))), None)
         return param if name is None else self.params[name]
+
+
+def unique_part(parsed: ParsedRequest, scope: Scope) -> str:
+    """Return a new id, or that of the first response to a repeated idempotent request."""
+    name = idempotency_key_of(scope)
+    return uuid.uuid4().hex if name is None else digest(name.encode(), parsed.engine_request.body)[:32]

@@ -16,7 +16,7 @@ from services.gateway.domain.request_validation import check_supported
 from services.gateway.http.parsing.json_cost import check_json_cost
 from services.gateway.http.parsing.multipart import is_form, text_fields
 from services.gateway.http.parsing.validation import validate_body
-from services.gateway.http.translation import responses_request
+from services.gateway.http.translation import messages_request, responses_request
 from services.gateway.http.translation.chat_translator import ClientRequest
 from services.gateway.http.translation.ollama_requests import OLLAMA_ROUTES, OllamaReply, translate_request
 from shared.contracts.inference import FORWARDED, Endpoint
@@ -116,7 +116,14 @@ def _translate_responses(body: bytes, history: bytes) -> tuple[bytes, ClientRequ
     return responses_request.to_chat(validate_body(responses_request.ResponsesRequest, body), from_json(history))
 
 
-TRANSLATED: dict[str, Callable[[bytes, bytes], tuple[bytes, ClientRequest]]] = {"/v1/responses": _translate_responses}
+def _translate_messages(body: bytes, history: bytes) -> tuple[bytes, ClientRequest]:
+    return messages_request.to_chat(validate_body(messages_request.MessagesRequest, body))
+
+
+TRANSLATED: dict[str, Callable[[bytes, bytes], tuple[bytes, ClientRequest]]] = {
+    "/v1/responses": _translate_responses,
+    "/v1/messages": _translate_messages,
+}
 """Routes that are translated to chat completions."""
 
 

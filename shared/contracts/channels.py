@@ -207,13 +207,6 @@ CHANNELS: tuple[Channel, ...] = (
         "stageAddress",
         f"{_P}.stages.{{group}}",
         "engine",
-        "Where a stage of a group accepts the stage before it, until their connections are made.",
-        (stages.StageListening,),
-    ),
-    Channel(
-        "stageAddress",
-        f"{_P}.stages.{{group}}",
-        "engine",
         "Where a stage of a group accepts the stage before it, until they are connected.",
         (stages.StageListening,),
     ),

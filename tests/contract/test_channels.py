@@ -42,6 +42,11 @@ def test_messages_of_one_channel_are_distinguished_by_kind() -> None:
             assert len(set(names)) == len(names), channel.name
 
 
+def test_each_channel_is_listed_once() -> None:
+    names = [channel.name for channel in CHANNELS]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_the_document_is_up_to_date() -> None:
     made = subprocess.run([sys.executable, "docs/generate_asyncapi.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     document = json.loads(made.stdout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import json
 import re
@@ -11,6 +12,7 @@ import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -45,7 +47,14 @@ def test_python_examples_run(mesh: Thaw, document: Path, block: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         # The documents are our own. Without this file's `from __future__`, as a user runs them.
-        exec(compile(_here(block, mesh), str(document), "exec", dont_inherit=True), {"__name__": "__main__"})
+        names: dict[str, Any] = {"__name__": "__main__"}
+        try:
+            exec(compile(_here(block, mesh), str(document), "exec", dont_inherit=True), names)
+        finally:  # an example is a process of its own, whose end closes its clients' connections
+            for value in names.values():
+                close = getattr(value, "close", None)
+                if inspect.ismethod(close) and not inspect.iscoroutinefunction(close):
+                    close()
     assert output.getvalue().strip()
 
 

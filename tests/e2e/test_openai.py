@@ -311,6 +311,6 @@ async def test_invalid_parameters_are_refused(
 
 async def test_unsupported_routes_return_not_found(clients: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
-        await clients.responses.create(model="one", input="x")
+        await clients.images.generate(model="one", prompt="x")
     with pytest.raises(openai.NotFoundError):
         await clients.moderations.create(model="one", input="x")

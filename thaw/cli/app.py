@@ -31,7 +31,7 @@ COMMANDS = (
     ),
     Entry("models", "models", "app", "Models: register, list, show, remove."),
     Entry("keys", "keys", "app", "API keys: add, list, change, rotate, revoke, log."),
-    Entry("usage", "usage", "usage", "Show requests, tokens and cold starts by API key and model."),
+    Entry("usage", "usage", "usage", "Show requests, tokens, cold starts and their cost by API key and model."),
     Entry("wake", "wake", "wake", "Start or resume a model, and wait until it is ready."),
     Entry("sleep", "wake", "sleep", "Free a model's devices after its running requests."),
     Entry("chat", "chat", "chat", "Chat with a model; it is started or resumed first if necessary."),

@@ -144,7 +144,7 @@ class SpendingViewed(Message):
     """What the ledger has of the keys that were asked for; keys without usage are left out.
 
     Attributes:
-        prices: The mesh's prices, with which gateways price what is not in the ledger yet.
+        prices: The mesh's prices. Gateways price usage with them that the ledger does not have yet.
     """
 
     kind: Literal["spending_viewed"] = "spending_viewed"

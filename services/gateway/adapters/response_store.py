@@ -37,7 +37,7 @@ _INDEX = "index"
 _ANONYMOUS = "anonymous"
 _VALID_ID = re.compile(r"resp_[0-9a-f]{32}")
 _ENVELOPE_BYTES = 4096
-"""Room in a NATS message for what is not the value."""
+"""Bytes of a NATS message that are kept for its subject and headers."""
 _MAX_VALUE_BYTES = 4 * 1024 * 1024
 """A gateway encodes this in less than 50 ms."""
 _MAX_CONFLICTS = 50

@@ -90,7 +90,7 @@ async def test_errors_have_the_form_of_the_api(gateway: Served, node: FakeNode) 
             await client.messages.create(model="hosted", max_tokens=5, messages=HELLO)
         assert caught.value.body == {"type": "error", "error": {"type": "invalid_request_error", "message": "no images"}}
         with pytest.raises(anthropic.NotFoundError):
-            await client.messages.create(model="nobody", max_tokens=5, messages=HELLO)
+            await client.messages.create(model="unknown", max_tokens=5, messages=HELLO)
         thinking = {"type": "enabled", "budget_tokens": 1024}
         with pytest.raises(anthropic.BadRequestError, match="thinking"):
             await client.messages.create(model="alpha", max_tokens=2048, messages=HELLO, thinking=thinking)

@@ -113,7 +113,7 @@ async def test_errors_have_the_clients_form(client: Any, gateway: Served, node: 
     with pytest.raises(ollama.ResponseError, match="too long") as caught:
         await anext(await client.chat("alpha", HELLO, stream=True))
     assert caught.value.status_code == 400
-    for call in (client.chat("nobody", HELLO), client.show("nobody"), client.embed("nobody", "x")):
+    for call in (client.chat("unknown", HELLO), client.show("unknown"), client.embed("unknown", "x")):
         with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
             await call
         assert caught.value.status_code == 404

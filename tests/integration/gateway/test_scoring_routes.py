@@ -38,7 +38,7 @@ async def test_refusals_have_openais_form(node: FakeNode, serve: ServeFn) -> Non
             (RERANK, 400, "3 inputs, and the limit is 2"),
             (RERANK | {"top_n": 0}, 400, "top_n"),
             (RERANK | {"model": "alpha"}, 404, "does not serve /v1/rerank"),
-            (RERANK | {"model": "nobody"}, 404, "does not exist"),
+            (RERANK | {"model": "unknown"}, 404, "does not exist"),
         ):
             answer = await gateway.http.post("/v1/rerank", json=body)
             assert answer.status_code == status

@@ -166,7 +166,7 @@ def test_thinking_and_log_probabilities_are_passed_on() -> None:
     [
         ({"messages": "x"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x"}], "options": {"temperature": "hot"}}, "temperature"),
         ({"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": "many"}}, "max_tokens"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import struct
@@ -44,7 +45,7 @@ def texts(items: list[dict[str, Any]]) -> list[str]:
     return [i["message"]["content"] for i in items]
 
 
-def test_a_stream_becomes_lines_with_durations_at_the_end() -> None:
+async def test_a_stream_becomes_lines_with_durations_at_the_end() -> None:
     t = translator()
     t.on_headers("queue;dur=1000.0, prefill;dur=500.0, mesh;dur=2.0")
     first = lines(t.feed(b": waking\n\n" + delta(role="assistant", content="") + delta(content="né"), 2.0))
@@ -64,7 +65,7 @@ def test_a_stream_becomes_lines_with_durations_at_the_end() -> None:
         "eval_count": 2,
         "eval_duration": 3_000_000_000,
     }
-    assert t.end(6.0) == b""
+    assert await t.end(6.0) == b""
 
 
 @given(st.lists(st.integers(1, 200), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
@@ -74,7 +75,7 @@ def test_a_stream_may_be_cut_anywhere(cuts: list[int], newline: bytes) -> None:
     for cut in cuts:
         out += t.feed(stream[at : at + cut], 1.0)
         at += cut
-    out += t.feed(stream[at:], 1.0) + t.end(1.0)
+    out += t.feed(stream[at:], 1.0) + asyncio.run(t.end(1.0))
     assert texts(lines(out)) == ["né", "日本", ""]
 
 
@@ -112,17 +113,17 @@ def test_unusable_arguments_of_a_tool_are_an_error(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("error", [{"error": "gone"}, {"error": {"message": "gone", "type": "x"}}])
-def test_an_error_in_the_stream_is_its_last_line(error: dict[str, Any]) -> None:
+async def test_an_error_in_the_stream_is_its_last_line(error: dict[str, Any]) -> None:
     t = translator()
     *_, last = lines(t.feed(delta(content="x") + event(error) + delta(content="y"), 1.0))
     assert last == {"error": "gone"}
-    assert t.end(1.0) == b""
+    assert await t.end(1.0) == b""
 
 
-def test_a_stream_that_breaks_off_says_so() -> None:
+async def test_a_stream_that_breaks_off_says_so() -> None:
     t = translator()
     t.feed(delta(content="x"), 1.0)
-    assert lines(t.end(1.0)) == [{"error": "The response broke off"}]
+    assert lines(await t.end(1.0)) == [{"error": "The response broke off"}]
 
 
 def test_thinking_and_log_probabilities_have_their_fields() -> None:
@@ -184,11 +185,11 @@ async def test_malformed_responses_are_errors(kind: Kind, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("malformed", [b"data: {\n\n", event([1]), event({"choices": [{"delta": {"tool_calls": 3}}]})])
-def test_malformed_event_ends_the_stream(malformed: bytes) -> None:
+async def test_malformed_event_ends_the_stream(malformed: bytes) -> None:
     t = translator()
     *_, last = lines(t.feed(delta(content="x") + malformed + delta(content="y"), 1.0))
     assert last == {"error": "The engine sent a malformed response"}
-    assert t.end(1.0) == b""
+    assert await t.end(1.0) == b""
 
 
 def test_error_text_of_other_forms() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -15,7 +14,7 @@ from starlette.types import Scope
 from services.gateway.adapters.response_store import StoredValue
 from services.gateway.authorization import Authorizer
 from services.gateway.http.endpoints.translated import TranslatedEndpoint, unique_part
-from services.gateway.http.errors import json_response
+from services.gateway.http.errors import encode_json, json_response
 from services.gateway.http.parsing.request_parser import ParsedRequest
 from services.gateway.http.scopes import caller_of
 from services.gateway.http.translation.chat_translator import ChatTranslator
@@ -62,7 +61,7 @@ class Responses(TranslatedEndpoint):
             translator.note_not_stored()
             return
         response = translator.body()
-        stored = StoredValue(_encode(response), _encode([*parsed.client_request.items, *translator.items]))
+        stored = StoredValue(encode_json(response), encode_json([*parsed.client_request.items, *translator.items]))
         if not await self._gateway.responses.put(_owner(scope), response["id"], stored):
             translator.note_not_stored()
 
@@ -100,7 +99,3 @@ def _request_of(parsed: ParsedRequest) -> ResponsesRequest:
     assert parsed.client_request is not None
     assert isinstance(parsed.client_request.request, ResponsesRequest)
     return parsed.client_request.request
-
-
-def _encode(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -23,7 +23,8 @@ from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.idempotency_key import idempotency_key_of
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import ParsedRequest
-from services.gateway.http.responses.translated_response import TranslatedResponse
+from services.gateway.http.responses.translated_send import TranslatedSend
+from services.gateway.http.translation.chat_translation import ChatTranslation
 from services.gateway.http.translation.chat_translator import ChatTranslator
 from services.gateway.loop import Gateway
 from shared.contracts.inference import FORWARDED
@@ -100,8 +101,8 @@ class TranslatedEndpoint(ABC):
         async def before_end() -> None:
             await self.before_end(parsed, translator, scope)
 
-        response = TranslatedResponse(send, translator, self.convert_error, before_end)
-        await self._chat.infer(parsed, reservation, arrived_at, scope, receive, response)
+        translated = TranslatedSend(send, ChatTranslation(translator, self.convert_error, before_end))
+        await self._chat.infer(parsed, reservation, arrived_at, scope, receive, translated)
 
     def _rename(self, param: str | None) -> str | None:
         """Rename a field of the chat completion to that of this API."""

@@ -16,16 +16,24 @@ _EVENTS = "text/event-stream"
 class Translator(Protocol):
     """The translation of one response."""
 
-    content_type: str
+    @property
+    def content_type(self) -> str | None:
+        """The content type of a stream; None: as it is."""
 
     @property
-    def ignored(self) -> tuple[str, ...]: ...
+    def ignored(self) -> tuple[str, ...]:
+        """Names of fields without effect."""
+
+    @property
+    def is_done(self) -> bool:
+        """True once the rest of an event stream is of no use: it has ended, or has an error."""
+
     def on_headers(self, server_timing: str) -> None: ...
     def feed(self, data: bytes, now: float) -> bytes:
         """Translate bytes of an event stream."""
 
-    def end(self, now: float) -> bytes:
-        """Return what follows an event stream."""
+    async def end(self, now: float) -> bytes:
+        """Return what follows an event stream. Called once."""
 
     async def translate_body(self, status: int, body: bytes, now: float) -> tuple[int, object]:
         """Translate a whole body. Returns the status and the JSON value."""
@@ -40,12 +48,15 @@ class TranslatedSend:
         self._start: Message = {}
         self._body = bytearray()
         self._streams = False
+        self._has_ended = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             await self._begin(message)
         elif message["type"] != "http.response.body":
             await self._send(message)
+        elif self._has_ended:
+            return
         elif self._streams:
             await self._continue(message)
         else:
@@ -62,14 +73,17 @@ class TranslatedSend:
             headers["x-thaw-ignored"] = ", ".join(name for name in names if name.isascii() and name.isprintable())[:2000]
         self._streams = headers.get("content-type", "").startswith(_EVENTS)
         if self._streams:
-            headers["content-type"] = self._translator.content_type
+            if (content_type := self._translator.content_type) is not None:
+                headers["content-type"] = content_type
             await self._send(message)
 
     async def _continue(self, message: Message) -> None:
-        now, more = time.monotonic(), message.get("more_body", False)
+        now = time.monotonic()
         data = self._translator.feed(message.get("body", b""), now)
+        more = message.get("more_body", False) and not self._translator.is_done
         if not more:
-            data += self._translator.end(now)
+            self._has_ended = True
+            data += await self._translator.end(now)
         if data or not more:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 

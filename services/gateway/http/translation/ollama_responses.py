@@ -125,7 +125,7 @@ class OllamaTranslator:
         self._tools = _ToolCalls()
         self._usage: dict[str, Any] = {}
         self._finish_reason = "stop"
-        self._is_done = False
+        self.is_done = False
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -142,27 +142,27 @@ class OllamaTranslator:
         out = bytearray()
         try:
             for decoded in self._decoder.feed(data):
-                if self._is_done:
+                if self.is_done:
                     break
                 for item in self._translate(decoded, now):
                     out += _line(item)
         except MALFORMED:
-            self._is_done = True
+            self.is_done = True
             out += _line({"error": _MALFORMED_TEXT})
         return bytes(out)
 
-    def end(self, now: float) -> bytes:
+    async def end(self, now: float) -> bytes:
         """Return what follows the last event: nothing, unless the stream broke off."""
-        if self._is_done:
+        if self.is_done:
             return b""
-        self._is_done = True
+        self.is_done = True
         return _line({"error": "The response broke off"})
 
     def _translate(self, decoded: Decoded, now: float) -> Iterator[dict[str, Any]]:
         if isinstance(decoded, Comment):
             return
         if isinstance(decoded, StreamError):
-            self._is_done = True
+            self.is_done = True
             yield {"error": decoded.message}
         elif isinstance(decoded, Done):
             yield from self._finish(now)
@@ -183,7 +183,7 @@ class OllamaTranslator:
             yield self._object(text, thinking, done=False) | ({"logprobs": logprobs} if logprobs else {})
 
     def _finish(self, now: float) -> Iterator[dict[str, Any]]:
-        self._is_done = True
+        self.is_done = True
         try:
             calls = self._tools.take()
         except ValueError:

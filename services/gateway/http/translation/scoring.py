@@ -59,8 +59,9 @@ class ScoreRequest(BaseModel):
 class Scoring(ABC):
     """One request, with the texts to embed and the translation of their vectors."""
 
-    content_type = "application/json"
+    content_type = None
     ignored: tuple[str, ...] = ()
+    is_done = False
 
     def __init__(self, model: str, texts: list[str]) -> None:
         self.model = model
@@ -72,7 +73,7 @@ class Scoring(ABC):
     def feed(self, data: bytes, now: float) -> bytes:
         raise EngineFailed("The engine sent embeddings as a stream")
 
-    def end(self, now: float) -> bytes:
+    async def end(self, now: float) -> bytes:
         return b""
 
     def embedding_request(self) -> tuple[EmbeddingRequest, bytes]:

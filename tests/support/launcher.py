@@ -266,7 +266,7 @@ class Thaw:
 
 
 def until(condition: Callable[[], bool], within: float = 120.0, what: str = "") -> None:
-    """Poll until `check` is true, for conditions without an event."""
+    """Poll until `condition` is true, for conditions without an event."""
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, f"not within {within} s: {what or condition}"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.launcher import until
 from weights.tiers.port import Cancelled
 from weights.transfer import link_queue as links
 from weights.transfer.link import Link, Transfer
@@ -178,6 +179,7 @@ def test_closing_a_link_ends_its_loads_and_threads() -> None:
     gate.await_begun()
     closer = threading.Thread(target=link.close)
     closer.start()
+    until(lambda: not link.status().loads, what="the link to drop its loads")  # the pieces being read hold the load itself
     gate.let(50)
     with pytest.raises(Cancelled):
         load.result()

@@ -143,7 +143,8 @@ def test_kustomization_of_the_documentation_renders(tmp_path: Path) -> None:
     (tmp_path / "kubernetes" / "mine" / "kustomization.yaml").write_text(textwrap.dedent(example))
     command = ["kubectl", "kustomize", str(tmp_path / "kubernetes" / "mine")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    nodeagent = pods(list(yaml.safe_load_all(done.stdout)))["node"]["containers"][1]
+    found = pods(list(yaml.safe_load_all(done.stdout)))["node"]["containers"]
+    (nodeagent,) = [container for container in found if container["name"] == "nodeagent"]
     assert nodeagent["resources"]["limits"] == {"memory": "32Gi", "nvidia.com/gpu": "2"}
     assert nodeagent["image"] == "registry.example.com/thaw-node:0.2.0"
     assert "THAW_DEVICES: cuda:0,cuda:1" in done.stdout

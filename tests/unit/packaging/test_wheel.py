@@ -89,6 +89,13 @@ def test_wheel_has_every_data_file(site: Path) -> None:
     assert {p.name for p in (site / console).iterdir()} == {p.name for p in (ROOT / console).iterdir()}
 
 
+def test_wheel_installs_the_manual_pages(site: Path) -> None:
+    """`man` finds pages beside the `bin` directory of the command."""
+    installed = {page.name: page.read_text() for page in (site / "share" / "man" / "man1").iterdir()}
+    assert installed == {page.name: page.read_text() for page in (ROOT / "thaw" / "man").iterdir()}
+    assert {"thaw.1", "thaw-up.1"} <= set(installed)
+
+
 def test_wheel_requires_what_it_imports(site: Path) -> None:
     required = {r.split(";")[0].split(">")[0].split("[")[0].strip() for r in _distribution(site).requires or ()}
     assert {"starlette", "httpx2"} <= required

@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
         processes = Processes(Path(directory), stack)
         nats_url, _ = start_nats(processes, Path(directory))
-        engine = ["bench.prepared_engine", "--nats", nats_url, "--port", str(free_port())]
+        engine = ["bench.batched_engine", "--nats", nats_url]
         processes.start("engine", [sys.executable, "-m", *engine, "--slots", str(SLOTS), "--pace", str(PACE_MS)])
         port = free_port()
         settings = {

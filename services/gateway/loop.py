@@ -137,6 +137,7 @@ class Gateway:
             queue_timeout_s=card.spec.queue.timeout,
             key=origin.caller.name,
             cost=origin.cost,
+            weight=origin.caller.weight,
             priority=origin.priority,
         )
         buffer_limit_bytes = self.settings.stream_buffer_bytes

@@ -76,6 +76,14 @@ class Resume(Frozen):
     )
 
 
+class FairShare(Frozen):
+    """Whose share of a model a request uses."""
+
+    flow: str = Field(default="", max_length=64, description="Opaque id of the API key; empty: no key. The same in all gateways.")
+    weight: float = Field(default=1.0, gt=0, description="Share relative to other keys.")
+    priority: int = Field(default=0, description="Higher ones go first.")
+
+
 class InferRequest(Request):
     deadline_ms: Deadline = 600_000
     kind: Literal["infer"] = "infer"
@@ -99,6 +107,7 @@ class InferRequest(Request):
     standing: ObjectiveStanding | None = Field(
         default=None, description="How many requests of `model` met its objective; None: no objective, or none has ended."
     )
+    share: FairShare = Field(default=FairShare(), description="By which an engine orders the requests that wait in it.")
 
 
 FORWARDED = ("accept", "openai-beta", "anthropic-version", "anthropic-beta")

@@ -11,9 +11,9 @@ several sequences:
 3. If a running sequence finds no block to grow into, the youngest running one is preempted: it
    loses its keys and values and waits at the head of the queue.
    The protected sequence is never preempted: it waits for memory instead.
-4. If no sequence was preempted, waiting sequences are admitted in order while there is a slot, a
-   token and room for all they are known to need, with a spare block for each running sequence. A
-   sequence that does not fit blocks those behind it, so that none starves.
+4. If no sequence was preempted, waiting sequences are admitted in order (`fair_slots`) while there
+   is a slot, a token and room for all they are known to need, with a spare block for each running
+   sequence. A sequence that does not fit blocks those behind it, so that none starves.
 5. A sequence is preempted at most `MAX_PREEMPTIONS` times. After that it is admitted only where it
    cannot be preempted: as the protected one, before all others, or if guaranteed memory holds the
    running sequences and itself at their greatest length.
@@ -116,6 +116,13 @@ class SequenceView:
         return self.length - self.computed
 
 
+def fits(running: Iterable[SequenceView], sequence: SequenceView, limits: Limits) -> bool:
+    """True if there are blocks for all tokens that are known, and a spare block for each."""
+    views = list(running)
+    promised = sum(blocks_for(s.length) for s in views)
+    return promised + blocks_for(sequence.length) + len(views) <= limits.kv_blocks
+
+
 @dataclass(frozen=True)
 class Work:
     """Compute the next `count` tokens of sequence `key`."""
@@ -191,8 +198,7 @@ class _Draft:
             return False
         if sequence.is_aged and not self._is_safe(sequence):
             return False
-        promised = sum(blocks_for(s.length) for s in self.running)
-        if promised + blocks_for(sequence.length) + len(self.running) > self.limits.kv_blocks:
+        if not fits(self.running, sequence, self.limits):
             return False
         self.running.append(sequence)
         self.counts[sequence.key] = min(sequence.remaining, self.budget)

@@ -43,6 +43,7 @@ from services.engine.generation.prepared_prefixes import PreparedPrefixes, Prepa
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
 from services.engine.generation.runner import WARM_UP, Row, Runner, RunnerLost
 from services.engine.generation.sequences import Sequence, choose
+from services.engine.generation.slot_shares import SlotShares
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import ChoiceDelta
 from shared.errors import EngineFailed, ThawError
@@ -101,6 +102,7 @@ class Batcher:
         self._admitted: set[str] = set()
         self._prepared = PreparedPrefixes(runner)
         self._masks = MaskThread()
+        self._slots = SlotShares()
         self._pending_events: list[Event] = []
         self._has_computed = False
         self.blocks_used = 0
@@ -302,6 +304,11 @@ class Batcher:
         oldest = self._oldest()
         return oldest.key if oldest is not None else None
 
+    def _find_turn(self) -> int | None:
+        """Return the key of the sequence that has, or has asked for, the turn."""
+        turn = self._kv.lease.turn if self._kv is not None else None
+        return turn.key if turn is not None else None
+
     def _awaits_pages(self) -> bool:
         """True if the next step needs pages that the loader may be about to lend."""
         if self._kv is None or self._kv.lease.is_answered:
@@ -344,6 +351,7 @@ class Batcher:
             parts = self._prepared.claim(request.prepared, request.variant, [tuple(s.tokens) for s in sequences])
             for sequence, part in zip(sequences, parts, strict=True):
                 sequence.state, sequence.computed = part.state, part.computed
+        self._slots.begin_waiting(sequences, self._running, self._waiting, self._limits.max_sequences)
         self._waiting.extend(sequences)
         self._unfinished[request.request_id] = len(sequences)
         if finished or not sequences:
@@ -372,6 +380,8 @@ class Batcher:
     def _step(self, limits: Limits) -> list[Event]:
         if self._runner is None or not (self._running or self._waiting or self._prepared.busy):
             return []
+        for key in self._slots.arrange(self._running, self._waiting, limits, self._find_turn()):
+            log.debug("paused a sequence for another key", extra={"request_id": self._running.pop(key).request.request_id})
         waiting = (s.view for s in self._waiting)
         plan = plan_step([s.view for s in self._running.values()], waiting, limits, self._find_protected())
         events: list[Event] = list(self._move(plan, self._runner))
@@ -394,6 +404,7 @@ class Batcher:
             self._has_computed = True
             for sequence, work in zip(computed, plan.work, strict=True):
                 sequence.computed += work.count
+                self._slots.record_computed(sequence)
             events += self._advance(computed, logits[: len(computed)], masks)
             if extra is not None:
                 self._prepared.record_computed(*extra)

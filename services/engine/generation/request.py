@@ -8,7 +8,11 @@ from services.engine.domain.generation import Generation, TokenText
 from services.engine.domain.sampling_params import SamplingParams, StopConditions
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.grammar.compiler import Grammar
+from shared.contracts.inference import FairShare
 from shared.contracts.migration import RunningChoice
+
+NO_SHARE = FairShare()
+"""That of requests without a key."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class GenerationRequest:
     finished: tuple[RunningChoice, ...] = ()
     prepared: str = ""
     grammar: Grammar | None = None
+    share: FairShare = NO_SHARE
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from services.engine.domain.fair_slots import Claim, Flow, predict_cost
 from services.engine.domain.generation import Generation
 from services.engine.domain.step_planning import SequenceView
 from services.engine.generation.philox import Draw
@@ -29,7 +30,8 @@ class Sequence:
     """One sequence.
 
     `state` has keys and values of the first `computed` tokens. `unsent` is text to send with the
-    next token. `preemptions` counts how often it lost them while it ran.
+    next token. `preemptions` counts how often it lost them while it ran. `received` is the number
+    of tokens that were computed for it; recomputed ones count once.
     """
 
     key: int
@@ -43,6 +45,7 @@ class Sequence:
     unsent: str = ""
     preemptions: int = 0
     matcher: TokenMatcher | None = None
+    received: int = 0
 
     @classmethod
     def from_request(cls, key: int, request: GenerationRequest, choice: Choice, tokenization: Tokenization) -> Sequence:
@@ -64,6 +67,17 @@ class Sequence:
     def view(self) -> SequenceView:
         greatest_length = len(self.choice.prompt) + self.choice.stop_conditions.max_tokens
         return SequenceView(self.key, len(self.tokens), self.computed, self.preemptions, greatest_length)
+
+    @property
+    def flow(self) -> Flow:
+        share = self.request.share
+        return Flow(share.priority, share.flow)
+
+    @property
+    def claim(self) -> Claim:
+        view, prompt = self.view, len(self.choice.prompt)
+        cost = predict_cost(view.length, prompt, view.greatest_length, self.received, self.request.share.weight)
+        return Claim(view, self.flow, cost)
 
     @property
     def whole(self) -> bool:

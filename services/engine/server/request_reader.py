@@ -93,6 +93,7 @@ class RequestReader:
             read = self._chat(request.request_id, _validate(ChatCompletionRequest, request.body))
         else:
             read = self._completion(request.request_id, _validate(CompletionRequest, request.body))
+        read = replace(read, share=request.share)
         return read if request.resume is None else self._add_resume_state(read, request.resume)
 
     def _add_resume_state(self, request: GenerationRequest, resume: Resume) -> GenerationRequest:

@@ -9,6 +9,8 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
    served by fair shares (`fair_queue`), those of one key in order of arrival. If the model's queue
    is full, the key with the most waiting requests of the lowest priority loses its last one, which
    may be the new one: it is refused with a time to retry.
+   If all instances are full, a key that has less there than its share may still send: its requests
+   do not wait for those of other keys. The engine orders them by key as well.
 3. Demand is published when the first request begins to wait, then every second, and once with 0
    when the last request has left the queue.
 4. A request that is refused before any output (the instance drains, or no engine listens) returns
@@ -31,6 +33,8 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
 
 from __future__ import annotations
 
+from collections import Counter
+
 from services.gateway.domain.arrivals import Arrivals
 from services.gateway.domain.effects import Effects
 from services.gateway.domain.failover import (
@@ -44,6 +48,7 @@ from services.gateway.domain.failover import (
     may_retry,
     needs_probe,
 )
+from services.gateway.domain.fair_queue import is_below_share
 from services.gateway.domain.model_queue import ModelQueue
 from services.gateway.domain.route_table import Route, RouteTable
 from services.gateway.domain.ticket import Stage, Ticket
@@ -60,6 +65,9 @@ from shared.errors import (
     from_body,
 )
 
+_OTHER_GATEWAYS = "\0others"
+"""Stands for the keys of other gateways, which share the instances."""
+
 
 class Dispatcher:
     """Owner of the queues, the routes and the requests in flight of a gateway."""
@@ -70,6 +78,8 @@ class Dispatcher:
         self.routes = RouteTable()
         self._queues: dict[str, ModelQueue] = {}
         self._sent: dict[str, Ticket] = {}
+        self._in_flight: dict[str, Counter[str]] = {}
+        self._weights: dict[str, float] = {}
         self._arrivals: dict[str, Arrivals] = {}
         self._is_closing = False
 
@@ -80,10 +90,10 @@ class Dispatcher:
         return len(queue.waiting) if queue else 0
 
     def count_in_flight(self, model: str) -> int:
-        return sum(t.model == model for t in self._sent.values())
+        return self._in_flight[model].total() if model in self._in_flight else 0
 
     def models(self) -> set[str]:
-        return self._queues.keys() | {t.model for t in self._sent.values()}
+        return self._queues.keys() | self._in_flight.keys()
 
     def queue(self, model: str) -> ModelQueue | None:
         return self._queues.get(model)
@@ -116,9 +126,13 @@ class Dispatcher:
 
     def _enqueue(self, ticket: Ticket, now: float) -> None:
         ticket.stage = Stage.QUEUED
+        self._weights[ticket.key] = ticket.weight
         queue = self._queues.setdefault(ticket.model, ModelQueue())
         queue.insert(ticket)
-        if len(queue.waiting) == 1:
+        self._pump_below_share(ticket.model, queue, now)
+        if not queue.waiting:
+            self._drop_queue(ticket.model, queue, now)
+        elif ticket.stage is Stage.QUEUED and len(queue.waiting) == 1:
             self._publish_demand(ticket.model, queue, now)
 
     def on_adopted(self, ticket: Ticket, attempt_id: str, instance_id: str, node: str, now: float) -> None:
@@ -126,7 +140,7 @@ class Dispatcher:
         ticket.attempt_id, ticket.instance_id, ticket.node = attempt_id, instance_id, node
         ticket.stage, ticket.attempts, ticket.sent_at = Stage.SENT, ticket.attempts + 1, now
         self.routes.acquire(instance_id)
-        self._sent[ticket.id] = ticket
+        self._add_sent(ticket)
 
     def on_disowned(self, ticket: Ticket, now: float) -> None:
         """Another gateway serves the request; its engine, if it has one, continues."""
@@ -282,7 +296,16 @@ class Dispatcher:
     def _pump(self, model: str, now: float) -> None:
         """Send waiting requests while instances accept them."""
         queue = self._queues.get(model)
-        if queue is None or self.routes.choose(model, now) is None:
+        if queue is None:
+            return
+        self._pump_in_order(model, queue, now)
+        if queue.waiting:
+            self._pump_below_share(model, queue, now)
+        if not queue.waiting:
+            self._drop_queue(model, queue, now)
+
+    def _pump_in_order(self, model: str, queue: ModelQueue, now: float) -> None:
+        if self.routes.choose(model, now) is None:
             return
         for ticket in list(queue.waiting.values()):
             if is_suspect(ticket) and any(t.model == model and is_suspect(t) for t in self._sent.values()):
@@ -293,8 +316,35 @@ class Dispatcher:
                 self._send(ticket, route, now)
             elif not ticket.excluded_instances:
                 return
-        if not queue.waiting:
-            self._drop_queue(model, queue, now)
+
+    def _pump_below_share(self, model: str, queue: ModelQueue, now: float) -> None:
+        """Send requests of keys that have less than their share at the instances (rule 2)."""
+        in_flight, waiting = self._in_flight.get(model, Counter()), queue.keys()
+        weights = {key: self._weights[key] for key in in_flight.keys() | waiting}
+        limit, has_others = self.routes.slots(model, now)
+        if has_others:
+            weights[_OTHER_GATEWAYS] = 1.0
+        if not limit or len(weights) < 2:
+            return
+        below = {key for key in waiting if is_below_share(key, in_flight, weights, limit)}
+        for ticket in list(queue.waiting.values()) if below else ():
+            if ticket.key not in below or is_suspect(ticket):
+                continue
+            route = self.routes.choose_for(ticket, now, is_below_share=True)
+            if route is None:
+                below.discard(ticket.key)
+            else:
+                queue.serve(ticket, is_in_order=False)
+                self._send(ticket, route, now)
+                if not is_below_share(ticket.key, self._in_flight[model], weights, limit):
+                    below.discard(ticket.key)
+            if not below:
+                return
+
+    def _add_sent(self, ticket: Ticket) -> None:
+        self._sent[ticket.id] = ticket
+        self._weights[ticket.key] = ticket.weight
+        self._in_flight.setdefault(ticket.model, Counter())[ticket.key] += 1
 
     def _send(self, ticket: Ticket, route: Route, now: float) -> None:
         ticket.stage = Stage.SENT
@@ -304,7 +354,7 @@ class Dispatcher:
         ticket.sent_at, ticket.last_message_at, ticket.is_admitted = now, 0.0, False
         ticket.node = route.node
         self.routes.acquire(route.status.instance_id)
-        self._sent[ticket.id] = ticket
+        self._add_sent(ticket)
         self._effects.send(ticket, route)
 
     def _requeue(self, ticket: Ticket, now: float) -> None:
@@ -357,6 +407,12 @@ class Dispatcher:
     def _release(self, ticket: Ticket, now: float) -> None:
         ticket.elapsed_s = ticket.elapsed_s + now - ticket.sent_at if ticket.is_resumable else 0.0
         del self._sent[ticket.id]
+        in_flight = self._in_flight[ticket.model]
+        in_flight[ticket.key] -= 1
+        if not in_flight[ticket.key]:
+            del in_flight[ticket.key]
+        if not in_flight:
+            del self._in_flight[ticket.model]
         self.routes.release(ticket.instance_id or "")
 
     def _fail_waiting(self, model: str, error: ThawError, now: float) -> None:
@@ -370,8 +426,9 @@ class Dispatcher:
         self._effects.fail(ticket, error)
 
     def _drop_queue(self, model: str, queue: ModelQueue, now: float) -> None:
-        self._publish_demand(model, queue, now)
         del self._queues[model]
+        if queue.published_at is not None:
+            self._publish_demand(model, queue, now)
 
     def _publish_demand(self, model: str, queue: ModelQueue, now: float) -> None:
         queue.published_at = now

@@ -7,15 +7,20 @@ the tag of the last one served. Keys that wait all the time get equal shares of 
 request each; a key that is alone gets everything, in order of arrival. A key's weight
 divides the costs of its requests, so that shares are in proportion to weights.
 
+Instances take a bounded number of requests at once. A key with less than its share of that number
+may exceed it (`is_below_share`): the engine gives its slots to the keys by fair shares as well.
+
 If the queue is full, the key with the most waiting requests loses its last one (longest queue drop;
 Suter et al., INFOCOM 1998): a key that floods gets the refusals itself.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 
 @dataclass(slots=True)
@@ -63,6 +68,30 @@ class PriorityClass:
         self.waiting[key] -= 1
         if not self.waiting[key]:
             del self.waiting[key]
+
+
+@lru_cache(maxsize=4096)
+def flow_of(key: str) -> str:
+    """Return the id by which engines know the requests of a key; empty without a key.
+
+    It is the same in all gateways, and hides the key's name. It is no secret: a name that is
+    guessed can be confirmed.
+    """
+    return hashlib.sha256(b"thaw flow\0" + key.encode()).hexdigest()[:16] if key else ""
+
+
+def is_below_share(key: str, in_flight: Mapping[str, int], weights: Mapping[str, float], limit: int) -> bool:
+    """True if instances have less than the share of `key` of the requests that they take at once.
+
+    Each key may have one request there in any case.
+
+    Args:
+        key: Name of the API key.
+        in_flight: Requests that instances have, by key.
+        weights: Weights of the keys that have requests, waiting ones included.
+        limit: Requests that the instances take at once.
+    """
+    return in_flight.get(key, 0) < max(1.0, limit * weights[key] / sum(weights.values()))
 
 
 def choose_dropped(waiting: Mapping[str, int], key: str) -> str:

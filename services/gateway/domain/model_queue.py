@@ -96,10 +96,19 @@ class ModelQueue:
         for moved in reversed(later):
             self.waiting.move_to_end(moved.id)
 
-    def serve(self, ticket: Ticket) -> None:
-        """Remove a request that is sent to an instance."""
+    def serve(self, ticket: Ticket, *, is_in_order: bool = True) -> None:
+        """Remove a request that is sent to an instance.
+
+        Args:
+            is_in_order: It was the first one, rather than sent because its key is below its share.
+        """
         self._remove(ticket)
-        self._class(ticket).clock.advance(ticket.start_tag)
+        if is_in_order:
+            self._class(ticket).clock.advance(ticket.start_tag)
+
+    def keys(self) -> set[str]:
+        """Return the keys whose requests wait."""
+        return {key for found in self._classes.values() for key in found.waiting}
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Remove a request that ends without service. Returns whether it waited."""

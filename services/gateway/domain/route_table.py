@@ -16,6 +16,8 @@ OVERCOMMIT = 2
 The requests of all gateways count. The instance's own queue then never runs dry before the gateways
 learn of a finished request. Further requests wait here, where they can still go to another replica.
 """
+SHARE_OVERCOMMIT = 4
+"""The same with the requests of keys that are below their share."""
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 4.0
 
@@ -60,14 +62,18 @@ class Route:
         """True if it takes requests while its weights are loading."""
         return self.status.state is InstanceState.LOADING and self.status.accepts_requests
 
-    def accepts(self, now: float) -> bool:
+    def accepts(self, now: float, *, is_below_share: bool = False) -> bool:
         """True if a request may be sent now.
 
         One request of this gateway is always allowed: the engine queues it fairly.
+
+        Args:
+            is_below_share: The instances have less than the share of the request's key.
         """
         if not (self.is_ready or self.accepts_early) or now < self.backoff_until:
             return False
-        return self.own == 0 or self.own + self.others < self.limit
+        limit = max(1, self.status.capacity) * SHARE_OVERCOMMIT if is_below_share else self.limit
+        return self.own == 0 or self.own + self.others < limit
 
 
 @dataclass(slots=True)
@@ -169,22 +175,30 @@ class RouteTable:
         """Return the least-loaded instance that accepts requests; the lowest id of equals."""
         return self._least_loaded(self._accepting(model, now))
 
-    def choose_for(self, ticket: Ticket, now: float) -> Route | None:
+    def choose_for(self, ticket: Ticket, now: float, *, is_below_share: bool = False) -> Route | None:
         """Like `choose`, for a request that may need or avoid certain instances.
 
         The ticket may prefer an instance, exclude instances, or need a revision of the weights.
         """
-        routes = [r for r in self._accepting(ticket.model, now) if r.status.instance_id not in ticket.excluded_instances]
+        accepting = self._accepting(ticket.model, now, is_below_share=is_below_share)
+        routes = [r for r in accepting if r.status.instance_id not in ticket.excluded_instances]
         if ticket.is_resumable:
             routes = [r for r in routes if r.status.revision == ticket.revision] or routes
         preferred = [r for r in routes if r.status.instance_id == ticket.preferred_instance]
         return self._least_loaded(preferred or routes)
 
-    def _accepting(self, model: str, now: float) -> list[Route]:
+    def slots(self, model: str, now: float) -> tuple[int, bool]:
+        """Return the requests that the model's instances take at once, and whether other gateways
+        have some there.
+        """
+        routes = self._accepting(model, now, is_below_share=True)
+        return sum(r.limit for r in routes), any(r.others for r in routes)
+
+    def _accepting(self, model: str, now: float, *, is_below_share: bool = False) -> list[Route]:
         """Return the instances that accept requests; loading ones only if none is ready."""
         routes = list(self.iter_routes(model))
         has_ready = any(r.is_ready for r in routes)
-        return [r for r in routes if r.accepts(now) and (r.is_ready or not has_ready)]
+        return [r for r in routes if r.accepts(now, is_below_share=is_below_share) and (r.is_ready or not has_ready)]
 
     def _least_loaded(self, routes: list[Route]) -> Route | None:
         return min(routes, key=lambda r: ((r.own + r.others) / r.limit, r.status.instance_id), default=None)

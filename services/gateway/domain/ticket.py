@@ -47,6 +47,7 @@ class Ticket:
         excluded_instances: Instances that cannot resume the response.
         key: Name of the client's API key, whose requests share the model fairly with others'.
         cost: Predicted size of the request in tokens, divided by the weight of its key.
+        weight: Share of the key relative to other keys.
         priority: Waiting requests of a higher priority are served first.
         start_tag: Place in the order of fair queueing (`fair_queue`).
     """
@@ -82,6 +83,7 @@ class Ticket:
     attempt_id: str = ""
     key: str = ""
     cost: float = 1.0
+    weight: float = 1.0
     priority: int = 0
     start_tag: float = 0.0
 

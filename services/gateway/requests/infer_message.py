@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.domain.engine_request import EngineRequest
+from services.gateway.domain.fair_queue import flow_of
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.base import CONTRACT_VERSION
 from shared.contracts.objectives import ObjectiveStanding
@@ -46,6 +47,8 @@ def encode_infer(
         envelope["resume"] = resume
     if standing is not None:
         envelope["standing"] = standing.model_dump()
+    if ticket.key or ticket.priority:
+        envelope["share"] = {"flow": flow_of(ticket.key), "weight": ticket.weight, "priority": ticket.priority}
     # The validated JSON is embedded unchanged: encoding it again would cost more than all the rest.
     body = b'"body":%b' % request.body if request.is_json else b'"data":"%b"' % base64.b64encode(request.body)
     payload = b"%b,%b}" % (json.dumps(envelope).encode()[:-1], body)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.gateway.domain.caller import ANONYMOUS, Caller
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.fair_queue import VirtualClock, choose_dropped
+from services.gateway.domain.fair_queue import VirtualClock, choose_dropped, flow_of, is_below_share
 from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.keys import ApiKey
 from shared.contracts.node import InstanceState
@@ -175,3 +175,44 @@ def test_a_request_asks_for_at_most_the_priority_of_its_key() -> None:
     assert [caller(5).priority(asked) for asked in (None, 7, 3, -7)] == [0, 5, 3, -7]
     assert [caller(-5).priority(asked) for asked in (None, 7, -7)] == [-5, -5, -7]
     assert ANONYMOUS.priority(9) == 0
+
+
+def test_a_key_below_its_share_does_not_wait_for_the_requests_of_a_flood() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    dispatcher.on_status(status(instance("i", capacity=4)), 0)
+    for i in range(20):
+        dispatcher.on_request(_of("flood", f"f{i}"), 100, 0.0)
+    assert len(world.sent) == 8
+    for i in range(6):
+        dispatcher.on_request(_of("other", f"o{i}", now=1.0), 100, 1.0)
+    assert [name for name, _ in world.sent[8:]] == ["o0", "o1", "o2", "o3"]
+    assert dispatcher.count_waiting("m") == 14
+    for i in range(20, 30):
+        dispatcher.on_request(_of(f"third{i}", f"t{i}", now=2.0), 100, 2.0)
+    assert len(world.sent) == 16, "an instance has at most four times its capacity"
+
+
+def test_shares_of_instances_are_in_proportion_to_weights() -> None:
+    in_flight, weights = {"a": 3, "b": 2}, {"a": 3.0, "b": 1.0, "c": 1.0}
+    assert is_below_share("a", in_flight, weights, 8)
+    assert not is_below_share("b", in_flight, weights, 8)
+    assert is_below_share("c", in_flight, weights, 1)
+
+
+def test_demand_is_not_published_for_a_request_that_does_not_wait() -> None:
+    world = RecordedEffects()
+    dispatcher = Dispatcher("gw", world)
+    dispatcher.on_status(status(instance("i", capacity=1)), 0)
+    for i in range(2):
+        dispatcher.on_request(_of("a", f"a{i}"), 100, 0.0)
+    dispatcher.on_request(_of("b", "b0"), 100, 0.0)
+    assert [name for name, _ in world.sent] == ["a0", "a1", "b0"]
+    assert world.demands == []
+
+
+def test_engines_know_a_key_by_an_opaque_id_that_all_gateways_agree_on() -> None:
+    assert flow_of("") == ""
+    assert flow_of("team-a") == "1451bf93600a9018"
+    assert "team" not in flow_of("team-a")
+    assert flow_of("team-a") != flow_of("team-b")

@@ -24,6 +24,7 @@ from shared.contracts.inference import (
     INFER_REPLY,
     EmbeddingsPart,
     Endpoint,
+    FairShare,
     InferChunk,
     InferReply,
     InferRequest,
@@ -189,6 +190,7 @@ class Engines:
         query: str = "",
         adapter: ModelCard | None = None,
         resume: Resume | None = None,
+        share: FairShare | None = None,
         **body: Any,
     ) -> Stream:
         stream = Stream(f"r{next(_numbers)}")
@@ -211,6 +213,7 @@ class Engines:
             query=query,
             adapter=adapter,
             resume=resume,
+            share=share or FairShare(),
             body={"model": "demo", **body},
         )
         await self.mesh.nc.publish(subjects.infer(instance_id), request.model_dump_json().encode(), reply=subject)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from services.engine.domain.step_planning import Limits, SequenceView, fits
 
-CREDIT = 2
+CREDIT = 3
 """Requests for each slot that a flow may be behind the others when it begins to wait."""
 EXPECTED_TOKENS = 256
 """Predicted length of a response, unless its limit is lower."""

@@ -11,6 +11,7 @@ from typing import Any
 from services.enginehost.drivers.token_api import TokenApi
 from services.enginehost.http1 import Client, HttpError, HttpRequest, json_request
 from services.enginehost.settings import HostSettings
+from shared.contracts.inference import FairShare
 from shared.contracts.models import ENGINE_SOURCE, ModelCard
 from shared.contracts.phases import Phase
 from shared.errors import InvalidModel, UnsupportedParameter
@@ -138,6 +139,10 @@ class Driver:
     @property
     def last(self) -> Mapping[str, Any]:
         """Request fields for the lowest priority; empty if the engine has no priorities."""
+        return {}
+
+    def share_fields(self, share: FairShare) -> dict[str, Any]:
+        """Request fields for the share of a request; empty if the engine has nothing for it."""
         return {}
 
     def __init__(self, launch: Launch) -> None:

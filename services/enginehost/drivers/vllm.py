@@ -11,6 +11,7 @@ from services.enginehost.drivers.port import Command, Driver, flags
 from services.enginehost.drivers.token_api import VllmTokens
 from services.enginehost.http1 import Client, HttpRequest, call, json_request
 from services.enginehost.settings import HostSettings
+from shared.contracts.inference import FairShare
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter
 from shared.template_key import can_change_model
@@ -22,6 +23,8 @@ WORKER_EXTENSION = "weights.vllm_switch.SwitchWorker"
 """The parts of the plug-in that replace the model (weights/vllm_switch.py, in vLLM's processes)."""
 _OURS = frozenset({"kv_cache_bytes"})
 _ANY_SHARE = "0.01"
+LAST_PRIORITY = 101
+"""vLLM's priority of work that waits for all requests; those of requests are from -100 to 100."""
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
@@ -39,7 +42,12 @@ class Vllm(Driver):
 
     @property
     def last(self) -> dict[str, Any]:
-        return {"priority": 1} if self._policy == "priority" else {}
+        return {"priority": LAST_PRIORITY} if self._policy == "priority" else {}
+
+    def share_fields(self, share: FairShare) -> dict[str, Any]:
+        """vLLM serves lower numbers first. An operator who set a policy chooses the priorities."""
+        is_ours = self._policy == "priority" and "scheduling_policy" not in self.card.spec.engine_args
+        return {"priority": -share.priority} if is_ours and share.priority else {}
 
     @property
     def _policy(self) -> str | None:

@@ -70,6 +70,7 @@ async def build_request(
     given = (*prompt, *choice.token_ids[:kept])
     body = {k: v for k, v in driver.body(request.body).items() if k not in _CHAT_ONLY}
     body |= {"prompt": list(given), "max_tokens": most - kept, "stream": True, **api.request_fields}
+    body |= driver.share_fields(request.share)
     if isinstance(least := body.get("min_tokens"), int):
         body["min_tokens"] = max(0, least - kept)
     body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}

@@ -52,7 +52,7 @@ async def build_upstream_request(request: InferRequest, driver: Driver, client: 
     if request.endpoint == "other":
         return UpstreamRequest(_forward(request, driver), fixed="only its engine understands this route")
     fixed = not_resumable_reason(driver, request.endpoint, body)
-    outgoing_body = driver.body(body)
+    outgoing_body = {**driver.body(body), **driver.share_fields(request.share)}
     hide = False
     if body.get("stream") and driver.stream_usage:
         hide = not wants_usage
@@ -78,6 +78,6 @@ def _forward(request: InferRequest, driver: Driver) -> HttpRequest:
         return HttpRequest(request.method, path, base64.b64decode(request.data), headers)
     if request.method in ("GET", "DELETE"):
         return HttpRequest(request.method, path, headers=request.headers)
-    body: Any = driver.body(request.body)
+    body: Any = {**driver.body(request.body), **driver.share_fields(request.share)}
     outgoing = json_request(path, body, request.method)
     return HttpRequest(outgoing.method, path, outgoing.body, {**request.headers, **outgoing.headers})

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from services.enginehost.drivers.vllm import LAST_PRIORITY
 from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.inference import (
     RESUME,
+    FairShare,
     InferData,
     InferEnd,
     InferFailed,
@@ -113,7 +115,7 @@ async def test_prepare_fills_the_engines_prefix_cache(hosts: Hosts, tmp_path: Pa
     longer = first.model_copy(update={"sequences": ((*tokens, 65, 66),)})
     assert (await hosts.mesh.request(control, longer, ResumePrepared)).tokens == 2
     calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
-    asked = [body for _, path, body in calls if path == "/v1/completions" and body.get("priority") == 1]
+    asked = [body for _, path, body in calls if path == "/v1/completions" and body.get("priority") == LAST_PRIORITY]
     assert [bytes(body["prompt"]) for body in asked] == [bytes(tokens), bytes((*tokens, 65, 66))], "after all others"
     await hosts.mesh.request(control, ForgetResume(prepared="m"), Done)
     with pytest.raises(Conflict, match="r2"):
@@ -140,6 +142,15 @@ async def test_client_priority_is_refused_unless_vllm_is_configured_for_it(hosts
     assert "scheduling_policy" in error.message
     granted = await ready(hosts, tmp_path / "granted", engine_args={"scheduling_policy": "priority"})
     assert (await hosts.whole(granted, "chat", messages=HELLO, priority=-1)).status == 200
+
+
+async def test_the_priority_of_a_request_is_that_of_vllm(hosts: Hosts, tmp_path: Path) -> None:
+    instance = await ready(hosts, tmp_path)
+    for priority in (5, -5, 0):
+        stream = await hosts.ask(instance, "chat", share=FairShare(flow="a", priority=priority), **asked("chat"))
+        await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd))
+    calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
+    assert [body.get("priority") for _, path, body in calls if path == "/v1/chat/completions"] == [-5, 5, None]
 
 
 @pytest.mark.parametrize(

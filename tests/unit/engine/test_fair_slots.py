@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 from hypothesis import given, settings
@@ -145,3 +146,49 @@ def test_pauses_end_once_shares_are_equal() -> None:
     assert pauses
     assert max(pauses.values()) <= 2
     assert sum(pauses.values()) <= 8
+
+
+def _waits(arrivals: list[int], *, is_flooded: bool) -> list[int]:
+    """Return the steps that each request of B waits for a slot; each takes 20 steps of 4 slots.
+
+    Beside a flood, 8 requests of A are in the engine all the time.
+    """
+    received = ReceivedTokens()
+    running: list[tuple[int, Flow, int]] = []
+    waiting: list[tuple[int, Flow, int]] = []
+    arrived, waits, keys = dict[int, int](), list[int](), 0
+
+    def claims(sequences: list[tuple[int, Flow, int]]) -> list[Claim]:
+        return [_claim(key, flow, float(left)) for key, flow, left in sequences]
+
+    for step in range(arrivals[-1] + 200):
+        count_a = sum(s[1] == A for s in (*running, *waiting))
+        new = [A] * (8 - count_a if is_flooded else 0) + [B] * arrivals.count(step)
+        for flow in new:
+            keys += 1
+            if all(w[1] != flow for w in waiting):
+                received.begin_waiting(_claim(keys, flow, 20.0), claims(running), claims(waiting), 4)
+            waiting.append((keys, flow, 20))
+            arrived[keys] = step
+        found = arrange(claims(running), claims(waiting), received.tags(claims(running)), LIMITS)
+        paused = [s for s in running if s[0] in found.paused]
+        running = [s for s in running if s[0] not in found.paused]
+        first = [next(w for w in waiting if w[0] == key) for key in found.first]
+        waiting = [*first, *paused, *(w for w in waiting if w not in first)]
+        while waiting and len(running) < 4:
+            running.append(waiting.pop(0))
+            if running[-1][1] == B and running[-1][0] in arrived:
+                waits.append(step - arrived.pop(running[-1][0]))
+        for _, flow, _ in running:
+            received.add(flow, 1.0)
+        running = [(key, flow, left - 1) for key, flow, left in running if left > 1]
+    assert len(waits) == len(arrivals)
+    return sorted(waits)
+
+
+def test_a_key_that_sends_half_of_its_share_waits_no_longer_beside_a_flood() -> None:
+    draw, arrivals, at = random.Random(1), list[int](), 0.0
+    for _ in range(300):
+        at += draw.expovariate(0.05)  # one slot of four is busy with B on average; its share is two
+        arrivals.append(int(at))
+    assert _waits(arrivals, is_flooded=True) == _waits(arrivals, is_flooded=False)

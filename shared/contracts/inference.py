@@ -151,6 +151,11 @@ class Usage(Frozen):
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    device_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds that this engine's devices computed for the request, by its tokens in each step; 0: not measured.",
+    )
 
 
 class InferStarted(Message):
@@ -176,6 +181,7 @@ class InferChunk(Message):
     seq: int
     choices: tuple[ChoiceDelta, ...]
     phases: tuple[PhaseSpan, ...] = Field(default=(), description="On the first chunk: prefill. Relative to its sending.")
+    device_s: float = Field(default=0.0, ge=0, description="`Usage.device_s` so far.")
 
 
 class InferFinished(Message):

@@ -36,6 +36,10 @@ class Counts(Frozen):
         failed: The part of them without a complete response, abandoned ones included.
         prompt_tokens: Tokens of prompts, those from a cache included.
         cached_tokens: Prompt tokens that an engine had in its cache.
+        compute_cpu_us: Microseconds that cpu devices computed for the requests: a step's time is
+            split by its tokens, and counts for each device of the instance. 0 of engines that do
+            not measure it.
+        compute_cuda_us: The same of cuda devices.
         cold_requests: Requests that waited for a cold start.
         cold_start_s: Their shares of the seconds of these starts. The requests that waited for a
             start share it equally.
@@ -47,9 +51,16 @@ class Counts(Frozen):
     prompt_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
     cached_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
     completion_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    compute_cpu_us: int = Field(default=0, ge=0, le=MAX_COUNT)
+    compute_cuda_us: int = Field(default=0, ge=0, le=MAX_COUNT)
     cold_requests: int = Field(default=0, ge=0, le=MAX_COUNT)
     cold_start_s: float = Field(default=0.0, ge=0)
     cold_device_s: float = Field(default=0.0, ge=0)
+
+    @property
+    def compute_s(self) -> float:
+        """Device-seconds of computing, of all kinds of devices."""
+        return (self.compute_cpu_us + self.compute_cuda_us) / 1e6
 
 
 class UsageRow(Frozen):

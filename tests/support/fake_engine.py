@@ -46,6 +46,8 @@ from shared.messaging import Mesh
 from shared.messaging.streams import catalog_bucket
 from shared.settings import CommonSettings
 
+DEVICE_S = 0.25
+"""Seconds of the device that each response in tokens reports."""
 WORDS = ("Hello", ",", " wor", "ld", "! ", "né", " 日本", "\n", '"q"')
 
 
@@ -102,7 +104,7 @@ class Run:
         await self.end(tokens)
 
     async def end(self, tokens: int) -> None:
-        await self.say(InferFinished(seq=0, usage=Usage(prompt_tokens=7, completion_tokens=tokens)))
+        await self.say(InferFinished(seq=0, usage=Usage(prompt_tokens=7, completion_tokens=tokens, device_s=DEVICE_S)))
 
     async def respond(self, content_type: str, *parts: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """Send the head and some data of an HTTP response."""

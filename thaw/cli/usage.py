@@ -79,7 +79,7 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
     table = Table(box=None, header_style="dim")
     for name in dimensions:
         table.add_column(name.upper())
-    for name in ("REQUESTS", "FAILED", "PROMPT", "CACHED", "COMPLETION", "COLD", "COLD S"):
+    for name in ("REQUESTS", "FAILED", "PROMPT", "CACHED", "COMPLETION", "COMPUTE S", "COLD", "COLD S"):
         table.add_column(name, justify="right")
     if viewed.currency is not None:
         table.add_column(viewed.currency.upper(), justify="right")
@@ -95,9 +95,10 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
                     counts.prompt_tokens,
                     counts.cached_tokens,
                     counts.completion_tokens,
-                    counts.cold_requests,
                 )
             ),
+            f"{counts.compute_s:,.1f}",
+            f"{counts.cold_requests:,}",
             f"{counts.cold_start_s:,.1f}",
             *([f"{row.cost.total:,.4f}"] if row.cost is not None else []),
         )

@@ -20,6 +20,7 @@ import torch
 
 from services.engine.domain import background_prefill
 from services.engine.domain.elastic_kv import Need, needed_blocks
+from services.engine.domain.step_costs import StepCosts
 from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
 from services.engine.generation.commands import (
     Cancel,
@@ -35,7 +36,7 @@ from services.engine.generation.commands import (
 )
 from services.engine.generation.embedding import Embedder
 from services.engine.generation.embedding_jobs import EmbeddingJobs
-from services.engine.generation.events import Admitted, Broken, Event, Progressed, Yielded
+from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.masks import MaskThread, StepMasks
@@ -103,6 +104,7 @@ class Batcher:
         self._prepared = PreparedPrefixes(runner)
         self._masks = MaskThread()
         self._slots = SlotShares()
+        self._costs = StepCosts()
         self._pending_events: list[Event] = []
         self._has_computed = False
         self.blocks_used = 0
@@ -206,20 +208,24 @@ class Batcher:
             False after `stop`.
         """
         self._pages_due = None
+        self._costs.begin(time.monotonic())
         if not self._take_commands():
             self._masks.close()
             return False
         self._prepared.expire(time.monotonic())
         events, self._pending_events = self._pending_events, []
         events += self._step(self._step_limits(is_contended=is_contended))
-        events += self._embeddings.step()
+        events += self._embeddings.step(self._costs)
         self.blocks_used = self._used_blocks()
         self._adjust_pages()
         if events:
             for event in events:
                 if not isinstance(event, Admitted):
                     self._due.pop(event.request_id, None)
+                if isinstance(event, Embedded):
+                    self._costs.close(event.request_id)
             self._deliver(events)
+        self._costs.end(time.monotonic(), has_more=bool(self._running or self._waiting or self._embeddings))
         return True
 
     def _step_limits(self, *, is_contended: bool) -> Limits:
@@ -374,6 +380,7 @@ class Batcher:
         self._unfinished.pop(request_id, None)
         self._admitted.discard(request_id)
         self._due.pop(request_id, None)
+        self._costs.close(request_id)
 
     # A step
 
@@ -402,10 +409,15 @@ class Batcher:
         try:
             logits = self._runner.forward(rows)
             self._has_computed = True
+            tokens = Counter[str]()
             for sequence, work in zip(computed, plan.work, strict=True):
+                tokens[sequence.request.request_id] += work.count
                 sequence.computed += work.count
                 self._slots.record_computed(sequence)
-            events += self._advance(computed, logits[: len(computed)], masks)
+            background = len(extra[1].tokens) if extra is not None else 0
+            events += self._advance(
+                computed, logits[: len(computed)], masks, lambda: self._costs.split(time.monotonic(), tokens, background)
+            )
             if extra is not None:
                 self._prepared.record_computed(*extra)
         except RunnerLost:
@@ -448,8 +460,14 @@ class Batcher:
                 self._admitted.add(request_id)
                 yield Admitted(request_id, time.monotonic())
 
-    def _advance(self, computed: list[Sequence], logits: torch.Tensor, step_masks: StepMasks) -> list[Event]:
-        """Sample the next token of every sequence whose tokens are all computed."""
+    def _advance(
+        self, computed: list[Sequence], logits: torch.Tensor, step_masks: StepMasks, charge: Callable[[], None]
+    ) -> list[Event]:
+        """Sample the next token of every sequence whose tokens are all computed.
+
+        Args:
+            charge: Called after the sampling: charges the step to its requests.
+        """
         events: list[Event] = []
         masks, errors = step_masks.collect()
         for sequence in computed if errors else ():
@@ -462,11 +480,13 @@ class Batcher:
             deltas_by_request.setdefault(computed[i].request.request_id, []).append(delta)
             if delta.finish_reason is not None:
                 self._running.pop(computed[i].key)
+        charge()
         now = time.monotonic()
         for request_id, deltas in deltas_by_request.items():
             self._unfinished[request_id] -= sum(d.finish_reason is not None for d in deltas)
             done = self._unfinished[request_id] == 0
-            events.append(Progressed(request_id, tuple(deltas), len(deltas), now, done))
+            device_s = self._costs.of_request(request_id)
+            events.append(Progressed(request_id, tuple(deltas), len(deltas), now, done, device_s))
             if done:
                 self._forget(request_id)
         return events

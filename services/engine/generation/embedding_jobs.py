@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.engine.domain.step_costs import StepCosts
 from services.engine.generation.embedding import Embedder
 from services.engine.generation.events import Admitted, Broken, Embedded, Event
 from services.engine.generation.request import EmbedRequest
@@ -49,8 +50,8 @@ class EmbeddingJobs:
         """Drop a request. Unknown ids are ignored."""
         self._jobs = deque(j for j in self._jobs if j.request.request_id != request_id)
 
-    def step(self) -> list[Event]:
-        """Run one forward pass for the oldest request."""
+    def step(self, costs: StepCosts) -> list[Event]:
+        """Run one forward pass for the oldest request, and charge it in `costs`."""
         if not self._jobs:
             return []
         job = self._jobs[0]
@@ -65,10 +66,11 @@ class EmbeddingJobs:
             error = EngineFailed(f"The engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")
             return [*events, self._pop_broken(error)]
         self._has_computed = True
+        costs.split(time.monotonic(), {request_id: 1})
         job.vectors += [row.numpy().astype("<f4").tobytes() for row in vectors]
         if len(job.vectors) == len(job.request.inputs):
             self._jobs.popleft()
-            events.append(Embedded(request_id, tuple(job.vectors), vectors.shape[-1]))
+            events.append(Embedded(request_id, tuple(job.vectors), vectors.shape[-1], costs.of_request(request_id)))
         return events
 
     def _pop_broken(self, error: ThawError) -> Broken:

@@ -21,13 +21,19 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Progressed:
-    """Tokens that a request gained in one step. `done` is set in the last event."""
+    """Tokens that a request gained in one step.
+
+    Attributes:
+        done: Set in the last event.
+        device_s: Seconds of the device that the request has used here so far.
+    """
 
     request_id: str
     deltas: tuple[ChoiceDelta, ...]
     tokens: int
     at: float
     done: bool
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,12 @@ class Yielded:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The vectors of a finished embedding request."""
+    """The vectors of a finished embedding request; `device_s` as in `Progressed`."""
 
     request_id: str
     vectors: tuple[bytes, ...]
     dimensions: int
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True)

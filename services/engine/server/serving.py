@@ -298,15 +298,19 @@ class Serving(RequestServer[Stream]):
             stream.timeline.add(Phase.PREFILL, started, event.at, prompt_tokens=request.prompt_tokens)
             phases = tuple(s for s in stream.timeline.spans() if s.phase in _WITH_FIRST_TOKEN)
         if event.deltas:
-            self._send(stream, InferChunk(seq=stream.seq, choices=event.deltas, phases=phases))
+            self._send(stream, InferChunk(seq=stream.seq, choices=event.deltas, phases=phases, device_s=round(event.device_s, 6)))
         if event.done and self.streams.get(stream.request_id) is stream:
-            usage = Usage(prompt_tokens=request.prompt_tokens, completion_tokens=stream.generated_tokens)
+            usage = Usage(
+                prompt_tokens=request.prompt_tokens,
+                completion_tokens=stream.generated_tokens,
+                device_s=round(event.device_s, 6),
+            )
             self._send(stream, InferFinished(seq=stream.seq, usage=usage))
             self._finish(stream)
 
     def _send_embeddings(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
         vectors = tuple(base64.b64encode(v).decode() for v in event.vectors)
-        usage = Usage(prompt_tokens=request.prompt_tokens)
+        usage = Usage(prompt_tokens=request.prompt_tokens, device_s=round(event.device_s, 6))
         first, vectors = split_vectors(vectors, self._mesh.max_body)
         for part in first:
             self._send(stream, EmbeddingsPart(seq=stream.seq, vectors=part))

@@ -15,6 +15,8 @@ _MAX_TOKENS = 1 << 31
 
 _MAX_KIND_CHARACTERS = 20
 _MAX_DEVICES = 10_000
+_MAX_COMPUTE_US = 1 << 42
+"""Of one request: 50 days of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class UsageRecord:
     """What one request used; fields as in `UsageRow` and `ColdWait`.
 
     Attributes:
+        compute_us: Microseconds that devices computed for it, times the devices of the instance.
+        compute_kind: Kind of these devices (cpu, cuda); empty: not measured.
         plan_id: Plan of the cold start that it waited for; None: none.
         device_kind: Kind of the devices of that start (cpu, cuda).
         devices: How many they are.
@@ -39,6 +43,8 @@ class UsageRecord:
     start_s: float = 0.0
     device_kind: str = ""
     devices: int = 1
+    compute_us: int = 0
+    compute_kind: str = ""
 
     def line(self) -> bytes:
         """Encode the record as one line of a spool."""
@@ -52,8 +58,10 @@ class UsageRecord:
             self.cached_tokens,
             self.completion_tokens,
         ]
-        if self.plan_id is not None:
+        if self.plan_id is not None or self.compute_us:
             fields += [self.plan_id, round(self.start_s, 3), self.device_kind, self.devices]
+        if self.compute_us:
+            fields += [self.compute_us, self.compute_kind]
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     @classmethod
@@ -65,9 +73,9 @@ class UsageRecord:
         """
         try:
             hour, key, model, adapter, failed, prompt, cached, completion, *cold = json.loads(line)
-            # A gateway of the previous version wrote the first two only.
-            defaults: list[Any] = [None, 0.0, "", 1]
-            plan_id, start_s, device_kind, devices = cold + defaults[len(cold) :]
+            # A gateway of an earlier version wrote the first two or four only.
+            defaults: list[Any] = [None, 0.0, "", 1, 0, ""]
+            plan_id, start_s, device_kind, devices, compute_us, compute_kind = cold + defaults[len(cold) :]
             record = cls(
                 int(hour),
                 str(key),
@@ -81,6 +89,8 @@ class UsageRecord:
                 max(0.0, float(start_s)),
                 str(device_kind),
                 int(devices),
+                max(0, int(compute_us)),
+                str(compute_kind),
             )
             return record if record._is_storable() else None
         except (ValueError, TypeError, OverflowError):
@@ -92,12 +102,13 @@ class UsageRecord:
         Raises:
             UnicodeEncodeError: A name is no Unicode text.
         """
-        names = (self.key, self.model, self.adapter, self.plan_id or "", self.device_kind)
+        names = (self.key, self.model, self.adapter, self.plan_id or "", self.device_kind, self.compute_kind)
         "".join(names).encode()
         return (
             0 <= self.hour <= MAX_HOUR
             and max(self.prompt_tokens, self.cached_tokens, self.completion_tokens) <= _MAX_TOKENS
             and math.isfinite(self.start_s)
+            and self.compute_us <= _MAX_COMPUTE_US
             and len(self.device_kind) <= _MAX_KIND_CHARACTERS
             and 1 <= self.devices <= _MAX_DEVICES
             and all(len(name) <= MAX_NAME_CHARACTERS and "\0" not in name for name in names)
@@ -136,7 +147,7 @@ def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
             is_new_wait = record.plan_id is not None and cold not in waits
             if (name not in rows and len(rows) >= MAX_ROWS_PER_REPORT) or (is_new_wait and len(waits) >= MAX_ROWS_PER_REPORT):
                 break
-            sums = rows.setdefault(name, [0] * 6)
+            sums = rows.setdefault(name, [0] * 8)
             for i, more in enumerate(
                 (
                     1,
@@ -145,6 +156,8 @@ def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
                     record.cached_tokens,
                     record.completion_tokens,
                     int(record.plan_id is not None),
+                    record.compute_us if record.compute_kind == "cpu" else 0,
+                    record.compute_us if record.compute_kind == "cuda" else 0,
                 )
             ):
                 sums[i] += more
@@ -163,7 +176,7 @@ def _whole_lines(data: bytes) -> Iterable[bytes]:
 
 
 def _rows(sums: dict[tuple[int, str, str, str], list[int]]) -> Iterable[UsageRow]:
-    for (hour, key, model, adapter), (requests, failed, prompt, cached, completion, cold) in sums.items():
+    for (hour, key, model, adapter), (requests, failed, prompt, cached, completion, cold, cpu_us, cuda_us) in sums.items():
         counts = Counts(
             requests=requests,
             failed=failed,
@@ -171,6 +184,8 @@ def _rows(sums: dict[tuple[int, str, str, str], list[int]]) -> Iterable[UsageRow
             cached_tokens=cached,
             completion_tokens=completion,
             cold_requests=cold,
+            compute_cpu_us=cpu_us,
+            compute_cuda_us=cuda_us,
         )
         yield UsageRow(hour=hour, key=key, model=model, adapter=adapter, counts=counts)
 

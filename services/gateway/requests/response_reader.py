@@ -43,6 +43,7 @@ class Attempt:
         vectors: First vectors of an answer that arrives in several messages.
         refusal: The reason why the instance refused the attempt.
         engine_loss: The loss of the engine that its host reported.
+        device_s: Seconds that the instance's devices have computed for it, as last reported.
     """
 
     id: str = ""
@@ -53,6 +54,7 @@ class Attempt:
     vectors: list[str] = field(default_factory=list)
     refusal: ThawError | None = None
     engine_loss: ThawError | None = None
+    device_s: float = 0.0
 
 
 class ResponseReader:
@@ -91,6 +93,7 @@ class ResponseReader:
 
     def restart(self) -> None:
         """Expect the first message of a response."""
+        self._stats.earlier_device_s += self.attempt.device_s
         self.attempt = Attempt(self.attempt.id, self.attempt.revision)
 
     def resume(self, fields: dict[str, Any] | None) -> None:
@@ -99,6 +102,7 @@ class ResponseReader:
         Args:
             fields: Fields of the `Resume` message.
         """
+        self._stats.earlier_device_s += self.attempt.device_s
         self.attempt = Attempt(self.attempt.id, self.attempt.revision, fields)
 
     def on_message(self, data: bytes) -> None:
@@ -173,6 +177,7 @@ class ResponseReader:
 
     def _on_chunk(self, message: dict[str, Any], now: float) -> None:
         response, choices, resume_state = self._response, message["choices"], self._resume_state
+        self.attempt.device_s = float(message.get("device_s", 0.0))
         if resume_state.replay_filter:
             choices = resume_state.replay_filter.remove_from(choices)
             if not choices:
@@ -280,6 +285,7 @@ class ResponseReader:
             message["vectors"] = [*self.attempt.vectors, *message["vectors"]]
         final = parse_final(message)
         self._stats.usage = final.usage
+        self.attempt.device_s = final.usage.device_s or self.attempt.device_s
         if self._stats.first_token_at is None:
             self._stats.first_token_at = now
         self._handoffs.output_arrived(self._ticket.instance_id, now)

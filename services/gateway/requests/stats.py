@@ -26,6 +26,7 @@ class RequestStats:
         sent_at: Time at which the response was last requested from its beginning.
         last_token_at: Time at which the last output arrived; 0: none has.
         ignored_parameters: Fields of the body that the engine does not know.
+        earlier_device_s: Device-seconds of earlier attempts.
         instance: The instance that began the response.
         cold_ready_at: Time at which the instance became ready, if the request waited for its cold
             start.
@@ -36,6 +37,7 @@ class RequestStats:
     last_token_at: float = 0.0
     usage: Usage = field(default_factory=lambda: Usage(prompt_tokens=0))
     ignored_parameters: tuple[str, ...] = ()
+    earlier_device_s: float = 0.0
     phase_reports: list[PhaseReport] = field(default_factory=list)
     instance: InstanceStatus | None = None
     cold_ready_at: float | None = None

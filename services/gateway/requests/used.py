@@ -26,7 +26,11 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
     adapter = request.engine_request.lora_adapter
     cold_at = stats.cold_ready_at
     spans = [s for report in stats.phase_reports if cold_at is not None and report.received_at == cold_at for s in report.phases]
-    started = stats.instance if cold_at is not None else None
+    served = stats.instance
+    started = served if cold_at is not None else None
+    kind = served.device_ids[0].partition(":")[0] if served is not None and served.device_ids else ""
+    count = max(1, len(served.device_ids)) if served is not None else 1
+    compute_s = (stats.earlier_device_s + request.attempt.device_s) * count
     return UsageRecord(
         hour=int(time.time() // 3600),
         key=key,
@@ -38,6 +42,8 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
         completion_tokens=max(stats.usage.completion_tokens, request.resume_state.tokens),
         plan_id=started.plan_id if started is not None else None,
         start_s=max((-span.start_ms for span in spans), default=0.0) / 1e3,
-        device_kind=started.device_ids[0].partition(":")[0] if started is not None and started.device_ids else "",
-        devices=max(1, len(started.device_ids)) if started is not None else 1,
+        device_kind=kind if started is not None else "",
+        devices=count if started is not None else 1,
+        compute_us=round(compute_s * 1e6) if kind else 0,
+        compute_kind=kind if compute_s else "",
     )

@@ -29,7 +29,16 @@ from shared.contracts.usage import (
     ViewUsage,
 )
 
-_COUNTS = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens", "cold_requests")
+_COUNTS = (
+    "requests",
+    "failed",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "cold_requests",
+    "compute_cpu_us",
+    "compute_cuda_us",
+)
 Tokens = tuple[int, int, int]
 """Prompt, cached and completion tokens."""
 _SPOOL_HOURS = 40 * 24

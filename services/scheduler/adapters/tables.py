@@ -144,6 +144,8 @@ usage = Table(
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
     Column("cold_requests", BigInteger, nullable=False),
+    Column("compute_cpu_us", BigInteger, nullable=False, server_default="0"),
+    Column("compute_cuda_us", BigInteger, nullable=False, server_default="0"),
 )
 """What requests used, by the hour of their end."""
 cold_waits = Table(

@@ -94,6 +94,7 @@ async def test_usage_is_metered_by_key_and_model_and_cold_starts_by_who_waited(s
     }
     assert sum(c.prompt_tokens for c in found.values()) == sum(a.usage.prompt_tokens for a in answers)
     assert sum(c.completion_tokens for c in found.values()) == sum(a.usage.completion_tokens for a in answers)
+    assert {c.compute_cpu_us: c.compute_cuda_us for c in found.values()} == {750_000: 0, 250_000: 0}
     alice, bob = found["alice", "a"], found["bob", "a"]
     assert (alice.cold_requests, bob.cold_requests) == (3, 1)
     assert alice.cold_start_s == pytest.approx(3 * bob.cold_start_s)

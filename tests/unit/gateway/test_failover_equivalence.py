@@ -17,7 +17,7 @@ from services.gateway.http.responses.buffered import BufferedCompletion
 from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
 from services.gateway.requests.active_request import ActiveRequest
-from shared.contracts.inference import InferFailed, InferFinished, InferYielded, Resume
+from shared.contracts.inference import InferChunk, InferFailed, InferFinished, InferStarted, InferYielded, Resume
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, InstanceDraining
 from tests.support.fake_engine import card_of
@@ -47,6 +47,7 @@ class World(RecordedEffects):
         self.script, self.cuts, self.now = script, list(cuts), time.monotonic()
         self.unstored = list(unstored)
         self.received: list[dict[str, Any]] = []
+        self.device_s = 0.0
         self.dispatcher = Dispatcher("gw", self)
         self.hear(InstanceState.READY)
         self.ticket = ticket("r", "alpha", self.now, wait=1e9, response=1e9)
@@ -76,6 +77,8 @@ class World(RecordedEffects):
     def run(self) -> None:
         for _ in range(100):
             if self.request.completion.is_done:
+                request = self.request
+                assert request.stats.earlier_device_s + request.attempt.device_s == self.device_s
                 return
             if self.ticket.stage is Stage.SENT:
                 self.attempt()
@@ -98,9 +101,18 @@ class World(RecordedEffects):
                 self.refuses = refuses
                 self.disturb(fault, seq, message.model_copy(update={"seq": seq + 1}).model_dump_json().encode())
                 return
-            numbered = message.model_copy(update={"seq": seq})
+            numbered = message.model_copy(update={"seq": seq, **self._use_device(message, seq)})
             self.received.append(numbered.model_dump(mode="json"))
             request.on_message(numbered.model_dump_json().encode())
+
+    def _use_device(self, message: InferStarted | InferChunk | InferFinished, seq: int) -> dict[str, Any]:
+        """Return the device time that the message reports: a quarter of a second for each."""
+        if isinstance(message, InferStarted):
+            return {}
+        self.device_s += 0.25
+        if isinstance(message, InferChunk):
+            return {"device_s": 0.25 * seq}
+        return {"usage": message.usage.model_copy(update={"device_s": 0.25 * seq})}
 
     def disturb(self, fault: Fault, seq: int, late: bytes) -> None:
         request = self.request
@@ -133,7 +145,8 @@ def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]], uns
     assert world.request.completion.error is None, world.request.completion.error
     assert world.dispatcher.count_in_flight("alpha") == world.dispatcher.count_waiting("alpha") == 0
     output = by_choice(sink.take()) if isinstance(sink, EventStream) else sink.body()
-    return output, world.request.stats.usage, world.request.resume_state.tokens
+    usage = world.request.stats.usage.model_copy(update={"device_s": 0.0})  # faults cost time, but no tokens
+    return output, usage, world.request.resume_state.tokens
 
 
 @settings(max_examples=400, deadline=None)

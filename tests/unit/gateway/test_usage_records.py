@@ -26,6 +26,8 @@ RECORDS = st.builds(
     completion_tokens=st.integers(0, 1000),
     plan_id=st.sampled_from([None, "p1", "p2"]),
     start_s=st.just(2.5),
+    compute_us=st.integers(0, 1000),
+    compute_kind=st.sampled_from(["cpu", "cuda"]),
 )
 
 
@@ -34,7 +36,7 @@ class FakeLedger:
 
     def __init__(self) -> None:
         self.positions: dict[str, int] = {}
-        self.requests = self.tokens = self.waits = 0
+        self.requests = self.tokens = self.waits = self.cpu_us = self.cuda_us = 0
 
     def record(self, report: ReportUsage) -> int:
         position = self.positions.setdefault(report.spool, 0)
@@ -44,6 +46,8 @@ class FakeLedger:
         self.requests += sum(r.counts.requests for r in report.rows)
         self.tokens += sum(r.counts.prompt_tokens + r.counts.completion_tokens for r in report.rows)
         self.waits += sum(w.requests for w in report.waits)
+        self.cpu_us += sum(r.counts.compute_cpu_us for r in report.rows)
+        self.cuda_us += sum(r.counts.compute_cuda_us for r in report.rows)
         return report.end
 
 
@@ -67,12 +71,17 @@ def test_every_record_counts_once_whatever_is_lost(events: list[tuple[UsageRecor
     assert ledger.requests == len(records)
     assert ledger.tokens == sum(r.prompt_tokens + r.completion_tokens for r in records)
     assert ledger.waits == sum(r.plan_id is not None for r in records)
+    assert ledger.cpu_us == sum(r.compute_us for r in records if r.compute_kind == "cpu")
+    assert ledger.cuda_us == sum(r.compute_us for r in records if r.compute_kind == "cuda")
 
 
 @given(RECORDS)
 def test_a_record_is_read_as_it_was_written(record: UsageRecord) -> None:
-    expected = record if record.plan_id is not None else UsageRecord.parse(record.line())
-    assert UsageRecord.parse(record.line()) == expected
+    read = UsageRecord.parse(record.line())
+    assert read is not None
+    assert (read.plan_id, read.compute_us, read.completion_tokens) == (record.plan_id, record.compute_us, record.completion_tokens)
+    if record.plan_id is not None and record.compute_us:
+        assert read == record
     assert record.line().count(b"\n") == 1
 
 
@@ -85,6 +94,13 @@ def test_a_report_is_bounded_and_the_next_one_continues() -> None:
     second = next_report("s", first.end, data[first.end :])
     assert second is not None
     assert (len(second.rows), second.end) == (5, len(data))
+
+
+def test_lines_of_earlier_gateways_are_read() -> None:
+    for line in (b'[1,"a","m","",0,1,0,1]', b'[1,"a","m","",0,1,0,1,"p",2.5]', b'[1,"a","m","",0,1,0,1,"p",2.5,"cuda",2]'):
+        read = UsageRecord.parse(line)
+        assert read is not None
+        assert (read.compute_us, read.compute_kind) == (0, "")
 
 
 def test_damaged_lines_are_skipped() -> None:
@@ -105,6 +121,7 @@ def test_damaged_lines_are_skipped() -> None:
         b'[1,"a\\u0000","m","",0,1,0,1]',
         b'[1,"\\ud800","m","",0,1,0,1]',
         b'[1,"a","m","",0,1,0,1,"p",Infinity]',
+        b'[1,"a","m","",0,1,0,1,null,0.0,"",1,9007199254740993,"cpu"]',
         b'[1,"a","%s","",0,1,0,1]' % (b"m" * (MAX_NAME_CHARACTERS + 1)),
     ],
 )

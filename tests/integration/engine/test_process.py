@@ -51,6 +51,9 @@ async def test_response_is_streamed_in_numbered_messages(engines: Engines, insta
     assert [s.phase for s in first.phases] == [Phase.QUEUE]
     assert isinstance(last, InferFinished)
     assert last.usage.completion_tokens == len(stream.tokens()) == 12
+    costs = [chunk.device_s for chunk in chunks if isinstance(chunk, InferChunk)] + [last.usage.device_s]
+    assert costs == sorted(costs)
+    assert 0 < costs[0] < costs[-1]
     assert stream.finish() == "length"
     assert isinstance(chunks[0], InferChunk)
     assert [s.phase for s in chunks[0].phases] == [Phase.PREFILL]

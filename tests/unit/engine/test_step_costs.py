@@ -148,7 +148,7 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
     batcher = Batcher(cast(Any, _Runner(clock)), cast(Any, None), cast(Any, _Letters()), Limits(4, 12, 512, 64), deliver)
     loop = DeviceLoop(1, meter.on_step)
     serving = loop.serve("m", batcher)
-    cancelled = set()
+    cancelled = set[str]()
     try:
         names = [f"r{i}" for i in range(40)]
         for name in names:

@@ -28,9 +28,12 @@ from services.gateway.authorization import is_exposed
 from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.handlers.find_request import subscribe_find_request
 from services.gateway.handlers.move_request import MoveRequestHandler
+from services.gateway.http.batches.runner import BatchRunner
 from services.gateway.http.console.endpoints import ROOT as CONSOLE_ROOT
 from services.gateway.http.console.endpoints import Console
 from services.gateway.http.endpoints.admin import Admin
+from services.gateway.http.endpoints.batches import Batches
+from services.gateway.http.endpoints.files import Files
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
 from services.gateway.http.endpoints.messages import ROUTE as MESSAGES
@@ -59,7 +62,7 @@ from shared.contracts.migration import GATEWAY_CONTROL
 from shared.contracts.node import NodeStatus, StatusWanted
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
-from shared.messaging.streams import catalog_bucket, keys_bucket
+from shared.messaging.streams import batches_bucket, catalog_bucket, keys_bucket
 from shared.runtime import report_ready
 from shared.tasks import end, wait_for_first
 
@@ -80,6 +83,8 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route(RESPONSES, Responses(gateway, parsers), methods=["POST"]),
         Route(RESPONSES + "/{id}", StoredResponses(gateway).read, methods=["GET"]),
         Route(RESPONSES + "/{id}", StoredResponses(gateway).delete, methods=["DELETE"]),
+        *Files(gateway).routes(),
+        *Batches(gateway).routes(),
         *(Route(path, ScoringInference(gateway, parsers), methods=["POST"]) for path in SCORING_ROUTES),
         Route("/v1/models", info.models, methods=["GET"]),
         Route("/v1/models/{name:path}", info.model, methods=["GET"]),
@@ -206,7 +211,11 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
     await gateway.run(group)
     await subscribe_find_request(gateway)
     cards = CatalogWatcher(gateway.catalog, gateway.on_model_removed)
-    for bucket, watcher in ((catalog_bucket, cards), (keys_bucket, gateway.authorizer.store)):
+    for bucket, watcher in (
+        (catalog_bucket, cards),
+        (keys_bucket, gateway.authorizer.store),
+        (batches_bucket, gateway.batches.mirror),
+    ):
         gateway.tasks.append(group.create_task(BucketWatcher(mesh, bucket, watcher).run(), name=bucket.__name__))
     await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
 
@@ -214,9 +223,11 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
 async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> int:
     settings = gateway.settings
     parsers = ParserProcess(_body_limits(settings))
+    web = http_app(gateway, parsers, is_loopback=not is_exposed(settings, listener))
+    batches = BatchRunner(gateway, web)
     server = HttpServer(
         uvicorn.Config(
-            http_app(gateway, parsers, is_loopback=not is_exposed(settings, listener)),
+            web,
             http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
             loop="none",
             lifespan="off",
@@ -239,6 +250,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         background = [
             group.create_task(_join(gateway, group), name="join"),
             group.create_task(gateway.request_log.run(), name="traces"),
+            group.create_task(batches.run(), name="batches"),
             group.create_task(collect_when_idle(server.activity), name="garbage"),
         ]
         start_collecting_rarely()

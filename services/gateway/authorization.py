@@ -6,7 +6,8 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -22,10 +23,24 @@ _READING = frozenset({"GET", "HEAD"})
 INFERENCE_PREFIXES = ("/v1/", "/api/")
 """Paths of OpenAI's API and of Ollama's, which need an inference key."""
 session_key_hash: ContextVar[str | None] = ContextVar("session_key_hash", default=None)
-"""Digest of the key of the console's session; empty: a request of the console without a session.
+"""Digest of the key of the console's session, or of a batch; empty: a request without a key.
 
-None outside the console, where the headers have the key.
+None for other requests, whose headers have the key.
 """
+
+
+@contextmanager
+def acting_as(key_hash: str) -> Iterator[None]:
+    """Make the requests inside the block those of a key, whatever their headers say.
+
+    Args:
+        key_hash: Digest of the key; empty for none.
+    """
+    token = session_key_hash.set(key_hash)
+    try:
+        yield
+    finally:
+        session_key_hash.reset(token)
 
 
 def hash_key(key: str) -> str:

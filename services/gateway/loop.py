@@ -8,9 +8,11 @@ import time
 import uuid
 from functools import partial
 
+from services.gateway.adapters.batch_store import BatchStore
 from services.gateway.adapters.budget_keeper import BudgetKeeper
 from services.gateway.adapters.demand_publisher import DemandPublisher
 from services.gateway.adapters.engine_client import EngineClient
+from services.gateway.adapters.file_store import FileStore
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, IdempotencyStore
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
@@ -24,6 +26,7 @@ from services.gateway.adapters.tokenizer_files import TokenizerFiles
 from services.gateway.adapters.usage_meter import UsageMeter
 from services.gateway.authorization import INFERENCE_PREFIXES, Authorizer
 from services.gateway.domain.admission import Admission, ByteLimits
+from services.gateway.domain.batches.pacing import BATCH_PRIORITY
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.engine_request import EngineRequest
@@ -86,6 +89,8 @@ class Gateway:
         self.engines = EngineClient(mesh, self.id)
         bounds = StorageBounds(settings.responses_per_key, settings.responses_bytes_per_key, settings.responses_ttl)
         self.responses = ResponseStore(mesh, bounds)
+        self.files = FileStore(mesh, settings.files_ttl)
+        self.batches = BatchStore(mesh, self.files)
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         key_store = KeyStore(KeyMarker(settings.state / "gateway"))
         key_store.on_removed = self.on_key_removed
@@ -143,7 +148,7 @@ class Gateway:
         buffer_limit_bytes = self.settings.stream_buffer_bytes
         request = ActiveRequest(ticket, card, engine_request, sink, self.dispatcher, buffer_limit_bytes)
         request.key_digest = origin.caller.digest
-        if card.spec.slo.is_set and card.spec.base is None:
+        if card.spec.slo.is_set and card.spec.base is None and origin.priority > BATCH_PRIORITY:
             request.standing = partial(self.objectives.standing, ticket.model)
         request.on_done = partial(self._meter, request, origin)
         self._requests[ticket.id] = request
@@ -182,7 +187,7 @@ class Gateway:
 
     def _judge(self, request: ActiveRequest) -> None:
         """Count whether the request met its model's objective."""
-        if request.response.is_replay:
+        if request.response.is_replay or request.ticket.priority <= BATCH_PRIORITY:
             return
         stats, completion, arrived_at = request.stats, request.completion, request.ticket.arrived_at
         now = time.monotonic()

@@ -140,6 +140,30 @@ class GatewaySettings(CommonSettings):
         default=16 * 1024 * 1024, ge=1024, description="Maximum bytes of the stored responses of each API key; above it the same."
     )
     responses_ttl: float = Field(default=24 * 3600.0, ge=1, description="Seconds that a response is stored.")
+    max_file_bytes: int = Field(default=64 * 1024 * 1024, ge=1024, description="Largest file of /v1/files in bytes; above it 413.")
+    files_per_key: int = Field(
+        default=200, ge=0, le=2000, description="Maximum files of each API key, results of batches included. 0: no uploads."
+    )
+    files_bytes_per_key: int = Field(
+        default=128 * 1024 * 1024,
+        ge=1024,
+        description="Maximum bytes of the files of each API key; above it uploads and batches are refused. The results of one batch "
+        "may have as many.",
+    )
+    files_ttl: float = Field(
+        default=7 * 24 * 3600.0, ge=2 * 24 * 3600, description="Seconds that a file is stored; at least two days."
+    )
+    batches_per_key: int = Field(default=8, ge=0, description="Maximum batches of each API key that have not ended.")
+    batch_max_requests: int = Field(default=50_000, ge=1, le=100_000, description="Maximum requests of a batch.")
+    batch_concurrency: int = Field(
+        default=16, ge=1, description="Maximum requests of all batches at once. They also wait for free places of the engines."
+    )
+    batch_start_after_idle: float = Field(
+        default=60.0,
+        ge=0,
+        description="A batch starts its model only if all instances of a device have been idle for so many seconds, or a device has none. "
+        "0: always.",
+    )
     cors_origins: str = Field(default="", description="Allowed origins of web pages, comma-separated; *: all; empty: none.")
     tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; with it the endpoint uses HTTPS.")
     tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")

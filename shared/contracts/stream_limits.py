@@ -21,6 +21,8 @@ MAX_BYTES = {
     subjects.MIGRATIONS_BUCKET: 64 * MIB,
     subjects.CONSOLE_BUCKET: MIB,
     subjects.RESPONSES_BUCKET: 128 * MIB,
+    subjects.BATCHES_BUCKET: 32 * MIB,
+    subjects.FILES_BUCKET: 512 * MIB,
 }
 """By stream or bucket."""
 MAX_MEMORY_STORE_BYTES = 64 * MIB

@@ -36,6 +36,8 @@ AUDIT_KEYS = f"{PREFIX}.audit.keys"
 MIGRATIONS_BUCKET = "thaw_migrations"
 CONSOLE_BUCKET = "thaw_console"
 RESPONSES_BUCKET = "thaw_responses"
+BATCHES_BUCKET = "thaw_batches"
+FILES_BUCKET = "thaw_files"
 
 
 def token(name: str) -> str:

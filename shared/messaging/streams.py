@@ -130,6 +130,22 @@ async def responses_bucket(js: JetStreamContext, ttl_s: float, replicas: int = 1
     return await _bucket(js, subjects.RESPONSES_BUCKET, replicas, ttl_s, DiscardPolicy.OLD, reads_leader=True)
 
 
+async def batches_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
+    """Open the bucket of files' and batches' records, created if missing.
+
+    It has an entry for each API key. A full bucket refuses changes.
+    """
+    return await _bucket(js, subjects.BATCHES_BUCKET, replicas, reads_leader=True)
+
+
+async def files_bucket(js: JetStreamContext, ttl_s: float, replicas: int = 1) -> KeyValue:
+    """Open the bucket of files' contents, created if missing.
+
+    A full bucket refuses further content, which expires after `ttl_s` seconds.
+    """
+    return await _bucket(js, subjects.FILES_BUCKET, replicas, ttl_s, reads_leader=True)
+
+
 async def migrations_bucket(js: JetStreamContext, replicas: int = 1, *, owner: bool = False) -> KeyValue:
     """Open the bucket of migrations, created if missing.
 

@@ -245,9 +245,21 @@ def test_no_operation_of_a_mesh_is_refused(site: Site) -> None:
     site.ask("POST", "/admin/v1/models/m/sleep")
     site.ask("POST", "/admin/v1/nodes/node-0/drain")
     site.ask("POST", "/v1/chat/completions", asked)
+    _run_a_batch(site, asked)
     site.ask("POST", "/admin/v1/keys", {"name": "someone", "sha256": "0" * 64})
     site.ask("DELETE", "/admin/v1/keys/someone")
     site.ask("DELETE", "/admin/v1/models/m")
+
+
+def _run_a_batch(site: Site, asked: dict[str, Any]) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+    uploaded = site.http.post("/v1/files", data={"purpose": "batch"}, files={"file": json.dumps(line).encode()})
+    assert uploaded.is_success, uploaded.text
+    file_id = uploaded.json()["id"]
+    batch = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch_id = site.ask("POST", "/v1/batches", batch)["id"]
+    until(lambda: site.ask("GET", f"/v1/batches/{batch_id}")["status"] == "completed", what="the batch has ended")
+    site.ask("DELETE", f"/v1/files/{file_id}")
 
 
 def _move_a_stream(site: Site, asked: dict[str, Any]) -> None:

@@ -48,7 +48,9 @@ def shared_mesh() -> Iterator[Thaw]:
 def started(dram: int | None = None, policy: str | None = None) -> Iterator[Thaw]:
     # The policy and the port of the scheduler's metrics, which is that of no other mesh.
     port = {"THAW_SCHEDULER_METRICS_PORT": str(free_port())}
-    thaw = Thaw(**port, **({"THAW_POLICY": policy} if policy is not None else {}))
+    # Tests that run at the same time keep the device of a shared mesh busy.
+    batches = {"THAW_BATCH_START_AFTER_IDLE": "0"}
+    thaw = Thaw(**port, **batches, **({"THAW_POLICY": policy} if policy is not None else {}))
     memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"
     specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))

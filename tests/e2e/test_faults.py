@@ -12,6 +12,7 @@ import openai
 import psutil
 import pytest
 
+from tests.e2e.test_batches import lines, results, start, wait
 from tests.e2e.test_demo import QUESTION, ask, stream
 from tests.support.launcher import Thaw, until
 from thaw.demo.models import make_demo_model
@@ -210,3 +211,15 @@ def test_ctrl_c_during_startup_leaves_no_process() -> None:
         thaw.assert_nothing_left()
     finally:
         thaw.close()
+
+
+def test_batch_completes_once_when_the_gateway_is_killed(mesh: Thaw, client: openai.OpenAI) -> None:
+    patient = client.with_options(max_retries=20)
+    begun = wait(patient, start(patient, lines(60, max_tokens=64)), counts=3)
+    assert begun.status == "in_progress"
+    kill(mesh.pid("gateway"))
+    batch = wait(patient, begun)
+    assert batch.status == "completed"
+    answered = results(patient, batch.output_file_id)
+    assert [answer["custom_id"] for answer in answered] == [f"request-{i}" for i in range(60)]
+    assert {answer["response"]["status_code"] for answer in answered} == {200}

@@ -92,6 +92,10 @@ class Dispatcher:
     def count_in_flight(self, model: str) -> int:
         return self._in_flight[model].total() if model in self._in_flight else 0
 
+    def count_above(self, priority: int) -> int:
+        """Count the waiting requests of all models with a higher priority."""
+        return sum(t.priority > priority for queue in self._queues.values() for t in queue.waiting.values())
+
     def models(self) -> set[str]:
         return self._queues.keys() | self._in_flight.keys()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class _Node:
     boot_id: str
     seq: int
     last_status_at: float
+    device_ids: tuple[str, ...] = ()
     instances: dict[str, Route] = field(default_factory=dict)
 
 
@@ -107,7 +109,7 @@ class RouteTable:
             return frozenset()
         before = node.instances if node is not None else {}
         after = {i.instance_id: self._merge(before.get(i.instance_id), i, status.node, now) for i in status.instances}
-        self._nodes[status.node] = _Node(status.boot_id, status.seq, now, after)
+        self._nodes[status.node] = _Node(status.boot_id, status.seq, now, tuple(d.device_id for d in status.devices), after)
         for gone in before.keys() - after.keys():
             self._by_id.pop(gone, None)
         self._by_id.update(after)
@@ -170,6 +172,19 @@ class RouteTable:
 
     def iter_all(self) -> Iterator[Route]:
         return iter(self._by_id.values())
+
+    def longest_idle_s(self, now: float) -> float:
+        """Return how long all instances of the device that is idle for longest have been idle.
+
+        Infinity for a device without an instance; 0 if no device is known.
+        """
+        longest = 0.0
+        for node in self._nodes.values():
+            for device in node.device_ids:
+                since = [r.idle_since for r in node.instances.values() if device in r.status.device_ids]
+                idle_s = min((0.0 if at is None else now - at for at in since), default=math.inf)
+                longest = max(longest, idle_s)
+        return longest
 
     def choose(self, model: str, now: float) -> Route | None:
         """Return the least-loaded instance that accepts requests; the lowest id of equals."""

@@ -64,6 +64,8 @@ class Metrics:
 
         self.key_requests = meter.create_counter("thaw.key.requests", "{request}", "Metered requests, by API key and model.")
         self.key_tokens = meter.create_counter("thaw.key.tokens", "{token}", "Metered tokens, by API key, model and type.")
+        self.batches = meter.create_counter("thaw.batches", "{batch}", "Batches that have ended, by status.")
+        self.batch_requests = meter.create_counter("thaw.batch.requests", "{request}", "Stored results of batches, by HTTP status.")
 
     def observe(self, dispatcher: Dispatcher) -> None:
         """Export the dispatcher's queue lengths and requests in flight."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
@@ -22,7 +22,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.adapters.console_secret import ConsoleSecret
-from services.gateway.authorization import hash_key, session_key_hash
+from services.gateway.authorization import acting_as, hash_key, session_key_hash
 from services.gateway.domain.caller import Caller
 from services.gateway.domain.console_session import SESSION_S, sign_session, verify_session
 from services.gateway.http.console.assets import PAGE, SECURITY_HEADERS, Assets
@@ -84,7 +84,7 @@ class Console:
         headers = Headers(scope=scope)
         if scope["method"] not in _READING:
             _check_same_origin(headers)
-        with _session(await self._key_hash(headers)):
+        with acting_as(await self._key_hash(headers)):
             if scope["path"].startswith(f"{_API}/"):
                 path = scope["path"].removeprefix(_API)
                 await self._api({**scope, "path": path, "raw_path": path.encode()}, receive, send)
@@ -169,15 +169,6 @@ class Console:
         if morsel is None or not morsel.value:
             return ""
         return verify_session(await self._secret.read(), morsel.value, time.time()) or ""
-
-
-@contextlib.contextmanager
-def _session(key_hash: str) -> Iterator[None]:
-    token = session_key_hash.set(key_hash)
-    try:
-        yield
-    finally:
-        session_key_hash.reset(token)
 
 
 def _check_same_origin(headers: Headers) -> None:

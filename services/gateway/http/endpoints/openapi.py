@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.gateway.http.endpoints.batches import BatchRequest
 from services.gateway.http.error_formats import OLLAMA_PREFIX
 from services.gateway.http.translation.messages_request import MessagesRequest
 from services.gateway.http.translation.ollama_requests import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
@@ -16,6 +18,7 @@ from services.gateway.http.translation.scoring import RerankRequest, ScoreReques
 from shared.contracts.base import ErrorBody
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
+_PARAMETER = re.compile(r"{(\w+)}")
 _REF = "#/components/schemas/{model}"
 POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/chat/completions": (ChatCompletionRequest, "Answer a conversation.", True),
@@ -25,6 +28,7 @@ POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/embeddings": (EmbeddingRequest, "Turn texts into vectors.", False),
     "/v1/rerank": (RerankRequest, "Order documents by their similarity to a query.", False),
     "/v1/score": (ScoreRequest, "Score the similarity of pairs of texts.", False),
+    "/v1/batches": (BatchRequest, "Answer a file of requests when devices are idle.", False),
 }
 _OLLAMA_POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/api/chat": (OllamaChat, "Answer a conversation.", True),
@@ -36,6 +40,11 @@ _OLLAMA_POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
 _GETS = {
     "/v1/models": "The registered models.",
     "/v1/models/{model}": "One registered model.",
+    "/v1/files": "The files of the API key.",
+    "/v1/files/{id}": "One file.",
+    "/v1/files/{id}/content": "The content of a file.",
+    "/v1/batches": "The batches of the API key.",
+    "/v1/batches/{id}": "One batch.",
     "/api/tags": "The registered models, for clients of Ollama.",
     "/api/ps": "The models with a ready instance, for clients of Ollama.",
     "/api/version": "The version of Ollama whose API this is.",
@@ -69,7 +78,10 @@ def document() -> dict[str, Any]:
     for path, (kind, summary, streams) in posts.items():
         paths[path] = {"post": _post(path, references[(kind, "validation")], summary, streams)}
     for path, summary in _GETS.items():
-        paths[path] = {"get": _get(path, summary)}
+        paths.setdefault(path, {})["get"] = _get(path, summary)
+    paths["/v1/files"]["post"] = _upload()
+    paths["/v1/files/{id}"]["delete"] = _get("/v1/files/{id}", "Delete a file.")
+    paths["/v1/batches/{id}/cancel"] = {"post": _get("/v1/batches/{id}/cancel", "Cancel a batch.")}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Thaw", "version": "1.0", "description": "Endpoint of a Thaw mesh: OpenAI's API and Ollama's."},
@@ -92,8 +104,17 @@ def _post(path: str, schema: Any, summary: str, streams: bool) -> dict[str, Any]
 
 def _get(path: str, summary: str) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "The answer."}} | _errors(path)}
-    if "{model}" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    if names := _PARAMETER.findall(path):
+        schema = {"type": "string", "minLength": 1}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+    return operation
+
+
+def _upload() -> dict[str, Any]:
+    operation = _get("/v1/files", "Upload the input of a batch.")
+    fields = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
+    schema = {"type": "object", "required": list(fields), "properties": fields}
+    operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     return operation
 
 

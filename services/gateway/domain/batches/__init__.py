@@ -1,0 +1,1 @@
+"""Files and batches of API keys: state and decisions."""

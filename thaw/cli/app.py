@@ -68,6 +68,7 @@ COMMANDS = (
         "simulate",
         "Simulate scheduling policies on a cluster's nodes, models and requests.",
     ),
+    Entry("demo", "traffic", "app", "Demo: traffic of models that share a device."),
     Entry("node", "node", "app", "Nodes: list, cordon, uncordon, drain."),
     Entry(
         "doctor",

@@ -1,7 +1,4 @@
-"""Run the demo of `thaw up --demo`: three models on a device with memory for two.
-
-The models are made on the spot.
-"""
+"""Make demo models, and run the demo of `thaw up --demo`: three models on a device for two."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,47 +46,59 @@ def _begin(shares: Any) -> None:
     _done = shares
 
 
-def _make(directory: str, size: str, index: int) -> None:
+def _make(directory: str, size: str, seed: int, index: int) -> None:
     def report(part: float) -> None:
         _done[index] = part
 
     # Imported here: it needs numpy, which an installation without a node does not have.
     from thaw.demo.models import make_demo_model
 
-    make_demo_model(Path(directory), size, progress=report)
+    make_demo_model(Path(directory), size, seed, progress=report)
 
 
 def model_name(size: str) -> str:
     return f"demo-{size}"
 
 
-def make_models(home: Home, out: Console, sizes: tuple[str, ...] = SIZES) -> tuple[ModelSpec, ...]:
+@dataclass(frozen=True)
+class DemoModel:
+    """A model to make: its name, a size of `thaw.demo.models`, and the seed of its weights."""
+
+    name: str
+    size: str
+    seed: int = 0
+
+
+DEMO = tuple(DemoModel(model_name(size), size) for size in SIZES)
+
+
+def make_models(home: Home, out: Console, models: tuple[DemoModel, ...] = DEMO) -> tuple[ModelSpec, ...]:
     """Make missing demo models concurrently, each in a process.
 
     Returns:
         The models' registrations.
     """
-    missing = [s for s in sizes if not (home.models / model_name(s)).is_dir()]
+    missing = [m for m in models if not (home.models / m.name).is_dir()]
     if missing:
         if not out.is_terminal:  # where the bars below do not show
-            out.print(f"making {', '.join(model_name(s) for s in missing)}")
+            out.print(f"making {', '.join(m.name for m in missing)}")
         context = multiprocessing.get_context("spawn")
         shares = context.Array("d", len(missing))
-        # The largest first: it takes longest.
-        order = sorted(range(len(missing)), key=lambda i: -sizes.index(missing[i]))
+        # The largest of `SIZES` first: it takes longest.
+        order = sorted(range(len(missing)), key=lambda i: -models.index(missing[i]))
         with ProcessPoolExecutor(min(4, len(missing)), mp_context=context, initializer=_begin, initargs=(shares,)) as pool:
-            jobs = [pool.submit(_make, str(home.models / model_name(missing[i])), missing[i], i) for i in order]
-            _show_progress(out, missing, shares, jobs)
+            jobs = [pool.submit(_make, str(home.models / m.name), m.size, m.seed, i) for i in order for m in [missing[i]]]
+            _show_progress(out, [m.name for m in missing], shares, jobs)
             for job in jobs:
                 job.result()
     out.print(f"[green]✓[/] demo models under {escape(str(home.models))} [dim](random weights: what they say is gibberish)[/]")
-    return tuple(ModelSpec(name=model_name(s), source=str(home.models / model_name(s))) for s in sizes)
+    return tuple(ModelSpec(name=m.name, source=str(home.models / m.name)) for m in models)
 
 
 def _show_progress(out: Console, names: list[str], shares: Any, jobs: list[Future[None]]) -> None:
     columns = (TextColumn("  making {task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True, disable=out.quiet) as progress:
-        tasks = [progress.add_task(model_name(name), total=1.0) for name in names]
+        tasks = [progress.add_task(name, total=1.0) for name in names]
         while not all(job.done() for job in jobs):
             for task, part in zip(tasks, shares, strict=True):
                 progress.update(task, completed=part)

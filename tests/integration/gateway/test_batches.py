@@ -323,6 +323,23 @@ async def test_batch_survives_the_death_of_nats(own_nats: NatsServer, client: op
     assert [one["custom_id"] for one in found] == [f"r{i}" for i in range(60)]
 
 
+async def test_batch_fails_if_its_input_is_lost(node: FakeNode, serve: ServeFn) -> None:
+    engine = await node.engine("alpha", hang)
+    async with serve() as gateway:
+        await until_listed(gateway, CARDS)
+        async with client_of(gateway) as client:
+            begun = await start(client, jsonl(line(0)))
+            await engine.until(lambda: len(engine.requests) == 1)
+    await node.mesh.nc.jetstream().purge_stream(f"KV_{subjects.FILES_BUCKET}")
+    async with serve() as gateway:
+        await until_listed(gateway, CARDS)
+        async with client_of(gateway) as client:
+            batch = await ended(client, begun)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert [error.code for error in batch.errors.data or []] == ["not_found"]
+
+
 async def test_requests_that_the_window_leaves_over_are_listed(node: FakeNode, serve: ServeFn) -> None:
     engine = await node.engine("alpha", hang)
     async with serve() as gateway:

@@ -30,7 +30,7 @@ from services.gateway.http.batches.results import Results
 from services.gateway.http.parsing.cooperative import TimeSlice
 from services.gateway.http.parsing.json_cost import check_json_cost
 from services.gateway.loop import Gateway
-from shared.errors import NotFound, StoreFull, ThawError, Unavailable
+from shared.errors import AuthenticationFailed, NotFound, StoreFull, ThawError, Unavailable
 from shared.tasks import end
 from shared.telemetry.tracing import tracer
 
@@ -39,6 +39,12 @@ _POLL_S = 0.1
 """Interval of the check whether a paused batch may continue: no event reports an idle mesh."""
 _REPORT_S = 1.0
 _STORE_RETRY_S = 1.0
+
+
+def _input_error(error: BaseException) -> BatchError:
+    """Describe why the input cannot be used, or can no longer be."""
+    assert isinstance(error, ThawError)
+    return BatchError(code=error.code, message=f"{error.message}.", param="body.model" if error.param == "model" else error.param)
 
 
 class BatchRun:
@@ -91,6 +97,8 @@ class BatchRun:
             reporting = asyncio.create_task(self._report(), name="batch progress")
             try:
                 await self._answer_all()
+            except* NotFound as e:
+                await self._change(partial(transitions.fail, errors=(_input_error(e.exceptions[0]),), now=int(time.time())))
             finally:
                 await end(reporting)
         if self._batch.is_active:
@@ -149,9 +157,8 @@ class BatchRun:
             errors = check.result()
             if not errors and check.model is not None:
                 self._check_model(check.model)
-        except NotFound as e:
-            param = "body.model" if e.param == "model" else e.param
-            errors = (BatchError(code=e.code, message=f"{e.message}.", param=param),)
+        except (NotFound, AuthenticationFailed) as e:
+            errors = (_input_error(e),)
         if errors:
             await self._change(partial(transitions.fail, errors=errors, now=now))
         else:
@@ -268,6 +275,10 @@ class BatchRun:
         self._batch = state.batch(self._batch.id)
 
     async def _add_expired(self) -> None:
+        with contextlib.suppress(NotFound):  # of the content: which requests there were is not known
+            await self._add_missing()
+
+    async def _add_missing(self) -> None:
         async with contextlib.aclosing(self._lines()) as lines:
             async for line in lines:
                 if isinstance(line, InputLine) and not self._results.has(line.number):

@@ -47,8 +47,8 @@ class Results:
         """Read which results are stored. Raises `Unavailable`."""
         for kind, file_id in self._ids.items():
             numbers = await self._files.numbers(self._owner, file_id)
-            parts = self._files.read(self._owner, file_id, numbers)
-            self._sizes[kind] = {number: len(part) for number, part in zip(numbers, [part async for part in parts], strict=True)}
+            sizes = [len(part) async for part in self._files.read(self._owner, file_id, numbers)]
+            self._sizes[kind] = dict(zip(numbers, sizes, strict=True))
 
     async def add_response(self, line: InputLine, response: CallResponse) -> None:
         """Store a final response. Raises `Unavailable`, or `StoreFull`."""

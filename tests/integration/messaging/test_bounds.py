@@ -84,7 +84,15 @@ async def test_every_stream_is_created_with_its_bound(mesh: Mesh) -> None:
     await streams.ensure_audit_stream(js)
     await streams.idempotency_bucket(js, 60)
     await streams.responses_bucket(js, 60)
-    for opened in (streams.catalog_bucket, streams.keys_bucket, streams.console_bucket, streams.migrations_bucket):
+    await streams.files_bucket(js, 60)
+    buckets = (
+        streams.catalog_bucket,
+        streams.keys_bucket,
+        streams.console_bucket,
+        streams.migrations_bucket,
+        streams.batches_bucket,
+    )
+    for opened in buckets:
         await opened(js)
     there = {i.config.name.removeprefix("KV_"): i.config.max_bytes for i in await js.streams_info() if i.config.name}
     assert there == stream_limits.MAX_BYTES

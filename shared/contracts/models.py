@@ -167,7 +167,7 @@ class ModelOptions(Strict):
         default=1,
         ge=1,
         le=8,
-        description="Pipeline stages of an instance (builtin engine): each loads and computes its layers on a device of its own, all on one node.",
+        description="Pipeline stages of an instance (builtin engine): each loads and computes its layers on a device of its own, of any node.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     queue: QueueLimits = QueueLimits()

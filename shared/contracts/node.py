@@ -15,6 +15,7 @@ from shared.contracts.base import ErrorBody, Frozen, Message, Request
 from shared.contracts.engine import EngineLoad
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.stages import GroupPlace, Stage
 from shared.contracts.states import InstanceState as InstanceState
 
 STATUS_INTERVAL_S = 1.0
@@ -62,6 +63,11 @@ class StartInstance(Request):
         default=None,
         description="A suspended instance of the node, of the same template key, that ends: its engine changes its model and becomes this one. "
         "If it is gone, this one starts cold.",
+    )
+    stage: Stage | None = Field(
+        default=None,
+        description="It is this stage of a group on several nodes, on one device: `reserve_bytes` and `kv_bytes` are the stage's own. "
+        "None: it is an instance by itself, or the stages of the model are all on `device_ids`.",
     )
 
 
@@ -215,6 +221,15 @@ class InstanceStatus(Frozen):
         default="", description="While it is suspended: a model of this template key may take its engine. Empty: none may."
     )
     template: str | None = Field(default=None, description="The instance whose engine it took.")
+    group: GroupPlace | None = Field(
+        default=None,
+        description="It is a stage of a group on several nodes. Later stages answer no requests: gateways do not use them.",
+    )
+
+    @property
+    def is_later_stage(self) -> bool:
+        """True for a stage behind the first one: it belongs to the first stage's instance."""
+        return self.group is not None and self.group.index > 0
 
 
 WEIGHTS_ON_GPU = "weights:cuda"

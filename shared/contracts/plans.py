@@ -53,8 +53,9 @@ class Candidate(Frozen):
     weights_bytes: int = Field(default=0, description="Of all its weights; 0: unknown.")
     peers: tuple[str, ...] = Field(default=(), description="Other devices of the node that bytes are copied from.")
     peer_bytes: int = Field(default=0, description="Bytes that are copied from them.")
-    stages: int = 1
+    stages: int = Field(default=1, description="Of a pipeline: `device_ids` has its first stage.")
     full_workers: int = 1
+    later_devices: tuple[str, ...] = Field(default=(), description="Of a pipeline: the device of each later stage, as node/device.")
     spread_ms: float | None = Field(
         default=None, description="Mean absolute error of the parameters that `predicted_ms` is made of."
     )

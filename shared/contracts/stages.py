@@ -107,6 +107,7 @@ class Stage(Frozen):
         group_id: Common to the stages; another one after each start.
         secret: Known to the stages only: each proves on every connection that it has it.
         holder: Holder of the stage's weights at its loader; None: the engine's instance id.
+        first: Instance id of the first stage, if the stages are started one by one; else None.
     """
 
     group_id: str = Field(min_length=1)
@@ -115,6 +116,7 @@ class Stage(Frozen):
     layers: LayerRange
     secret: str = Field(min_length=32, repr=False)
     holder: str | None = None
+    first: str | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -139,6 +141,18 @@ class Stage(Frozen):
     @property
     def previous_index(self) -> int:
         return (self.index - 1) % self.count
+
+
+class GroupPlace(Frozen):
+    """The place of an instance in a group whose stages are started one by one.
+
+    Attributes:
+        first: Instance id of the first stage.
+    """
+
+    first: str
+    index: int = Field(ge=0)
+    count: int = Field(ge=2, le=MAX_STAGES)
 
 
 class StageListening(Message):

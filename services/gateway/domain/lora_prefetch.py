@@ -48,7 +48,7 @@ class LoraPrefetch:
         after = {
             i.instance_id: before.get(i.instance_id) or _Loading(i.model)
             for i in status.instances
-            if i.state is InstanceState.LOADING
+            if i.state is InstanceState.LOADING and not i.is_later_stage
         }
         if after:
             self._loading[status.node] = after

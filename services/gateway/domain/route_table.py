@@ -108,7 +108,11 @@ class RouteTable:
         if node is not None and node.boot_id == status.boot_id and status.seq < node.seq:
             return frozenset()
         before = node.instances if node is not None else {}
-        after = {i.instance_id: self._merge(before.get(i.instance_id), i, status.node, now) for i in status.instances}
+        after = {
+            i.instance_id: self._merge(before.get(i.instance_id), i, status.node, now)
+            for i in status.instances
+            if not i.is_later_stage
+        }
         self._nodes[status.node] = _Node(status.boot_id, status.seq, now, tuple(d.device_id for d in status.devices), after)
         for gone in before.keys() - after.keys():
             self._by_id.pop(gone, None)

@@ -6,6 +6,7 @@ from services.nodeagent.domain.state import Instance, NodeState, Process, TimedS
 from services.nodeagent.domain.suspending import not_suspendable_reason
 from shared.contracts.node import InstanceMemory, InstanceState, InstanceStatus, Suspension, Timing
 from shared.contracts.phases import PhaseSpan
+from shared.contracts.stages import GroupPlace
 
 
 def instance_status(
@@ -26,7 +27,7 @@ def instance_status(
         wall: Unix time minus monotonic time.
         template_key: Its template key, if other models may take its engine.
     """
-    command, card = instance.command, instance.command.card
+    command, card, stage = instance.command, instance.command.card, instance.command.stage
     booking = state.ledger.bookings.get(instance.instance_id)
     alive = instance.process is Process.ALIVE
     held = instance.ended_at is None
@@ -63,6 +64,7 @@ def instance_status(
         resumed=_timing(instance.suspend_state.resumed, wall),
         template_key=template_key,
         template=instance.taken_from,
+        group=GroupPlace(first=stage.first, index=stage.index, count=stage.count) if stage is not None and stage.first else None,
     )
 
 

@@ -8,7 +8,9 @@ next status, for `patience` seconds in all.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +48,9 @@ from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import WeightsReleased
 from shared.contracts.models import ModelCard
+from shared.contracts.node import StartInstance
 from shared.contracts.phases import Phase, PhaseSpan
+from shared.contracts.stages import Stage
 from shared.contracts.traces import LoadTrace
 from shared.errors import DeadlineExceeded, StoreFull, ThawError, Unreachable
 from shared.messaging import Mesh
@@ -87,6 +91,8 @@ class Outbox:
         self._reply = reply
         self._patience = patience
         self._migrations = migrations
+        self._group_key = secrets.token_bytes(32)
+        """Secrets of groups derive from it: all starts of a group leave from this process."""
         self._lanes: dict[str, _Lane] = {}
         self._status_events: dict[str, asyncio.Event] = {}
 
@@ -148,6 +154,8 @@ class Outbox:
         async def start() -> None:
             command = effect.command
             parent = command.traceparent or self._loads.parent(command.instance_id)
+            if isinstance(effect, SendStart) and isinstance(command, StartInstance):
+                command = command.model_copy(update={"stage": self._stage(effect)})
             try:
                 await self._send_with_retries(
                     effect.node,
@@ -164,6 +172,15 @@ class Outbox:
                 self._post(CommandAccepted(clock.now(), command.instance_id))
 
         return start
+
+    def _stage(self, effect: SendStart) -> Stage | None:
+        """Return the stage that a start is for, with the secret of its group."""
+        if effect.place is None or effect.layers is None:
+            return None
+        place, key = effect.place, effect.place.first
+        secret = hmac.new(self._group_key, key.encode(), "sha256").hexdigest()
+        group = hmac.new(self._group_key, b"id" + key.encode(), "sha256").hexdigest()[:16]
+        return Stage(group_id=group, index=place.index, count=place.count, layers=effect.layers, secret=secret, first=key)
 
     def _stop_job(self, effect: SendStop | SendSuspend) -> Job:
         async def stop() -> None:

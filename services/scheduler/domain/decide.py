@@ -30,6 +30,7 @@ from services.scheduler.domain.events import (
     WakeRequested,
 )
 from services.scheduler.domain.lifecycle.failures import on_resume_refused, on_start_failed, on_start_refused
+from services.scheduler.domain.lifecycle.groups import on_stage_refused, settle_groups
 from services.scheduler.domain.lifecycle.node_status import apply_node_status, expire_silent_nodes, stop_stalled_starts
 from services.scheduler.domain.lifecycle.transitions import release_weights
 from services.scheduler.domain.migration.orders import apply_migration_record, cancel_waiter, drain_node, request_migration
@@ -123,6 +124,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             execute(tx, event)
     recovering = now - state.recovered_at <= policy.recovery_window_s
     reconcile(tx, everything=recovering or isinstance(event, Recovered | Tick), only_due=not recovering and isinstance(event, Tick))
+    settle_groups(tx)
     for each in (event,) if isinstance(event, DemandReceived) else event.demands if isinstance(event, DemandBatch) else ():
         reply_to_demand(tx, each)
     return Decision(tx.net_changes(), tuple(tx.effects), tuple(tx.plans), tx.state)
@@ -130,10 +132,15 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
 
 def _start_refused(tx: Transaction, instance_id: str, error: ErrorBody) -> None:
     instance = tx.state.instances.get(instance_id)
-    if instance is None:
+    stage = tx.state.later_stages.get(instance_id)
+    if instance is None and stage is None:
         return
     if error.code == StaleToken.code:
         tx.emit(StepDown(tx.state.epoch + EPOCHS_SKIPPED))
+    elif stage is not None:
+        on_stage_refused(tx, stage, error)
+    elif instance is None:
+        return
     elif instance.state is InstanceState.RESUMING:
         on_resume_refused(tx, instance, error)
     elif error.code == InsufficientMemory.code:

@@ -13,6 +13,7 @@ from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard
 from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.plans import PlanRecord
+from shared.contracts.stages import GroupPlace, LayerRange
 
 
 @value(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class SendStart:
     """Start an instance.
 
     The sender computes the schedule and reserve phases from `requested_at` and `planned_at`.
-    `claimed`: victims had to leave between plan and start.
+    `claimed`: victims had to leave between plan and start. `place`, `layers`: it is a stage
+    of a group on several nodes; the sender adds the group's secret to the command.
     """
 
     node: str
@@ -28,6 +30,8 @@ class SendStart:
     requested_at: float
     planned_at: float
     claimed: bool = False
+    place: GroupPlace | None = None
+    layers: LayerRange | None = None
 
 
 @value(frozen=True, slots=True)

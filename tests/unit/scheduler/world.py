@@ -44,6 +44,7 @@ from shared.contracts.node import (
     Suspension,
 )
 from shared.contracts.phases import PhaseSpan
+from shared.contracts.stages import GroupPlace
 from shared.errors import InstanceBusy, InsufficientMemory, NotFound, RestoreFailed, StaleToken
 from shared.template_key import template_key
 from shared.unit_charges import SharedUnits, booked_weights, units_by_device
@@ -68,6 +69,8 @@ class Running:
     private: int = 0
     phases: tuple[PhaseSpan, ...] = ()
     suspension: Suspension = Suspension()
+    group: GroupPlace | None = None
+    """Its place, if it is a stage of a group on several nodes."""
     token: int = 0
     """The last command's token, if that was a resumption."""
     queued_until: float | None = None
@@ -126,7 +129,7 @@ class Agent:
         each = more // len(command.device_ids)
         return all(self.reserved(d) + each <= self.budget for d in command.device_ids)
 
-    def start(self, command: StartInstance, now: float) -> ErrorBody | None:
+    def start(self, command: StartInstance, now: float, group: GroupPlace | None = None) -> ErrorBody | None:
         if command.token < self.highest:
             return StaleToken().body()
         self.highest = command.token
@@ -136,7 +139,7 @@ class Agent:
         until = None if fits else now + command.wait_ms / 1e3
         if command.template is not None and (taken := self.instances.get(command.template)) is not None and taken.state.parked:
             taken.state = InstanceState.STOPPED
-        self.instances.setdefault(command.instance_id, Running(command, state=state, queued_until=until))
+        self.instances.setdefault(command.instance_id, Running(command, state=state, queued_until=until, group=group))
         return None
 
     def settle(self, now: float) -> None:
@@ -252,6 +255,7 @@ def _status(r: Running, now: float) -> InstanceStatus:
         phases=r.phases,
         template_key=template_key(c.card) if r.state.parked else "",
         template=c.template,
+        group=r.group,
     )
 
 
@@ -306,7 +310,11 @@ class World:
                 self._refuse_stop(effect.command.instance_id, refused)
             return
         if isinstance(effect, SendStart | SendResume):
-            error = agent.start(effect.command, self.now) if isinstance(effect, SendStart) else agent.resume(effect, self.now)
+            error = (
+                agent.start(effect.command, self.now, effect.place)
+                if isinstance(effect, SendStart)
+                else agent.resume(effect, self.now)
+            )
             again: Event = (
                 StartRefused(self.now, effect.command.instance_id, error)
                 if error

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from services.scheduler.domain.admin.lora_adapters import check_removal, resolve_infos, same_content
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
-from services.scheduler.domain.estimates.memory_needs import device_count
 from services.scheduler.domain.events import (
     AddModelsRequested,
     AdminRequested,
@@ -211,9 +210,7 @@ def _refuse_shared_code(spec: ModelSpec) -> None:
 def _refuse_impossible(tx: Transaction, cards: list[ModelCard]) -> None:
     if not tx.bookings().largest_budget():
         return
-    faults = [
-        text for c in cards if (text := never_fits_reason(tx, c.name, need_of(c).total + need_of(c).executor, device_count(c)))
-    ]
+    faults = [text for c in cards if (text := never_fits_reason(tx, c, need_of(c).total + need_of(c).executor))]
     if faults:
         raise InsufficientMemory("; ".join(faults), param="specs")
 

@@ -18,6 +18,7 @@ from services.scheduler.domain.lifecycle.failures import (
     on_start_refused,
     on_start_stalled,
 )
+from services.scheduler.domain.lifecycle.groups import apply_stage_statuses
 from services.scheduler.domain.lifecycle.park_attempts import is_parking, record_park_failure
 from services.scheduler.domain.lifecycle.transitions import cancel_resume, mark_ready, mark_suspended, remove_instance, send_stop
 from services.scheduler.domain.state.entities import Device, Instance, Leaving, Node
@@ -43,7 +44,10 @@ def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
     devices = tuple(Device(v.device_id, v.kind, v.name, v.budget_bytes) for v in status.devices)
     tx.put(replace(known, boot_id=status.boot_id, labels=dict(status.labels), devices=devices))
     reported = set()
+    apply_stage_statuses(tx, status)
     for s in status.instances:
+        if s.is_later_stage:
+            continue
         reported.add(s.instance_id)
         instance = tx.state.instances.get(s.instance_id)
         if instance is not None and instance.is_resume_claim:
@@ -151,6 +155,7 @@ def _adopt_or_stop(tx: Transaction, node: str, s: InstanceStatus) -> None:
         and s.revision == model.card.info.revision
         and len(tx.state.live_instances(model)) < model.card.spec.replicas.max
         and s.state is not InstanceState.DRAINING
+        and s.group is None  # its other stages may be gone
     )
     ready = s.state is InstanceState.READY
     adopted = Instance(

@@ -22,7 +22,7 @@ from services.scheduler.domain.state.device_memory import resume_need_bytes
 from services.scheduler.domain.state.entities import Instance, Leaving, Model
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import ANYWHERE, Cooldown, Estimate, InstanceReport, Waiter, estimate_key
+from services.scheduler.domain.state.volatile import ANYWHERE, Cooldown, Estimate, InstanceReport, LaterStage, Waiter, estimate_key
 from services.scheduler.domain.values import create_unchecked, replace
 from shared.contracts import subjects
 from shared.contracts.admin import ModelAwake
@@ -31,7 +31,7 @@ from shared.contracts.loader import PrepareWeights, ReleaseWeights
 from shared.contracts.node import InstanceState, InstanceStatus, ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.phases import PhaseSpan
 from shared.contracts.plans import Candidate, PlanRecord
-from shared.contracts.stages import stage_holder
+from shared.contracts.stages import GroupPlace, stage_holder
 from shared.sizing import need_of
 
 
@@ -73,6 +73,8 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
     tx.put(plan)
     tx.plans.append(plan)
     tx.put(instance)
+    for index, device in enumerate(chosen.later_devices, start=1):
+        tx.put(_later_stage(tx, instance, device, index, len(chosen.later_devices) + 1))
     demand = tx.state.demand.get(model.key)
     tx.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
     if chosen.template is not None and (template := tx.state.instances.get(chosen.template)) is not None:
@@ -93,6 +95,7 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
 def _new_instance(
     tx: Transaction, model: Model, chosen: Candidate, plan_id: str, number: int, trigger: str, since: float
 ) -> Instance:
+    stages = len(chosen.later_devices) + 1  # of which the instance is the first one, if there are more
     return Instance(
         instance_id=subjects.instance_id(number, chosen.node),
         plan_id=plan_id,
@@ -102,11 +105,26 @@ def _new_instance(
         node=chosen.node,
         device_ids=chosen.device_ids,
         token=number,
-        reserve_bytes=start_bytes(tx.state, model.card, chosen.device_ids[0].partition(":")[0]),
-        kv_bytes=need_of(model.card).kv,
+        reserve_bytes=-(-start_bytes(tx.state, model.card, chosen.device_ids[0].partition(":")[0]) // stages),
+        kv_bytes=need_of(model.card).kv // stages,
         requested_at=since,
         planned_at=tx.now,
         trigger=trigger,
+    )
+
+
+def _later_stage(tx: Transaction, first: Instance, device: str, index: int, count: int) -> LaterStage:
+    node, _, device_id = device.partition("/")
+    return LaterStage(
+        stage_id=subjects.instance_id(tx.next_token(), node),
+        first=first.instance_id,
+        model=first.model,
+        node=node,
+        device_id=device_id,
+        index=index,
+        count=count,
+        reserve_bytes=first.reserve_bytes,
+        kv_bytes=first.kv_bytes,
     )
 
 
@@ -165,6 +183,10 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         )
         tx.emit(SendResume(sent.node, resume, sent.requested_at, sent.planned_at, tx.now > sent.planned_at))
         return
+    later = sorted((x for x in tx.state.later_stages.values() if x.first == sent.instance_id), key=lambda x: x.index)
+    if later:
+        _send_group(tx, model, sent, later)
+        return
     if not model.card.spec.loads_itself:
         # Other engines take the weights from host memory.
         maps_units = model.card.spec.engine == "builtin"
@@ -194,6 +216,39 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         wait_ms=wait_ms,
     )
     tx.emit(SendStart(sent.node, command, sent.requested_at, sent.planned_at, tx.now > sent.planned_at))
+
+
+def _send_group(tx: Transaction, model: Model, first: Instance, later: list[LaterStage]) -> None:
+    """Send the starts of all stages of a group on several nodes, each to its node and loader."""
+    group = first.instance_id
+    places = [(group, first.node, first.device_ids[0], first.token)]
+    for stage in later:
+        tx.put(replace(stage, sent_at=tx.now))
+        places.append((stage.stage_id, stage.node, stage.device_id, tx.next_token()))
+    for index, (instance_id, node, device_id, token) in enumerate(places):
+        layers = model.card.stages[index]
+        prepare = PrepareWeights(
+            token=token,
+            instance_id=instance_id,
+            card=model.card,
+            traceparent=first.traceparent,
+            device=device_id,
+            layers=layers,
+        )
+        tx.emit(SendPrepare(node, prepare))
+        command = StartInstance(
+            token=token,
+            plan_id=first.plan_id,
+            instance_id=instance_id,
+            card=model.card,
+            device_ids=(device_id,),
+            reserve_bytes=first.reserve_bytes,
+            kv_bytes=first.kv_bytes,
+            traceparent=first.traceparent,
+            priority=model.card.spec.priority,
+        )
+        place = GroupPlace(first=group, index=index, count=len(places))
+        tx.emit(SendStart(node, command, first.requested_at, first.planned_at, tx.now > first.planned_at, place, layers))
 
 
 def stop_instance(tx: Transaction, i: Instance, how: Leaving, reason: str) -> None:
@@ -246,7 +301,8 @@ def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
         chosen = plan.chosen.model_copy(update={"took_ms": (tx.now - i.planned_at) * 1e3}) if plan.chosen is not None else None
         done = {"outcome": "ready", "chosen": chosen, "measured": measured, "measured_ms": (tx.now - i.requested_at) * 1e3}
         ended = plan.model_copy(update=done)
-        _learn(tx, ended)
+        if not (chosen is not None and chosen.later_devices):  # its phases are those of a part
+            _learn(tx, ended)
         finish_plan(tx, i, ended)
     if model := tx.state.models.get(i.model):
         tx.put(replace(model, error=None))

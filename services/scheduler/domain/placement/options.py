@@ -50,6 +50,8 @@ class FeasiblePlacement(NamedTuple):
     resume: str | None = None
     moves: bool = False
     template: str | None = None
+    later: tuple[str, ...] = ()
+    """The device (node/device) of each later stage of a group on several nodes."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
         return _of_one(tx, r, devices[0])
     fits: list[DeviceFit] = []
     for b in devices:
-        fit = _open_for(tx, r, b)
+        fit = open_for(tx, r, b)
         if isinstance(fit, Candidate):
             return fit
         fits.append(fit)
@@ -100,7 +102,7 @@ def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | Fea
         prediction = r.forecast.predict(b, leaving=False)
         view = DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, has_failed=b.key in r.avoid)
         return FeasiblePlacement(_load(tx, (view,), prediction, NOTHING_TO_CLEAR), b.node, (b.device_id,), need, prediction)
-    fit = _open_for(tx, r, b)
+    fit = open_for(tx, r, b)
     if isinstance(fit, Candidate):
         return fit
     prediction = r.forecast.predict(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
@@ -109,7 +111,7 @@ def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | Fea
     return FeasiblePlacement(option, b.node, (b.device_id,), need, prediction, fit.short_bytes)
 
 
-def _open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | DeviceFit:
+def open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | DeviceFit:
     """Return how one device gets room for its share of the model, or why it does not."""
     if b.closed_reason:
         return excluded_candidate(b, r.need_bytes, b.closed_reason)
@@ -217,7 +219,7 @@ def _template_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candi
     """
     fits: list[DeviceFit] = []
     for device_id in i.device_ids:
-        fit = _open_for(tx, r, booking_of(tx.state, i.node, device_id))
+        fit = open_for(tx, r, booking_of(tx.state, i.node, device_id))
         if isinstance(fit, Candidate):
             return fit
         if i.instance_id in fit.clearance.victims:

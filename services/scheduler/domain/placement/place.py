@@ -28,6 +28,7 @@ from services.scheduler.domain.estimates.memory_needs import device_count, start
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.constraints import confine_to, placement_rule
+from services.scheduler.domain.placement.groups import group_options
 from services.scheduler.domain.placement.options import (
     FeasiblePlacement,
     device_sets,
@@ -44,6 +45,7 @@ from services.scheduler.domain.state.entities import Model
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Presence
 from services.scheduler.domain.values import create_unchecked, value
+from shared.contracts.models import ModelCard
 from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
 from shared.sizing import need_of
@@ -124,10 +126,11 @@ def place(
         considered += (found := [load_option(tx, request, devices) for devices in sets])
         if any(isinstance(f, FeasiblePlacement) for f in found):
             break
+    considered += group_options(tx, request)
     if possible := [c for c in considered if isinstance(c, FeasiblePlacement)]:  # 4 to 7
         return _choose_placement(tx, request, possible, considered)
     candidates = _candidates(considered)
-    if text := never_fits_reason(tx, model.key, whole + need_of(model.card).executor, devices):  # 3
+    if text := never_fits_reason(tx, model.card, whole + need_of(model.card).executor):  # 3
         return Placement("impossible", text, candidates, error=InsufficientMemory(text))
     return Placement("wait", _obstacles(candidates, len(tx.state.bookings)), candidates)  # 8
 
@@ -143,8 +146,15 @@ def _shortlists(tx: Transaction, r: PlacementRequest) -> Iterator[list[tuple[Boo
         yield some
 
 
-def never_fits_reason(tx: Transaction, name: str, whole: int, devices: int) -> str:
-    """Return why a model could not run even on empty devices; empty: it could."""
+def never_fits_reason(tx: Transaction, card: ModelCard, whole: int) -> str:
+    """Return why a model could not run even on empty devices; empty: it could.
+
+    Args:
+        tx: The decision's transaction.
+        card: The model.
+        whole: Bytes on all its devices.
+    """
+    name, devices, are_stages = card.name, device_count(card), bool(card.stages)
     need = -(-whole // devices)
     if devices == 1:
         largest = tx.bookings().largest_budget()
@@ -155,7 +165,10 @@ def never_fits_reason(tx: Transaction, name: str, whole: int, devices: int) -> s
         enough = max(enough, sum(1 for b in booked if b.is_reachable and b.budget_bytes >= need))
     if enough >= devices:
         return ""
-    return f"{name} needs {gib(need)} on each of {devices} devices of one node, and no node has more than {enough} that large"
+    if are_stages and sum(1 for b in tx.state.bookings.values() if b.is_reachable and b.budget_bytes >= need) >= devices:
+        return ""
+    where = "" if are_stages else " of one node"
+    return f"{name} needs {gib(need)} on each of {devices} devices{where}, and no node has more than {enough} that large"
 
 
 def ask_of(tx: Transaction, model: Model, need: int, waited: float, *, extra: bool) -> Ask:
@@ -264,8 +277,9 @@ def _record_candidate(p: FeasiblePlacement) -> Candidate:
             "weights_bytes": prediction.weights_bytes,
             "peers": prediction.peers,
             "peer_bytes": prediction.peer_bytes,
-            "stages": 1,
-            "full_workers": 1,
+            "stages": option.stages,
+            "full_workers": option.full_workers,
+            "later_devices": p.later,
             "spread_ms": option.cost.spread_s * 1e3,
             "queued_ms": prediction.queued_ms,
             "others_ms": clearance.penalty_s * 1e3,
@@ -283,6 +297,8 @@ def _same_except_device(p: FeasiblePlacement, like: Candidate) -> Candidate:
 
 def _explain_choice(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
+    if best.later:
+        return f"the {len(best.later) + 1} stages fetch their parts at the same time on {at}, {', '.join(best.later)}: soonest"
     if best.resume is not None:
         gone = f" once these are evicted: {labels}" if labels else ""
         if best.moves:

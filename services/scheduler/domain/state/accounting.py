@@ -76,6 +76,12 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
             movable += holds
             idle += holds
             idle_since = min(idle_since, i.planned_at)
+    for stage in (state.later_stages[s] for s in state.stages_on.get(key, ())):
+        if stage.sent_at is None:
+            claimed += stage.reserve_bytes
+        else:
+            held += stage.reserve_bytes
+            known += stage.reserve_bytes if stage.reported else 0
     if sharing is not None:
         held -= sharing.held
         claimed -= sharing.claimed

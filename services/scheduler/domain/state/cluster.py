@@ -21,6 +21,7 @@ from services.scheduler.domain.state.volatile import (
     ExpectationSent,
     FailureHistory,
     InstanceReport,
+    LaterStage,
     LoaderPresence,
     MeasuredMemory,
     ModelDemand,
@@ -51,6 +52,7 @@ class ClusterState:
     presence: Table[Presence] = field(default_factory=dict)
     loaders: Table[LoaderPresence] = field(default_factory=dict)
     reports: Table[InstanceReport] = field(default_factory=dict)
+    later_stages: Table[LaterStage] = field(default_factory=dict)
     demand: Table[ModelDemand] = field(default_factory=dict)
     waiters: Table[Waiter] = field(default_factory=dict)
     unschedulable: Table[Unschedulable] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class ClusterState:
     by_model: Table[tuple[str, ...]] = field(default_factory=dict)
     by_node: Table[tuple[str, ...]] = field(default_factory=dict)
     by_device: Table[tuple[str, ...]] = field(default_factory=dict)
+    stages_on: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By device (node/device): later stages of groups on several nodes."""
     in_memory: Table[tuple[str, ...]] = field(default_factory=dict)
     """By revision: nodes whose loaders have all its weights in memory."""
     on_disk: Table[tuple[str, ...]] = field(default_factory=dict)

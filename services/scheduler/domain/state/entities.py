@@ -19,6 +19,7 @@ from services.scheduler.domain.state.volatile import (
     ExpectationSent,
     FailureHistory,
     InstanceReport,
+    LaterStage,
     LoaderPresence,
     MeasuredMemory,
     ModelDemand,
@@ -136,6 +137,7 @@ Volatile = (
     Presence
     | LoaderPresence
     | InstanceReport
+    | LaterStage
     | ModelDemand
     | Waiter
     | Unschedulable

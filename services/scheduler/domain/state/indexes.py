@@ -11,7 +11,15 @@ from services.scheduler.domain.state.accounting import compute_booking, is_drain
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, InstanceReport, LoaderPresence, Presence, expectation_group
+from services.scheduler.domain.state.volatile import (
+    ANYWHERE,
+    Estimate,
+    InstanceReport,
+    LaterStage,
+    LoaderPresence,
+    Presence,
+    expectation_group,
+)
 from shared.contracts.node import InstanceState
 from shared.unit_charges import shared_units
 
@@ -161,6 +169,14 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
         _rebook(state, new.node, new.device_ids)
 
 
+def _later_stage(state: ClusterState, old: LaterStage | None, new: LaterStage | None) -> None:
+    present = new or old
+    assert present is not None
+    device = device_key(present.node, present.device_id)
+    _regroup(state, "stages_on", [device] if old else (), [device] if new else (), present.stage_id)
+    _rebook(state, present.node, [present.device_id])
+
+
 def _devices(i: Instance | None) -> list[str]:
     return [device_key(i.node, device) for device in i.device_ids] if i else []
 
@@ -299,6 +315,7 @@ def _has(node: Node, device_id: str) -> bool:
 _KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {
     Instance: _instance,
     InstanceReport: _index_report,
+    LaterStage: _later_stage,
     Presence: _presence,
     Node: _node,
     LoaderPresence: _loader,

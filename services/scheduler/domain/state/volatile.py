@@ -145,6 +145,32 @@ class ModelDemand:
 
 
 @value(frozen=True, slots=True)
+class LaterStage:
+    """A stage behind the first one of a group on several nodes: a process that holds memory.
+
+    The `Instance` of the group is the first stage, `first`. `sent_at` None: its start is not sent
+    yet, and its memory is promised. `reported`: its node has reported it.
+    """
+
+    stage_id: str
+    first: str
+    model: str
+    node: str
+    device_id: str
+    index: int
+    count: int
+    reserve_bytes: int
+    kv_bytes: int
+    sent_at: float | None = None
+    stop_at: float | None = None
+    reported: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.stage_id
+
+
+@value(frozen=True, slots=True)
 class Waiter:
     """An operator's request that is answered later.
 

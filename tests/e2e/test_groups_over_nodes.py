@@ -1,0 +1,130 @@
+"""A model in stages on several nodes, through `thaw up`: too large for each node.
+
+Each node has a loader, a nodeagent and engines of its own, all on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.contracts.models import ModelSpec
+from shared.sizing import MIB, need_of
+from tests.support.launcher import until
+from tests.support.moving import Roomy, Stream, body
+from thaw.cli.demo import card_of
+from thaw.demo.models import make_demo_model
+
+LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+NODES = ("node-0", "node-1", "node-2")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Roomy]:
+    """Start three nodes with room for a stage each, and one for the whole model in one engine."""
+    thaw = Roomy(THAW_DRAM_BYTES="0")
+    source = make_demo_model(thaw.home / "models" / "m", "test")
+    options: dict[str, Any] = {"max_concurrency": 4}
+    single = need_of(card_of(ModelSpec(name="single", source=str(source), **options))).total
+    half = single - 4 * MIB  # too little for the whole model: of its KV cache a stage needs half
+    config = {
+        "mesh": {
+            "port": thaw.port,
+            "nodes": {**{node: {"cpu:0": half} for node in NODES}, "whole": {"cpu:0": single + 2 * MIB}},
+        },
+        "defaults": {"keep_alive": -1, **options},
+        "models": [
+            {"name": "staged", "source": str(source), "stages": 2, "placement": {"devices": ["node-*/*"]}},
+            {"name": "single", "source": str(source), "placement": {"devices": ["whole/*"]}},
+        ],
+    }
+    (thaw.home / "thaw.yaml").write_text(json.dumps(config))
+    try:
+        thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
+        yield thaw
+    finally:
+        thaw.close()
+
+
+@pytest.fixture(scope="module")
+def expected(mesh: Roomy) -> Stream:
+    return Stream(mesh.url, body("single", **LONG)).start().result()
+
+
+def stages_of(mesh: Roomy) -> dict[int, tuple[str, dict[str, Any]]]:
+    """Return node and instance of each stage that is ready, by index."""
+    nodes = mesh.cluster()["nodes"]
+    return {
+        i["group"]["index"]: (n["node"], i)
+        for n in nodes
+        for i in n["instances"]
+        if i["model"] == "staged" and i["state"] == "ready" and i["group"] is not None
+    }
+
+
+def both_stages(mesh: Roomy) -> list[tuple[str, dict[str, Any]]]:
+    until(lambda: len(stages_of(mesh)) == 2, what="both stages are ready")
+    found = stages_of(mesh)
+    return [found[0], found[1]]
+
+
+def test_group_takes_a_device_of_each_of_two_nodes_and_answers_as_one_engine(mesh: Roomy, expected: Stream) -> None:
+    assert Stream(mesh.url, body("staged", **LONG)).start().result().text == expected.text
+    (node, first), (other, later) = both_stages(mesh)
+    assert node != other
+    assert later["group"]["first"] == first["instance_id"]
+    plan = mesh.json("explain", "staged")
+    assert (plan["chosen"]["ready_by"], plan["chosen"]["stages"]) == ("pipeline", 2)
+    assert plan["chosen"]["later_devices"] == [f"{other}/cpu:0"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_response_continues_after_the_death_of_any_stage_and_no_half_group_is_left(
+    mesh: Roomy, expected: Stream, victim: int
+) -> None:
+    stream = Stream(mesh.url, body("staged", **LONG)).start()
+    assert stream.opened.wait(120)
+    stages = both_stages(mesh)
+    processes = [psutil.Process(i["pids"][0]) for _, i in stages]
+    processes[victim].kill()
+    assert stream.result().text == expected.text
+    assert not psutil.wait_procs(processes, timeout=60)[1]
+    again = both_stages(mesh)
+    assert not {i["pids"][0] for _, i in stages} & {i["pids"][0] for _, i in again}
+
+
+def is_restarted(mesh: Roomy, service: str, old: int) -> bool:
+    process = mesh.status(service)["process"]
+    return process is not None and process["pid"] != old
+
+
+@pytest.mark.parametrize("service", ["nodeagent", "scheduler"])
+def test_group_survives_a_nodeagent_and_the_scheduler(mesh: Roomy, expected: Stream, service: str) -> None:
+    mesh.json("wake", "staged")
+    stages = both_stages(mesh)
+    stream = Stream(mesh.url, body("staged", **LONG)).start()
+    assert stream.opened.wait(120)
+    name = "scheduler" if service == "scheduler" else f"nodeagent.{stages[1][0]}"
+    old = mesh.pid(name)
+    os.kill(old, signal.SIGKILL)
+    until(lambda: is_restarted(mesh, name, old), what=f"{name} is restarted")
+    assert stream.result().text == expected.text
+    again = both_stages(mesh)
+    assert [i["pids"] for _, i in again] == [i["pids"] for _, i in stages]
+
+
+def test_stopped_group_frees_the_devices_of_both_nodes(mesh: Roomy) -> None:
+    mesh.json("wake", "staged")
+    mesh.json("sleep", "staged")
+
+    def is_free() -> bool:
+        nodes = [n for n in mesh.cluster()["nodes"] if n["node"] in NODES]
+        return not any(d["reserved_bytes"] for n in nodes for d in n["devices"])
+
+    until(is_free, what="all stages have stopped")

@@ -1,0 +1,204 @@
+"""Groups of stages on several nodes: granted together, started together, ended together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.scheduler.domain.effects import SendPrepare, SendStart, SendStop
+from services.scheduler.domain.events import AddModelsRequested, NodeStatusReceived, StartRefused
+from services.scheduler.domain.placement.groups import card_of_parts
+from services.scheduler.domain.state.accounting import booking_of
+from services.scheduler.domain.state.cluster import ClusterState
+from shared.contracts.base import ErrorBody
+from shared.contracts.models import LayerSizes, ModelSpec
+from shared.contracts.node import InstanceState
+from shared.errors import EngineKilled, InsufficientMemory
+from tests.support.fake_node import MIB, model_info
+from tests.unit.scheduler.world import Running, World
+
+STAGES = 2
+BUDGET = 500 * MIB
+
+
+def make(nodes: int = 3, budget: int = BUDGET, stages: int = STAGES, **options: Any) -> World:
+    """Return a world of nodes with one device of `budget` bytes, and a model in stages."""
+    w = World()
+    for n in range(nodes):
+        w.node(f"n{n}", budget)
+    spec = ModelSpec(name="m", source="/m/m", stages=stages, max_concurrency=1, **options)
+    layers = LayerSizes(count=8, embedding_bytes=MIB, layer_bytes=20 * MIB, head_bytes=MIB)
+    info = model_info(spec.source, 160 * MIB).model_copy(update={"layers": layers})
+    answer = w.admin(AddModelsRequested(w.now, "add", (spec,), {"m": info}, False))
+    assert not isinstance(answer, ErrorBody), answer
+    return w
+
+
+def first_of(w: World) -> Running:
+    return next(r for r in w.of("m") if r.command.instance_id in w.state.instances)
+
+
+def later_of(w: World) -> Running:
+    return next(r for r in w.of("m") if r.command.instance_id in w.state.later_stages)
+
+
+def started(**options: Any) -> World:
+    w = make(**options)
+    w.demand("m")
+    return w
+
+
+def test_stages_are_started_on_different_nodes_in_one_decision() -> None:
+    w = started()
+    starts = w.starts("m")
+    assert len({s.node for s in starts}) == STAGES
+    assert [(s.place.index, s.place.count) for s in starts if s.place] == [(0, 2), (1, 2)]
+    assert {s.place.first for s in starts if s.place} == {starts[0].command.instance_id}
+    prepared = [e for e in w.sent(SendPrepare) if e.command.layers is not None]
+    assert [(e.node, e.command.layers) for e in prepared] == [(s.node, s.layers) for s in starts]
+    assert list(w.state.instances) == [starts[0].command.instance_id], "the group is one instance"
+    [decision] = [d for d in w.decisions if any(isinstance(e, SendStart) for e in d.effects)]
+    assert len([e for e in decision.effects if isinstance(e, SendStart)]) == STAGES
+
+
+def test_every_device_is_booked_for_its_stage_alone() -> None:
+    w = started()
+    booked = [booking_of(w.state, s.node, "cpu:0").held_bytes for s in w.starts("m")]
+    assert booked == [s.command.reserve_bytes for s in w.starts("m")]
+    w.hear()
+    assert [booking_of(w.state, s.node, "cpu:0").held_bytes for s in w.starts("m")] == booked, "reported bytes count once"
+
+
+def test_without_room_for_every_stage_nothing_is_reserved() -> None:
+    w = make(nodes=2)
+    w.change_node("n1", "cordon")
+    w.demand("m")
+    assert not w.starts("m")
+    assert not w.state.later_stages
+    assert booking_of(w.state, "n0", "cpu:0").held_bytes == 0
+    w.change_node("n1", "uncordon")
+    assert len(w.starts("m")) == STAGES, "placed once there is room for all"
+
+
+def test_stages_of_one_node_are_predicted_one_after_the_other() -> None:
+    w = make()
+    card = w.state.models["m"].card
+    assert card_of_parts(card, 1).info.weights_bytes == 81 * MIB
+    assert card_of_parts(card, 2).info.weights_bytes == 160 * MIB, "never more than the model has"
+
+
+def test_slow_node_is_not_taken_and_the_prediction_is_that_of_a_part() -> None:
+    w = make(nodes=3)
+    for node, speed in (("n0", 1e8), ("n1", 1e7), ("n2", 1e8)):
+        w.loader(node, (), bytes_per_second=speed)
+    w.demand("m")
+    assert sorted(s.node for s in w.starts("m")) == ["n0", "n2"]
+    chosen = w.state.last_plan_of("m").chosen  # type: ignore[union-attr]
+    assert chosen is not None
+    assert (chosen.ready_by, chosen.stages) == ("pipeline", 2)
+    assert chosen.predicted["load"] == pytest.approx(81 * MIB / 1e8 * 1e3, rel=0.05)
+
+
+def end(w: World, running: Running, state: InstanceState, error: ErrorBody | None = None) -> None:
+    running.state, running.error = state, error
+    w.hear()
+
+
+def test_later_stage_that_fails_during_the_start_ends_the_group_which_is_placed_again() -> None:
+    w = started()
+    before = {s.command.instance_id for s in w.starts("m")}
+    first = first_of(w)
+    end(w, later_of(w), InstanceState.FAILED, EngineKilled("killed").body())
+    assert [s.command.instance_id for s in w.sent(SendStop)] == [first.command.instance_id]
+    w.finish_stops()
+    w.tick(1)
+    assert not w.state.later_stages.keys() & before
+    assert len({s.command.instance_id for s in w.starts("m")} - before) == STAGES
+
+
+def test_first_stage_that_ends_has_the_later_one_stopped() -> None:
+    w = started()
+    w.get_ready("m")
+    later = later_of(w)
+    w.demand("m", 0)
+    end(w, first_of(w), InstanceState.FAILED, EngineKilled("killed").body())
+    assert later.command.instance_id in [s.command.instance_id for s in w.sent(SendStop)]
+    w.finish_stops()
+    assert not w.of("m")
+    assert not w.state.later_stages
+    assert all(b.held_bytes == 0 for b in w.state.bookings.values())
+
+
+def test_silent_node_of_a_later_stage_ends_the_start() -> None:
+    w = started()
+    first = first_of(w)
+    lost = next(x.node for x in w.state.later_stages.values())
+    agent = w.agents.pop(lost)
+    w.now += w.policy.node_lost_after_s + 1
+    w.demand("m")
+    w.tick()
+    assert first.command.instance_id in [s.command.instance_id for s in w.sent(SendStop)]
+    w.finish_stops()
+    w.tick(1)
+    assert {s.node for s in w.starts("m")[STAGES:]} == {f"n{n}" for n in range(3)} - {lost}, "on nodes that are alive"
+    w.agents[lost] = agent
+    w.tick(1)
+    w.finish_stops()
+    assert not [r for r in agent.instances.values() if r.state.holds_memory], "its stage is stopped when it is back"
+
+
+def test_refused_stage_stops_the_group_and_is_no_failure_of_the_model() -> None:
+    w = started()
+    first, later = first_of(w), later_of(w)
+    w.send(StartRefused(w.now, later.command.instance_id, InsufficientMemory("no room", should_retry=True).body()))
+    assert first.command.instance_id in [s.command.instance_id for s in w.sent(SendStop)]
+    assert "m" not in w.state.failures
+
+
+def test_drained_node_of_a_later_stage_moves_the_group() -> None:
+    w = started()
+    w.get_ready("m")
+    first, later = first_of(w), later_of(w)
+    w.change_node(next(x.node for x in w.state.later_stages.values()), "drain")
+    w.finish_stops()
+    w.tick(1)
+    w.finish_stops()
+    assert not first.state.holds_memory
+    assert not later.state.holds_memory
+
+
+def test_new_leader_learns_the_later_stages_from_reports() -> None:
+    w = started()
+    w.get_ready("m")
+    later = later_of(w).command.instance_id
+    known = w.state.later_stages[later]
+    w.state.later_stages.clear()
+    fresh: ClusterState = w.state
+    fresh.stages_on.clear()
+    w.tick(1)
+    assert w.state.later_stages[later].first == known.first
+    assert not [s for s in w.sent(SendStop) if s.command.instance_id == later]
+
+
+def test_later_stage_without_an_instance_is_stopped() -> None:
+    w = started()
+    w.get_ready("m")
+    later = later_of(w)
+    w.state.later_stages.clear()
+    w.state.stages_on.clear()
+    first = first_of(w).command.instance_id
+    for agent in w.agents.values():
+        agent.instances.pop(first, None)
+    w.tick(w.policy.absence_grace_s + 1)
+    assert later.command.instance_id in [s.command.instance_id for s in w.sent(SendStop)]
+
+
+def test_omitted_stage_is_gone() -> None:
+    w = started()
+    later = later_of(w).command.instance_id
+    node = w.state.later_stages[later].node
+    w.now += w.policy.absence_grace_s + 1
+    w.agents[node].instances.pop(later)
+    w.send(NodeStatusReceived(w.now, w.agents[node].status(w.now)))
+    assert later not in w.state.later_stages

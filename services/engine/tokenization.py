@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from services.engine.domain.error_text import first_paragraph
 from shared.errors import CheckpointInvalid, InvalidRequest
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_PROBE = "thaw_probe"
+_PROBE_SCHEMA = {"type": "object", "properties": {}}
 _RESERVED = frozenset(
     {"chat_template", "conversation", "messages", "tokenize", "return_tensors", "return_dict", "padding", "truncation"}
 )
@@ -66,6 +69,43 @@ class Tokenization:
         if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
             return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def decode_with(self, shown: frozenset[int]) -> Callable[[list[int]], str]:
+        """Return a function like `decode`, with the text of the special tokens `shown`."""
+        if not shown:
+            return self.decode
+        decode, names = self.decode, {token: str(self.tokenizer.convert_ids_to_tokens(token)) for token in shown}
+
+        def decode_parts(ids: list[int]) -> str:
+            parts: list[str] = []
+            begin = 0
+            for i, token in enumerate(ids):
+                if token in names:
+                    parts += (decode(ids[begin:i]) if i > begin else "", names[token])
+                    begin = i + 1
+            return "".join(parts) + (decode(ids[begin:]) if begin < len(ids) else "")
+
+        return decode_parts
+
+    @cached_property
+    def tool_template(self) -> str | None:
+        """The chat template that renders tools; None if it ignores them."""
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        if not isinstance(template, str):
+            return None
+        probe = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": _PROBE_SCHEMA}}
+        try:
+            text = self.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tools=[probe], tokenize=False)
+        except Exception:  # it refuses this conversation; a template may raise anything
+            return template if "tools" in template else None
+        return template if _PROBE in str(text) else None
+
+    def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """Return the ids of those `texts` that are special tokens."""
+        added = {entry.content: token for token, entry in self.tokenizer.added_tokens_decoder.items() if entry.special}
+        return {text: added[text] for text in texts if text in added}
 
     def warm(self) -> None:
         """Run slow first-time work: compile the template, load encoder tables."""

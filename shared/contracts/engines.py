@@ -10,6 +10,8 @@ from typing import Literal
 from shared.contracts.base import Frozen
 
 Engine = Literal["builtin", "vllm", "llamacpp", "sglang", "ollama", "tensorrt-llm", "openai"]
+ToolFormat = Literal["hermes", "llama3", "mistral"]
+"""The form in which a model writes tool calls into its text (docs/adr/0077)."""
 EVERYTHING = "*"
 """In `Capabilities.honours`: every field goes to the engine, which refuses what it cannot do
 itself.
@@ -62,7 +64,7 @@ CAPABILITIES: dict[Engine, Capabilities] = {
         token_resume=True,
         lora=True,
         snapshot=True,
-        honours=_STRUCTURED_OUTPUT,
+        honours=_STRUCTURED_OUTPUT | {"tool_choice"},
         passes_through=False,
         runtime_bytes=192 * _MIB,
         run_by_us=True,

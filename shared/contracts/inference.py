@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
+from shared.contracts.engines import ToolFormat
 from shared.contracts.models import ModelCard
 from shared.contracts.objectives import ObjectiveStanding
 from shared.contracts.phases import PhaseSpan
@@ -174,6 +175,9 @@ class InferStarted(Message):
         default="", description="Why no other engine could resume this answer; empty: another engine can, from its tokens."
     )
     seed: int | None = Field(default=None, description="The seed that tokens are sampled with, chosen by the client or the engine.")
+    tool_format: ToolFormat | None = Field(
+        default=None, description="The text may have tool calls in this form, which the gateway divides from it; None: it has none."
+    )
 
 
 class InferChunk(Message):

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from shared.contracts.base import Frozen
-from shared.contracts.engines import CAPABILITIES, Capabilities, Engine
+from shared.contracts.engines import CAPABILITIES, Capabilities, Engine, ToolFormat
 from shared.contracts.stages import LayerRange, split_layers
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}$"
@@ -170,6 +170,9 @@ class ModelOptions(Strict):
         description="Pipeline stages of an instance (builtin engine): each loads and computes its layers on a device of its own, of any node.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tool_parser: ToolFormat | None = Field(
+        default=None, description="The form of tool calls in its text (builtin engine); by default that of its chat template."
+    )
     queue: QueueLimits = QueueLimits()
     slo: Slo = Slo()
     latency_sensitivity: float = Field(

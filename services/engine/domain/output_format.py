@@ -90,12 +90,12 @@ def _read_response_format(value: Any) -> OutputFormat | None:
     if kind == "text":
         return None
     if kind == "json_object":  # llama.cpp's server takes a schema here
-        return _schema(value.get("schema", _JSON_OBJECT), _RESPONSE_FORMAT)
+        return schema_format(value.get("schema", _JSON_OBJECT), _RESPONSE_FORMAT)
     if kind == "json_schema":
         inner = value.get("json_schema")
         if not isinstance(inner, dict) or inner.get("schema") is None:
             raise InvalidRequest("response_format.json_schema.schema is missing", param=_RESPONSE_FORMAT)
-        return _schema(inner["schema"], _RESPONSE_FORMAT)
+        return schema_format(inner["schema"], _RESPONSE_FORMAT)
     if isinstance(kind, str):
         raise UnsupportedParameter(
             f"response_format of type {kind[:40]!r} is not supported by this engine. Use text, json_object or json_schema",
@@ -123,15 +123,15 @@ def _read_structured(value: Any) -> OutputFormat | None:
 def _read_kind(kind: str, value: Any, param: str, *, is_compact: bool = False) -> OutputFormat:
     match kind:
         case "json":
-            return _schema(value, param, is_compact=is_compact)
+            return schema_format(value, param, is_compact=is_compact)
         case "json_object":
-            return _schema(_JSON_OBJECT, param, is_compact=is_compact)
+            return schema_format(_JSON_OBJECT, param, is_compact=is_compact)
         case "choice":
             return _choice(value, param)
         case _:
             if not isinstance(value, str) or not value:
                 raise InvalidRequest(f"{param}: {kind} must be a text that is not empty", param=param)
-            return OutputFormat("regex" if kind == "regex" else "grammar", _limit_chars(value, param), param)
+            return OutputFormat("regex" if kind == "regex" else "grammar", limit_chars(value, param), param)
 
 
 def _choice(value: Any, param: str) -> OutputFormat:
@@ -139,23 +139,23 @@ def _choice(value: Any, param: str) -> OutputFormat:
         raise InvalidRequest(f"{param}: choice must be a list of texts that are not empty", param=param)
     if len(value) > MAX_CHOICES:
         raise InvalidRequest(f"{param} has {len(value)} choices, and the limit is {MAX_CHOICES}", param=param)
-    return OutputFormat("grammar", _limit_chars("start: " + " | ".join(json.dumps(item) for item in value), param), param)
+    return OutputFormat("grammar", limit_chars("start: " + " | ".join(json.dumps(item) for item in value), param), param)
 
 
-def _schema(value: Any, param: str, *, is_compact: bool = False) -> OutputFormat:
+def schema_format(value: Any, param: str, *, is_compact: bool = False) -> OutputFormat:
     """A JSON schema, as an object or as text. Its properties keep their order."""
     if isinstance(value, str):
         try:
-            value = json.loads(_limit_chars(value, param))
+            value = json.loads(limit_chars(value, param))
         except (ValueError, RecursionError) as e:
             raise InvalidRequest(f"The schema in {param} is not JSON", param=param) from e
     if not isinstance(value, dict):
         raise InvalidRequest(f"The schema in {param} must be an object", param=param)
-    _check_size(value, param)
-    return OutputFormat("json_schema", _limit_chars(json.dumps(value, ensure_ascii=False), param), param, is_compact)
+    check_schema_size(value, param)
+    return OutputFormat("json_schema", limit_chars(json.dumps(value, ensure_ascii=False), param), param, is_compact)
 
 
-def _check_size(schema: Any, param: str) -> None:
+def check_schema_size(schema: Any, param: str) -> None:
     """Raise `InvalidRequest` for a schema that is nested too deep, or with too large an object."""
     level: list[Any] = [schema]
     depth = 0
@@ -168,7 +168,8 @@ def _check_size(schema: Any, param: str) -> None:
         depth += 1
 
 
-def _limit_chars(text: str, param: str) -> str:
+def limit_chars(text: str, param: str) -> str:
+    """Return `text`. Raises `InvalidRequest` if it is over the limit."""
     if len(text) > MAX_CHARS:
         raise InvalidRequest(f"{param} has {len(text)} characters, and the limit is {MAX_CHARS}", param=param)
     return text

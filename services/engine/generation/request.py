@@ -8,6 +8,7 @@ from services.engine.domain.generation import Generation, TokenText
 from services.engine.domain.sampling_params import SamplingParams, StopConditions
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.grammar.compiler import Grammar
+from shared.contracts.engines import ToolFormat
 from shared.contracts.inference import FairShare
 from shared.contracts.migration import RunningChoice
 
@@ -53,6 +54,9 @@ class GenerationRequest:
     prepared: str = ""
     grammar: Grammar | None = None
     share: FairShare = NO_SHARE
+    tool_format: ToolFormat | None = None
+    shown_tokens: frozenset[int] = frozenset()
+    """Special tokens that are part of the text: those that frame tool calls."""
 
 
 @dataclass(frozen=True)

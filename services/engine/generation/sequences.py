@@ -57,7 +57,9 @@ class Sequence:
             request,
             choice,
             [*choice.prompt, *generated],
-            resumed.generation if resumed is not None else Generation(tokenization.decode, choice.prompt, choice.stop_conditions),
+            resumed.generation
+            if resumed is not None
+            else Generation(tokenization.decode_with(request.shown_tokens), choice.prompt, choice.stop_conditions),
             History(frozenset(choice.prompt), Counter(generated)) if has_penalties else History(frozenset(), Counter()),
             unsent=resumed.unsent.text if resumed is not None else choice.echo or "",
             matcher=TokenMatcher(request.grammar) if request.grammar is not None else None,

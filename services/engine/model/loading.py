@@ -369,7 +369,14 @@ def _build_ready_model(
     eos = checkpoint.eos_tokens(bound.config, files.generation_defaults, files.tokenization.tokenizer.eos_token_id)
     can_embed = start.stage is None
     reader = RequestReader(
-        files.tokenization, capacity, eos, files.generation_defaults, causal, start.card.info.revision, can_embed
+        files.tokenization,
+        capacity,
+        eos,
+        files.generation_defaults,
+        causal,
+        start.card.info.revision,
+        can_embed,
+        start.card.spec.tool_parser,
     )
     room = lora_budget(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
     return ReadyModel(runner, embedder, reader, limits, block_bytes, bound.model, device, room)

@@ -11,12 +11,20 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from services.engine.domain.generation import Generation
-from services.engine.domain.output_format import FIELDS, read_output_format
+from services.engine.domain.output_format import FIELDS, read_output_format, schema_format
 from services.engine.domain.sampling_params import SamplingParams, StopConditions
+from services.engine.domain.tool_request import (
+    ToolRequest,
+    detect_tool_format,
+    read_tools,
+    shorten_call_ids,
+    tags_of,
+    write_tool_grammar,
+)
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest, ResumeState
 from services.engine.grammar.compiler import Grammar, GrammarCompiler
 from services.engine.tokenization import Tokenization
-from shared.contracts.engines import CAPABILITIES
+from shared.contracts.engines import CAPABILITIES, ToolFormat
 from shared.contracts.inference import RESUME, InferRequest, Resume, ResumedChoice
 from shared.contracts.migration import RunningChoice
 from shared.contracts.openai import (
@@ -65,7 +73,9 @@ class RequestReader:
         generates: bool,
         revision: str,
         can_embed: bool = True,
+        tool_format: ToolFormat | None = None,
     ) -> None:
+        """Create a reader. `tool_format` overrides the one that is detected."""
         self._tokens = tokenization
         self._capacity = capacity
         self._eos = eos
@@ -73,6 +83,7 @@ class RequestReader:
         self._generates = generates
         self._revision = revision
         self._can_embed = can_embed
+        self._tool_format = tool_format
         self._grammars = GrammarCompiler(tokenization, capacity.vocab_size, eos)
 
     def prepare_grammars(self) -> None:
@@ -114,7 +125,7 @@ class RequestReader:
             self._known(list(resumed.token_ids), RESUME)
         finished_choices = {index: c for index, c in resumed_choices.items() if c.finish_reason is not None}
         choices = tuple(
-            self._resume_choice(c, resumed_choices[c.index])
+            self._resume_choice(c, resumed_choices[c.index], request.shown_tokens)
             if c.index in resumed_choices and resumed_choices[c.index].token_ids
             else c
             for c in request.choices
@@ -126,8 +137,8 @@ class RequestReader:
         params = request.params if resume.seed is None else replace(request.params, seed=resume.seed)
         return replace(request, choices=choices, finished=finished, params=params, prepared=resume.prepared)
 
-    def _resume_choice(self, choice: Choice, resumed: ResumedChoice) -> Choice:
-        generation = Generation(self._tokens.decode, choice.prompt, choice.stop_conditions)
+    def _resume_choice(self, choice: Choice, resumed: ResumedChoice, shown: frozenset[int]) -> Choice:
+        generation = Generation(self._tokens.decode_with(shown), choice.prompt, choice.stop_conditions)
         unsent = generation.resume(resumed.token_ids, resumed.text_chars, choice.echo or "")
         return replace(choice, resume_state=ResumeState(resumed.token_ids, generation, unsent))
 
@@ -148,14 +159,43 @@ class RequestReader:
             raise Conflict(f"These are the weights of revision {self._revision}, and the tokens are of {revision}", param=RESUME)
 
     def _chat(self, request_id: str, body: ChatCompletionRequest) -> GenerationRequest:
+        tools = read_tools(body.tools, body.tool_choice, (body.model_extra or {}).get("parallel_tool_calls"))
+        if tools is not None and tools.mode == "none":
+            tools = None
+        form = self._form_of_calls() if tools is not None else None
+        messages = [_message(i, m) for i, m in enumerate(body.messages)]
+        if self._tool_form == "mistral":
+            messages = [shorten_call_ids(message) for message in messages]
         prompt = self._tokens.chat(
-            [_message(i, m) for i, m in enumerate(body.messages)],
-            body.tools,
+            messages,
+            body.tools if tools is not None else None,
             body.add_generation_prompt,
             body.chat_template_kwargs or {},
         )
         top = (body.top_logprobs or 0) if body.logprobs else None
-        return self._generation(request_id, body, [(prompt, None)], top)
+        read = self._generation(request_id, body, [(prompt, None)], top, tools)
+        if form is None:
+            return read
+        return replace(read, tool_format=form, shown_tokens=frozenset(self._tokens.special_ids(tags_of(form)).values()))
+
+    @property
+    def _tool_form(self) -> ToolFormat | None:
+        return self._tool_format or detect_tool_format(self._tokens.tool_template or "")
+
+    def _form_of_calls(self) -> ToolFormat:
+        """Return the form in which the model writes calls. Raises `UnsupportedParameter`."""
+        if self._tokens.tool_template is None:
+            raise UnsupportedParameter(
+                "The chat template of this model ignores tools, so the model cannot call them. Omit tools, or use another model",
+                param="tools",
+            )
+        form = self._tool_form
+        if form is None:
+            raise UnsupportedParameter(
+                "The chat template of this model writes tool calls in a form that is not known. Set the model's `tool_parser`",
+                param="tools",
+            )
+        return form
 
     def _completion(self, request_id: str, body: CompletionRequest) -> GenerationRequest:
         if (body.best_of or 1) > (body.n or 1):
@@ -170,7 +210,12 @@ class RequestReader:
         return self._generation(request_id, body, prompts, body.logprobs)
 
     def _generation(
-        self, request_id: str, body: Generating, prompts: list[tuple[list[int], str | None]], top_logprobs: int | None
+        self,
+        request_id: str,
+        body: Generating,
+        prompts: list[tuple[list[int], str | None]],
+        top_logprobs: int | None,
+        tools: ToolRequest | None = None,
     ) -> GenerationRequest:
         choices = []
         n = body.n or 1
@@ -189,12 +234,18 @@ class RequestReader:
             sum(len(ids) for ids, _ in prompts),
             single if body.return_token_ids else None,
             _list_ignored(body),
-            grammar=self._grammar(body),
+            grammar=self._grammar(body, tools),
         )
 
-    def _grammar(self, body: Generating) -> Grammar | None:
+    def _grammar(self, body: Generating, tools: ToolRequest | None) -> Grammar | None:
         given = (body.model_extra or {}) | {name: getattr(body, name) for name in body.model_fields_set & FIELDS}
         wanted = read_output_format(given)
+        if tools is not None and (tools.is_enforced or wanted is not None):
+            for tool in tools.tools:
+                self._grammars.compile(schema_format(tool.schema, "tools"))  # alone: a bad schema shows at its start
+            form = self._form_of_calls()
+            content = wanted if tools.mode == "auto" else None
+            wanted = write_tool_grammar(tools, form, self._tokens.special_ids(tags_of(form)), content)
         return self._grammars.compile(wanted) if wanted is not None else None
 
     def _token_limit(self, body: Generating, prompt: int) -> int:

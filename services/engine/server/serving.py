@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from services.engine.domain.output_format import FIELDS, is_constrained
 from services.engine.domain.standings import Standings
+from services.engine.domain.tool_request import may_be_enforced
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.generation.request import EmbedRequest, GenerationRequest
@@ -166,7 +167,7 @@ class Serving(RequestServer[Stream]):
         self._register(stream)
         loop = asyncio.get_running_loop()
         stream.deadline = loop.call_later(request.deadline_ms / 1000, self._expire, stream)
-        if is_constrained(request.body):
+        if is_constrained(request.body) or may_be_enforced(request.body.get("tools"), request.body.get("tool_choice")):
             reading = self._compile(self.reader, stream, request)
             stream.reading = asyncio.create_task(reading, name=f"grammar of {request.request_id}")
             return
@@ -196,7 +197,7 @@ class Serving(RequestServer[Stream]):
             self._submit(stream, read)
         except TimeoutError:
             stream.reading = None
-            param = min(FIELDS & request.body.keys())
+            param = min(FIELDS & request.body.keys(), default="tools")
             self._fail(stream, InvalidRequest(f"{param} takes too long to compile. Simplify it", param=param))
         except ThawError as e:
             stream.reading = None
@@ -283,6 +284,7 @@ class Serving(RequestServer[Stream]):
                 prompt_token_ids=ids,
                 fixed=not_resumable_reason(request),
                 seed=request.params.seed if isinstance(request, GenerationRequest) else None,
+                tool_format=request.tool_format if isinstance(request, GenerationRequest) else None,
             ),
         )
 

@@ -45,13 +45,14 @@ class ChatTemplate:
 
     def render(self, request: ChatCompletionRequest) -> str:
         """Render the prompt. Raises `Unrenderable`."""
-        name = "tool_use" if request.tools and "tool_use" in self._compiled else "default"
+        tools = request.tools if request.tool_choice != "none" else None
+        name = "tool_use" if tools and "tool_use" in self._compiled else "default"
         template = self._compiled.get(name)
         if template is None:
             raise Unrenderable
         arguments = {
             "messages": [_message(m) for m in request.messages],
-            "tools": request.tools or None,
+            "tools": tools or None,
             "documents": None,
             "add_generation_prompt": request.add_generation_prompt,
         }

@@ -46,6 +46,8 @@ def _check_generation(request: ChatCompletionRequest | CompletionRequest, card: 
     if isinstance(request, ChatCompletionRequest):
         if not card.capabilities.passes_through:
             _check_contents(request, card)
+            if request.tool_choice not in (None, "none", "auto") and not request.tools:
+                raise InvalidRequest("tool_choice demands a call, and the request has no tools. Send tools", param="tool_choice")
     else:
         if not card.capabilities.passes_through and request.best_of is not None and request.best_of != (request.n or 1):
             raise UnsupportedParameter("'best_of' other than n is not supported", param="best_of")

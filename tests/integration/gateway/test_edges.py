@@ -40,7 +40,7 @@ FAULTS: list[tuple[dict[str, Any], int, str, str | None]] = [
     (chat(logit_bias={"9" * 5000: 1}), 400, "invalid_request", "logit_bias"),
     (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "unsupported_parameter", "messages[0].content"),
     (chat(allowed_token_ids=[1]), 400, "unsupported_parameter", "allowed_token_ids"),
-    (chat(tool_choice="required"), 400, "unsupported_parameter", "tool_choice"),
+    (chat(tool_choice="required"), 400, "invalid_request", "tool_choice"),
     (chat(max_tokens=5000), 400, "context_length_exceeded", "max_tokens"),
     (chat("vectors"), 400, "invalid_request", "model"),
 ]

@@ -165,7 +165,7 @@ async def test_failure_before_the_first_token_has_a_status(gateway: Served, node
     ("fields", "param", "words"),
     [
         ({"max_output_tokens": 4000}, "max_output_tokens", "context length"),
-        ({"tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}, "tool_choice", ""),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"background": True}, "background", "not supported"),
     ],

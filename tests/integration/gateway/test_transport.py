@@ -205,8 +205,6 @@ async def _waiting(served: Served, count: int) -> bool:
 
 UNSUPPORTED: list[dict[str, Any]] = [
     {"functions": [{"name": "f"}]},
-    {"tool_choice": "required"},
-    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"allowed_token_ids": [1]},
     {"modalities": ["audio"]},
     {"web_search_options": {}},

@@ -29,6 +29,7 @@ from services.gateway.http.responses.buffered import BufferedCompletion, Buffere
 from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
 from services.gateway.http.responses.response_writer import ResponseWriter
+from services.gateway.http.responses.tool_deltas import tool_options_of
 from services.gateway.http.responses.wait_comments import describe_wait
 from services.gateway.http.scopes import caller_of
 from services.gateway.idempotency.idempotent_request import require_same_request
@@ -243,6 +244,7 @@ class Inference:
         if isinstance(request, EmbeddingRequest):
             return BufferedEmbeddings(request.model, request.encoding_format == "float")
         kind = "chat.completion" if isinstance(request, ChatCompletionRequest) else "text_completion"
+        tools = tool_options_of(request) if isinstance(request, ChatCompletionRequest) else None
         if parsed.stream:
             chunk = "chat.completion.chunk" if isinstance(request, ChatCompletionRequest) else kind
             include_usage = request.stream_options is not None and request.stream_options.include_usage
@@ -253,7 +255,8 @@ class Inference:
                 token_ids=request.return_token_ids,
                 logprobs=logprobs,
                 is_repeatable=is_repeatable,
+                tools=tools,
             )
         prompts = len(prompts_of(request.prompt)) if isinstance(request, CompletionRequest) else 1
         choices = prompts * (request.n or 1)
-        return BufferedCompletion(Head(response_id, kind, created, request.model), choices, request.return_token_ids)
+        return BufferedCompletion(Head(response_id, kind, created, request.model), choices, request.return_token_ids, tools)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.http.responses.openai_objects import Delta, Head, chat_logprobs, completion_logprobs, usage
+from services.gateway.http.responses.tool_deltas import ToolDeltas, ToolOptions
+from shared.contracts.engines import ToolFormat
 from shared.contracts.inference import Answered, EmbeddingsFinished, InferStarted
 
 
@@ -37,8 +39,10 @@ class _Buffered:
 class BufferedCompletion(_Buffered):
     """A chat or text completion."""
 
-    def __init__(self, head: Head, choices: int, token_ids: bool) -> None:
+    def __init__(self, head: Head, choices: int, token_ids: bool, tools: ToolOptions | None = None) -> None:
         self._head = head
+        self._tools = tools
+        self._tool_format: ToolFormat | None = None
         self._count = choices
         self._token_ids = token_ids
         self._prompt_ids: tuple[int, ...] | None = None
@@ -51,6 +55,7 @@ class BufferedCompletion(_Buffered):
 
     def on_started(self, message: InferStarted) -> None:
         self._prompt_ids = message.prompt_token_ids
+        self._tool_format = message.tool_format or self._tool_format
 
     def chunk(self, choices: list[Delta]) -> None:
         for delta in choices:
@@ -67,11 +72,17 @@ class BufferedCompletion(_Buffered):
         return body
 
     def _chat(self, index: int, choice: _Choice) -> dict[str, Any]:
+        content: dict[str, Any] = {"content": "".join(choice.text)}
+        reason = choice.finish_reason or "stop"
+        if self._tools is not None and self._tool_format is not None:
+            tools = ToolDeltas(self._tools, self._head.id)
+            tools.on_started(self._tool_format)
+            content, reason = tools.message(index, content["content"], reason)
         shape: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None, "annotations": []},
+            "message": {"role": "assistant"} | content | {"refusal": None, "annotations": []},
             "logprobs": chat_logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason or "stop",
+            "finish_reason": reason,
         }
         return shape | {"token_ids": choice.token_ids} if self._token_ids else shape
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.gateway.http.error_formats import format_event
 from services.gateway.http.responses.openai_objects import Delta, Head, chat_logprobs, completion_logprobs, usage
+from services.gateway.http.responses.tool_deltas import ToolDeltas, ToolOptions
 from services.gateway.requests.sink import Diverged
 from shared.contracts.inference import Answered, InferStarted
 
@@ -32,7 +33,20 @@ class EventStream:
 
     streams = True
 
-    def __init__(self, head: Head, *, include_usage: bool, token_ids: bool, logprobs: bool, is_repeatable: bool = False) -> None:
+    def __init__(
+        self,
+        head: Head,
+        *,
+        include_usage: bool,
+        token_ids: bool,
+        logprobs: bool,
+        is_repeatable: bool = False,
+        tools: ToolOptions | None = None,
+    ) -> None:
+        """Create an empty stream.
+
+        With `tools`, calls are divided from the text if the engine names their form.
+        """
         self._chat = head.object == "chat.completion.chunk"
         self._head = head
         self._include_usage = include_usage
@@ -46,6 +60,7 @@ class EventStream:
         self._sent: dict[int, list[str]] = {}
         self._expected: dict[int, str] = {}
         self._finished: set[int] = set()
+        self._tools = ToolDeltas(tools, head.id) if tools is not None else None
         self.is_repeatable = is_repeatable and self._is_plain
         self.before_done: Callable[[], bytes] | None = None
         """Returns bytes to write between the last event and `[DONE]`."""
@@ -69,6 +84,8 @@ class EventStream:
 
     def on_started(self, message: InferStarted) -> None:
         self._prompt_ids = message.prompt_token_ids
+        if self._tools is not None:
+            self._tools.on_started(message.tool_format)
 
     def chunk(self, choices: list[Delta]) -> None:
         if self.is_repeatable:
@@ -78,7 +95,9 @@ class EventStream:
             prefix = self._prefixes.get(index)
             if prefix is None:
                 prefix = self._open(index)
-            if not self._is_plain:
+            if self._tools is not None and self._tools.is_active:
+                delta = self._add_parsed(self._tools, index, delta)
+            elif not self._is_plain:
                 self._add_full(index, delta)
             elif text := delta.get("text"):
                 self._out += prefix + encode_basestring(text).encode() + self._suffix
@@ -135,6 +154,23 @@ class EventStream:
         if self._token_ids:
             choice["token_ids"] = ids
         self._emit(choice)
+
+    def _add_parsed(self, tools: ToolDeltas, index: int, delta: Delta) -> Delta:
+        """Add the content and the tool calls of a delta.
+
+        Returns the delta with the finish reason that clients get.
+        """
+        deltas, reason = tools.add(index, delta.get("text", ""), delta.get("finish_reason"))
+        choices = [self._choice(index, content) for content in deltas]
+        tokens, ids = delta.get("logprobs"), list(delta.get("token_ids", ())) if self._token_ids else []
+        if not self._is_plain and (tokens or ids):
+            choices = choices or [self._choice(index, {})]
+            choices[0]["logprobs"] = chat_logprobs(tokens)
+            if self._token_ids:
+                choices[0]["token_ids"] = ids
+        for choice in choices:
+            self._emit(choice)
+        return delta | {"finish_reason": reason}
 
     def _finish(self, index: int, reason: str) -> None:
         choice = self._choice(index, {} if self._chat else "")

@@ -81,7 +81,7 @@ class GatewaySettings(CommonSettings):
         default="auto",
         description="Access to /metrics: open, key (any inference or admin key) or off; auto: open on loopback, else key.",
     )
-    openapi_access: Exposure = Field(default="auto", description="Access to /openapi.json: as metrics_access.")
+    openapi_access: Exposure = Field(default="auto", description="Access to /openapi.json: as THAW_METRICS_ACCESS.")
     waking_comment_after: float = Field(
         default=5.0, gt=0, description="Seconds without a token after which a stream gets SSE comments about its model's start."
     )

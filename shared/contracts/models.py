@@ -77,7 +77,7 @@ class ContainerOptions(Strict):
     The model's directory is mounted read-only at its own path.
     """
 
-    image: str = Field(min_length=1)
+    image: str = Field(min_length=1, description="Image of the engine's container.")
     entrypoint: tuple[str, ...] = Field(default=(), description="Instead of the image's own.")
     args: tuple[str, ...] | None = Field(
         default=None, description="Arguments, with the same fill-ins as `command`; by default what the engine's driver passes."
@@ -87,8 +87,10 @@ class ContainerOptions(Strict):
     )
     mounts: tuple[str, ...] = Field(default=(), description="More of the host's paths, as /host:/inside or /host:/inside:rw.")
     shm_bytes: int = Field(default=1 << 30, gt=0, description="Size of /dev/shm inside.")
-    runtime: str | None = None
-    user: str | None = None
+    runtime: str | None = Field(
+        default=None, description="Runtime of the container engine, as nvidia or runsc; by default the container engine's own."
+    )
+    user: str | None = Field(default=None, description="User that its processes run as, as 1000:1000; by default the image's.")
     capabilities: tuple[str, ...] = Field(
         default=(), description="Linux capabilities that it keeps, as DAC_OVERRIDE; by default none, root's of the image neither."
     )
@@ -96,7 +98,7 @@ class ContainerOptions(Strict):
         default=None, gt=0, description="Memory of the host that it may use; by default nine tenths of the machine's."
     )
     pids_limit: int = Field(default=8192, gt=0, description="Processes and threads that it may have.")
-    pull: Literal["never", "missing"] = "missing"
+    pull: Literal["never", "missing"] = Field(default="missing", description="missing: pull the image if the node lacks it; never.")
 
     @field_validator("mounts")
     @classmethod
@@ -125,7 +127,7 @@ class PlacementRules(Strict):
         default=(),
         description="Patterns of models that it shares no node with, whichever of them is placed first; or label=value of nodes to keep off.",
     )
-    spread: bool = Field(default=False, description="No two of its instances on one node.")
+    spread: bool = Field(default=False, description="Place no two of its instances on the same node.")
 
     @field_validator("devices", "anti_affinity")
     @classmethod
@@ -151,10 +153,13 @@ class PlacementRules(Strict):
 class ModelOptions(Strict):
     """Settings of one model, or of all under `defaults:` in thaw.yaml."""
 
-    engine: Engine = "builtin"
+    engine: Engine = Field(
+        default="builtin",
+        description="builtin, vllm, llamacpp, sglang, ollama, tensorrt-llm, or openai: any server of OpenAI's API.",
+    )
     keep_alive: float = Field(default=300.0, description="Seconds an idle instance stays on its device; -1: until evicted.")
     replicas: Replicas = Replicas()
-    priority: int = Field(default=0, ge=-100, le=100, description="Higher is served first.")
+    priority: int = Field(default=0, ge=-100, le=100, description="From -100 to 100. Models of a higher priority are placed first.")
     park: bool = Field(
         default=False,
         description="Started, warmed and suspended before its first request, as soon as there is room and no request waits.",
@@ -169,7 +174,9 @@ class ModelOptions(Strict):
         le=8,
         description="Pipeline stages of an instance (builtin engine): each loads and computes its layers on a device of its own, of any node.",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the weights in memory: auto (that of the files), float32, bfloat16 or float16."
+    )
     tool_parser: ToolFormat | None = Field(
         default=None, description="The form of tool calls in its text (builtin engine); by default that of its chat template."
     )
@@ -192,24 +199,26 @@ class ModelOptions(Strict):
     )
     command: tuple[str, ...] = Field(
         default=(),
-        description="Program and arguments of an engine of one's own; {model}, {name}, {host}, {port} and {socket} are filled in.",
+        description="Program and arguments of an engine of your own; {model}, {name}, {host}, {port} and {socket} are filled in.",
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="For the engine's processes; ${NAME} stands for the node's own variable of that name."
     )
     network: Literal["private", "host"] | None = Field(
         default=None,
-        description="Network of the engine's processes: one of its own, or the machine's. By default its own, where the node may make one and "
-        "the engine needs no other: not with a `command`, hf://… or engine://….",
+        description="Network namespace of the engine's processes. private: one of its own. host: the machine's. By default private, where the "
+        "node may create network namespaces and the engine needs no other host; host with a `command`, hf://… or engine://….",
     )
     health: str = Field(
-        default="", pattern=r"^(/\S*)?$", description="Path that answers 200 when the engine is up; the engine's own."
+        default="",
+        pattern=r"^(/\S*)?$",
+        description="Path that answers 200 when the engine is ready; by default the one that its driver knows.",
     )
     ready_timeout: float | None = Field(
         default=None, gt=0, description="Seconds a start may take in all, however much progress it makes; no limit by default."
     )
     stop_signal: Literal["SIGTERM", "SIGINT", "SIGQUIT", "SIGKILL"] = Field(
-        default="SIGTERM", description="What an engine is asked to end with; SIGKILL follows."
+        default="SIGTERM", description="Signal that asks the engine to stop; SIGKILL follows."
     )
     routes: tuple[str, ...] = Field(default=(), description="More paths that the engine serves, as /v1/rerank.")
     container: ContainerOptions | None = None
@@ -246,7 +255,7 @@ class ModelSpec(ModelOptions):
     instance what it is are then the base's.
     """
 
-    name: str = Field(pattern=NAME_PATTERN)
+    name: str = Field(pattern=NAME_PATTERN, description="Name of the model in requests.")
     source: str = Field(
         min_length=1,
         description="A directory in Hugging Face layout, hf://org/name[@revision], https://, s3://, gs://, az://, a .gguf file, or engine://NAME.",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Sequence:
     tokens: list[int]
     generation: Generation
     history: History
+    flow: Flow
     computed: int = 0
     state: Any = None
     unsent: str = ""
@@ -61,6 +63,7 @@ class Sequence:
             if resumed is not None
             else Generation(tokenization.decode_with(request.shown_tokens), choice.prompt, choice.stop_conditions),
             History(frozenset(choice.prompt), Counter(generated)) if has_penalties else History(frozenset(), Counter()),
+            _flow(request.share.priority, request.share.flow),
             unsent=resumed.unsent.text if resumed is not None else choice.echo or "",
             matcher=TokenMatcher(request.grammar) if request.grammar is not None else None,
         )
@@ -69,11 +72,6 @@ class Sequence:
     def view(self) -> SequenceView:
         greatest_length = len(self.choice.prompt) + self.choice.stop_conditions.max_tokens
         return SequenceView(self.key, len(self.tokens), self.computed, self.preemptions, greatest_length)
-
-    @property
-    def flow(self) -> Flow:
-        share = self.request.share
-        return Flow(share.priority, share.flow)
 
     @property
     def claim(self) -> Claim:
@@ -104,6 +102,12 @@ class Sequence:
             logprobs=(_token_logprob(sampled, tokenization),) if sampled.logprob is not None else None,
             finish_reason=gained.finish_reason,
         )
+
+
+@lru_cache(maxsize=4096)
+def _flow(priority: int, name: str) -> Flow:
+    """Return the same object for the same flow, so that most comparisons are of identity."""
+    return Flow(priority, name)
 
 
 def choose(sequences: Many[Sequence], logits: torch.Tensor, masks: Mapping[int, torch.Tensor] = _NO_MASKS) -> list[Sampled]:

@@ -10,12 +10,19 @@ from services.engine.domain.fair_slots import ReceivedTokens, arrange
 from services.engine.domain.step_planning import Limits
 from services.engine.generation.sequences import Sequence
 
+_SETTLED_STEPS = 32
+"""Steps after which a decision is made again, unless a request arrives or a slot is free.
+
+Only responses that are longer than predicted change the decision in between.
+"""
+
 
 @dataclass(slots=True)
 class SlotShares:
     """The tokens that each flow has received. Owned by the computing thread."""
 
     _received: ReceivedTokens = field(default_factory=ReceivedTokens)
+    _settled_steps: int = 0
 
     def begin_waiting(
         self, sequences: Collection[Sequence], running: Mapping[int, Sequence], waiting: Collection[Sequence], slots: int
@@ -30,14 +37,14 @@ class SlotShares:
         """
         if not sequences:
             return
+        self._settled_steps = 0
         for sequence in sequences:
             sequence.received = sequence.computed
         first = next(iter(sequences))
         flow = first.flow
         if any(s.flow == flow for s in waiting):
             return
-        others = [s for s in (*running.values(), *waiting) if s.flow != flow]
-        if not others:  # the usual case needs no claims
+        if not waiting and all(s.flow is flow for s in running.values()):
             self._received.begin_waiting(first.claim, (), (), slots)
             return
         self._received.begin_waiting(first.claim, [s.claim for s in running.values()], [s.claim for s in waiting], slots)
@@ -56,8 +63,15 @@ class SlotShares:
         Returns:
             The keys of the sequences that the caller removes from `running`.
         """
-        if not waiting or len({s.flow for s in waiting} | {s.flow for s in running.values()}) < 2:
+        if not waiting:
             return ()
+        if self._settled_steps and len(running) >= limits.max_sequences:
+            self._settled_steps -= 1
+            return ()
+        flow = waiting[0].flow
+        if all(s.flow is flow for s in waiting) and all(s.flow is flow for s in running.values()):
+            return ()  # the usual case needs no claims
+        self._settled_steps = _SETTLED_STEPS
         claims = [s.claim for s in running.values()]
         arranged = arrange(claims, [s.claim for s in waiting], self._received.tags(claims), limits, turn)
         by_key = {s.key: s for s in waiting}

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shared.contracts.inference import InferFailed
+from services.engine.generation.request import GenerationRequest
+from services.gateway.domain.tool_calls import Arguments, ToolCallParser
+from shared.contracts.inference import InferFailed, InferRequest
 from tests.integration.engine.test_families import LoadedModel, save
 from tests.integration.engine.test_resume import RecordedBatcher, cut, flat, request
 from tests.support.engines import Engines
@@ -140,3 +142,42 @@ async def test_engine_process_serves_formats_and_refuses_bad_ones(engines: Engin
         assert isinstance(refused, InferFailed)
         assert (refused.error.status, refused.error.param) == (400, "response_format")
     assert (await ask(response_format={"type": "text"}, max_tokens=4)).finish() == "length"
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_tool_calls_continued_at_any_token_equal_the_undisturbed_ones(
+    loaded: LoadedModel, reported: RecordedBatcher, choice: str
+) -> None:
+    """The gateway parses the text of both engines as one."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    asked |= {"model": "m", "max_tokens": 240, "temperature": 0}
+
+    def read(name: str, resume: Any = None) -> GenerationRequest:
+        ask = InferRequest(request_id=name, instance_id="i", model="m", endpoint="chat", body=asked, resume=resume)
+        found = loaded.computable.reader.read(ask)
+        assert isinstance(found, GenerationRequest)
+        return found
+
+    first = read("whole")
+    whole = reported.answer(first)
+    text, tokens, _, finish = flat(whole[0])
+    assert first.tool_format == "hermes"
+    if choice == "required":
+        assert finish == ["stop"]
+        check(parsed([text])[0])
+    for count in (1, len(tokens) // 3, len(tokens) - 1):
+        rest = reported.answer(read(f"cut-{count}", cut(whole, {0: count}, first)))
+        assert flat([*whole[0][:count], *rest[0]]) == flat(whole[0]), count
+        assert parsed(d.text for d in [*whole[0][:count], *rest[0]]) == parsed([text])
+
+
+def parsed(texts: Iterable[str]) -> list[str]:
+    """Return the arguments of the calls that the gateway finds."""
+    parser = ToolCallParser("hermes", frozenset({"f"}))
+    pieces = [piece for text in texts for piece in parser.feed(text)] + parser.finish()
+    arguments = [""] * parser.calls
+    for piece in pieces:
+        if isinstance(piece, Arguments):
+            arguments[piece.call] += piece.text
+    return arguments

@@ -231,6 +231,11 @@ class InstanceStatus(Frozen):
         """True for a stage behind the first one: it belongs to the first stage's instance."""
         return self.group is not None and self.group.index > 0
 
+    @property
+    def device_count(self) -> int:
+        """Devices that serve with it: of a group on several nodes those of all stages."""
+        return self.group.count if self.group is not None else max(1, len(self.device_ids))
+
 
 WEIGHTS_ON_GPU = "weights:cuda"
 """The capability of having weights in GPU memory of the loader's, which engines map."""

@@ -29,7 +29,7 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
     served = stats.instance
     started = served if cold_at is not None else None
     kind = served.device_ids[0].partition(":")[0] if served is not None and served.device_ids else ""
-    count = max(1, len(served.device_ids)) if served is not None else 1
+    count = served.device_count if served is not None else 1
     compute_s = (stats.earlier_device_s + request.attempt.device_s) * count
     return UsageRecord(
         hour=int(time.time() // 3600),

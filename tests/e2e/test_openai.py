@@ -278,7 +278,7 @@ REFUSED: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str | None
         "invalid_request",
         "response_format",
     ),
-    ({"tool_choice": "required"}, openai.BadRequestError, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": "required"}, openai.BadRequestError, "invalid_request", "tool_choice"),
     ({"messages": [{"role": "user", "content": "word " * 20_000}]}, openai.BadRequestError, "context_length_exceeded", "messages"),
     ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),
     ({"logit_bias": {"99999999": 1}}, openai.BadRequestError, "invalid_request", "logit_bias"),

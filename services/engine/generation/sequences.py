@@ -54,14 +54,13 @@ class Sequence:
         """Create a choice's sequence, with tokens that another engine generated."""
         resumed, has_penalties = choice.resume_state, request.params.has_penalties
         generated = resumed.tokens if resumed is not None else ()
+        decode = tokenization.decode_with(request.shown_tokens) if request.shown_tokens else tokenization.decode
         return cls(
             key,
             request,
             choice,
             [*choice.prompt, *generated],
-            resumed.generation
-            if resumed is not None
-            else Generation(tokenization.decode_with(request.shown_tokens), choice.prompt, choice.stop_conditions),
+            resumed.generation if resumed is not None else Generation(decode, choice.prompt, choice.stop_conditions),
             History(frozenset(choice.prompt), Counter(generated)) if has_penalties else History(frozenset(), Counter()),
             _flow(request.share.priority, request.share.flow),
             unsent=resumed.unsent.text if resumed is not None else choice.echo or "",

@@ -91,7 +91,7 @@ async def test_models_are_listed_shown_and_seen_running(client: Any, gateway: Se
     assert listed["alpha"].details.parameter_size == "1K"
     shown = await client.show("a:latest")
     assert (shown.modelinfo["general.architecture"], shown.modelinfo["fake.context_length"]) == ("fake", 2048)
-    assert (shown.capabilities, (await client.show("vectors")).capabilities) == (["completion"], ["embedding"])
+    assert (shown.capabilities, (await client.show("vectors")).capabilities) == (["completion", "tools"], ["embedding"])
     [running] = (await client.ps()).models
     assert (running.name, running.context_length) == ("alpha", 2048)
     assert running.expires_at.tzinfo is not None

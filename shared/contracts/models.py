@@ -31,7 +31,7 @@ _HARMLESS_FIELDS = frozenset(
     {
         "name", "source", "aliases", "base", "engine", "keep_alive", "replicas", "priority", "park", "pin", "placement", "max_model_len",
         "max_concurrency", "stages", "dtype", "queue", "slo", "latency_sensitivity", "isolation", "init_timeout", "response_timeout", "memory",
-        "health", "ready_timeout", "stop_signal", "routes",
+        "health", "ready_timeout", "stop_signal", "routes", "tool_parser",
     }
 )  # fmt: skip
 """Options of a model that can make no node run code of the caller's choice. An option that is new

@@ -70,6 +70,10 @@ CASES: dict[str, Case] = {
         ("--cluster", "{home}/cluster.yaml", "--models", "{home}/models.yaml", "--duration", "10"),
         {"runs", "plots"},
     ),
+    "demo traffic": (
+        ("--models", "1", "--seconds", "1", "--rate", "2", "--seed", "5", "--remove"),
+        {"requests", "failed", "errors", "tokens", "models"},
+    ),
     "import llama-swap": (
         ("{home}/llama-swap.yaml",),
         {"output", "yaml", "models", "without_counterpart", "required", "faults"},
@@ -111,7 +115,7 @@ def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw, monkeypat
     found: dict[str, Any] = {}
     for verb, (arguments, _) in CASES.items():
         words = [*verb.split(), *(a.format(home=mesh.home) for a in arguments)]
-        if verb in ("up", "down"):
+        if verb in ("up", "down", "demo traffic"):
             found[verb] = mesh.json(*words)
             continue
         status, out = mesh.inside(*words, "--json", *(["-"] if verb == "simulate" else []))

@@ -129,6 +129,18 @@ def test_servers_and_loader_are_restarted(mesh: Thaw, client: openai.OpenAI, ser
     assert ask(client, "one")
 
 
+def test_batch_completes_once_when_the_gateway_is_killed(mesh: Thaw, client: openai.OpenAI) -> None:
+    patient = client.with_options(max_retries=20)
+    begun = wait(patient, start(patient, lines(200, max_tokens=64)), counts=3)
+    assert begun.status == "in_progress"
+    kill(mesh.pid("gateway"))
+    batch = wait(patient, begun)
+    assert batch.status == "completed"
+    answered = results(patient, batch.output_file_id)
+    assert [answer["custom_id"] for answer in answered] == [f"request-{i}" for i in range(200)]
+    assert {answer["response"]["status_code"] for answer in answered} == {200}
+
+
 def test_new_supervisor_adopts_the_services_of_a_killed_one(mesh: Thaw, plain: openai.OpenAI) -> None:
     expected = ask(plain, "one")
     before = {s: mesh.pid(s) for s in ("nats", "postgres", "scheduler", "gateway", "nodeagent.node-0", "loader.node-0")}
@@ -211,15 +223,3 @@ def test_ctrl_c_during_startup_leaves_no_process() -> None:
         thaw.assert_nothing_left()
     finally:
         thaw.close()
-
-
-def test_batch_completes_once_when_the_gateway_is_killed(mesh: Thaw, client: openai.OpenAI) -> None:
-    patient = client.with_options(max_retries=20)
-    begun = wait(patient, start(patient, lines(60, max_tokens=64)), counts=3)
-    assert begun.status == "in_progress"
-    kill(mesh.pid("gateway"))
-    batch = wait(patient, begun)
-    assert batch.status == "completed"
-    answered = results(patient, batch.output_file_id)
-    assert [answer["custom_id"] for answer in answered] == [f"request-{i}" for i in range(60)]
-    assert {answer["response"]["status_code"] for answer in answered} == {200}

@@ -76,6 +76,9 @@ class TokensRead(Message):
     prompt_token_ids: tuple[tuple[int, ...], ...] = Field(description="Of each choice, in their order.")
     choices: tuple[RunningChoice, ...] = ()
     adapter: ModelCard | None = None
+    cache_salt: str = Field(
+        default="", description="The part of the engine's prefix cache that the request uses; empty: without a salt."
+    )
 
 
 class PrepareResume(Request):
@@ -96,6 +99,7 @@ class PrepareResume(Request):
     revision: str = Field(description="Of the weights; another one's are refused (`conflict`).")
     sequences: tuple[tuple[int, ...], ...]
     adapter: ModelCard | None = None
+    cache_salt: str = Field(default="", description="As in `TokensRead`: the resumed request looks only there.")
     keep_ms: int = Field(default=30_000, gt=0)
     within_ms: int | None = Field(
         default=None,

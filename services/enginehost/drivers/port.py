@@ -141,6 +141,11 @@ class Driver:
         """Request fields for the lowest priority; empty if the engine has no priorities."""
         return {}
 
+    @property
+    def salts_prefixes(self) -> bool:
+        """True if requests with different `cache_salt` share no prefix of the engine's cache."""
+        return False
+
     def share_fields(self, share: FairShare) -> dict[str, Any]:
         """Request fields for the share of a request; empty if the engine has nothing for it."""
         return {}

@@ -16,6 +16,7 @@ _WEIGHTS = "weights"
 class Sglang(Driver):
     location_variables = ("THAW_SGLANG_PYTHON",)
     module = "sglang"
+    salts_prefixes = True
 
     def command(self) -> Command:
         return Command((self.launch.settings.sglang_python, "-m", "sglang.launch_server", *self.arguments()))

@@ -35,6 +35,7 @@ class Vllm(Driver):
 
     tokens = VllmTokens()
     takes_socket = True
+    salts_prefixes = True
 
     @property
     def caches_prefixes(self) -> bool:

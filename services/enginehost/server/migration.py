@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from services.enginehost.drivers.cache_salt import CACHE_SALT
 from services.enginehost.drivers.port import Driver
 from services.enginehost.http1 import Client, call, json_request
 from services.enginehost.server.serving import Serving
@@ -47,7 +48,10 @@ class HostMigration:
             raise NotFound(f"The tokens of request {request_id} are not known: {stream.fixed or LOST}")
         generated = RunningChoice(token_ids=tracker.answer, finish_reason=tracker.finish_reason)
         return TokensRead(
-            running=stream.running(), prompt_token_ids=(tracker.prompt[: tracker.prompt_tokens],), choices=(generated,)
+            running=stream.running(),
+            prompt_token_ids=(tracker.prompt[: tracker.prompt_tokens],),
+            choices=(generated,),
+            cache_salt=stream.cache_salt,
         )
 
     def yield_(self, request_id: str) -> None:
@@ -73,15 +77,16 @@ class HostMigration:
             raise Conflict(f"{driver.card.name} has weights of revision {driver.card.info.revision} here, not {order.revision}")
         if driver.tokens is None or not driver.caches_prefixes or order.adapter is not None:
             raise UnsupportedParameter("This engine has no prefix cache to warm", param="sequences")
+        fields = dict(driver.last)
+        if order.cache_salt and driver.salts_prefixes:
+            fields[CACHE_SALT] = order.cache_salt
         began = time.monotonic()
         before = self._prepared.pop(order.prepared, ())
         for i, sequence in enumerate(order.sequences):
             known = before[i] if i < len(before) else 0
             for end in (*range(known + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
                 asked = {"model": driver.served_name, "prompt": list(sequence[:end]), "max_tokens": 1, "temperature": 0}
-                await call(
-                    client, json_request("/v1/completions", {**asked, **driver.last}), "warming the prefix cache for a resume"
-                )
+                await call(client, json_request("/v1/completions", {**asked, **fields}), "warming the prefix cache for a resume")
         total = sum(map(len, order.sequences))
         self._prepared[order.prepared] = tuple(map(len, order.sequences))
         while len(self._prepared) > _REMEMBERED:

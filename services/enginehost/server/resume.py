@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from services.enginehost.drivers.cache_salt import cache_fields
 from services.enginehost.drivers.port import Driver
 from services.enginehost.drivers.token_api import TokenApi
 from services.enginehost.http1 import Client, HttpRequest, json_request
@@ -70,7 +71,7 @@ async def build_request(
     given = (*prompt, *choice.token_ids[:kept])
     body = {k: v for k, v in driver.body(request.body).items() if k not in _CHAT_ONLY}
     body |= {"prompt": list(given), "max_tokens": most - kept, "stream": True, **api.request_fields}
-    body |= driver.share_fields(request.share)
+    body |= driver.share_fields(request.share) | cache_fields(request, driver)
     if isinstance(least := body.get("min_tokens"), int):
         body["min_tokens"] = max(0, least - kept)
     body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}

@@ -55,6 +55,7 @@ class _Stream:
     tracker: TokenTracker | None = None
     fixed: str = "the engine has not answered yet"
     first_at: float | None = None
+    cache_salt: str = ""
 
     def running(self) -> RunningRequest:
         tracker, now = self.tracker, time.monotonic()
@@ -138,6 +139,7 @@ class Serving(RequestServer[_Stream]):
 
     async def _forward(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
         upstream = await build_upstream_request(request, driver, client)
+        stream.cache_salt = upstream.salt
         response = await client.send(upstream.outgoing)
         try:
             content_type = response.headers.get("content-type", "application/octet-stream")

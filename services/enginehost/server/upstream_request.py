@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.enginehost.drivers.cache_salt import CACHE_SALT, cache_fields
 from services.enginehost.drivers.port import Driver
 from services.enginehost.drivers.token_api import TokenApi
 from services.enginehost.http1 import Client, HttpRequest, json_request
@@ -27,6 +28,7 @@ class UpstreamRequest:
         fixed: The reason why another engine cannot resume the response; empty if it can.
         tracker: Tracks the tokens of the response; None if they are not tracked.
         seed: Seed of the request, if it has one.
+        salt: The part of the prefix cache that it uses; empty: no salt.
     """
 
     outgoing: HttpRequest
@@ -34,6 +36,7 @@ class UpstreamRequest:
     fixed: str = ""
     tracker: TokenTracker | None = None
     seed: int | None = None
+    salt: str = ""
 
 
 async def build_upstream_request(request: InferRequest, driver: Driver, client: Client) -> UpstreamRequest:
@@ -42,17 +45,18 @@ async def build_upstream_request(request: InferRequest, driver: Driver, client: 
     Raises `Conflict` for a response that this engine cannot resume.
     """
     body, chat = request.body, request.endpoint == "chat"
+    salt = cache_fields(request, driver).get(CACHE_SALT, "")
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     if request.resume is not None:
         known, outgoing, resume_state, prompt = await build_request(request, driver, client)
         tracker = TokenTracker(
             known, chat, hide_usage=not wants_usage, hide_ids=_hides_ids(known, body), resume_state=resume_state, prompt=prompt
         )
-        return UpstreamRequest(outgoing, tracker=tracker, seed=body.get("seed"))
+        return UpstreamRequest(outgoing, tracker=tracker, seed=body.get("seed"), salt=salt)
     if request.endpoint == "other":
         return UpstreamRequest(_forward(request, driver), fixed="only its engine understands this route")
     fixed = not_resumable_reason(driver, request.endpoint, body)
-    outgoing_body = {**driver.body(body), **driver.share_fields(request.share)}
+    outgoing_body = {**driver.body(body), **driver.share_fields(request.share), **cache_fields(request, driver)}
     hide = False
     if body.get("stream") and driver.stream_usage:
         hide = not wants_usage
@@ -63,7 +67,7 @@ async def build_upstream_request(request: InferRequest, driver: Driver, client: 
     prompt = () if api.includes_prompt_ids else tuple(await api.prompt(body, driver.served_name, client, chat=chat))
     tracker = TokenTracker(api, chat, hide_usage=hide, hide_ids=_hides_ids(api, body), prompt=prompt)
     outgoing = json_request(_PATHS[request.endpoint], {**outgoing_body, **api.request_fields})
-    return UpstreamRequest(outgoing, hide, tracker=tracker, seed=body.get("seed"))
+    return UpstreamRequest(outgoing, hide, tracker=tracker, seed=body.get("seed"), salt=salt)
 
 
 def _hides_ids(api: TokenApi, body: Mapping[str, Any]) -> bool:
@@ -78,6 +82,6 @@ def _forward(request: InferRequest, driver: Driver) -> HttpRequest:
         return HttpRequest(request.method, path, base64.b64decode(request.data), headers)
     if request.method in ("GET", "DELETE"):
         return HttpRequest(request.method, path, headers=request.headers)
-    body: Any = {**driver.body(request.body), **driver.share_fields(request.share)}
+    body: Any = {**driver.body(request.body), **driver.share_fields(request.share), **cache_fields(request, driver)}
     outgoing = json_request(path, body, request.method)
     return HttpRequest(outgoing.method, path, outgoing.body, {**request.headers, **outgoing.headers})

@@ -101,6 +101,7 @@ def _prepare(t: Turn, name: str, tokens: TokensRead, sequences: tuple[tuple[int,
         revision=t.work.record.revision,
         sequences=sequences,
         adapter=tokens.adapter,
+        cache_salt=tokens.cache_salt,
     )
     t.ask(f"prepare:{name}", "engine", t.work.record.instance_id, message)
 

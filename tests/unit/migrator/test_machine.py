@@ -135,6 +135,16 @@ def test_refusal_by_the_destination_fails_the_migration(refusal: str) -> None:
     assert {r.at for r in requests} == {"a"}
 
 
+def test_prefix_is_prepared_in_the_part_of_the_cache_that_the_request_uses() -> None:
+    world = World()
+    request = world.request()
+    world.migrator()
+    world.order(request)
+    until(world, PrepareResume)
+    orders = [letter.ask.message for letter in world.letters if isinstance(letter.ask.message, PrepareResume)]
+    assert {order.cache_salt for order in orders} == {f"salt of {request.name}-1"}
+
+
 def test_request_that_finishes_during_migration_leaves_nothing_prepared() -> None:
     world = World()
     request = world.request()

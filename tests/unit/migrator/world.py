@@ -322,7 +322,10 @@ class World:
                 if name not in here:
                     raise NotFound("over")
                 made = RunningChoice(token_ids=tuple(range(int(here[name].tokens))))
-                return TokensRead(running=self._running(here[name]), prompt_token_ids=(tuple(range(PROMPT)),), choices=(made,))
+                prompt = (tuple(range(PROMPT)),)
+                return TokensRead(
+                    running=self._running(here[name]), prompt_token_ids=prompt, choices=(made,), cache_salt=f"salt of {name}"
+                )
             case PrepareResume():
                 if message.revision != engine.revision:
                     raise Conflict("another revision")

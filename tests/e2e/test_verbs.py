@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shared.contracts.plans import PlanRecord
+from tests.e2e.test_batches import lines
 from tests.support.launcher import Thaw
 from thaw.cli.app import COMMANDS, main
 
@@ -21,7 +22,9 @@ CLUSTER = {
 }
 MODELS = {"models.yaml": "models: [{name: a, weights_gb: 10, service: {kind: fixed, seconds: 1}, slo_ttft: 5}]"}
 LLAMA_SWAP = {"llama-swap.yaml": "models:\n  one:\n    cmd: llama-server --model /m/one.gguf --port ${PORT}\n"}
-FILES = CLUSTER | MODELS | LLAMA_SWAP
+REQUESTS = {"requests.jsonl": lines(2).decode()}
+FILES = CLUSTER | MODELS | LLAMA_SWAP | REQUESTS
+BATCH = {"id", "status", "endpoint", "model", "request_counts", "output_file_id", "error_file_id", "errors", "created_at"}
 
 Case = tuple[tuple[str, ...], set[str]]
 CASES: dict[str, Case] = {
@@ -38,6 +41,10 @@ CASES: dict[str, Case] = {
         ("one", "Hello", "--max-tokens", "2"),
         {"model", "request_id", "text", "finish_reason", "ttft_ms", "duration_ms", "usage"},
     ),
+    "batches run": (("{home}/requests.jsonl", "--output", "{home}/results.jsonl"), BATCH | {"ok", "written"}),
+    "batches list": ((), {"batches", "has_more"}),
+    "batches show": (("{batch}",), BATCH),
+    "batches cancel": (("{batch}",), BATCH),
     "ps": ((), {"v", "kind", "scheduler", "epoch", "models", "nodes", "instances", "migrations"}),
     "trace": ((), {"request", "load", "migrations"}),
     "explain": (("one",), {*PlanRecord.model_fields, "took_error_ms", "queue", "request", "running", "assumed", "others"}),
@@ -114,7 +121,8 @@ def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw, monkeypat
         (mesh.home / name).write_text(text)
     found: dict[str, Any] = {}
     for verb, (arguments, _) in CASES.items():
-        words = [*verb.split(), *(a.format(home=mesh.home) for a in arguments)]
+        batch = found.get("batches run", {}).get("id")
+        words = [*verb.split(), *(a.format(home=mesh.home, batch=batch) for a in arguments)]
         if verb in ("up", "down", "demo traffic"):
             found[verb] = mesh.json(*words)
             continue

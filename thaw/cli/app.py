@@ -30,6 +30,7 @@ COMMANDS = (
         "Show models, instances, devices, memory and migrations.",
     ),
     Entry("models", "models", "app", "Models: register, list, show, remove."),
+    Entry("batches", "batches", "app", "Batches of requests for idle devices: run, list, show, cancel."),
     Entry("keys", "keys", "app", "API keys: add, list, change, rotate, revoke, log."),
     Entry("usage", "usage", "usage", "Show requests, tokens, cold starts and their cost by API key and model."),
     Entry("wake", "wake", "wake", "Start or resume a model, and wait until it is ready."),

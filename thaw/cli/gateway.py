@@ -26,7 +26,7 @@ _PAUSE_S = 0.2
 _UNREACHED = "unreachable"
 _REMEDIES = {
     "model_not_found": "`thaw models add NAME SOURCE` registers one.",
-    "invalid_api_key": "Set THAW_API_KEY for `thaw chat` and the demo (`thaw keys add NAME` makes a key), THAW_ADMIN_KEY for other commands.",
+    "invalid_api_key": "Set THAW_API_KEY for `thaw chat`, `thaw batches` and the demo (`thaw keys add NAME` makes a key), else THAW_ADMIN_KEY.",
     "unreachable": "`thaw doctor` shows which part is missing; it may be starting again.",
     "unavailable": "Try again; `thaw ps` and `thaw doctor` show whether a part of the mesh is missing.",
     "insufficient_memory": "`thaw explain MODEL` shows what was considered for a registered model.",

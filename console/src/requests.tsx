@@ -1,13 +1,15 @@
-// Finished requests with their waterfall, and the placement decision behind a cold start.
+// Finished requests with their waterfall, the placement decision behind a cold start, and what-if queries.
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin, ApiError } from "./api";
 import { LatencyChart } from "./chart";
-import { clock, duration, optional, size, words } from "./format";
+import { clock, duration, optional } from "./format";
 import type { Live } from "./live";
 import { Facts, Freshness, useFilter } from "./parts";
-import type { Candidate, LoadTrace, PlanExplained, RequestTrace, Segment, Span } from "./types";
+import { PlanCard } from "./placement";
+import type { LoadTrace, PlanExplained, RequestTrace, Segment, Span } from "./types";
 import { rows, type Stretch } from "./waterfall";
+import { WhatIf } from "./whatif";
 
 export function RequestsPage({ live }: { live: Live }) {
   const requests = useMemo(
@@ -121,6 +123,7 @@ export function RequestPage({ id }: { id: string }) {
         </section>
       )}
       {plan && <PlanCard found={plan} />}
+      {trace && <WhatIf model={plan?.plan.model ?? trace.model} happened={plan?.plan} />}
     </>
   );
 }
@@ -138,6 +141,7 @@ export function ExplainPage({ about }: { about: string }) {
       <h1>Placement decision</h1>
       {failure && <p class="failure" role="alert">{failure}</p>}
       {plan && <PlanCard found={plan} />}
+      {plan && <WhatIf model={plan.plan.model} happened={plan.plan} />}
     </>
   );
 }
@@ -176,64 +180,5 @@ export function Waterfall(props: { spans: Span[]; critical: Segment[]; end: numb
         </tbody>
       </table>
     </div>
-  );
-}
-
-function sameAs(a: Candidate, b: Candidate | null): boolean {
-  return b !== null && a.node === b.node && a.ready_by === b.ready_by && a.device_ids.join() === b.device_ids.join();
-}
-
-function longestPhases(predicted: Record<string, number>): string {
-  const longest = Object.entries(predicted).filter(([, ms]) => ms >= 1).sort(([, a], [, b]) => b - a);
-  return longest.slice(0, 5).map(([phase, ms]) => `${phase} ${duration(ms)}`).join(", ");
-}
-
-function PlanCard({ found }: { found: PlanExplained }) {
-  const { plan } = found;
-  return (
-    <section class="card" aria-label="Placement decision">
-      <h2>Why {plan.model} was placed there: {words(plan.way)}</h2>
-      {plan.reason && <p>{plan.reason}</p>}
-      <Facts
-        items={[
-          ["Plan", <code>{plan.plan_id}</code>],
-          ["Asked by", plan.trigger],
-          ["Outcome", `${plan.outcome}${plan.measured_ms === null ? "" : ` after ${duration(plan.measured_ms)}`}`],
-          ["Predicted", optional(plan.chosen?.predicted_ms)],
-          ["Error", plan.error?.message],
-        ]}
-      />
-      {plan.candidates.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="Candidates">
-          <table>
-            <caption>Candidates</caption>
-            <thead>
-              <tr>
-                {["Chosen", "Node", "Device", "Way", "From", "Predicted", "By phase", "Needs", "Free", "Would leave", "Not taken because"].map((title) => (
-                  <th key={title} scope="col">{title}</th>
-                ))}
-              </tr>
-            </thead>
-            <tbody>
-              {plan.candidates.map((c, i) => (
-                <tr key={i} class={sameAs(c, plan.chosen) ? "selected" : ""}>
-                  <td>{sameAs(c, plan.chosen) ? "✓ chosen" : ""}</td>
-                  <td>{c.node}</td>
-                  <td>{c.device_ids.join(", ")}</td>
-                  <td>{words(c.way)}</td>
-                  <td>{c.source}</td>
-                  <td class="number">{optional(c.predicted_ms)}</td>
-                  <td>{longestPhases(c.predicted)}</td>
-                  <td class="number">{size(c.needed_bytes)}</td>
-                  <td class="number">{size(c.free_bytes)}</td>
-                  <td>{c.victims.join(", ")}</td>
-                  <td>{c.excluded}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
-      )}
-    </section>
   );
 }

@@ -155,4 +155,5 @@ export interface PlanExplained {
     error: { message: string } | null;
   };
   assumed: string[];
+  others: PlanExplained["plan"][];
 }

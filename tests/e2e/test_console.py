@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from rich.console import Console
 
+from services.gateway.authorization import hash_key
 from shared.contracts.traces import RequestTrace
 from tests.support.browser import chromium, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
@@ -102,6 +103,53 @@ def test_waterfall_is_that_of_the_command_line(page: Page, client: openai.OpenAI
     candidates = page.get_by_role("region", name="Candidates")
     expect(candidates.get_by_role("row").filter(has_text="chosen").nth(1)).to_contain_text("node-0")
     assert serious_findings(page) == []
+
+
+def test_what_if_is_decided_beside_what_happened_and_read_only_keys_may_ask(
+    browser: Browser, mesh: Thaw, client: openai.OpenAI, admin: httpx.Client
+) -> None:
+    admin.post("/models/three/sleep").raise_for_status()
+    for model in ("one", "two"):
+        ask(client, model)
+    request_id = ask(client, "three")
+    admin.post("/models/three/sleep").raise_for_status()
+    for model in ("one", "two"):
+        ask(client, model)
+    key = "sk-thaw-what-if"
+    admin.post("/keys", json={"name": "asker", "scope": "read-only", "sha256": hash_key(key)}).raise_for_status()
+    try:
+        with opened(browser) as (page, faults):
+            log_in(page, mesh, key)
+            page.goto(f"{mesh.url}/ui#/requests/{request_id}")
+            page.get_by_text("What if the cluster were different?").click()
+            answer = page.get_by_role("region", name="Decision under the assumption")
+            name = "<b>big</b>"
+            page.get_by_label("Name of the node").fill(name)
+            page.get_by_role("button", name="Ask the scheduler").click()
+            expect(answer.get_by_role("heading")).to_contain_text(f"node {name} is there, with 1 x cpu")
+            row = answer.get_by_role("row", name=re.compile("^Device"))
+            expect(row.get_by_role("cell").nth(0)).to_have_text("node-0 cpu:0")
+            expect(row.get_by_role("cell").nth(1)).to_have_text(f"{name} cpu:0")
+            expect(answer.get_by_role("row", name=re.compile("^Decision"))).to_contain_text("evict then load")
+            candidates = answer.get_by_role("region", name="Candidates under the assumption")
+            expect(candidates.get_by_role("row").filter(has_text="✓ chosen")).to_contain_text(name)
+            assert serious_findings(page) == []
+            # By keyboard: no room at all on the only device.
+            page.get_by_label("Suppose").select_option("another memory budget of a device")
+            page.get_by_label("Budget in GiB").fill("0.001")
+            page.keyboard.press("Enter")
+            expect(answer.get_by_role("heading")).to_contain_text("node-0/cpu:0 has a budget of")
+            expect(answer.get_by_role("row", name=re.compile("^Decision"))).to_contain_text("impossible")
+            page.get_by_label("Suppose").select_option("one node less")
+            page.get_by_role("button", name="Ask the scheduler").click()
+            expect(answer.get_by_role("heading")).to_contain_text("node node-0 is gone")
+            page.get_by_role("link", name="Models").click()
+            page.get_by_role("button", name="three", exact=True).wait_for()
+            assert page.get_by_role("button", name=re.compile("^(Wake|Put) ")).count() == 0
+            assert faults == []
+    finally:
+        admin.delete("/keys/asker").raise_for_status()
+    assert {n["node"] for n in admin.get("/cluster").json()["nodes"]} == {"node-0"}
 
 
 def test_playground_streams_and_shows_the_request_as_code(page: Page, mesh: Thaw, admin: httpx.Client) -> None:

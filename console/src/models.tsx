@@ -1,11 +1,14 @@
 // The catalogue with state, objectives and latencies of the latest requests.
 
-import { useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { change, inPath } from "./api";
 import { duration, optional, percentile, size, words } from "./format";
 import type { Live } from "./live";
 import { Action, Badge, Facts, Freshness, useFilter } from "./parts";
+import { money } from "./money";
+import { ModelSettings } from "./settings";
 import type { Model, RequestRecord } from "./types";
+import { usage } from "./usage";
 
 export interface Latency {
   cold: number[];
@@ -26,9 +29,35 @@ export function latencies(requests: RequestRecord[]): Map<string, Latency> {
   return found;
 }
 
+const COST_HOURS = 24;
+const COST_REFRESH_MS = 60_000;
+
+/** Costs of models in the last day, by name; null: the mesh has no prices. */
+function useCosts(): Map<string, string> | null {
+  const [costs, setCosts] = useState<Map<string, string> | null>(null);
+  useEffect(() => {
+    let current = true;
+    const load = async () => {
+      const { rows, currency } = await usage(COST_HOURS, "model");
+      if (!current || currency === null) return;
+      setCosts(new Map(rows.map((r) => [r.model ?? "", r.cost ? money(Number(r.cost.total), currency) : ""])));
+    };
+    // A ledger that does not answer leaves the column as it was; the page's live data say that it is away.
+    const refresh = () => void load().catch(() => undefined);
+    refresh();
+    const timer = window.setInterval(refresh, COST_REFRESH_MS);
+    return () => {
+      current = false;
+      window.clearInterval(timer);
+    };
+  }, []);
+  return costs;
+}
+
 export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean }) {
   const [selected, select] = useState<string | null>(null);
   const all = useMemo(() => Object.entries(live.models).sort(([a], [b]) => a.localeCompare(b)), [live.models]);
+  const costs = useCosts();
   const measured = useMemo(() => latencies(Object.values(live.requests)), [live.requests]);
   const { shown, field } = useFilter(all, ([name, m]) => `${name} ${m.aliases.join(" ")} ${m.state} ${m.engine}`);
   const chosen = selected === null ? undefined : live.models[selected];
@@ -44,7 +73,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
             <caption class="hidden">Models</caption>
             <thead>
               <tr>
-                {["Model", "State", "Engine", "Weights", "Waiting", "Objective met", "Cold p50", "Warm p50", "Warm p95"].map((title) => (
+                {["Model", "State", "Engine", "Weights", "Waiting", "Objective met", "Cold p50", "Warm p50", "Warm p95", ...(costs ? [`Cost of ${COST_HOURS} h`] : [])].map((title) => (
                   <th key={title} scope="col">{title}</th>
                 ))}
                 <th scope="col">Actions</th>
@@ -66,6 +95,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
                     <td class="number">{optional(percentile(of?.cold ?? [], 0.5))}</td>
                     <td class="number">{optional(percentile(of?.warm ?? [], 0.5))}</td>
                     <td class="number">{optional(percentile(of?.warm ?? [], 0.95))}</td>
+                    {costs && <td class="number">{costs.get(name) ?? ""}</td>}
                     <td>
                       {mayChange && !m.base && (m.state === "cold" || m.state === "suspended" || m.state === "asleep" || m.state === "failed" ? (
                         <Action label="Wake" description={`Wake ${name}`} run={() => change(`models/${inPath(name)}/wake`)} />
@@ -130,6 +160,7 @@ function ModelDetails({ name, model: m, latency }: { name: string; model: Model;
           </tbody>
         </table>
       )}
+      <ModelSettings key={name} name={name} />
     </>
   );
 }

@@ -1,8 +1,9 @@
-// Requests, tokens and cold starts by key and model: the ledger that `thaw usage` reads.
+// Requests, tokens, cold starts and costs by key and model, and budgets: what `thaw usage` and `thaw keys` read.
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin } from "./api";
 import { Bars } from "./chart";
+import { budgetsOf, money, type Budget } from "./money";
 import { useFilter } from "./parts";
 
 interface Counts {
@@ -15,11 +16,25 @@ interface Counts {
   cold_start_s: number;
 }
 
-interface Row {
+export interface Row {
   key: string | null;
   model: string | null;
   hour: number | null;
   counts: Counts;
+  /** Exact decimals as text. */
+  cost: { prompt: string; cached: string; completion: string; cold_starts: string; total: string } | null;
+}
+
+export interface Viewed {
+  rows: Row[];
+  complete: boolean;
+  /** null: the mesh has no prices. */
+  currency: string | null;
+}
+
+/** Sums of the ledger since some hours ago. */
+export function usage(hours: number, by: string): Promise<Viewed> {
+  return admin(`usage?since=${Math.floor(Date.now() / 1000 / HOUR_S) - hours}&by=${by}`);
 }
 
 const SPANS: [label: string, hours: number][] = [["24 hours", 24], ["7 days", 168], ["30 days", 720]];
@@ -29,17 +44,19 @@ export function UsagePage() {
   const [hours, setHours] = useState(24);
   const [rows, setRows] = useState<Row[] | null>(null);
   const [byHour, setByHour] = useState<Row[]>([]);
+  const [currency, setCurrency] = useState<string | null>(null);
+  const [budgets, setBudgets] = useState<Budget[]>([]);
   const [note, setNote] = useState("");
   const [failure, setFailure] = useState("");
 
   useEffect(() => {
     let current = true;
     const load = async () => {
-      const since = Math.floor(Date.now() / 1000 / HOUR_S) - hours;
-      const sums: { rows: Row[]; complete: boolean } = await admin(`usage?since=${since}&by=key,model`);
-      const series: { rows: Row[] } = await admin(`usage?since=${since}&by=hour`);
+      const [sums, series, keys] = await Promise.all([usage(hours, "key,model"), usage(hours, "hour"), admin("keys")]);
       if (!current) return;
       setRows(sums.rows);
+      setCurrency(sums.currency);
+      setBudgets(budgetsOf(keys, sums.currency));
       setNote(sums.complete ? "" : "There are more rows; `thaw usage` shows fewer dimensions.");
       setByHour(series.rows);
       setFailure("");
@@ -60,6 +77,8 @@ export function UsagePage() {
   }, [byHour]);
   const { shown, field } = useFilter(rows ?? [], (r) => `${r.key} ${r.model}`);
   const count = (value: number) => value.toLocaleString();
+  const total = (rows ?? []).reduce((sum, r) => sum + Number(r.cost?.total ?? 0), 0);
+  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Seconds of cold starts"];
   return (
     <>
       <h1>Usage</h1>
@@ -70,6 +89,11 @@ export function UsagePage() {
           {SPANS.map(([label, value]) => <option key={value} value={value}>{label}</option>)}
         </select>
       </label>
+      {currency !== null && (
+        <p>Cost at the present prices: <b>{money(total, currency)}</b>{note && ", of the rows below"}</p>
+      )}
+      {rows && currency === null && <p class="quiet">No prices are configured, so nothing has a cost: <code>prices:</code> in thaw.yaml.</p>}
+      {budgets.length > 0 && <Budgets budgets={budgets} />}
       {rows && !rows.length && <p>No request has been recorded in this time.</p>}
       {points[0]!.length > 0 && <Bars data={points} names={["prompt tokens", "completion tokens"]} label="Tokens per hour. The table below has the sums." />}
       {field("Find a key or model")}
@@ -78,7 +102,7 @@ export function UsagePage() {
           <caption>{note}</caption>
           <thead>
             <tr>
-              {["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Seconds of cold starts"].map((title) => (
+              {[...titles, ...(currency === null ? [] : ["Cost of tokens", "Cost of cold starts", "Cost"])].map((title) => (
                 <th key={title} scope="col">{title}</th>
               ))}
             </tr>
@@ -95,11 +119,51 @@ export function UsagePage() {
                 <td class="number">{count(r.counts.completion_tokens)}</td>
                 <td class="number">{count(r.counts.cold_requests)}</td>
                 <td class="number">{r.counts.cold_start_s.toFixed(1)}</td>
+                {currency !== null && (
+                  <>
+                    <td class="number">{r.cost && money(Number(r.cost.total) - Number(r.cost.cold_starts), currency)}</td>
+                    <td class="number">{r.cost && money(Number(r.cost.cold_starts), currency)}</td>
+                    <td class="number">{r.cost && money(Number(r.cost.total), currency)}</td>
+                  </>
+                )}
               </tr>
             ))}
           </tbody>
         </table>
       </div>
     </>
+  );
+}
+
+/** The budgets of all keys, with what of each is spent. */
+function Budgets({ budgets }: { budgets: Budget[] }) {
+  const { shown, field } = useFilter(budgets, (b) => b.key, 20);
+  return (
+    <section class="card" aria-label="Budgets of keys">
+      <h2>Budgets of keys</h2>
+      {budgets.length > 20 && field("Find a key with a budget")}
+      <div class="scroll" tabIndex={0} role="region" aria-label="Table of budgets">
+        <table>
+          <caption>Days and months are in UTC. Requests of a key are refused while a budget of it is spent.</caption>
+          <thead>
+            <tr>{["Key", "Budget", "Spent", "Of", "Share"].map((title) => <th key={title} scope="col">{title}</th>)}</tr>
+          </thead>
+          <tbody>
+            {shown.map((b) => (
+              <tr key={`${b.key} ${b.name}`}>
+                <th scope="row">{b.key}</th>
+                <td>{b.name}</td>
+                <td class={b.spent >= b.limit ? "number failure" : "number"}>{b.format(b.spent)}</td>
+                <td class="number">{b.format(b.limit)}</td>
+                <td>
+                  <meter min={0} max={b.limit} value={Math.min(b.spent, b.limit)} high={0.8 * b.limit} aria-label={`${b.key}, ${b.name}`} />{" "}
+                  {Math.floor((100 * b.spent) / b.limit)}%
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
   );
 }

@@ -26,15 +26,17 @@ MODELS = ("one", "two", "three")
 def mesh(request: pytest.FixtureRequest) -> Iterator[Thaw]:
     """Start the mesh.
 
-    The test module may set `DRAM` (bytes for unused weights, instead of the loader's default) and
-    `POLICY` (of the scheduler), `SHARED` (true: the mesh of all modules that set it), or `EXECUTED`
-    (true: every process is executed, as by users, none forked from the tests' server).
+    The test module may set `DRAM` (bytes for unused weights, instead of the loader's default),
+    `POLICY` (of the scheduler), `PRICES` (as JSON), `SHARED` (true: the mesh of all modules that
+    set it), or `EXECUTED` (true: every process is executed, as by users, none forked from the
+    tests' server).
     """
     if getattr(request.module, "SHARED", False):
         yield request.getfixturevalue("shared_mesh")
         return
     start = executed() if getattr(request.module, "EXECUTED", False) else contextlib.nullcontext()
-    with start, started(getattr(request.module, "DRAM", None), getattr(request.module, "POLICY", None)) as thaw:
+    options = {name.lower(): getattr(request.module, name, None) for name in ("DRAM", "POLICY", "PRICES")}
+    with start, started(**options) as thaw:
         yield thaw
 
 
@@ -45,12 +47,13 @@ def shared_mesh() -> Iterator[Thaw]:
 
 
 @contextlib.contextmanager
-def started(dram: int | None = None, policy: str | None = None) -> Iterator[Thaw]:
+def started(dram: int | None = None, policy: str | None = None, prices: str | None = None) -> Iterator[Thaw]:
     # The policy and the port of the scheduler's metrics, which is that of no other mesh.
     port = {"THAW_SCHEDULER_METRICS_PORT": str(free_port())}
     # Tests that run at the same time keep the device of a shared mesh busy.
     batches = {"THAW_BATCH_START_AFTER_IDLE": "0"}
-    thaw = Thaw(**port, **batches, **({"THAW_POLICY": policy} if policy is not None else {}))
+    given = {"THAW_POLICY": policy, "THAW_PRICES": prices}
+    thaw = Thaw(**port, **batches, **{name: value for name, value in given.items() if value is not None})
     memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"
     specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))

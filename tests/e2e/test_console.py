@@ -14,7 +14,7 @@ from rich.console import Console
 
 from services.gateway.authorization import hash_key
 from shared.contracts.traces import RequestTrace
-from tests.support.browser import chromium, needs_chromium, opened, serious_findings
+from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
 from thaw.cli.waterfall import rows
 
@@ -33,16 +33,9 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser, mesh: Thaw) -> Iterator[Page]:
     """A page that is logged in with the admin key; no script on it may fail."""
     with opened(browser) as (page, faults):
-        log_in(page, mesh, mesh.endpoints["admin_key"])
+        log_in(page, mesh.url, mesh.endpoints["admin_key"])
         yield page
         assert faults == []
-
-
-def log_in(page: Page, mesh: Thaw, key: str) -> None:
-    page.goto(f"{mesh.url}/ui")
-    page.get_by_label("API key").fill(key)
-    page.get_by_role("button", name="Log in").click()
-    page.get_by_role("navigation", name="Pages").wait_for()
 
 
 def ask(client: openai.OpenAI, model: str) -> str:
@@ -119,7 +112,7 @@ def test_what_if_is_decided_beside_what_happened_and_read_only_keys_may_ask(
     admin.post("/keys", json={"name": "asker", "scope": "read-only", "sha256": hash_key(key)}).raise_for_status()
     try:
         with opened(browser) as (page, faults):
-            log_in(page, mesh, key)
+            log_in(page, mesh.url, key)
             page.goto(f"{mesh.url}/ui#/requests/{request_id}")
             page.get_by_text("What if the cluster were different?").click()
             answer = page.get_by_role("region", name="Decision under the assumption")

@@ -51,3 +51,11 @@ def serious_findings(page: Page) -> list[str]:
     """Return axe's findings of accessibility that are serious or critical."""
     found = Axe().run(page).response["violations"]
     return [f"{f['id']}: {f['help']}: {node['html'][:200]}" for f in found if f["impact"] in _SERIOUS for node in f["nodes"]]
+
+
+def log_in(page: Page, url: str, key: str) -> None:
+    """Log in to the console of a gateway."""
+    page.goto(f"{url}/ui")
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Log in").click()
+    page.get_by_role("navigation", name="Pages").wait_for()

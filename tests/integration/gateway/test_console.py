@@ -118,6 +118,9 @@ async def test_a_read_only_key_sees_and_changes_nothing(guarded: Served, schedul
     await log_in(guarded, "view-key")
     assert (await guarded.http.get("/ui/session")).json() == NOTHING | {"view": True, "key": True, "guarded": True}
     assert (await guarded.http.get("/ui/api/admin/v1/cluster")).status_code == 200
+    settings = await guarded.http.get("/ui/api/admin/v1/models/alpha/settings")
+    assert settings.json()["yaml"].startswith("models:\n- name: alpha\n")
+    assert (await guarded.http.get("/ui/api/admin/v1/models/none/settings")).status_code == 404
     for path in ("nodes/node-0/drain", "models/alpha/sleep", "keys"):
         assert (await guarded.http.post(f"/ui/api/admin/v1/{path}", json={}, headers=CONSOLE)).status_code == 403, path
 

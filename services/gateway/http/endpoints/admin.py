@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.adapters.key_writer import MAX_LOG_ENTRIES, Actor
+from services.gateway.domain.model_yaml import model_yaml
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.validation import validate_body
@@ -66,6 +67,7 @@ class Admin:
             "explain": self.explain,
             "migrations": self.migrations,
             "migrations/{migration_id}": self.migrations,
+            "models/{name:path}/settings": self.model_settings,
             "usage": self.usage,
             "traces": self.traces,
             "traces/last": self.last_trace,
@@ -115,6 +117,11 @@ class Admin:
             _refuse_commands(body.specs)
         command = AddModels(specs=body.specs, prune=body.prune, reread=body.reread, replace=body.replace)
         return await self._request_scheduler(command, ModelsAdded)
+
+    async def model_settings(self, request: Request) -> Response:
+        """Return the settings of a model as the thaw.yaml that would give them."""
+        card = self._gateway.catalog.find_model(request.path_params["name"])
+        return json_response({"name": card.name, "yaml": model_yaml(card.spec)})
 
     async def remove_model(self, request: Request) -> Response:
         """Remove a model; with `?adapters=true` its LoRA adapters too."""

@@ -1,0 +1,44 @@
+// Amounts of money, and budgets of API keys with what is spent.
+
+/** Small amounts keep the digits that matter: a request costs less than a cent. */
+export function money(amount: number, currency: string): string {
+  const digits = Math.abs(amount) >= 1 || amount === 0 ? 2 : 6;
+  return `${amount.toLocaleString(undefined, { minimumFractionDigits: 2, maximumFractionDigits: digits })} ${currency}`;
+}
+
+interface KeyList {
+  keys: {
+    name: string;
+    tokens_per_day: number | null;
+    tokens_per_month: number | null;
+    money_per_day: string | null;
+    money_per_month: string | null;
+  }[];
+  spending: Record<string, { day_tokens: number; month_tokens: number; day_money: string; month_money: string }>;
+}
+
+export interface Budget {
+  key: string;
+  name: string;
+  spent: number;
+  limit: number;
+  format: (value: number) => string;
+}
+
+/** List the budgets of keys. Without prices nothing costs, and amounts have no currency. */
+export function budgetsOf({ keys, spending }: KeyList, currency: string | null): Budget[] {
+  const tokens = (value: number) => value.toLocaleString();
+  const amount = (value: number) => money(value, currency ?? "").trim();
+  return keys.flatMap((k) => {
+    const spent = spending[k.name];
+    const all: [string, number | string | null, number | string | undefined, (value: number) => string][] = [
+      ["tokens of a day", k.tokens_per_day, spent?.day_tokens, tokens],
+      ["tokens of a month", k.tokens_per_month, spent?.month_tokens, tokens],
+      ["money of a day", k.money_per_day, spent?.day_money, amount],
+      ["money of a month", k.money_per_month, spent?.month_money, amount],
+    ];
+    return all
+      .filter(([, limit]) => limit !== null)
+      .map(([name, limit, used, format]) => ({ key: k.name, name, spent: Number(used ?? 0), limit: Number(limit), format }));
+  });
+}

@@ -1,0 +1,118 @@
+"""Costs, budgets and settings in the console, in a real browser against a mesh with prices."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from services.gateway.authorization import hash_key
+from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.launcher import Thaw, until
+from thaw.config import load_config
+
+pytestmark = needs_chromium
+PRICES = json.dumps({"currency": "EUR", "tokens": {"prompt": 1000, "completion": 500_000}, "device_seconds": {"cpu": 2}})
+KEY = "sk-thaw-spender"
+VIEWER = "sk-thaw-viewer"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def spent(mesh: Thaw) -> dict[str, Any]:
+    """Return the ledger's sums after a key with budgets has used a model."""
+    headers = {"authorization": f"Bearer {mesh.endpoints['admin_key']}"}
+    budgets = {"tokens_per_day": 1000, "money_per_month": "50"}
+    with httpx.Client(base_url=f"{mesh.url}/admin/v1", headers=headers, timeout=120) as admin:
+        admin.post("/keys", json={"name": "spender", "sha256": hash_key(KEY), **budgets}).raise_for_status()
+        viewer = {"name": "viewer", "scope": "read-only", "sha256": hash_key(VIEWER)}
+        admin.post("/keys", json=viewer).raise_for_status()
+        with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=KEY, timeout=120, max_retries=2) as client:
+            client.chat.completions.create(model="one", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+        found: dict[str, Any] = {}
+
+        def recorded() -> bool:
+            found.update(admin.get("/usage", params={"since": 0, "by": "key,model"}).json())
+            return bool(found["rows"])
+
+        until(recorded, what="the request is in the ledger")
+
+        def followed() -> bool:
+            spending = admin.get("/keys").json()["spending"]["spender"]
+            return bool(Decimal(spending["month_money"]) == Decimal(found["rows"][0]["cost"]["total"]))
+
+        until(followed, what="the gateway has read what the key has spent")
+    return found
+
+
+@pytest.fixture
+def page(browser: Browser, mesh: Thaw, spent: dict[str, Any]) -> Iterator[Page]:
+    """A page of a read-only key; no script on it may fail."""
+    with opened(browser) as (page, faults):
+        log_in(page, mesh.url, VIEWER)
+        yield page
+        assert faults == []
+
+
+def amount(text: str) -> Decimal:
+    found = re.fullmatch(r"([\d,.]+) EUR", text)
+    assert found is not None, text
+    return Decimal(found[1].replace(",", ""))
+
+
+def test_usage_shows_costs_of_the_ledger_and_budgets_with_what_is_spent(page: Page, spent: dict[str, Any]) -> None:
+    page.get_by_role("link", name="Usage").click()
+    row = page.get_by_role("region", name="Table of usage").locator("tbody tr")
+    expect(row).to_have_count(1)
+    cost = spent["rows"][0]["cost"]
+    tokens, cold, total = (amount(cell) for cell in row.locator("td").all_inner_texts()[-3:])
+    shown = Decimal("0.01")
+    assert abs(total - Decimal(cost["total"])) <= shown
+    assert abs(cold - Decimal(cost["cold_starts"])) <= shown
+    assert abs(tokens - (Decimal(cost["total"]) - Decimal(cost["cold_starts"]))) <= shown
+    assert cold > 0
+    assert tokens > 0
+    expect(page.get_by_text("Cost at the present prices:")).to_contain_text(row.locator("td").last.inner_text())
+    budgets = page.get_by_role("region", name="Budgets of keys")
+    by_tokens = budgets.get_by_role("row", name=re.compile("spender tokens of a day"))
+    counts = spent["rows"][0]["counts"]
+    used = counts["prompt_tokens"] + counts["completion_tokens"]
+    assert by_tokens.locator("td").all_inner_texts()[1:3] == [f"{used:,}", "1,000"]
+    by_money = budgets.get_by_role("row", name=re.compile("spender money of a month"))
+    assert abs(amount(by_money.locator("td").nth(1).inner_text()) - Decimal(cost["total"])) <= shown
+    assert amount(by_money.locator("td").nth(2).inner_text()) == 50
+    share = by_money.get_by_role("meter", name="spender, money of a month")
+    assert float(share.get_attribute("value") or 0) == pytest.approx(float(cost["total"]))
+    assert serious_findings(page) == []
+
+
+def test_models_show_their_cost_and_their_settings_as_yaml(page: Page, mesh: Thaw, spent: dict[str, Any], tmp_path: Path) -> None:
+    page.get_by_role("link", name="Models").click()
+    row = page.get_by_role("row").filter(has=page.get_by_role("button", name="one", exact=True))
+    expect(page.get_by_role("columnheader", name="Cost of 24 h")).to_be_visible()
+    text = row.locator("td").filter(has_text="EUR").inner_text()
+    assert abs(amount(text) - Decimal(spent["rows"][0]["cost"]["total"])) <= Decimal("0.01")
+    row.get_by_role("button", name="one", exact=True).click()
+    page.get_by_text("Settings as YAML").focus()
+    page.keyboard.press("Enter")
+    yaml = page.get_by_role("region", name="Settings of one as YAML").inner_text()
+    path = tmp_path / "thaw.yaml"
+    path.write_text(yaml)
+    spec = load_config(path).models[0]
+    cards = {m["card"]["spec"]["name"]: m["card"]["spec"] for m in mesh.cluster()["models"]}
+    assert spec.model_dump(mode="json") == cards["one"]
+    assert spec.keep_alive == -1
+    assert serious_findings(page) == []

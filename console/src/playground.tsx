@@ -1,78 +1,25 @@
-// A chat with a model: streamed, with the phase shown while the model wakes, and as curl and Python.
+// A chat with one model, or with two side by side: streamed, with the phase and estimate while they wake.
 
-import { useEffect, useRef, useState } from "preact/hooks";
-import { get, send } from "./api";
+import { useEffect, useState } from "preact/hooks";
+import { get } from "./api";
+import { tokensPerSecond, useChat, type Answer, type Chat, type Turn } from "./chat";
+import { asCurl, asPython } from "./code";
 import { duration } from "./format";
 import type { Live } from "./live";
 import { Freshness } from "./parts";
 
-interface Turn {
-  role: "user" | "assistant";
-  content: string;
-}
-
-interface Progress {
-  note: string;
-  started: number;
-  firstToken: number | null;
-  requestId: string;
-}
-
-/** Split a stream into events and comments, as the gateway writes them. */
-async function* lines(body: ReadableStream<BufferSource>): AsyncGenerator<string> {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    rest += value;
-    const complete = rest.split("\n");
-    rest = complete.pop()!;
-    yield* complete.filter(Boolean);
-  }
-}
-
-function quoteForShell(text: string): string {
-  return `'${text.replaceAll("'", "'\\''")}'`;
-}
-
-export function asCurl(origin: string, body: object): string {
-  return [
-    `curl -N ${origin}/v1/chat/completions`,
-    `  -H "Authorization: Bearer $THAW_API_KEY"`,
-    `  -H 'Content-Type: application/json'`,
-    `  -d ${quoteForShell(JSON.stringify(body))}`,
-  ].join(" \\\n");
-}
-
-/** JSON strings and numbers are Python literals too; the request has no true, false or null but `stream`. */
-export function asPython(origin: string, body: { model: string; messages: object[]; max_tokens: number }): string {
-  return [
-    "import os",
-    "import openai",
-    "",
-    `client = openai.OpenAI(base_url=${JSON.stringify(`${origin}/v1`)}, api_key=os.environ.get("THAW_API_KEY", "none"))`,
-    "stream = client.chat.completions.create(",
-    `    model=${JSON.stringify(body.model)},`,
-    `    messages=${JSON.stringify(body.messages)},`,
-    `    max_tokens=${body.max_tokens},`,
-    "    stream=True,",
-    ")",
-    "for chunk in stream:",
-    `    print(chunk.choices[0].delta.content or "", end="", flush=True)`,
-  ].join("\n");
-}
+const WAKING = ["preparing", "loading", "resuming"];
 
 export function PlaygroundPage({ live }: { live: Live | null }) {
   const [names, setNames] = useState<string[]>([]);
   const [model, setModel] = useState("");
+  const [other, setOther] = useState("");
   const [text, setText] = useState("");
   const [maxTokens, setMaxTokens] = useState(128);
-  const [turns, setTurns] = useState<Turn[]>([]);
-  const [progress, setProgress] = useState<Progress | null>(null);
   const [failure, setFailure] = useState("");
-  const abort = useRef<AbortController | undefined>(undefined);
-  const busy = progress !== null && abort.current !== undefined;
+  const first = useChat();
+  const second = useChat();
+  const busy = first.busy || second.busy;
 
   useEffect(() => {
     get("/api/v1/models").then(
@@ -83,54 +30,23 @@ export function PlaygroundPage({ live }: { live: Live | null }) {
       },
       (error: Error) => setFailure(`${error.message} Log out, and log in with an inference key to use the playground.`),
     );
-    return () => abort.current?.abort();
   }, []);
 
-  const asked: Turn[] = text ? [...turns, { role: "user", content: text }] : turns;
-  const body = { model, messages: asked.filter((t) => t.content), max_tokens: maxTokens, stream: true };
-
-  const submit = async (event: Event) => {
+  const columns: [string, Chat][] = other ? [[model, first], [other, second]] : [[model, first]];
+  const submit = (event: Event) => {
     event.preventDefault();
     if (!model || !text || busy) return;
-    const started = performance.now();
-    abort.current = new AbortController();
-    setFailure("");
     setText("");
-    setTurns([...asked, { role: "assistant", content: "" }]);
-    setProgress({ note: "sent", started, firstToken: null, requestId: "" });
-    try {
-      const response = await send("/api/v1/chat/completions", body, abort.current.signal);
-      if (!response.ok || !response.body) throw new Error((await response.json())?.error?.message ?? `Status ${response.status}`);
-      const requestId = response.headers.get("x-request-id") ?? "";
-      setProgress((p) => p && { ...p, requestId });
-      for await (const line of lines(response.body as ReadableStream<BufferSource>)) {
-        if (line.startsWith(":")) setProgress((p) => p && { ...p, note: line.slice(1).trim() });
-        else if (line.startsWith("data: ") && line !== "data: [DONE]") {
-          const chunk = JSON.parse(line.slice(6));
-          if (chunk.error) throw new Error(chunk.error.message);
-          const token: string = chunk.choices?.[0]?.delta?.content ?? "";
-          if (!token) continue;
-          setProgress((p) => p && { ...p, firstToken: p.firstToken ?? performance.now(), note: "generating" });
-          setTurns((before) => {
-            const last = before[before.length - 1]!;
-            return [...before.slice(0, -1), { ...last, content: last.content + token }];
-          });
-        }
-      }
-      setProgress((p) => p && { ...p, note: "done" });
-    } catch (error) {
-      const stopped = error instanceof DOMException && error.name === "AbortError";
-      setProgress((p) => p && { ...p, note: stopped ? "stopped" : "failed" });
-      if (!stopped) setFailure(error instanceof Error ? error.message : String(error));
-    } finally {
-      abort.current = undefined;
-      // A rendering shows that the request is over.
-      setTurns((before) => [...before]);
-    }
+    for (const [name, chat] of columns) void chat.ask(name, text, maxTokens, live?.models[name]?.plan?.plan_id ?? null);
   };
-
-  const start = live && Object.values(live.instances).find((i) => i.model === model && i.phase && ["preparing", "loading", "resuming"].includes(i.state));
-  const origin = window.location.origin;
+  const choose = (name: string) => {
+    setModel(name);
+    if (name === other) setOther("");
+  };
+  const clear = () => {
+    first.clear();
+    second.clear();
+  };
   return (
     <>
       <h1>Playground</h1>
@@ -139,30 +55,26 @@ export function PlaygroundPage({ live }: { live: Live | null }) {
         <div class="row">
           <label>
             Model{" "}
-            <select value={model} onChange={(event) => setModel(event.currentTarget.value)}>
+            <select value={model} disabled={busy} onChange={(event) => choose(event.currentTarget.value)}>
               {names.map((name) => <option key={name}>{name}</option>)}
+            </select>
+          </label>
+          <label>
+            Compare with{" "}
+            <select value={other} disabled={busy} onChange={(event) => { setOther(event.currentTarget.value); second.clear(); }}>
+              <option value="">none</option>
+              {names.filter((name) => name !== model).map((name) => <option key={name}>{name}</option>)}
             </select>
           </label>
           <label>
             Tokens at most{" "}
             <input type="number" min={1} max={100000} value={maxTokens} onInput={(event) => setMaxTokens(Number(event.currentTarget.value) || 1)} />
           </label>
-          <button type="button" onClick={() => setTurns([])} disabled={busy || !turns.length}>New chat</button>
+          <button type="button" onClick={clear} disabled={busy || !(first.turns.length || second.turns.length)}>New chat</button>
         </div>
-        <div class="chat" role="log" aria-label="Conversation">
-          {turns.map((turn, i) => (
-            <p key={i} class={`turn ${turn.role}`}><b>{turn.role === "user" ? "You" : model}</b> {turn.content}</p>
-          ))}
+        <div class="side-by-side">
+          {columns.map(([name, chat], i) => <Conversation key={i} model={name} chat={chat} live={live} />)}
         </div>
-        {progress && (
-          <p role="status" class="quiet" aria-label="Progress">
-            {busy && start ? `${model} wakes: ${start.phase} ${Math.round(100 * start.progress)}%` : progress.note}
-            {progress.firstToken !== null && `, first token after ${duration(progress.firstToken - progress.started)}`}
-            {progress.requestId && live && progress.note === "done" && (
-              <> (<a href={`#/requests/${encodeURIComponent(progress.requestId)}`}>waterfall</a>)</>
-            )}
-          </p>
-        )}
         {failure && <p class="failure" role="alert">{failure}</p>}
         <label class="block">
           Message
@@ -170,15 +82,69 @@ export function PlaygroundPage({ live }: { live: Live | null }) {
             onKeyDown={(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && submit(event)} />
         </label>
         <button type="submit" class="primary" disabled={busy || !model || !text}>Send</button>{" "}
-        <button type="button" disabled={!busy} onClick={() => abort.current?.abort()}>Stop</button>
+        <button type="button" disabled={!busy} onClick={() => columns.forEach(([, chat]) => chat.stop())}>Stop</button>
       </form>
       <details class="card">
         <summary>This request as curl and as Python</summary>
-        <h2>curl</h2>
-        <pre tabIndex={0} aria-label="The request as curl">{asCurl(origin, body)}</pre>
-        <h2>Python</h2>
-        <pre tabIndex={0} aria-label="The request as Python">{asPython(origin, body)}</pre>
+        {columns.map(([name, chat]) => <Code key={name} model={name} turns={chat.turns} text={text} maxTokens={maxTokens} />)}
       </details>
+    </>
+  );
+}
+
+function Conversation({ model, chat, live }: { model: string; chat: Chat; live: Live | null }) {
+  return (
+    <section aria-label={`Conversation with ${model}`}>
+      <h2>{model}</h2>
+      <div class="chat" role="log" tabIndex={0} aria-label={`Messages of ${model}`}>
+        {chat.turns.map((turn, i) => (
+          <p key={i} class={`turn ${turn.role}`}><b>{turn.role === "user" ? "You" : model}</b> {turn.content}</p>
+        ))}
+      </div>
+      {chat.answer && <Progress model={model} answer={chat.answer} busy={chat.busy} live={live} />}
+      {chat.failure && <p class="failure" role="alert">{chat.failure}</p>}
+    </section>
+  );
+}
+
+/** What the model does, the estimate of its start, and the times of its answer. */
+function Progress({ model, answer, busy, live }: { model: string; answer: Answer; busy: boolean; live: Live | null }) {
+  const waits = busy && answer.firstTokenAt === null;
+  const start = waits && live && Object.values(live.instances).find((i) => i.model === model && i.phase && WAKING.includes(i.state));
+  // The gateway's comments say it, after some seconds without a token.
+  const remaining = /eta=([\d.]+s)/.exec(answer.note)?.[1];
+  const latest = live?.models[model]?.plan;
+  const plan = latest && latest.plan_id !== answer.planBefore ? latest : null;
+  const speed = tokensPerSecond(answer);
+  const facts = [
+    start ? `${model} wakes: ${start.phase} ${Math.round(100 * start.progress)}%` : answer.note,
+    start && remaining && `ready in about ${remaining}`,
+    plan && plan.predicted_ms !== null && `cold start, estimated at ${duration(plan.predicted_ms)}`,
+    plan && plan.measured_ms !== null && `it took ${duration(plan.measured_ms)}`,
+    answer.firstTokenAt !== null && `first token after ${duration(answer.firstTokenAt - answer.sentAt)}`,
+    speed !== null && `${speed.toFixed(1)} tokens/s`,
+    answer.completionTokens !== null && `${answer.completionTokens} tokens`,
+  ];
+  return (
+    <p role="status" class="quiet" aria-label={`Progress of ${model}`}>
+      {facts.filter(Boolean).join(", ")}
+      {answer.requestId && live && !busy && answer.note === "done" && (
+        <> (<a href={`#/requests/${encodeURIComponent(answer.requestId)}`}>waterfall</a>)</>
+      )}
+    </p>
+  );
+}
+
+function Code({ model, turns, text, maxTokens }: { model: string; turns: Turn[]; text: string; maxTokens: number }) {
+  const asked: Turn[] = text ? [...turns, { role: "user", content: text }] : turns;
+  const body = { model, messages: asked.filter((turn) => turn.content), max_tokens: maxTokens, stream: true };
+  const origin = window.location.origin;
+  return (
+    <>
+      <h2>{model}: curl</h2>
+      <pre tabIndex={0} role="region" aria-label={`The request as curl, to ${model}`}>{asCurl(origin, body)}</pre>
+      <h2>{model}: Python</h2>
+      <pre tabIndex={0} role="region" aria-label={`The request as Python, to ${model}`}>{asPython(origin, body)}</pre>
     </>
   );
 }

@@ -148,9 +148,9 @@ def test_what_if_is_decided_beside_what_happened_and_read_only_keys_may_ask(
 def test_playground_streams_and_shows_the_request_as_code(page: Page, mesh: Thaw, admin: httpx.Client) -> None:
     admin.post("/models/one/sleep").raise_for_status()
     page.get_by_role("link", name="Playground").click()
-    page.get_by_label("Model", exact=False).select_option("one")
+    page.get_by_label("Model", exact=False).first.select_option("one")
     page.get_by_label("Tokens at most").fill("8")
-    page.get_by_label("Message").fill("It's <b>you</b>?")
+    page.get_by_label("Message", exact=True).fill("It's <b>you</b>?")
     page.get_by_text("This request as curl").click()
     expect(page.get_by_label("The request as curl")).to_contain_text(f"curl -N {mesh.url}/v1/chat/completions")
     code = page.get_by_label("The request as Python").inner_text()
@@ -161,6 +161,32 @@ def test_playground_streams_and_shows_the_request_as_code(page: Page, mesh: Thaw
     assert page.get_by_role("log").locator("p").nth(0).locator("b").count() == 1  # the speaker's name alone
     expect(page.get_by_role("link", name="waterfall")).to_be_visible()
     assert len(page.locator(".turn.assistant").inner_text()) > len("one ")
+    assert serious_findings(page) == []
+
+
+def test_playground_compares_two_models_with_the_same_prompt(page: Page, admin: httpx.Client) -> None:
+    for model in ("one", "two"):
+        admin.post(f"/models/{model}/sleep").raise_for_status()
+    page.get_by_role("link", name="Playground").click()
+    page.get_by_label("Model", exact=False).first.select_option("one")
+    page.get_by_label("Compare with").select_option("two")
+    page.get_by_label("Tokens at most").fill("200")
+    page.get_by_label("Message", exact=True).fill("<img src=x onerror=alert(1)>")
+    page.keyboard.press("Control+Enter")
+    for model in ("one", "two"):
+        column = page.get_by_role("region", name=f"Conversation with {model}")
+        progress = column.get_by_role("status", name=f"Progress of {model}")
+        for text in ("done", "cold start, estimated at", "it took", "first token after", "tokens/s", "waterfall"):
+            expect(progress).to_contain_text(text)
+        expect(column.get_by_role("log")).to_contain_text("<img src=x onerror=alert(1)>")
+        assert len(column.locator(".turn.assistant").inner_text()) > len(f"{model} ")
+    assert serious_findings(page) == []
+    page.get_by_text("This request as curl").click()
+    for model in ("one", "two"):
+        expect(page.get_by_label(f"The request as curl, to {model}")).to_contain_text(f'"model":"{model}"')
+        compile(page.get_by_label(f"The request as Python, to {model}").inner_text(), "playground", "exec")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".turn")).to_have_count(0)
     assert serious_findings(page) == []
 
 

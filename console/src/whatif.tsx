@@ -90,50 +90,52 @@ export function WhatIf({ model, happened }: { model: string; happened?: Plan }) 
       <p class="quiet">
         The scheduler decides for the cluster as it is now, changed by one assumption. It starts and stops nothing.
       </p>
-      <form class="row" onSubmit={submit}>
-        <label>
-          Suppose{" "}
-          <select value={kind} onChange={(event) => choose(event.currentTarget.value as Kind)}>
-            {KINDS.map(([value, label]) => <option key={value} value={value}>{label}</option>)}
-          </select>
-        </label>
-        {kind === "add_node" && (
-          <>
-            <label>Name of the node <input required maxLength={100} value={name} onInput={(event) => setName(event.currentTarget.value)} /></label>
-            <label>Devices <input type="number" min={1} max={64} required value={devices} onInput={(event) => setDevices(Number(event.currentTarget.value))} /></label>
-          </>
-        )}
-        {kind === "budget" && (
+      {nodes && (
+        <form class="row" onSubmit={submit}>
           <label>
-            Device{" "}
-            <select
-              value={device}
-              onChange={(event) => {
-                setDevice(event.currentTarget.value);
-                setGib(inGib(all.find((d) => d.id === event.currentTarget.value)?.budget_bytes ?? 0));
-              }}
-            >
-              {all.map((d) => <option key={d.id} value={d.id}>{d.id}</option>)}
+            Suppose{" "}
+            <select value={kind} onChange={(event) => choose(event.currentTarget.value as Kind)}>
+              {KINDS.map(([value, label]) => <option key={value} value={value}>{label}</option>)}
             </select>
           </label>
-        )}
-        {kind === "drop_node" && (
-          <label>
-            Node{" "}
-            <select value={name} onChange={(event) => setName(event.currentTarget.value)}>
-              {(nodes ?? []).map((n) => <option key={n.node}>{n.node}</option>)}
-            </select>
-          </label>
-        )}
-        {kind !== "drop_node" && (
-          <label>
-            {kind === "budget" ? "Budget in GiB" : "GiB of each device"}{" "}
-            <input type="number" min={0.001} step="any" required value={gib} onInput={(event) => setGib(event.currentTarget.value)} />
-          </label>
-        )}
-        <button type="submit" class="primary" disabled={busy || !nodes}>Ask the scheduler</button>
-        {kind === "budget" && chosen && <span class="quiet">now {size(chosen.budget_bytes)}</span>}
-      </form>
+          {kind === "add_node" && (
+            <>
+              <label>Name of the node <input required maxLength={100} value={name} onInput={(event) => setName(event.currentTarget.value)} /></label>
+              <label>Devices <input type="number" min={1} max={64} required value={devices} onInput={(event) => setDevices(Number(event.currentTarget.value))} /></label>
+            </>
+          )}
+          {kind === "budget" && (
+            <label>
+              Device{" "}
+              <select
+                value={device}
+                onChange={(event) => {
+                  setDevice(event.currentTarget.value);
+                  setGib(inGib(all.find((d) => d.id === event.currentTarget.value)?.budget_bytes ?? 0));
+                }}
+              >
+                {all.map((d) => <option key={d.id} value={d.id}>{d.id}</option>)}
+              </select>
+            </label>
+          )}
+          {kind === "drop_node" && (
+            <label>
+              Node{" "}
+              <select value={name} onChange={(event) => setName(event.currentTarget.value)}>
+                {nodes.map((n) => <option key={n.node}>{n.node}</option>)}
+              </select>
+            </label>
+          )}
+          {kind !== "drop_node" && (
+            <label>
+              {kind === "budget" ? "Budget in GiB" : "GiB of each device"}{" "}
+              <input type="number" min={0.001} step="any" required value={gib} onInput={(event) => setGib(event.currentTarget.value)} />
+            </label>
+          )}
+          <button type="submit" class="primary" disabled={busy}>Ask the scheduler</button>
+          {kind === "budget" && chosen && <span class="quiet">now {size(chosen.budget_bytes)}</span>}
+        </form>
+      )}
       {failure && <p class="failure" role="alert">{failure}</p>}
       {found && <Answer found={found} happened={happened} />}
     </details>

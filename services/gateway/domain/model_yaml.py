@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import yaml
-
 from shared.contracts.models import ModelSpec
 
 _WIDTH = 100
@@ -16,6 +14,8 @@ def model_yaml(spec: ModelSpec) -> str:
     `thaw up --config` and `thaw models add --config` read it. A source without its secrets is
     marked by a comment.
     """
+    import yaml  # here: few gateways are ever asked, and all would start later
+
     entry = spec.model_dump(mode="json", exclude_defaults=True)
     ordered = {"name": spec.name, "source": ""} | entry | {"source": spec.public_source}
     text: str = yaml.safe_dump({"models": [ordered]}, sort_keys=False, allow_unicode=True, width=_WIDTH)

@@ -1,6 +1,9 @@
 """Take the screenshots of the console in docs/images: `python docs/screenshots.py`.
 
-Needs a mesh with the demo models (`thaw up --demo --detach`) and Debian's Chromium.
+Needs a mesh with the demo models and prices, and Debian's Chromium:
+
+    export THAW_PRICES='{"currency": "EUR", "tokens": {"prompt": 10, "completion": 40}}'
+    thaw up --demo --detach
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from thaw.launcher.home import Home
 
@@ -28,11 +31,39 @@ def _ask(url: str, model: str, max_tokens: int = 16) -> str:
     return answer.headers["x-request-id"]
 
 
+def _sleep(url: str, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}"}
+    httpx.post(f"{url}/admin/v1/models/{COLD}/sleep", headers=headers, timeout=120).raise_for_status()
+
+
+def _ask_what_if(page: Page) -> None:
+    """Photograph the decision with one more node."""
+    page.get_by_text("What if the cluster were different?").click()
+    page.get_by_role("button", name="Ask the scheduler").click()
+    answer = page.get_by_role("region", name="Decision under the assumption")
+    answer.wait_for()
+    page.locator("details.card").scroll_into_view_if_needed()
+    page.screenshot(path=IMAGES / "console-what-if.png")
+
+
+def _compare(page: Page) -> None:
+    """Photograph two models that answer the same prompt."""
+    page.get_by_role("link", name="Playground").click()
+    page.get_by_label("Model", exact=False).first.select_option(COLD)
+    page.get_by_label("Compare with").select_option(WARM)
+    page.get_by_label("Tokens at most").fill("40")
+    page.get_by_label("Message", exact=True).fill("Hello")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("link", name="waterfall").nth(1).wait_for()
+    page.get_by_text(re.compile("cold start, estimated at .* it took")).wait_for()
+    page.screenshot(path=IMAGES / "console-playground.png")
+
+
 def main() -> int:
-    """Wake two models, and photograph the cluster and the waterfall of a cold start."""
+    """Wake two models, and photograph the pages of the console."""
     endpoints = json.loads(Home.from_environment().endpoints_file.read_text())
     url, key = endpoints["url"], endpoints["admin_key"]
-    httpx.post(f"{url}/admin/v1/models/{COLD}/sleep", headers={"authorization": f"Bearer {key}"}, timeout=120).raise_for_status()
+    _sleep(url, key)
     _ask(url, WARM)
     request_id = _ask(url, COLD)
     IMAGES.mkdir(exist_ok=True)
@@ -51,6 +82,12 @@ def main() -> int:
         page.goto(f"{url}/ui#/requests/{request_id}")
         page.get_by_role("region", name="Placement decision").wait_for()
         page.screenshot(path=IMAGES / "console-waterfall.png")
+        _ask_what_if(page)
+        _sleep(url, key)
+        _compare(page)
+        page.get_by_role("link", name="Usage").click()
+        page.locator("tbody tr").first.wait_for()
+        page.screenshot(path=IMAGES / "console-usage.png")
         browser.close()
     return 0
 

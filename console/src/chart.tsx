@@ -50,23 +50,28 @@ export function LatencyChart({ requests }: { requests: RequestRecord[] }) {
   return <div ref={box} class="chart" role="img" aria-label="Times to the first token of the latest requests. The table below has the values." />;
 }
 
-/** Sums per hour as bars; `data` has the hours in Unix seconds and a row for each name. */
-export function Bars({ data, names, label }: { data: number[][]; names: string[]; label: string }) {
+const HOUR_S = 3600;
+
+/** Sums of the latest hours as bars, side by side; `data` has the hours in Unix seconds and a row for each of two names. */
+export function Bars({ data, hours, names, label }: { data: number[][]; hours: number; names: string[]; label: string }) {
   const box = useRef<HTMLDivElement>(null);
   useEffect(() => {
     const element = box.current!;
     const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
     const colours = [colour("--weights"), colour("--kv")];
-    const bars = uPlot.paths.bars!({ size: [0.6, 40] });
+    const end = Math.ceil(Date.now() / 1000 / HOUR_S) * HOUR_S;
+    // An hour has its share of the chart's width, also if no other hour has a bar.
+    const width = Math.max(1, Math.min(20, (0.4 * element.clientWidth) / hours));
+    const bars = [-1, 1].map((align) => uPlot.paths.bars!({ size: [0.4, width], align: align as -1 | 1 }));
     const options: uPlot.Options = {
       width: element.clientWidth,
       height: HEIGHT,
-      scales: { y: { range: (_, __, max) => [0, max || 1] } },
+      scales: { x: { range: [end - hours * HOUR_S, end] }, y: { range: (_, __, max) => [0, max || 1] } },
       axes: [axis, { ...axis, size: 80, values: (_, ticks) => ticks.map((n) => n.toLocaleString()) }],
-      series: [{}, ...names.map((name, i) => ({ label: name, stroke: colours[i], fill: colours[i], paths: bars }))],
+      series: [{}, ...names.map((name, i) => ({ label: name, stroke: colours[i], fill: colours[i], paths: bars[i], points: { show: false } }))],
     };
     const plot = new uPlot(options, data as uPlot.AlignedData, element);
     return () => plot.destroy();
-  }, [data]);
+  }, [data, hours]);
   return <div ref={box} class="chart" role="img" aria-label={label} />;
 }

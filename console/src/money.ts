@@ -1,10 +1,12 @@
 // Amounts of money, and budgets of API keys with what is spent.
 
-/** Small amounts keep the digits that matter: a request costs less than a cent. */
-export function money(amount: number, currency: string): string {
-  const digits = Math.abs(amount) >= 1 || amount === 0 ? 2 : 6;
-  return `${amount.toLocaleString(undefined, { minimumFractionDigits: 2, maximumFractionDigits: digits })} ${currency}`;
+/** An amount without its currency. Small ones keep the digits that matter: a request costs less than a cent. */
+export function amount(value: number): string {
+  const digits = Math.abs(value) >= 1 || value === 0 ? 2 : 6;
+  return value.toLocaleString(undefined, { minimumFractionDigits: 2, maximumFractionDigits: digits });
 }
+
+export const money = (value: number, currency: string): string => `${amount(value)} ${currency}`;
 
 interface KeyList {
   keys: {
@@ -28,14 +30,14 @@ export interface Budget {
 /** List the budgets of keys. Without prices nothing costs, and amounts have no currency. */
 export function budgetsOf({ keys, spending }: KeyList, currency: string | null): Budget[] {
   const tokens = (value: number) => value.toLocaleString();
-  const amount = (value: number) => money(value, currency ?? "").trim();
+  const cost = (value: number) => (currency === null ? amount(value) : money(value, currency));
   return keys.flatMap((k) => {
     const spent = spending[k.name];
     const all: [string, number | string | null, number | string | undefined, (value: number) => string][] = [
       ["tokens of a day", k.tokens_per_day, spent?.day_tokens, tokens],
       ["tokens of a month", k.tokens_per_month, spent?.month_tokens, tokens],
-      ["money of a day", k.money_per_day, spent?.day_money, amount],
-      ["money of a month", k.money_per_month, spent?.month_money, amount],
+      ["money of a day", k.money_per_day, spent?.day_money, cost],
+      ["money of a month", k.money_per_month, spent?.month_money, cost],
     ];
     return all
       .filter(([, limit]) => limit !== null)

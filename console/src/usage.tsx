@@ -3,7 +3,7 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin } from "./api";
 import { Bars } from "./chart";
-import { budgetsOf, money, type Budget } from "./money";
+import { amount, budgetsOf, money, type Budget } from "./money";
 import { useFilter } from "./parts";
 
 interface Counts {
@@ -95,14 +95,14 @@ export function UsagePage() {
       {rows && currency === null && <p class="quiet">No prices are configured, so nothing has a cost: <code>prices:</code> in thaw.yaml.</p>}
       {budgets.length > 0 && <Budgets budgets={budgets} />}
       {rows && !rows.length && <p>No request has been recorded in this time.</p>}
-      {points[0]!.length > 0 && <Bars data={points} names={["prompt tokens", "completion tokens"]} label="Tokens per hour. The table below has the sums." />}
+      {points[0]!.length > 0 && <Bars data={points} hours={hours} names={["prompt tokens", "completion tokens"]} label="Tokens per hour. The table below has the sums." />}
       {field("Find a key or model")}
       <div class="scroll" tabIndex={0} role="region" aria-label="Table of usage">
         <table>
           <caption>{note}</caption>
           <thead>
             <tr>
-              {[...titles, ...(currency === null ? [] : ["Cost of tokens", "Cost of cold starts", "Cost"])].map((title) => (
+              {[...titles, ...(currency === null ? [] : [`${currency} for tokens`, `${currency} for cold starts`, `${currency} in all`])].map((title) => (
                 <th key={title} scope="col">{title}</th>
               ))}
             </tr>
@@ -121,9 +121,9 @@ export function UsagePage() {
                 <td class="number">{r.counts.cold_start_s.toFixed(1)}</td>
                 {currency !== null && (
                   <>
-                    <td class="number">{r.cost && money(Number(r.cost.total) - Number(r.cost.cold_starts), currency)}</td>
-                    <td class="number">{r.cost && money(Number(r.cost.cold_starts), currency)}</td>
-                    <td class="number">{r.cost && money(Number(r.cost.total), currency)}</td>
+                    <td class="number">{r.cost && amount(Number(r.cost.total) - Number(r.cost.cold_starts))}</td>
+                    <td class="number">{r.cost && amount(Number(r.cost.cold_starts))}</td>
+                    <td class="number">{r.cost && amount(Number(r.cost.total))}</td>
                   </>
                 )}
               </tr>

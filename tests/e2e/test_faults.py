@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -129,16 +130,25 @@ def test_servers_and_loader_are_restarted(mesh: Thaw, client: openai.OpenAI, ser
     assert ask(client, "one")
 
 
-def test_batch_completes_once_when_the_gateway_is_killed(mesh: Thaw, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("victim", ["scheduler", "nodeagent.node-0", "engine", "gateway"])
+def test_batch_has_one_result_for_each_request_when_a_process_is_killed(mesh: Thaw, client: openai.OpenAI, victim: str) -> None:
     patient = client.with_options(max_retries=20)
     begun = wait(patient, start(patient, lines(200, max_tokens=64)), counts=3)
     assert begun.status == "in_progress"
-    kill(mesh.pid("gateway"))
-    batch = wait(patient, begun)
-    assert batch.status == "completed"
+    old = engine_pid(mesh, "one") if victim == "engine" else mesh.pid(victim)
+    kill(old)
+    batch = wait(patient, begun, within=240.0)
+    assert (batch.status, batch.error_file_id) == ("completed", None)
     answered = results(patient, batch.output_file_id)
     assert [answer["custom_id"] for answer in answered] == [f"request-{i}" for i in range(200)]
     assert {answer["response"]["status_code"] for answer in answered} == {200}
+    assert len({answer["response"]["body"]["id"] for answer in answered}) == 200
+    for i in (0, 100, 199):
+        asked = json.loads(lines(i + 1, max_tokens=64).splitlines()[i])["body"]
+        alone = patient.chat.completions.create(**asked).choices[0].message.content
+        assert answered[i]["response"]["body"]["choices"][0]["message"]["content"] == alone
+    if victim != "engine":
+        until(lambda: restarted(mesh, victim, old), what=f"{victim} is restarted")
 
 
 def test_new_supervisor_adopts_the_services_of_a_killed_one(mesh: Thaw, plain: openai.OpenAI) -> None:

@@ -92,6 +92,22 @@ async def test_embeddings_run_in_a_batch(client: openai.AsyncOpenAI, node: FakeN
     assert found["response"]["body"]["data"][0]["embedding"] == [0.0, 0.5, -1.0]
 
 
+async def test_responses_run_in_a_batch_and_are_stored_on_demand(client: openai.AsyncOpenAI, node: FakeNode) -> None:
+    await node.engine("alpha")
+    asked = [
+        line(i, url="/v1/responses", body={"model": "alpha", "input": str(i)} | more)
+        for i, more in enumerate(({}, {"store": True}))
+    ]
+    batch = await ended(client, await start(client, jsonl(*asked), "/v1/responses"))
+    assert batch.status == "completed"
+    unstored, stored = (found["response"]["body"] for found in await results(client, batch.output_file_id))
+    assert (unstored["object"], unstored["store"], stored["store"]) == ("response", False, True)
+    assert {found["output"][0]["content"][0]["text"] for found in (unstored, stored)} == {TEXT}
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(unstored["id"])
+    assert (await client.responses.retrieve(stored["id"])).output_text == TEXT
+
+
 @pytest.mark.parametrize(
     ("lines", "code", "number"),
     [

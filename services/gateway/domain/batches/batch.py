@@ -18,7 +18,8 @@ from shared.contracts.base import Frozen
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ACTIVE: frozenset[Status] = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+RESPONSES = "/v1/responses"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", RESPONSES)
 
 
 class BatchError(Frozen):

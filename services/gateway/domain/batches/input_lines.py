@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from services.gateway.domain.batches.batch import BatchError
+from services.gateway.domain.batches.batch import RESPONSES, BatchError
 
 _MAX_ID_CHARS = 512
 
@@ -50,6 +50,9 @@ def parse_line(number: int, line: bytes, endpoint: str) -> InputLine | BatchErro
         return fault("invalid_request", "`body` must be an object.", "body")
     if (error := _check_body(body)) is not None:
         return fault("invalid_request", error[0], error[1])
+    if endpoint == RESPONSES:
+        # Thousands of stored responses would displace those that the key's clients continue.
+        body.setdefault("store", False)
     return InputLine(number, custom_id, body["model"], to_json(body))
 
 

@@ -22,11 +22,12 @@ from services.gateway.authorization import Authorizer
 from services.gateway.domain.batches.owner_state import FileBounds, StoredFile, add_file, check_room, remove_file
 from services.gateway.http.endpoints.listing import page_of
 from services.gateway.http.errors import json_response
+from services.gateway.http.parsing.body import BodyReceiver
 from services.gateway.http.parsing.upload import Upload
 from services.gateway.http.scopes import caller_of
 from services.gateway.loop import Gateway
 from services.gateway.settings import GatewaySettings
-from shared.errors import InvalidRequest, ThawError
+from shared.errors import InvalidRequest, RequestTimeout, ThawError
 
 ROUTE = "/v1/files"
 _PURPOSE = "batch"
@@ -79,6 +80,16 @@ class Files:
 
     async def create(self, request: Request) -> Response:
         """Store an upload; its content is written while it arrives."""
+        receive = BodyReceiver(request.receive)
+        try:
+            return json_response(file_object(await self._store(request, receive)))
+        except RequestTimeout:
+            raise
+        except ThawError:
+            await receive.discard(self._gateway.settings.body_timeout)
+            raise
+
+    async def _store(self, request: Request, receive: BodyReceiver) -> StoredFile:
         gateway, settings, owner = self._gateway, self._gateway.settings, owner_of(request.scope)
         check_room(await gateway.batches.read(owner), 0, self._bounds)
         file_id, count = f"file-{uuid.uuid4().hex}", 0
@@ -93,7 +104,7 @@ class Files:
         with gateway.admission.begin(owner) as reservation:
             reservation.grow(2 * PART_BYTES)
             try:
-                await upload.read(request.headers.get("content-type", ""), request.receive, settings.body_timeout)
+                await upload.read(request.headers.get("content-type", ""), receive, settings.body_timeout)
                 now = int(time.time())
                 file = StoredFile(
                     id=file_id,
@@ -109,7 +120,7 @@ class Files:
                     with contextlib.suppress(ThawError):
                         await gateway.files.remove(owner, file_id)
                 raise
-        return json_response(file_object(file))
+        return file
 
     async def list(self, request: Request) -> Response:
         state = await self._gateway.batches.read(owner_of(request.scope))

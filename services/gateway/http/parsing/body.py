@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from starlette.types import Message, Receive, Scope
 
@@ -46,6 +47,30 @@ async def read_body(
         except TimeoutError:
             raise RequestTimeout(f"The body was not complete within {timeout_s:g} s. Repeat the request") from None
     return body.get_whole()
+
+
+class BodyReceiver:
+    """Receive the messages of a body that is handled while it arrives."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_complete = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._is_complete = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        return message
+
+    async def discard(self, timeout_s: float) -> None:
+        """Read the rest of a refused body.
+
+        Closing the connection during its transfer would lose the response too.
+        """
+        discarded = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._is_complete and discarded <= _DISCARDED_BYTES:
+                    discarded += len((await self()).get("body", b""))
 
 
 class _Body:

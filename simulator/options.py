@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from services.scheduler.domain.cost.cost import Cost, Way
+from services.scheduler.domain.policies import pipelines
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Capability, Clearance, Option
 from simulator.config import Batching
 from simulator.instances import SimDevice, SimModel
-from simulator.policies import hydraserve
 from simulator.policies.hydraserve_ledger import Ledger, accepts, record_begin, record_end, share
 from simulator.world import World
 
@@ -183,12 +183,12 @@ class Options:
                     if not any(i.model is model for i in device.instances.values()) and (free := world.free(device)) > 0:
                         network = share(self.ledgers[node.name], now)
                         speed = min(link.bandwidth for link in device.path)
-                        servers.append(hydraserve.Server(device.key, node.name, free, network, speed, len(device.instances)))
+                        servers.append(pipelines.Server(device.key, node.name, free, network, speed, len(device.instances)))
         if not servers:
             return
         service = model.group.service
         first = model.prefill_seconds(ask.prompt_tokens)
-        times = hydraserve.Times(
+        times = pipelines.Times(
             first,
             service.tpot_ms / 1e3 if isinstance(service, Batching) else 0.0,
             world.runtime.hop_s,
@@ -198,7 +198,7 @@ class Options:
             s.libraries_s,
         )
         overlapped = s.prefetch and s.stream and s.overlap
-        for scheme in hydraserve.schemes(model.weights, model.need, servers, times, overlapped=overlapped):
+        for scheme in pipelines.schemes(model.weights, model.need, servers, times, overlapped=overlapped):
             if scheme.stages > 1:
                 devices = tuple(world.view(world.devices[x.key]) for x in scheme.servers)
                 total = scheme.ttft + s.init_s + s.warm_up_s

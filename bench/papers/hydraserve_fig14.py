@@ -10,7 +10,7 @@ from statistics import fmean
 
 from bench.papers.constants import hydraserve as c
 from bench.papers.core import Options, Result, Row
-from simulator.policies.hydraserve import Server, Times, ttft_overlapped
+from services.scheduler.domain.policies.pipelines import Server, Times, ttft_overlapped
 
 NAME = "hydraserve-fig14"
 LOADS = (32, 64, 128)

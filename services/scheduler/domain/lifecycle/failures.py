@@ -32,24 +32,32 @@ def on_start_failed(tx: Transaction, i: Instance, error: ErrorBody) -> None:
     _count_failure(tx, i, error)
 
 
-def on_start_stalled(tx: Transaction, i: Instance, error: ErrorBody) -> None:
+def on_start_stalled(tx: Transaction, i: Instance, error: ErrorBody, at: str | None = None) -> None:
     """Stop a start without progress, then proceed as after a failed start.
 
     Its memory stays booked until the node proves it free.
+
+    Args:
+        tx: The decision's transaction.
+        i: The instance that starts.
+        error: The reason.
+        at: The device (node/device) of the stage that failed; None: any of the instance's may have.
     """
     plan = tx.state.plans.get(i.plan_id)
     if plan is not None and plan.outcome == "pending":
         finish_plan(tx, i, plan.model_copy(update={"outcome": "failed", "error": error}))
     stop_instance(tx, i, "drain", error.message)
-    _count_failure(tx, i, error)
+    _count_failure(tx, i, error, at)
 
 
-def _count_failure(tx: Transaction, i: Instance, error: ErrorBody) -> None:
+def _count_failure(tx: Transaction, i: Instance, error: ErrorBody, at: str | None = None) -> None:
     model = tx.state.models.get(i.model)
     if model is None or i.leaving != "no" or i.generation != model.card.generation:
         return
     failure_history = tx.state.failures.get(i.model) or FailureHistory(i.model)
-    here = tuple(f"{i.node}/{device}" for device in i.device_ids)
+    plan = tx.state.plans.get(i.plan_id)
+    later = plan.chosen.later_devices if plan is not None and plan.chosen is not None else ()
+    here = (at,) if at is not None else (*(f"{i.node}/{device}" for device in i.device_ids), *later)
     cause = from_body(error)
     hopeless, killed = isinstance(cause, InvalidModel), isinstance(cause, EngineKilled)
     if i.trigger == park_attempts.TRIGGER:

@@ -62,7 +62,7 @@ def on_stage_refused(tx: Transaction, stage: LaterStage, error: ErrorBody) -> No
     if error.code == InsufficientMemory.code:  # no failure of the model
         stop_instance(tx, first, "drain", f"{stage.node} had no room for stage {stage.index}")
     else:
-        on_start_stalled(tx, first, error)
+        on_start_stalled(tx, first, error, device_key(stage.node, stage.device_id))
 
 
 def settle_groups(tx: Transaction) -> None:
@@ -103,7 +103,7 @@ def _end(tx: Transaction, stage: LaterStage, error: ErrorBody | None) -> None:
     first = tx.state.instances.get(stage.first)
     if first is not None and first.ready_at is None and first.leaving == "no":
         lost = EngineFailed(f"Stage {stage.index} of {first.label} on {stage.node} has ended").body()
-        on_start_stalled(tx, first, error or lost)
+        on_start_stalled(tx, first, error or lost, device_key(stage.node, stage.device_id))
 
 
 def _adopt(tx: Transaction, node: str, s: InstanceStatus) -> LaterStage:

@@ -14,7 +14,7 @@ from services.scheduler.domain.state.cluster import ClusterState
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import LayerSizes, ModelSpec
 from shared.contracts.node import InstanceState
-from shared.errors import EngineKilled, InsufficientMemory
+from shared.errors import EngineFailed, EngineKilled, InsufficientMemory
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import Running, World
 
@@ -115,6 +115,17 @@ def test_later_stage_that_fails_during_the_start_ends_the_group_which_is_placed_
     w.tick(1)
     assert not w.state.later_stages.keys() & before
     assert len({s.command.instance_id for s in w.starts("m")} - before) == STAGES
+
+
+def test_device_of_a_failed_later_stage_is_avoided_by_the_next_attempt() -> None:
+    w = started(nodes=4)
+    later = later_of(w)
+    failed = w.state.later_stages[later.command.instance_id]
+    end(w, later, InstanceState.FAILED, EngineFailed("its device is broken").body())
+    assert w.state.failures["m"].failed_devices == (f"{failed.node}/cpu:0",)
+    w.finish_stops()
+    w.tick(1)
+    assert failed.node not in {s.node for s in w.starts("m")[STAGES:]}
 
 
 def test_first_stage_that_ends_has_the_later_one_stopped() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.policies.autoscaling import groups, scale
+from services.scheduler.domain.policies.pipelines import Server, Times, allocate, schemes, tpot, ttft_in_turn, ttft_overlapped
 from services.scheduler.domain.policies.port import Demand
 from simulator.policies import hydraserve
-from simulator.policies.hydraserve import Server, Times, allocate, schemes, tpot, ttft_in_turn, ttft_overlapped
 from simulator.policies.hydraserve_ledger import Ledger, accepts, record_begin, record_end, settle, share
 from tests.unit.scheduler.policies.views import ask, option
 

@@ -445,6 +445,12 @@ class ModelCard(Frozen):
             return ()
         return split_layers(layers.count, self.spec.stages)
 
+    def in_stages(self, count: int) -> ModelCard:
+        """Return the card of an instance of `count` stages, whatever the model's own setting."""
+        if self.spec.stages == count:
+            return self
+        return self.model_copy(update={"spec": self.spec.model_copy(update={"stages": count})})
+
     @property
     def capabilities(self) -> Capabilities:
         return CAPABILITIES[self.spec.engine]

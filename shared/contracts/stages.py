@@ -28,6 +28,13 @@ from pydantic import Field, TypeAdapter, model_validator
 from shared.contracts.base import ErrorBody, Frozen, Message
 
 MAX_STAGES = 8
+STAGEABLE = frozenset(
+    {"cohere", "gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2"}
+    | {"qwen3", "qwen3_moe", "smollm3", "starcoder2"}
+)
+"""Model types whose stages are tested against the whole model
+(tests/integration/engine/test_stage_families.py).
+"""
 
 
 class LayerRange(Frozen):

@@ -99,7 +99,7 @@ class Simulation:
         starts in place of the cluster file's.
         """
         given = policy or Policy()
-        live = cluster.runtime.capabilities & LIVE
+        live = cluster.runtime.capabilities & (LIVE - {"pipeline"})  # simulated nodes run no stages
         fails = bool(cluster.failures.events) or cluster.failures.mtbf_s is not None
         self._policy = replace(
             given,

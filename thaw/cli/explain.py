@@ -133,10 +133,14 @@ def _candidates(out: Console, plan: PlanRecord) -> None:
         "NOT TAKEN BECAUSE",
     ):
         table.add_column(column, overflow="fold")
-    place = plan.chosen and (plan.chosen.node, plan.chosen.device_ids, plan.chosen.ready_by)
     for candidate in plan.candidates:
-        table.add_row(*_cells(candidate, chosen=(candidate.node, candidate.device_ids, candidate.ready_by) == place))
+        is_chosen = plan.chosen is not None and _place(candidate) == _place(plan.chosen)
+        table.add_row(*_cells(candidate, chosen=is_chosen))
     out.print(table)
+
+
+def _place(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.node, candidate.device_ids, candidate.ready_by, candidate.stages
 
 
 def _error_ms(plan: PlanRecord) -> float | None:
@@ -174,7 +178,12 @@ def _phases(ms: dict[str, float]) -> str:
 
 
 def _way(candidate: Candidate) -> str:
-    """`load`, `reuse` (only missing bytes are copied) or `peer copy`; `evict then` precedes it."""
+    """`load`, `reuse` (only missing bytes are copied) or `peer copy`; `evict then` precedes it.
+
+    A group of stages on several nodes is `pipeline of` their number.
+    """
+    if candidate.ready_by == "pipeline":
+        return f"pipeline of {candidate.stages}"
     way = candidate.way.replace("_", " ")
     return way.replace("load", candidate.ready_by.replace("_", " ")) if candidate.ready_by in ("reuse", "peer_copy") else way
 
@@ -184,7 +193,7 @@ def _cells(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
     return (
         "[green]✓[/]" if chosen else "",
         candidate.node,
-        ",".join(candidate.device_ids),
+        "\n".join((",".join(candidate.device_ids), *candidate.later_devices)),
         _way(candidate),
         "\n".join(filter(None, (candidate.source, candidate.already_there, candidate.from_peers))),
         "" if predicted is None else format_duration(predicted / 1e3),

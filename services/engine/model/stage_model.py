@@ -15,18 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from services.engine.model import checkpoint
 from services.engine.model.segment import Segment
-from shared.contracts.stages import LayerRange
+from shared.contracts.stages import STAGEABLE, LayerRange
 from shared.errors import UnsupportedArchitecture
 from weights.formats.execution_order import Position, position_of
 from weights.formats.stages import is_of_stage
-
-STAGEABLE = frozenset(
-    {"cohere", "gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2"}
-    | {"qwen3", "qwen3_moe", "smollm3", "starcoder2"}
-)
-"""Model types whose stages are tested against the whole model
-(tests/integration/engine/test_stage_families.py).
-"""
 
 
 class _NoOffset(nn.Module):

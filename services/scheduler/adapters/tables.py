@@ -56,6 +56,7 @@ instances = Table(
     Column("ready_at", Float),
     Column("trigger", Text, nullable=False),
     Column("traceparent", Text),
+    Column("stages", Integer, nullable=False, server_default="1"),
 )
 plans = Table(
     "plans",

@@ -8,7 +8,7 @@ from services.scheduler.domain.values import value
 from shared.contracts.demand import DEMAND_LOST_AFTER_S
 from shared.contracts.node import NODE_LOST_AFTER_S
 
-LIVE: frozenset[Capability] = frozenset({"sleep", "suspend", "reuse", "peer_copy", "preempt", "migrate", "template"})
+LIVE: frozenset[Capability] = frozenset({"sleep", "suspend", "reuse", "peer_copy", "pipeline", "preempt", "migrate", "template"})
 """Capabilities of the mesh besides loading and evicting. Options that need others are not offered.
 """
 

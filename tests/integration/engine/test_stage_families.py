@@ -14,10 +14,10 @@ from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.runner import PackedRunner, Row
 from services.engine.model import checkpoint, loading
 from services.engine.model.architectures import ModelCache
-from services.engine.model.stage_model import STAGEABLE, bind_part
+from services.engine.model.stage_model import bind_part
 from services.engine.stages.part import StagePart
 from shared.contracts.engine import EngineStart
-from shared.contracts.stages import split_layers
+from shared.contracts.stages import STAGEABLE, split_layers
 from shared.errors import UnsupportedArchitecture
 from tests.integration.engine.test_families import CONFIGS
 from tests.support.segments import WrittenSegment, card_of

@@ -150,6 +150,10 @@ class Forecast:
         found.update(state.measured_on.get(self.card.name, ()))
         return found
 
+    def fetches(self, node: str) -> bool:
+        """True if the node has no copy of the weights, and would fetch them from far."""
+        return self._tier(node) == "remote"
+
     def has_queue(self, node: str) -> bool:
         """True if a load would wait for the node's links."""
         return self._now is not None and self._state.links_busy_until.get(node, 0.0) > self._now

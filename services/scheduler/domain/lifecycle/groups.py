@@ -8,6 +8,7 @@ group. A `LaterStage` only holds memory, and follows:
 3. It is stopped once the instance is gone.
 4. If it ends, or its node does not start it, a starting instance is stopped and its model is placed
    again. A ready instance notices by itself that a stage is gone, and fails.
+5. A start whose leader died before it had sent the starts of all stages is stopped as in 4.
 """
 
 from __future__ import annotations
@@ -50,6 +51,19 @@ def apply_stage_statuses(tx: Transaction, status: NodeStatus) -> None:
         fresh = stage.sent_at is None or tx.now - stage.sent_at <= tx.policy.absence_grace_s
         if not fresh and status.seq >= 2:
             _end(tx, stage, None)
+    for i in [x for x in tx.state.on_node(status.node) if x.stages > 1]:
+        _check_complete(tx, i)
+
+
+def _check_complete(tx: Transaction, first: Instance) -> None:
+    """End a start that waits for stages that no node has: the last leader did not send them all."""
+    if first.sent_at is None or first.ready_at is not None or first.leaving != "no":
+        return
+    known_s = tx.now - max(first.sent_at, tx.state.recovered_at)
+    stages = 1 + sum(1 for x in tx.state.later_stages.values() if x.first == first.instance_id)
+    if stages < first.stages and known_s > tx.policy.node_lost_after_s + tx.policy.absence_grace_s:
+        text = f"Only {stages} of the {first.stages} stages of {first.label} were started"
+        on_start_stalled(tx, first, EngineFailed(text).body())
 
 
 def on_stage_refused(tx: Transaction, stage: LaterStage, error: ErrorBody) -> None:

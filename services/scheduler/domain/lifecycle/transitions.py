@@ -96,6 +96,7 @@ def _new_instance(
     tx: Transaction, model: Model, chosen: Candidate, plan_id: str, number: int, trigger: str, since: float
 ) -> Instance:
     stages = len(chosen.later_devices) + 1  # of which the instance is the first one, if there are more
+    card = model.card.in_stages(stages) if stages > 1 else model.card
     return Instance(
         instance_id=subjects.instance_id(number, chosen.node),
         plan_id=plan_id,
@@ -105,11 +106,12 @@ def _new_instance(
         node=chosen.node,
         device_ids=chosen.device_ids,
         token=number,
-        reserve_bytes=-(-start_bytes(tx.state, model.card, chosen.device_ids[0].partition(":")[0]) // stages),
-        kv_bytes=need_of(model.card).kv // stages,
+        reserve_bytes=-(-start_bytes(tx.state, card, chosen.device_ids[0].partition(":")[0]) // stages),
+        kv_bytes=need_of(card).kv // stages,
         requested_at=since,
         planned_at=tx.now,
         trigger=trigger,
+        stages=stages,
     )
 
 
@@ -220,17 +222,17 @@ def send_start(tx: Transaction, instance: Instance) -> None:
 
 def _send_group(tx: Transaction, model: Model, first: Instance, later: list[LaterStage]) -> None:
     """Send the starts of all stages of a group on several nodes, each to its node and loader."""
-    group = first.instance_id
+    group, card = first.instance_id, model.card.in_stages(len(later) + 1)
     places = [(group, first.node, first.device_ids[0], first.token)]
     for stage in later:
         tx.put(replace(stage, sent_at=tx.now))
         places.append((stage.stage_id, stage.node, stage.device_id, tx.next_token()))
     for index, (instance_id, node, device_id, token) in enumerate(places):
-        layers = model.card.stages[index]
+        layers = card.stages[index]
         prepare = PrepareWeights(
             token=token,
             instance_id=instance_id,
-            card=model.card,
+            card=card,
             traceparent=first.traceparent,
             device=device_id,
             layers=layers,
@@ -240,7 +242,7 @@ def _send_group(tx: Transaction, model: Model, first: Instance, later: list[Late
             token=token,
             plan_id=first.plan_id,
             instance_id=instance_id,
-            card=model.card,
+            card=card,
             device_ids=(device_id,),
             reserve_bytes=first.reserve_bytes,
             kv_bytes=first.kv_bytes,

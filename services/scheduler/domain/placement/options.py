@@ -52,6 +52,8 @@ class FeasiblePlacement(NamedTuple):
     template: str | None = None
     later: tuple[str, ...] = ()
     """The device (node/device) of each later stage of a group on several nodes."""
+    is_wished: bool = True
+    """The number of stages is the model's own setting."""
 
     @property
     def labels(self) -> tuple[str, ...]:

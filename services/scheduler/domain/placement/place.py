@@ -38,6 +38,7 @@ from services.scheduler.domain.placement.options import (
 )
 from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.placement.shortlist import SHORTLIST_SIZE, shortlists
+from services.scheduler.domain.placement.stage_count import choose_stage_count
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask
 from services.scheduler.domain.state.booking import Booking, device_key
@@ -50,7 +51,7 @@ from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
 from shared.sizing import need_of
 
-_name = attrgetter("node", "device_ids")
+_name = attrgetter("node", "device_ids", "stages")
 
 
 @value(frozen=True, slots=True)
@@ -127,6 +128,9 @@ def place(
         if any(isinstance(f, FeasiblePlacement) for f in found):
             break
     considered += group_options(tx, request)
+    by_stages = choose_stage_count(tx, request, considered)
+    considered += by_stages.offered
+    considered += [_record_candidate(p).model_copy(update={"excluded": why}) for p, why in by_stages.refused]
     if possible := [c for c in considered if isinstance(c, FeasiblePlacement)]:  # 4 to 7
         return _choose_placement(tx, request, possible, considered)
     candidates = _candidates(considered)
@@ -219,10 +223,11 @@ def is_alive(presence: Presence) -> bool:
 
 
 def _candidates(considered: list[Candidate | FeasiblePlacement]) -> tuple[Candidate, ...]:
-    """Return the records of the first shortlist, by name."""
+    """Return the records of the first shortlist and of the groups of stages, by name."""
     found: list[Candidate] = []
     last: FeasiblePlacement | None = None
-    for c in considered[:SHORTLIST_SIZE]:
+    groups = [c for c in considered[SHORTLIST_SIZE:] if _is_group(c)]
+    for c in (*considered[:SHORTLIST_SIZE], *groups):
         if isinstance(c, Candidate):
             found.append(c)
         elif c.option.clearance is NOTHING_TO_CLEAR:
@@ -232,6 +237,10 @@ def _candidates(considered: list[Candidate | FeasiblePlacement]) -> tuple[Candid
             found.append(_record_candidate(c))
         last = None if isinstance(c, Candidate) else c
     return tuple(sorted(found, key=_name))
+
+
+def _is_group(c: Candidate | FeasiblePlacement) -> bool:
+    return (c.stages if isinstance(c, Candidate) else c.option.stages) > 1
 
 
 def _obstacles(candidates: tuple[Candidate, ...], devices: int) -> str:
@@ -297,6 +306,11 @@ def _same_except_device(p: FeasiblePlacement, like: Candidate) -> Candidate:
 
 def _explain_choice(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
+    if best.later and not best.is_wished:
+        return (
+            f"one worker would miss the objective: {len(best.later) + 1} stages fetch their parts at the same time "
+            f"on {at}, {', '.join(best.later)}"
+        )
     if best.later:
         return f"the {len(best.later) + 1} stages fetch their parts at the same time on {at}, {', '.join(best.later)}: soonest"
     if best.resume is not None:

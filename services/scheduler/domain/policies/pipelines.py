@@ -61,7 +61,8 @@ class Times:
 class Scheme:
     """A scheme (s, w, g): the first w of `servers` hold the whole model.
 
-    `ttft` and `tpot` are in seconds.
+    `ttft` and `tpot` are in seconds. `memory_needs`: memory of all workers over that of one full
+    worker; None: low-memory workers take 1/s each.
     """
 
     stages: int
@@ -69,6 +70,12 @@ class Scheme:
     servers: tuple[Server, ...]
     ttft: float
     tpot: float
+    memory_needs: float | None = None
+
+    @property
+    def memory(self) -> float:
+        """Return the memory of all workers, in full workers."""
+        return self.memory_needs if self.memory_needs is not None else self.full + (self.stages - self.full) / self.stages
 
     @property
     def sharing(self) -> int:
@@ -161,5 +168,5 @@ def select(found: Iterable[Scheme], slo_ttft: float, slo_tpot: float, *, at_leas
     found = list(found)
     within = [x for x in found if x.ttft <= slo_ttft and x.tpot <= slo_tpot and x.stages >= at_least]
     if within:
-        return min(within, key=lambda x: (x.sharing, x.full + (x.stages - x.full) / x.stages, x.ttft, x.stages))
+        return min(within, key=lambda x: (x.sharing, x.memory, x.ttft, x.stages))
     return next((x for x in found if (x.stages, x.full) == (1, 1)), None)

@@ -113,6 +113,8 @@ class Instance:
     ready_at: float | None = None
     trigger: str = "demand"
     traceparent: str | None = None
+    stages: int = 1
+    """Of a group on several nodes, of which this is the first one; 1: all is on `device_ids`."""
 
     @property
     def key(self) -> str:

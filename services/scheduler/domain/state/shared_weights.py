@@ -66,7 +66,7 @@ def kv_lacking_bytes(state: ClusterState, b: Booking) -> int:
 def weights_of(state: ClusterState, i: Instance) -> BookedWeights | None:
     """Return the weights that an instance books; None: it shares none, or they are unknown."""
     model = state.models.get(i.model)
-    if model is None or model.card.info.revision != i.revision or i.state.parked:
+    if model is None or model.card.info.revision != i.revision or i.state.parked or i.stages > 1:
         return None
     weights = booked_weights(model.card, i.kv_bytes)
     return weights if weights is not None and weights.nbytes <= i.reserve_bytes else None

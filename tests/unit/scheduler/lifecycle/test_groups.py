@@ -192,6 +192,22 @@ def test_new_leader_learns_the_later_stages_from_reports() -> None:
     assert not [s for s in w.sent(SendStop) if s.command.instance_id == later]
 
 
+def test_start_of_which_a_dead_leader_sent_only_the_first_stage_is_placed_again() -> None:
+    w = started()
+    first, later = first_of(w).command.instance_id, later_of(w).command.instance_id
+    w.agents[w.state.later_stages[later].node].instances.pop(later)
+    w.state.later_stages.clear()
+    w.state.stages_on.clear()
+    w.state.recovered_at = w.now
+    w.tick(1)
+    assert not w.sent(SendStop), "its nodes may report it yet"
+    w.tick(w.policy.node_lost_after_s + w.policy.absence_grace_s)
+    assert [s.command.instance_id for s in w.sent(SendStop)] == [first]
+    w.finish_stops()
+    w.demand("m")
+    assert len(w.starts("m")) == 2 * STAGES
+
+
 def test_later_stage_without_an_instance_is_stopped() -> None:
     w = started()
     w.get_ready("m")

@@ -1,0 +1,141 @@
+"""The scheduler chooses the number of stages: only where the objective needs a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.scheduler.domain.effects import SendPrepare
+from services.scheduler.domain.events import AddModelsRequested
+from services.scheduler.domain.state.accounting import booking_of
+from shared.contracts.base import ErrorBody
+from shared.contracts.loader import LinkStatus
+from shared.contracts.models import LayerSizes, ModelSpec, Slo
+from shared.contracts.plans import Candidate
+from tests.support.fake_node import MIB, model_info
+from tests.unit.scheduler.world import World
+
+WEIGHTS = 158 * MIB
+SPEED = 20 * MIB
+"""Of a node's link to the remote source: the whole model takes 7.9 s, half of it 4 s."""
+
+
+def make(ttft: float | None, *, nodes: int = 4, speeds: tuple[float, ...] = (), kind: str = "llama", **options: Any) -> World:
+    """Return a world whose nodes have a slow link each, and a remote model with an objective."""
+    w = World()
+    for n in range(nodes):
+        w.node(f"n{n}", 1000 * MIB)
+    if ttft is not None:
+        options.setdefault("slo", Slo(ttft=ttft))
+    spec = ModelSpec(name="m", source="http://far/m", max_concurrency=1, **options)
+    layers = LayerSizes(count=12, embedding_bytes=MIB, layer_bytes=13 * MIB, head_bytes=MIB)
+    info = model_info(spec.source, WEIGHTS).model_copy(update={"layers": layers, "model_type": kind})
+    answer = w.admin(AddModelsRequested(w.now, "add", (spec,), {"m": info}, False))
+    assert not isinstance(answer, ErrorBody), answer
+    for n in range(nodes):
+        speed = speeds[n] if speeds else SPEED
+        w.loader(f"n{n}", (), bytes_per_second=1e9, links=(LinkStatus(link="remote:far", bytes_per_second=speed),))
+    return w
+
+
+def chosen(w: World) -> Candidate:
+    plan = w.state.last_plan_of("m")
+    assert plan is not None
+    assert plan.chosen is not None
+    return plan.chosen
+
+
+def others(w: World) -> dict[int, Candidate]:
+    """Return the groups that were considered and not taken, by their stages."""
+    plan = w.state.last_plan_of("m")
+    assert plan is not None
+    return {c.stages: c for c in plan.candidates if c.stages > 1 and c.excluded}
+
+
+def test_objective_that_one_worker_misses_gets_the_smallest_group_that_meets_it() -> None:
+    w = make(6.0)
+    w.demand("m")
+    assert (chosen(w).ready_by, chosen(w).stages) == ("pipeline", 2)
+    assert len({s.node for s in w.starts("m")}) == 2
+    assert [s.place.index for s in w.starts("m") if s.place] == [0, 1]
+    assert {s.command.card.spec.stages for s in w.starts("m")} == {2}, "nodes receive the number of stages"
+    [first] = w.state.instances.values()
+    assert first.stages == 2
+    assert w.state.models["m"].card.spec.stages == 1, "the operator's setting is as it was"
+
+
+def test_tighter_objective_gets_more_stages() -> None:
+    w = make(3.6)
+    w.demand("m")
+    assert chosen(w).stages == 3
+    assert "misses the objective" in (others(w)[2].excluded or "")
+    assert "less sharing or memory" in (others(w)[4].excluded or "")
+
+
+def test_loaders_fetch_only_the_layers_of_their_stage() -> None:
+    w = make(6.0)
+    w.demand("m")
+    layers = [e.command.layers for e in w.sent(SendPrepare) if e.command.layers is not None]
+    assert [(x.first, x.end) for x in layers] == [(0, 6), (6, 12)]
+    booked = [booking_of(w.state, s.node, "cpu:0").held_bytes for s in w.starts("m")]
+    assert booked == [s.command.reserve_bytes for s in w.starts("m")]
+    assert booked[0] < 1000 * MIB / 2
+
+
+def test_objective_that_one_worker_meets_gets_one_worker_and_the_plan_says_why() -> None:
+    w = make(20.0)
+    w.demand("m")
+    assert (chosen(w).ready_by, chosen(w).stages) == ("load", 1)
+    assert sorted(others(w)) == [2, 3, 4]
+    assert all("one worker meets the objective of 20 s" in (c.excluded or "") for c in others(w).values())
+    predicted = [others(w)[s].predicted_ms or 0.0 for s in (2, 3, 4)]
+    assert predicted == sorted(predicted, reverse=True), "the alternatives are predicted by their stages"
+
+
+def test_objective_that_no_group_meets_gets_one_worker() -> None:
+    w = make(1.0)
+    w.demand("m")
+    assert chosen(w).stages == 1
+    assert all("misses the objective" in (c.excluded or "") for c in others(w).values())
+
+
+@pytest.mark.parametrize(
+    ("ttft", "options"),
+    [
+        (None, {}),
+        (6.0, {"kind": "bloom"}),
+        (6.0, {"slo": Slo(ttft=6.0, tpot=0.1)}),
+        (6.0, {"isolation": "shared"}),
+        (6.0, {"memory": 900 * MIB}),
+    ],
+    ids=["no objective", "not stageable", "time per token unknown", "shared", "memory is set"],
+)
+def test_model_that_may_not_be_divided_gets_one_worker(ttft: float | None, options: dict[str, Any]) -> None:
+    w = make(ttft, **options)
+    w.demand("m")
+    assert chosen(w).stages == 1
+    assert not others(w)
+
+
+def test_slow_node_is_not_taken_into_the_group() -> None:
+    w = make(6.0, speeds=(SPEED, SPEED / 10, SPEED, SPEED / 10))
+    w.demand("m")
+    assert sorted(s.node for s in w.starts("m")) == ["n0", "n2"]
+
+
+def test_group_that_is_slower_than_one_worker_is_refused() -> None:
+    w = make(6.0, nodes=2, speeds=(SPEED, SPEED / 10))
+    w.demand("m")
+    assert chosen(w).stages == 1
+    assert "not predicted sooner" in (others(w)[2].excluded or "")
+
+
+def test_without_the_capability_there_are_no_groups() -> None:
+    from services.scheduler.domain.values import replace
+
+    w = make(6.0)
+    w.policy = replace(w.policy, capabilities=w.policy.capabilities - {"pipeline"})
+    w.demand("m")
+    assert chosen(w).stages == 1
+    assert not others(w)

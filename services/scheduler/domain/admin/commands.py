@@ -156,6 +156,8 @@ def _add(tx: Transaction, event: AddModelsRequested) -> None:
             tx.drop(FailureHistory, card.name)
         tx.drop(ParkFailures, card.name)
         tx.emit(PutCatalog(card))
+        for group in [i for i in tx.state.of_model(card.spec.base or "") if i.stages > 1]:
+            stop_instance(tx, group, "drain", f"{group.model} has an adapter now, which groups of stages do not serve")
     answer = ModelsAdded(added=tuple(added), changed=tuple(changed), unchanged=tuple(unchanged), removed=tuple(removed))
     tx.emit(ReplyTo(event.waiter, answer))
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.effects import SendPrepare
+from services.scheduler.domain.effects import SendPrepare, SendStop
 from services.scheduler.domain.events import AddModelsRequested
 from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
-from shared.contracts.models import LayerSizes, ModelSpec, Slo
+from shared.contracts.models import AdapterInfo, LayerSizes, ModelSpec, Slo
 from shared.contracts.plans import Candidate
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import World
@@ -116,6 +116,21 @@ def test_model_that_may_not_be_divided_gets_one_worker(ttft: float | None, optio
     w.demand("m")
     assert chosen(w).stages == 1
     assert not others(w)
+
+
+def test_adapter_that_is_registered_later_ends_the_group_and_its_base_gets_one_worker() -> None:
+    w = make(6.0)
+    w.demand("m")
+    w.get_ready("m")
+    groups = list(w.state.instances)
+    spec = ModelSpec(name="sql", source="/m/sql", base="m")
+    info = model_info(spec.source, MIB).model_copy(update={"adapter": AdapterInfo(rank=4, alpha=8)})
+    answer = w.admin(AddModelsRequested(w.now, "adapter", (spec,), {"sql": info}, False))
+    assert not isinstance(answer, ErrorBody), answer
+    assert [s.command.instance_id for s in w.sent(SendStop)] == groups
+    w.finish_stops()
+    w.demand("m")
+    assert chosen(w).stages == 1
 
 
 def test_slow_node_is_not_taken_into_the_group() -> None:

@@ -8,35 +8,40 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 from weights.formats.architectures import DEFAULTS
 from weights.formats.known_architectures import CAUSAL_CLASSES, CAUSAL_TYPES, ENCODER_TYPES
 
-PRINT_KNOWN = """
-import json
-from transformers.models.auto import modeling_auto as auto
-causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-print(json.dumps([sorted(causal), sorted(set(causal.values())), sorted(auto.MODEL_MAPPING_NAMES)]))
-"""
-
-PRINT_DEFAULTS = """
+PRINT = """
 import json, sys
 from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto as auto
 asked = json.loads(sys.argv[1])
-print(json.dumps({kind: {key: getattr(CONFIG_MAPPING[kind](), key) for key in keys} for kind, keys in asked.items()}))
+causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+print(json.dumps({
+    "defaults": {kind: {key: getattr(CONFIG_MAPPING[kind](), key) for key in keys} for kind, keys in asked.items()},
+    "known": [sorted(causal), sorted(set(causal.values())), sorted(auto.MODEL_MAPPING_NAMES)],
+}))
 """
 
 
-def test_defaults_equal_those_of_transformers() -> None:
+@pytest.fixture(scope="module")
+def of_transformers() -> dict[str, Any]:
     asked = json.dumps({kind: list(values) for kind, values in DEFAULTS.items()})
-    ran = subprocess.run([sys.executable, "-c", PRINT_DEFAULTS, asked], capture_output=True, text=True, check=True, timeout=120)
-    assert json.loads(ran.stdout.splitlines()[-1]) == {kind: dict(values) for kind, values in DEFAULTS.items()}
+    ran = subprocess.run([sys.executable, "-c", PRINT, asked], capture_output=True, text=True, check=True, timeout=120)
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
-def test_known_architectures_equal_those_of_transformers() -> None:
-    ran = subprocess.run([sys.executable, "-c", PRINT_KNOWN], capture_output=True, text=True, check=True, timeout=120)
-    known = json.loads(ran.stdout.splitlines()[-1])
-    assert known == [sorted(CAUSAL_TYPES), sorted(CAUSAL_CLASSES), sorted(ENCODER_TYPES)]
+def test_defaults_equal_those_of_transformers(of_transformers: dict[str, Any]) -> None:
+    assert of_transformers["defaults"] == {kind: dict(values) for kind, values in DEFAULTS.items()}
+
+
+def test_known_architectures_equal_those_of_transformers(of_transformers: dict[str, Any]) -> None:
+    assert of_transformers["known"] == [sorted(CAUSAL_TYPES), sorted(CAUSAL_CLASSES), sorted(ENCODER_TYPES)]
 
 
 def test_the_loader_imports_neither_torch_nor_transformers() -> None:

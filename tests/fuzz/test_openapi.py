@@ -5,6 +5,7 @@ All refusals have one shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +13,32 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis import Case
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.pytest.lazy import get_all_tests
+from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
 from services.gateway.http.endpoints.openapi import document
 
 TIMEOUT_S = 10
-schema = schemathesis.openapi.from_dict(document())
-quickly = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+OPERATIONS = [(method.upper(), path) for path, methods in document()["paths"].items() for method in methods]
+quickly = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+@pytest.fixture(scope="module")
+def schema() -> BaseSchema:
+    return schemathesis.openapi.from_dict(document())
+
+
+def run(test: Callable[[Case[Any], str], None], schema: BaseSchema, method: str, path: str, endpoint: str) -> None:
+    """Run a test with requests for one operation.
+
+    `schema.parametrize` makes these tests at collection, in each worker, and gives them one id,
+    of which pytest-xdist runs one.
+    """
+    (made,) = get_all_tests(schema=schema.include(method=method, path=path), test_func=test, settings=quickly, given_kwargs=None)
+    assert isinstance(made, Ok), made
+    made.ok()[1](endpoint=endpoint)
 
 
 def send(case: Case[Any], endpoint: str) -> None:
@@ -34,19 +54,21 @@ def send(case: Case[Any], endpoint: str) -> None:
         assert response.headers["x-request-id"]
 
 
-@schema.parametrize()
-@quickly
-def test_request_that_matches_the_schema_causes_no_server_error(case: Case[Any], endpoint: str) -> None:
-    send(case, endpoint)
-
-
-@schema.include(method="POST").parametrize()
-@quickly
-def test_valid_request_for_a_known_model_causes_no_server_error(case: Case[Any], endpoint: str) -> None:
-    """Valid requests for known models get past the catalogue to the engine protocol."""
+def send_to_known_model(case: Case[Any], endpoint: str) -> None:
     if isinstance(case.body, dict):
         case.body["model"] = "vectors" if any(word in case.path for word in ("embed", "rerank", "score")) else "alpha"
     send(case, endpoint)
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_request_that_matches_the_schema_causes_no_server_error(schema: BaseSchema, method: str, path: str, endpoint: str) -> None:
+    run(send, schema, method, path, endpoint)
+
+
+@pytest.mark.parametrize(("method", "path"), [(method, path) for method, path in OPERATIONS if method == "POST"])
+def test_valid_request_for_a_known_model_causes_no_server_error(schema: BaseSchema, method: str, path: str, endpoint: str) -> None:
+    """Valid requests for known models get past the catalogue to the engine protocol."""
+    run(send_to_known_model, schema, method, path, endpoint)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank"])

@@ -27,10 +27,12 @@ from thaw.launcher.services import SERVICES
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = "tests.support.fork_server"
 ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zygote")
-"""Modules that import torch."""
+"""Modules of engines, which import torch and transformers."""
+_TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units")
+"""Other modules that import torch; a fork server does not import these themselves."""
 _LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.supervisor")
 _STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote", "tests.support.stopping_loader")
-FORKED = (*_LIGHT, *_STUBS, *ENGINES)
+FORKED = (*_LIGHT, *_STUBS, *ENGINES, *_TORCH_USERS)
 _COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
 """Modules that the command line imports when they are used."""
 _LIBRARIES = "tests.support.engine_libraries"
@@ -139,7 +141,7 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
         return _own
     if module == MODULE or not supports_cloning():
         return None  # tests of the launcher's fork server start the real one
-    has_torch = module in ENGINES or _starts_engines(module, arguments, environment)
+    has_torch = module in (*ENGINES, *_TORCH_USERS) or _starts_engines(module, arguments, environment)
     with _starting:
         if has_torch not in _servers:
             modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_STUBS, *(ENGINES if has_torch else ()))
@@ -170,7 +172,7 @@ def _is_forked(args: Any) -> bool:
 
 def _has_same_imports(module: str, environment: Mapping[str, str]) -> bool:
     """True if the interpreter and its imports would be the same with this environment."""
-    read = _READ_BY_PYTHON + (_READ_BY_TORCH if module in ENGINES else ())
+    read = _READ_BY_PYTHON + (_READ_BY_TORCH if module in (*ENGINES, *_TORCH_USERS) else ())
     names = {name for name in (*environment, *os.environ) if name.startswith(read)} - {"PYTHONUNBUFFERED"}
     return all(
         environment.get(name) == os.environ.get(name) or set(environment.get(name, "").split(os.pathsep)) == {str(ROOT)}

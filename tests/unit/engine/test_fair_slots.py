@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import cache
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,8 +104,12 @@ def _run(arrivals: dict[int, list[tuple[Flow, int]]], steps: int, weights: dict[
     waiting: list[tuple[int, Flow, int]] = []
     keys = 0
 
+    @cache  # most sequences wait from step to step
+    def claim(key: int, flow: Flow, left: int) -> Claim:
+        return _claim(key, flow, left / weights.get(flow, 1.0))
+
     def claims(sequences: list[tuple[int, Flow, int]]) -> list[Claim]:
-        return [_claim(key, flow, left / weights.get(flow, 1.0)) for key, flow, left in sequences]
+        return [claim(*sequence) for sequence in sequences]
 
     for step in range(steps):
         for flow, length in arrivals.get(step, ()):

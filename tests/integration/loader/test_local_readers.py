@@ -32,7 +32,7 @@ def assert_arrived(weights: Weights, expected: dict[str, np.ndarray[tuple[int, .
         data.release()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value)
+        assert np.array_equal(found[name], value)
 
 
 async def test_weights_by_source_and_by_id(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:

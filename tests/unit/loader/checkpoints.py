@@ -27,9 +27,7 @@ def tensors(megabytes: float = 0.1, seed: int = 0) -> dict[str, npt.NDArray[Any]
     """Return tensors of several shapes and dtypes, about `megabytes` in all."""
     random = np.random.default_rng(seed)
     rows = max(1, int(megabytes * 1e6 / 4 / 3 / 256))
-    found: dict[str, npt.NDArray[Any]] = {
-        f"layers.{i}.weight": random.standard_normal((rows, 256), dtype=np.float32) for i in range(3)
-    }
+    found: dict[str, npt.NDArray[Any]] = {f"layers.{i}.weight": random.random((rows, 256), dtype=np.float32) for i in range(3)}
     found["norm.weight"] = random.standard_normal(17, dtype=np.float32).astype(np.float16)
     found["scalar"] = np.array(3, dtype=np.int64)
     found["empty"] = np.zeros((0, 4), dtype=np.float32)

@@ -39,5 +39,5 @@ def assert_same(where: str | WeightsAttached, expected: dict[str, npt.NDArray[An
     found = read_segment(where)
     assert found.keys() == expected.keys()
     for tensor, value in expected.items():
-        np.testing.assert_array_equal(found[tensor], value)
+        assert np.array_equal(found[tensor], value)
         assert found[tensor].dtype == value.dtype

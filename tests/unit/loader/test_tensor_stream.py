@@ -49,7 +49,7 @@ def test_stream_yields_the_same_tensors_as_a_full_load(tmp_path: Path) -> None:
     found = dict(TensorStream(tmp_path))
     assert found.keys() == weights.keys()
     for name, value in weights.items():
-        np.testing.assert_array_equal(found[name].numpy(), value)
+        assert np.array_equal(found[name].numpy(), value)
 
 
 def test_the_first_tensors_arrive_while_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +59,13 @@ def test_the_first_tensors_arrive_while_the_rest_is_read(tmp_path: Path, monkeyp
     assert held.begun.wait(WITHIN_S), "before anybody asks for one"
     coming = iter(stream)
     name, first = next(coming)
-    np.testing.assert_array_equal(first.numpy(), weights[name])
+    assert np.array_equal(first.numpy(), weights[name])
     assert held.read == [0]
     held.go.set()
     rest = dict(coming)
     assert {name, *rest} == {*weights}
     for name, value in rest.items():
-        np.testing.assert_array_equal(value.numpy(), weights[name])
+        assert np.array_equal(value.numpy(), weights[name])
 
 
 def test_leaving_the_stream_early_ends_the_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

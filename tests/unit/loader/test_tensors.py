@@ -57,7 +57,7 @@ def test_sharded_model_is_loaded(tmp_path: Path) -> None:
     assert {p.name for p in SHM.iterdir()} <= names
     assert found.keys() == weights.keys()
     for name, value in weights.items():
-        np.testing.assert_array_equal(found[name].numpy(), value)
+        assert np.array_equal(found[name].numpy(), value)
 
 
 def test_every_dtype_equals_that_of_safetensors(tmp_path: Path) -> None:
@@ -91,12 +91,12 @@ def test_memory_lives_as_long_as_any_tensor(tmp_path: Path) -> None:
     del found
     gc.collect()
     assert mappings() == before + 1
-    np.testing.assert_array_equal(kept.numpy(), weights["layers.1.weight"][3:])
+    assert np.array_equal(kept.numpy(), weights["layers.1.weight"][3:])
     kept += 1  # private: writable, and the file is unchanged
     del kept
     gc.collect()
     assert mappings() == before
-    np.testing.assert_array_equal(load_tensors(tmp_path)["layers.1.weight"].numpy(), weights["layers.1.weight"])
+    assert np.array_equal(load_tensors(tmp_path)["layers.1.weight"].numpy(), weights["layers.1.weight"])
 
 
 def test_torch_is_not_imported_with_the_module() -> None:
@@ -169,7 +169,7 @@ def test_a_url_is_loaded_straight_into_memory(tmp_path: Path, ready: bool) -> No
     )
     assert found.keys() == weights.keys()
     for name, value in weights.items():
-        np.testing.assert_array_equal(found[name].numpy(), value)
+        assert np.array_equal(found[name].numpy(), value)
 
 
 def test_measured_load_fills_prepared_memory(tmp_path: Path) -> None:

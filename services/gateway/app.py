@@ -33,6 +33,8 @@ from services.gateway.http.console.endpoints import ROOT as CONSOLE_ROOT
 from services.gateway.http.console.endpoints import Console
 from services.gateway.http.endpoints.admin import Admin
 from services.gateway.http.endpoints.batches import Batches
+from services.gateway.http.endpoints.count_tokens import ROUTE as COUNT_TOKENS
+from services.gateway.http.endpoints.count_tokens import CountTokens
 from services.gateway.http.endpoints.files import Files
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
@@ -80,6 +82,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/v1/completions", Inference(gateway, "completion", parsers), methods=["POST"]),
         Route("/v1/embeddings", Inference(gateway, "embedding", parsers), methods=["POST"]),
         Route(MESSAGES, Messages(gateway, parsers), methods=["POST"]),
+        Route(COUNT_TOKENS, CountTokens(gateway, parsers), methods=["POST"]),
         Route(RESPONSES, Responses(gateway, parsers), methods=["POST"]),
         Route(RESPONSES + "/{id}", StoredResponses(gateway).read, methods=["GET"]),
         Route(RESPONSES + "/{id}", StoredResponses(gateway).delete, methods=["DELETE"]),

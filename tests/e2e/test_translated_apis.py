@@ -62,3 +62,10 @@ def test_messages_have_the_text_of_chat_completions(mesh: Thaw, client: openai.O
     assert whole.content[0].text == streamed.content[0].text == chat(client, HELLO)
     assert whole.stop_reason == streamed.stop_reason == "max_tokens"
     assert streamed.usage.output_tokens == whole.usage.output_tokens == 8
+
+
+def test_tokens_of_a_message_are_counted_as_the_engine_does(mesh: Thaw) -> None:
+    asked: dict[str, Any] = {"model": "one", "system": "Be brief", "messages": HELLO}
+    with anthropic.Anthropic(base_url=mesh.url, api_key="none", timeout=120) as client:
+        counted = client.messages.count_tokens(**asked)
+        assert counted.input_tokens == client.messages.create(**asked, max_tokens=1).usage.input_tokens

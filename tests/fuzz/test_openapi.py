@@ -49,7 +49,9 @@ def send(case: Case[Any], endpoint: str) -> None:
         if case.path.startswith("/api/"):
             assert isinstance(error, str)
         else:
-            assert set(error) == ({"message", "type"} if case.path == "/v1/messages" else {"message", "type", "param", "code"})
+            assert set(error) == (
+                {"message", "type"} if case.path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+            )
             assert error["message"]
         assert response.headers["x-request-id"]
 

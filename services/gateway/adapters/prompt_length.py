@@ -19,7 +19,7 @@ from services.gateway.adapters.token_bound import longest_token_bytes
 from services.gateway.adapters.tokenizer_files import TOKENIZER, TokenizerFiles
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, prompts_of
-from shared.errors import ContextLengthExceeded
+from shared.errors import ContextLengthExceeded, InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 
 log = logging.getLogger(__name__)
 _AVAILABLE = importlib.util.find_spec("tokenizers") is not None
@@ -70,6 +70,22 @@ class TokenCounter:
         with contextlib.suppress(Unrenderable):
             text = self._template.render(request) if self._template is not None else text
         return self.count_longest([text], limit)
+
+    def count_exactly(self, request: ChatCompletionRequest) -> int:
+        """Count the tokens of a conversation as the model's chat template renders it.
+
+        Raises:
+            Unrenderable: The model has no template, or the template refuses the conversation.
+            PayloadTooLarge: Counting would take too long.
+        """
+        if self._template is None:
+            raise Unrenderable
+        text = self._template.render(request)
+        if (size := len(text.encode(errors="replace"))) > _MAX_COUNTED_BYTES:
+            raise PayloadTooLarge(
+                f"The conversation has {size} bytes, and at most {_MAX_COUNTED_BYTES} are counted. Send a shorter one"
+            )
+        return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def count_longest(self, texts: list[str], limit: int) -> int | None:
         """Count the tokens of the longest text.
@@ -125,6 +141,32 @@ class PromptLengthChecker:
                 f"This model's maximum context length is {card.context_length} tokens. The {param} has at least {tokens}{suffix}.",
                 param=param,
             )
+
+    async def count(self, request: ChatCompletionRequest, card: ModelCard) -> int:
+        """Count the tokens of a conversation.
+
+        Raises:
+            NotFound: No node has a tokenizer of the model that the gateway can read.
+            Unavailable: The tokenizer is still being read.
+            InvalidRequest: The chat template refuses the conversation, or the model has none.
+            PayloadTooLarge: The conversation is too long to count.
+        """
+        counter = await self._counter(card) if _AVAILABLE else None
+        if counter is None:
+            task = self._counters.get((card.info.source, card.info.revision))
+            if task is not None and not task.done():
+                raise Unavailable(f"The tokenizer of {card.name} is still being read. Repeat the request")
+            raise NotFound(
+                f"The gateway cannot read a tokenizer of {card.name} ({card.spec.engine}), and its engine counts no tokens"
+            )
+        async with self._counting:
+            try:
+                return await asyncio.to_thread(counter.count_exactly, request)
+            except Unrenderable:
+                raise InvalidRequest(
+                    f"The chat template of {card.name} does not render this conversation. Send text in the roles that it knows",
+                    param="messages",
+                ) from None
 
     async def _counter(self, card: ModelCard) -> TokenCounter | None:
         key, now = (card.info.source, card.info.revision), time.monotonic()

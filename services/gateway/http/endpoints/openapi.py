@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from services.gateway.http.endpoints.batches import BatchRequest
 from services.gateway.http.error_formats import OLLAMA_PREFIX
-from services.gateway.http.translation.messages_request import MessagesRequest
+from services.gateway.http.translation.messages_request import CountTokensRequest, MessagesRequest
 from services.gateway.http.translation.ollama_requests import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
 from services.gateway.http.translation.responses_request import ResponsesRequest
 from services.gateway.http.translation.scoring import RerankRequest, ScoreRequest
@@ -25,6 +25,7 @@ POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/v1/completions": (CompletionRequest, "Continue a prompt, or several.", True),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of OpenAI's Responses API.", True),
     "/v1/messages": (MessagesRequest, "Answer a conversation, in the form of Anthropic's Messages API.", True),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Count the tokens of a conversation.", False),
     "/v1/embeddings": (EmbeddingRequest, "Turn texts into vectors.", False),
     "/v1/rerank": (RerankRequest, "Order documents by their similarity to a query.", False),
     "/v1/score": (ScoreRequest, "Score the similarity of pairs of texts.", False),
@@ -122,7 +123,7 @@ def _errors(path: str) -> dict[str, Any]:
     api, model = "OpenAI", "Error"
     if path.startswith(OLLAMA_PREFIX):
         api, model = "Ollama", "OllamaError"
-    elif path == "/v1/messages":
+    elif path.startswith("/v1/messages"):
         api, model = "Anthropic", "AnthropicError"
     content = {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
     return {code: {"description": f"An error in {api}'s shape.", "content": content} for code in _ERROR_CODES}

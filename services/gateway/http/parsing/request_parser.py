@@ -120,9 +120,14 @@ def _translate_messages(body: bytes, history: bytes) -> tuple[bytes, ClientReque
     return messages_request.to_chat(validate_body(messages_request.MessagesRequest, body))
 
 
+def _translate_count(body: bytes, history: bytes) -> tuple[bytes, ClientRequest]:
+    return messages_request.to_chat(validate_body(messages_request.CountTokensRequest, body))
+
+
 TRANSLATED: dict[str, Callable[[bytes, bytes], tuple[bytes, ClientRequest]]] = {
     "/v1/responses": _translate_responses,
     "/v1/messages": _translate_messages,
+    "/v1/messages/count_tokens": _translate_count,
 }
 """Routes that are translated to chat completions."""
 

@@ -50,6 +50,12 @@ class MessagesRequest(BaseModel):
     container: str | dict[str, Any] | None = None
 
 
+class CountTokensRequest(MessagesRequest):
+    """The body of `POST /v1/messages/count_tokens`: a message request that generates nothing."""
+
+    max_tokens: int = Field(default=1, ge=1)
+
+
 def to_chat(request: MessagesRequest) -> tuple[bytes, ClientRequest]:
     """Translate a request.
 

@@ -60,6 +60,7 @@ async def test_engine_with_the_route_counts_itself(gateway: Served, node: FakeNo
 
     async def count(run: Run) -> None:
         await run.respond("application/json", json.dumps({"input_tokens": 42}).encode())
+        await run.close()
 
     engine = await node.engine("counts", count)
     async with client_of(gateway) as client:

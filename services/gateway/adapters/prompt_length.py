@@ -28,6 +28,8 @@ _MAX_TOKENIZERS = 8
 """Tokenizers cached in memory; each takes tens of megabytes."""
 _LOAD_TIMEOUT_S = 3.0
 """A request waits this long for a tokenizer; one that loads later serves the next request."""
+_COUNT_TIMEOUT_S = 30.0
+"""A request whose response is the count waits longer."""
 _RETRY_S = 30.0
 _MAX_COUNTED_BYTES = 1 << 20
 """Longer text is left to the engine: 1 MiB takes the tokenizer about a second and 200 MB."""
@@ -151,7 +153,7 @@ class PromptLengthChecker:
             InvalidRequest: The chat template refuses the conversation, or the model has none.
             PayloadTooLarge: The conversation is too long to count.
         """
-        counter = await self._counter(card) if _AVAILABLE else None
+        counter = await self._counter(card, _COUNT_TIMEOUT_S) if _AVAILABLE else None
         if counter is None:
             task = self._counters.get((card.info.source, card.info.revision))
             if task is not None and not task.done():
@@ -168,7 +170,7 @@ class PromptLengthChecker:
                     param="messages",
                 ) from None
 
-    async def _counter(self, card: ModelCard) -> TokenCounter | None:
+    async def _counter(self, card: ModelCard, timeout_s: float = _LOAD_TIMEOUT_S) -> TokenCounter | None:
         key, now = (card.info.source, card.info.revision), time.monotonic()
         task = self._counters.get(key)
         if task is None or (task.done() and task.result() is None and now - self._loaded_at[key] > _RETRY_S):
@@ -179,7 +181,7 @@ class PromptLengthChecker:
                 del self._loaded_at[oldest]
         self._counters.move_to_end(key)
         if not task.done():
-            await asyncio.wait({task}, timeout=_LOAD_TIMEOUT_S)
+            await asyncio.wait({task}, timeout=timeout_s)
         return task.result() if task.done() else None
 
     async def _load(self, source: str) -> TokenCounter | None:

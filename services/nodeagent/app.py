@@ -26,6 +26,7 @@ from services.nodeagent.devices.inventory import open_devices
 from services.nodeagent.devices.port import Device
 from services.nodeagent.devices.weights import weights_on_gpu
 from services.nodeagent.domain import events as e
+from services.nodeagent.domain.late_binding import traffic_of
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import NodeState, Policy, Process
 from services.nodeagent.effects import EffectPorts, EffectRunner
@@ -200,7 +201,7 @@ class Nodeagent:
         self.effects.on_report(report)
 
     async def _on_loader(self, status: LoaderStatus) -> None:
-        self.loop.post(e.LoaderReported(self.meter.on_loader_status(status), units_by_device(status)))
+        self.loop.post(e.LoaderReported(self.meter.on_loader_status(status), units_by_device(status), traffic_of(status)))
 
     async def _on_wanted(self, _: StatusWanted) -> None:
         self.publisher.notify_changed(urgent=True)

@@ -26,7 +26,7 @@ from services.nodeagent.suspend.suspender import Suspender
 from shared.contracts import subjects
 from shared.contracts.base import Done, ErrorBody, Message, Request
 from shared.contracts.engine import ChangeModel, DrainEngine, EngineReport, EngineStart, PingEngine
-from shared.contracts.loader import ReleaseWeights, WeightsReleased
+from shared.contracts.loader import PrepareWeights, ReleaseWeights, WeightsReleased
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE
 from shared.contracts.stages import LayerRange, Stage
@@ -110,6 +110,8 @@ class EffectRunner:
                 self._signal(effect)
             case e.Fork():
                 self._spawn("fork", effect.instance_id, self._fork(effect.instance_id))
+            case e.Prepare():
+                self._spawn("prepare", effect.instance_id, self._prepare(effect.instance_id))
             case e.Take():
                 self.processes.hand_over(effect.template, effect.instance_id)
                 self._spawn("take", effect.instance_id, self._take(effect))
@@ -395,6 +397,21 @@ class EffectRunner:
                 continue
             self._post(e.MemoryFreed(instance_id, freed))
             return
+
+    async def _prepare(self, instance_id: str) -> None:
+        """Have the loader begin. The engine attaches the weights anyway, and reports failures."""
+        command = self._loop.state.instances[instance_id].command
+        request = PrepareWeights(
+            token=command.token,
+            instance_id=instance_id,
+            card=command.card,
+            traceparent=command.traceparent,
+            device=command.device_ids[0],
+        )
+        try:
+            await self._ask(subjects.loader_command(self._node), request, Done)
+        except ThawError as error:
+            log.warning("failed to prepare weights", extra={"instance": instance_id, "error": error.message})
 
     async def _release(self, instance_id: str) -> None:
         request = ReleaseWeights(instance_id=instance_id, deadline_ms=5_000)

@@ -46,6 +46,11 @@ class StartInstance(Request):
     device_ids: tuple[str, ...]
     reserve_bytes: int
     kv_bytes: int
+    grant: tuple[str, ...] = Field(
+        default=(),
+        description="Late binding: other devices of the node that it may run on instead of `device_ids`. The nodeagent chooses when it starts "
+        "it, has the loader load its weights, and reports the device in `InstanceStatus`. Empty: it runs on `device_ids`.",
+    )
     executor_bytes: int = Field(
         default=0, description="Of the executor that it is attached to: reserved beside `reserve_bytes`, once on each device."
     )
@@ -221,6 +226,11 @@ class InstanceStatus(Frozen):
         default="", description="While it is suspended: a model of this template key may take its engine. Empty: none may."
     )
     template: str | None = Field(default=None, description="The instance whose engine it took.")
+    bound_by: str = Field(
+        default="",
+        description="The rule by which its node chose the device among the granted ones (Torpor, Algorithm 1): resident, peer, quiet, light, "
+        "host, or busy. Empty: the scheduler chose.",
+    )
     group: GroupPlace | None = Field(
         default=None,
         description="It is a stage of a group on several nodes. Later stages answer no requests: gateways do not use them.",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.nodeagent.domain.late_binding import Traffic
 from services.nodeagent.domain.state import Instance, Outlook
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport
@@ -209,11 +210,13 @@ class ReleaseFailed:
 class LoaderReported:
     """A status of the loader.
 
-    `loaded`: bytes fetched or loaded so far, by holder. `units`: by separate device.
+    `loaded`: bytes fetched or loaded so far, by holder. `units`: by separate device. `traffic`:
+    loads on links, and weights on devices.
     """
 
     loaded: Mapping[str, int]
     units: Mapping[str, SharedUnits] = field(default_factory=dict)
+    traffic: Traffic = Traffic()
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,13 @@ Event = (
 
 @dataclass(frozen=True)
 class Fork:
+    instance_id: str
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Have the loader begin to load the instance's weights to its device."""
+
     instance_id: str
 
 
@@ -426,6 +436,7 @@ class Publish:
 
 Effect = (
     Fork
+    | Prepare
     | Take
     | RequestDrain
     | PauseEngine

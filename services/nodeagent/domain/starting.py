@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.nodeagent.domain import isolation, process_exit, suspending, teardown, templates, termination
+from services.nodeagent.domain import binding, isolation, process_exit, suspending, teardown, templates, termination
 from services.nodeagent.domain.events import (
     Assess,
     EngineForked,
@@ -37,9 +37,10 @@ def on_start(transition: Transition, event: StartCommand) -> None:
     1. Stale: refused.
     2. Known: done again, unless it is stopping.
     3. Shutting down: refused.
-    4. Does not fit: queued if it may wait, else refused; weights that the loader holds for it are
+    4. Shared, and several devices are granted: bound to one of them (binding.py).
+    5. Does not fit: queued if it may wait, else refused; weights that the loader holds for it are
        released.
-    5. Booked, recorded, forked; or the engine of its template is taken (templates.py).
+    6. Booked, recorded, forked; or the engine of its template is taken (templates.py).
     """
     command, known = event.command, transition.find(event.command.instance_id)
     refused = check_stale(transition, command.token, known)
@@ -72,19 +73,24 @@ def on_start(transition: Transition, event: StartCommand) -> None:
         transition.now + command.wait_ms / 1000,
         weights=booked_weights(command.card, command.kv_bytes, command.executor_bytes),
     )
+    bound = binding.bind(transition.state, command, reservation) if is_shared else None
+    if bound is not None:  # 4
+        command = command.model_copy(update={"device_ids": (bound.device_id,)})
+        reservation = replace(reservation, device_ids=command.device_ids)
     new = Instance(
         command=command,
         token=command.token,
         progress_at=transition.now,
         suspend_state=SuspendState(begun_at=transition.now),
         is_shared=is_shared,
+        binding=bound,
     )
     before = transition.state.ledger
     transition.set_ledger(templates.ledger_without_template(transition.state, command))
     refusal = transition.reserve(reservation)
     if refusal is not None:
         transition.set_ledger(before)
-    if refusal is not None and command.wait_ms and isinstance(refusal, InsufficientMemory) and refusal.should_retry:  # 4
+    if refusal is not None and command.wait_ms and isinstance(refusal, InsufficientMemory) and refusal.should_retry:  # 5
         transition.enqueue(reservation)
         transition.change(new.model_copy(update={"process": Process.QUEUED, "booked": False, "phase": Phase.RESERVE}))
         transition.reply(event.reply)
@@ -93,7 +99,7 @@ def on_start(transition: Transition, event: StartCommand) -> None:
         transition.emit(Release(command.instance_id))
         transition.reply(event.reply, refusal)
         return
-    templates.begin(transition, new)  # 5
+    templates.begin(transition, new)  # 6
     transition.reply(event.reply)
 
 
@@ -172,6 +178,7 @@ def on_report(transition: Transition, report: EngineReport) -> None:
             lap = instance.suspend_state.model_copy(update={"started": TimedStep(at=transition.now, took_s=transition.now - begun)})
             transition.change(instance, state=InstanceState.READY, progress=1.0, phase=None, suspend_state=lap)
             transition.emit(Measure(instance.instance_id), Assess(instance.instance_id))
+            binding.on_ready(transition, instance, transition.now - begun)
         case "failed" if instance.state is not InstanceState.FAILED:
             if report.error is not None and report.error.code == MemoryExceeded.code:
                 isolation.separate(transition, instance)
@@ -192,6 +199,7 @@ def on_report(transition: Transition, report: EngineReport) -> None:
 def on_loader(transition: Transition, event: LoaderReported) -> None:
     """Handle a loader status: units on devices, progress of loads, and retries of releases."""
     transition.set_ledger(replace(transition.state.ledger, units=event.units))
+    transition.state = replace(transition.state, traffic=event.traffic)
     for instance in list(transition.state.instances.values()):
         loaded = event.loaded.get(instance.instance_id, 0)
         if instance.state.starting and loaded > instance.loaded_bytes:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import AliasChoices, Field
 
+from services.nodeagent.domain.late_binding import Binding, StartTimes, Traffic
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import Reservation
 from shared.contracts.base import ErrorBody, Frozen
@@ -153,6 +154,8 @@ class Instance(Frozen):
     """The suspended instance whose engine, and process, this one took."""
     is_shared: bool = False
     """True if the instance is in its device's executor: `pid` is that of the executor."""
+    binding: Binding | None = None
+    """How this agent chose its device; None: the scheduler did."""
 
     @property
     def instance_id(self) -> str:
@@ -219,6 +222,10 @@ class NodeState:
     """Limit of suspended engines that the node offers to other models of their template key."""
     crashes: Mapping[str, int] = field(default_factory=dict)
     """Number of crashes of an executor while it computed for a model, by model."""
+    traffic: Traffic = Traffic()
+    """The latest report of the loader's links and of whole weights on devices."""
+    start_times: Mapping[str, StartTimes] = field(default_factory=dict)
+    """Of attaches with and without loads beside them, by model."""
     spills: bool = False
     """True if snapshots in host memory can be written to swap."""
 

@@ -64,6 +64,7 @@ def instance_status(
         resumed=_timing(instance.suspend_state.resumed, wall),
         template_key=template_key,
         template=instance.taken_from,
+        bound_by=instance.binding.rule if instance.binding is not None else "",
         group=GroupPlace(first=stage.first, index=stage.index, count=stage.count) if stage is not None and stage.first else None,
     )
 

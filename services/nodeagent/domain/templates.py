@@ -6,7 +6,7 @@ one decision replaces the old booking by the new one in the ledger.
 
 from __future__ import annotations
 
-from services.nodeagent.domain import termination
+from services.nodeagent.domain import binding, termination
 from services.nodeagent.domain.events import Fork, Take, TakeFailed
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import Instance, NodeState, Process
@@ -57,6 +57,7 @@ def begin(transition: Transition, instance: Instance) -> None:
     template = template_of(transition.state, instance.command)
     if template is None:
         transition.change(instance, process=Process.FORKING)
+        binding.prepare(transition, instance)
         transition.emit(Fork(instance.instance_id))
         return
     transition.set_ledger(transition.state.ledger.remove_booking(template.instance_id))

@@ -2,7 +2,8 @@
 
 1. A report older than the latest one of the same nodeagent is ignored.
 2. A token of a newer epoch shows another leader (or a lost database): step down and lead above it.
-3. A known instance takes the reported state (ready, failed, stopped, draining).
+3. A known instance takes the reported state (ready, failed, stopped, draining), and a start the
+   device that its node has bound it to.
 4. An unknown running instance is adopted if its model needs it, otherwise stopped.
 5. A known instance that a report omits is gone.
 """
@@ -20,7 +21,14 @@ from services.scheduler.domain.lifecycle.failures import (
 )
 from services.scheduler.domain.lifecycle.groups import apply_stage_statuses
 from services.scheduler.domain.lifecycle.park_attempts import is_parking, record_park_failure
-from services.scheduler.domain.lifecycle.transitions import cancel_resume, mark_ready, mark_suspended, remove_instance, send_stop
+from services.scheduler.domain.lifecycle.transitions import (
+    bind_start,
+    cancel_resume,
+    mark_ready,
+    mark_suspended,
+    remove_instance,
+    send_stop,
+)
 from services.scheduler.domain.state.entities import Device, Instance, Leaving, Node
 from services.scheduler.domain.state.transaction import TOKENS_PER_EPOCH, Transaction
 from services.scheduler.domain.state.volatile import InstanceReport, LoaderPresence, Presence
@@ -28,6 +36,9 @@ from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import RESERVATION, InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, InsufficientMemory, ThawError
+
+_BEFORE_READY = (InstanceState.PREPARING, InstanceState.LOADING)
+"""Of starts: the node's report of the device is followed. A resumption has promised devices."""
 
 
 def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
@@ -62,6 +73,8 @@ def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
 
 
 def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
+    if s.bound_by and s.device_ids != i.device_ids and i.ready_at is None and i.state in _BEFORE_READY:
+        i = bind_start(tx, i, s)
     tx.put(_report_of(tx, s))
     learn_memory(tx, s)
     match s.state:

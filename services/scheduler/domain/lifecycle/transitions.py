@@ -17,6 +17,7 @@ from services.scheduler.domain.estimates.memory_needs import start_bytes
 from services.scheduler.domain.estimates.start_learning import updated_estimates
 from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster
 from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
+from services.scheduler.domain.placement.grants import granted_devices
 from services.scheduler.domain.placement.place import Placement
 from services.scheduler.domain.state.device_memory import resume_need_bytes
 from services.scheduler.domain.state.entities import Instance, Leaving, Model
@@ -163,8 +164,8 @@ def _stop_victims(tx: Transaction, victims: list[Instance], short: int, reason: 
 def send_start(tx: Transaction, instance: Instance) -> None:
     """Send a start: to the nodeagent, and to the loader to fetch weights at the same time.
 
-    A resumption needs no weights. While other instances stop on its devices, the start may wait
-    there.
+    If several devices are granted, the nodeagent tells the loader. A resumption needs no weights.
+    While other instances stop on its devices, the start may wait there.
     """
     model = tx.state.models[instance.model]
     sent = replace(instance, sent_at=tx.now, token=tx.next_token())
@@ -189,7 +190,9 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     if later:
         _send_group(tx, model, sent, later)
         return
-    if not model.card.spec.loads_itself:
+    plan = tx.state.plans.get(sent.plan_id)
+    grant = granted_devices(tx, model, sent, plan)
+    if not model.card.spec.loads_itself and not grant:  # else the node tells its loader the device
         # Other engines take the weights from host memory.
         maps_units = model.card.spec.engine == "builtin"
         for index, layers in enumerate(model.card.stages or (None,)):
@@ -202,7 +205,6 @@ def send_start(tx: Transaction, instance: Instance) -> None:
                 layers=layers,
             )
             tx.emit(SendPrepare(sent.node, prepare))
-    plan = tx.state.plans.get(sent.plan_id)
     command = StartInstance(
         template=plan.chosen.template if plan is not None and plan.chosen is not None else None,
         token=sent.token,
@@ -212,6 +214,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         device_ids=sent.device_ids,
         reserve_bytes=sent.reserve_bytes,
         kv_bytes=sent.kv_bytes,
+        grant=grant,
         executor_bytes=need_of(model.card).executor,
         traceparent=sent.traceparent,
         priority=model.card.spec.priority,
@@ -292,6 +295,20 @@ def send_stop(tx: Transaction, i: Instance) -> None:
         reason=i.leave_reason,
     )
     tx.emit(SendStop(i.node, command))
+
+
+def bind_start(tx: Transaction, i: Instance, status: InstanceStatus) -> Instance:
+    """Move the booking of a start, and its plan, to the device that its node has bound it to."""
+    bound = replace(i, device_ids=status.device_ids)
+    tx.put(bound)
+    plan = tx.state.plans.get(i.plan_id)
+    if plan is None or plan.chosen is None or plan.outcome != "pending":
+        return bound
+    there = (c for c in plan.candidates if (c.node, c.device_ids) == (i.node, status.device_ids) and not (c.excluded or c.victims))
+    chosen = next(there, plan.chosen.model_copy(update={"device_ids": status.device_ids}))
+    reason = f"{plan.reason}; its node bound it to {', '.join(status.device_ids)} ({status.bound_by})"
+    tx.put(plan.model_copy(update={"chosen": chosen, "reason": reason}))
+    return bound
 
 
 def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:

@@ -76,17 +76,17 @@ def choose(devices: Sequence[DeviceLoad]) -> Binding:
     if not free:
         return _bind("busy", min(devices, key=lambda d: (d.running, not d.is_resident, not d.has_executor)))
     if resident := [d for d in free if d.is_resident]:
-        return _bind("resident", _first(resident))
+        return _bind("resident", _prefer_executor(resident))
     if max(d.peer_bytes_per_second for d in free) > 0:
         return _bind("peer", min(free, key=lambda d: (-d.peer_bytes_per_second, not d.has_executor)))
     rules: tuple[tuple[Rule, Loads], ...] = (("quiet", "none"), ("light", "light"))
     for rule, loads in rules:
         if found := [d for d in free if d.neighbour_loads == loads]:
-            return _bind(rule, _first(found))
-    return _bind("host", _first(free))
+            return _bind(rule, _prefer_executor(found))
+    return _bind("host", _prefer_executor(free))
 
 
-def _first(devices: Sequence[DeviceLoad]) -> DeviceLoad:
+def _prefer_executor(devices: Sequence[DeviceLoad]) -> DeviceLoad:
     return min(devices, key=lambda d: not d.has_executor)
 
 

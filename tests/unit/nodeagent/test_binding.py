@@ -25,10 +25,10 @@ ALL = ("cpu:0", "cpu:1", "cpu:2")
 _ORDER: dict[Loads, int] = {"none": 0, "light": 1, "heavy": 2}
 
 
-def shared(instance_id: str = "i", *, grant: tuple[str, ...] = ALL[1:], name: str = "demo", **more: int) -> StartInstance:
+def shared(instance_id: str = "i", *, grant: tuple[str, ...] = ALL[1:], name: str = "demo") -> StartInstance:
     spec = CARD.spec.model_copy(update={"isolation": "shared", "name": name, "source": f"/{name}"})
     card = ModelCard(spec=spec, info=CARD.info.model_copy(update={"revision": name, "source": f"/{name}"}), created=0)
-    return start(instance_id, reserve=10, **more).model_copy(update={"card": card, "grant": grant, "executor_bytes": 20})
+    return start(instance_id, reserve=10).model_copy(update={"card": card, "grant": grant, "executor_bytes": 20})
 
 
 def begin(w: World, command: StartInstance) -> tuple[str, tuple[e.Effect, ...]]:
@@ -128,7 +128,7 @@ def test_the_loader_is_asked_to_load_to_the_bound_device() -> None:
     assert [x for x in effects if isinstance(x, e.Prepare | e.Fork)] == [e.Prepare("second"), e.Fork("second")]
 
 
-def test_without_a_grant_the_planned_device_is_taken_and_the_scheduler_has_told_the_loader() -> None:
+def test_without_a_grant_the_planned_device_is_taken() -> None:
     w = World(*ALL)
     begin(w, shared("first", name="m0", grant=()))
     device_id, effects = begin(w, shared("second", name="m1", grant=()))

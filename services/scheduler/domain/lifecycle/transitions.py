@@ -164,7 +164,7 @@ def _stop_victims(tx: Transaction, victims: list[Instance], short: int, reason: 
 def send_start(tx: Transaction, instance: Instance) -> None:
     """Send a start: to the nodeagent, and to the loader to fetch weights at the same time.
 
-    If several devices are granted, the nodeagent tells the loader. A resumption needs no weights.
+    If several devices are granted, the nodeagent does the latter. A resumption needs no weights.
     While other instances stop on its devices, the start may wait there.
     """
     model = tx.state.models[instance.model]
@@ -192,7 +192,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         return
     plan = tx.state.plans.get(sent.plan_id)
     grant = granted_devices(tx, model, sent, plan)
-    if not model.card.spec.loads_itself and not grant:  # else the node tells its loader the device
+    if not model.card.spec.loads_itself and not grant:  # else the node does so, for the device that it chooses
         # Other engines take the weights from host memory.
         maps_units = model.card.spec.engine == "builtin"
         for index, layers in enumerate(model.card.stages or (None,)):

@@ -40,7 +40,7 @@ def test_a_shared_start_is_granted_the_other_devices_of_its_node(w: World) -> No
     w.demand("a")
     [start] = w.starts("a")
     assert {*start.command.device_ids, *start.command.grant} == set(DEVICES)
-    assert w.sent(SendPrepare) == [], "the node tells its loader, once it has chosen the device"
+    assert w.sent(SendPrepare) == [], "the node sends it, once it has chosen the device"
 
 
 @pytest.mark.parametrize("options", [{"isolation": "dedicated"}, {"isolation": "shared", "placement": {"devices": ["cpu:1"]}}])

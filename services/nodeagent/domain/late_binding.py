@@ -67,27 +67,24 @@ def choose(devices: Sequence[DeviceLoad]) -> Binding:
     4. A is empty, where Torpor's requests wait: executors batch requests, so the device with the
        fewest, and of several one that has the weights.
 
-    Among equals: a device whose executor runs, then the order of `devices`.
+    Among equals the first one: the scheduler plans the device with the most free memory, so that
+    models which are idle now do not gather on one.
 
     Args:
-        devices: The granted devices with room, at least one.
+        devices: The granted devices with room, at least one; the planned one first.
     """
     free = [d for d in devices if not d.running]
     if not free:
-        return _bind("busy", min(devices, key=lambda d: (d.running, not d.is_resident, not d.has_executor)))
+        return _bind("busy", min(devices, key=lambda d: (d.running, not d.is_resident)))
     if resident := [d for d in free if d.is_resident]:
-        return _bind("resident", _prefer_executor(resident))
+        return _bind("resident", resident[0])
     if max(d.peer_bytes_per_second for d in free) > 0:
-        return _bind("peer", min(free, key=lambda d: (-d.peer_bytes_per_second, not d.has_executor)))
+        return _bind("peer", max(free, key=lambda d: d.peer_bytes_per_second))
     rules: tuple[tuple[Rule, Loads], ...] = (("quiet", "none"), ("light", "light"))
     for rule, loads in rules:
         if found := [d for d in free if d.neighbour_loads == loads]:
-            return _bind(rule, _prefer_executor(found))
-    return _bind("host", _prefer_executor(free))
-
-
-def _prefer_executor(devices: Sequence[DeviceLoad]) -> DeviceLoad:
-    return min(devices, key=lambda d: not d.has_executor)
+            return _bind(rule, found[0])
+    return _bind("host", free[0])
 
 
 def _bind(rule: Rule, d: DeviceLoad) -> Binding:

@@ -63,7 +63,7 @@ def report_traffic(w: World, **traffic: object) -> None:
         ([DeviceLoad("a", 1), DeviceLoad("b", neighbour_loads="heavy")], ("b", "host")),
         ([DeviceLoad("a", 2), DeviceLoad("b", 1)], ("b", "busy")),
         ([DeviceLoad("a", 1), DeviceLoad("b", 1, is_resident=True)], ("b", "busy")),
-        ([DeviceLoad("a"), DeviceLoad("b", has_executor=True)], ("b", "quiet")),
+        ([DeviceLoad("a"), DeviceLoad("b", has_executor=True)], ("a", "quiet")),
         ([DeviceLoad("a"), DeviceLoad("b")], ("a", "quiet")),
     ],
 )

@@ -237,6 +237,8 @@ class QueueFull(ThawError):
     """The place in the queue that the request would have had, counted from 1. Not on the wire: only
     a gateway raises it.
     """
+    limit: str = "queue_full"
+    """The limit that was reached, as metrics name it. Not on the wire."""
 
 
 class TooManyConnections(ThawError):
@@ -251,6 +253,8 @@ class RateLimitExceeded(ThawError):
     code, status, type = "rate_limit_exceeded", 429, "rate_limit_error"
     headers: dict[str, str] | None = None
     """The limits as `x-ratelimit-*`. Not on the wire: only a gateway raises it."""
+    limit: str = "requests_per_minute"
+    """The limit that was reached, as metrics name it. Not on the wire."""
 
 
 class InsufficientQuota(ThawError):

@@ -154,8 +154,16 @@ class Authorizer:
         if digest in self._admin:
             return Caller("THAW_ADMIN_KEY", "admin", digest)
         if digest in self.configured:
-            return Caller(f"configured-{digest[:12]}", "inference", digest)
+            return Caller(_configured_name(digest), "inference", digest)
         return None
+
+    def key_name(self, headers: Mapping[str, str]) -> str:
+        """Return the name of a request's key, expired or not; empty if no key has its hash."""
+        digest = self.key_hash(headers)
+        key = self.store.find(digest) if digest else None
+        if key is not None:
+            return key.name
+        return _configured_name(digest) if digest in self.configured else ""
 
     def _check_inference(self, method: str, digest: str) -> Caller:
         caller = self.find_caller(digest)
@@ -192,6 +200,10 @@ class Authorizer:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         value = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
         return hash_key(value) if value else ""
+
+
+def _configured_name(digest: str) -> str:
+    return f"configured-{digest[:12]}"
 
 
 def is_exposed(settings: GatewaySettings, listener: socket.socket) -> bool:

@@ -104,7 +104,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     loop = SchedulerLoop(
         with_keep_alive(await repository.load(term.epoch, clock.now()), policy.profile.keep), repository, loads, policy
     )
-    metrics.devices = lambda: {name: seen.status.memory for name, seen in tuple(loop.state.loaders.items())}
+    metrics.loaders = lambda: tuple(seen.status for seen in tuple(loop.state.loaders.values()))
     metrics.nodes = lambda: tuple(loop.state.presence.values())
     js = mesh.nc.jetstream()
     catalog = Catalog(js, mesh.replicas)
@@ -132,7 +132,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
         log.warning("stepping down: a newer epoch exists", extra={"mine": term.epoch, "newer": e.epoch})
         return e.epoch
     finally:
-        metrics.devices, metrics.nodes = dict, tuple
+        metrics.loaders, metrics.nodes = tuple, tuple
         await handlers.stop()
         await outbox.close()
         loads.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -13,7 +13,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
 from services.scheduler.domain.state.volatile import Presence
-from shared.contracts.loader import DeviceMemory
+from shared.contracts.loader import DeviceMemory, LoaderStatus
 from shared.contracts.node import NodeStatus
 from shared.contracts.plans import PlanRecord
 
@@ -23,19 +23,16 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45
 _Record = Callable[[float, dict[str, str]], None]
 
 
-DevicesByNode = Callable[[], Mapping[str, Iterable[DeviceMemory]]]
-
-
 class Metrics:
     """All metrics of a scheduler.
 
     Attributes:
-        devices: Returns the devices with pages by node, while this scheduler leads.
+        loaders: Returns the last status of every loader, while this scheduler leads.
         nodes: Returns the nodes with their last status, while this scheduler leads.
     """
 
     def __init__(self) -> None:
-        self.devices: DevicesByNode = dict
+        self.loaders: Callable[[], Iterable[LoaderStatus]] = tuple
         self.nodes: Callable[[], Iterable[Presence]] = tuple
         self._registry = CollectorRegistry()
         self._provider = MeterProvider(
@@ -56,6 +53,16 @@ class Metrics:
         meter.create_observable_gauge("thaw.device.memory", [self._memory], "By", "Pages of a device, by state.")
         meter.create_observable_gauge(
             "thaw.device.violations", [self._violations], "{violation}", "Of conservation of a device's pages; 0 in a correct node."
+        )
+        links = (
+            ("queued", "queued_bytes", "By", "Bytes that loads wait for on a link of a node."),
+            ("loads", "loads", "{load}", "Loads that share a link of a node."),
+            ("bandwidth", "bytes_per_second", "By/s", "Bandwidth of a link of a node, as its latest chunks show it."),
+        )
+        for name, attribute, unit, text in links:
+            meter.create_observable_gauge(f"thaw.link.{name}", [partial(self._links, attribute)], unit, text)
+        meter.create_observable_counter(
+            "thaw.link.moved", [partial(self._links, "moved_bytes")], "By", "Bytes that have crossed a link of a node."
         )
 
         meter.create_observable_gauge("thaw.nodes", [self._nodes], "{node}", "Nodes, by thaw.state: alive or lost.")
@@ -100,6 +107,13 @@ class Metrics:
         for names, m in self._by_device():
             yield Observation(len(m.violations), names)
 
+    def _links(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
+        for status in self.loaders():
+            for link in status.links:
+                value = getattr(link, attribute)
+                if value is not None:
+                    yield Observation(value, {"thaw.node": status.node, "thaw.link": link.link})
+
     def _nodes(self, _: CallbackOptions) -> Iterator[Observation]:
         nodes = tuple(self.nodes())
         for state, count in (("alive", sum(n.alive for n in nodes)), ("lost", sum(not n.alive for n in nodes))):
@@ -122,9 +136,9 @@ class Metrics:
         return [n.status for n in self.nodes() if n.alive and n.status is not None]
 
     def _by_device(self) -> Iterator[tuple[dict[str, str], DeviceMemory]]:
-        for node, devices in self.devices().items():
-            for device in devices:
-                yield {"thaw.node": node, "thaw.device": device.device_id}, device
+        for status in self.loaders():
+            for device in status.memory:
+                yield {"thaw.node": status.node, "thaw.device": device.device_id}, device
 
     def render(self) -> bytes:
         text: bytes = generate_latest(self._registry)

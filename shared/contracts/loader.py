@@ -234,6 +234,7 @@ class LinkStatus(Frozen):
     queued_bytes: int = 0
     loads: int = 0
     finish_ms: float | None = None
+    moved_bytes: int = Field(default=0, description="Bytes that have crossed it since the loader was started.")
     is_paced: bool = Field(default=False, description="Its bandwidth is a setting of an experiment, not the machine's.")
     group_bytes: int | None = Field(
         default=None,

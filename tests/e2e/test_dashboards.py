@@ -99,7 +99,9 @@ def test_every_panel_has_data(prometheus: Prometheus, client: openai.OpenAI, adm
     """Every panel shows data, apart from those about what this mesh does not do."""
 
     def start_cold() -> None:
+        """Cause what the panels show: a cold start, and a rejected request."""
         admin.post("/models/one/sleep").raise_for_status()
+        assert admin.get("/cluster", headers={"authorization": "Bearer wrong"}).status_code == 401
         client.chat.completions.create(model="one", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
 
     def has_data(expression: str) -> bool:

@@ -86,6 +86,10 @@ class CpuDevice:
         return 0
 
     @property
+    def copied_bytes(self) -> int:
+        return 0
+
+    @property
     def bytes_per_second(self) -> float | None:
         return None
 

@@ -129,6 +129,7 @@ class CudaDevice:
         self._arenas: dict[int, CudaArena] = {}
         self._numbers = 0
         self._rate: float | None = None
+        self._copied_bytes = 0
         self._work = threading.Condition()
         self._closing = False
         driver.use(facts.index)
@@ -152,6 +153,10 @@ class CudaDevice:
     def queued_bytes(self) -> int:
         with self._work:
             return self._queue.queued_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        return self._copied_bytes
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -260,6 +265,7 @@ class CudaDevice:
         now = self._clock()
         with self._work:
             self._queue.finish(group)
+        self._copied_bytes += group.nbytes
         rate = group.nbytes / max(now - max(issued, previous), 1e-9)
         self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
         arena.on_copied(group)

@@ -153,6 +153,11 @@ class Device(Protocol):
         ...
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes copied over the link since the device was opened."""
+        ...
+
+    @property
     def bytes_per_second(self) -> float | None:
         """Bandwidth of the link by the latest copies; None before the first."""
         ...

@@ -51,6 +51,7 @@ class CopyThread:
 
     Attributes:
         bytes_per_second: Bandwidth of the latest copies, hashing included; None before the first.
+        copied_bytes: Bytes of all copies.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class CopyThread:
         """
         self._target, self._memory, self._arenas, self._clock, self._pacer = target, memory, arenas, clock, pacer
         self.bytes_per_second: float | None = None
+        self.copied_bytes = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"copy-{target.device_id}", daemon=True)
         self._thread.start()
@@ -144,6 +146,7 @@ class CopyThread:
         if self._pacer is not None:
             self._wait(arena, self._pacer.book(missing.unit.nbytes, began))
         rate = missing.unit.nbytes / max(self._clock() - began, 1e-9)
+        self.copied_bytes += missing.unit.nbytes
         self.bytes_per_second = update_rate(self.bytes_per_second, rate)
         with self._target.changed:
             self._target.settle(arena, index, key, digests, copied_bytes=missing.unit.nbytes)

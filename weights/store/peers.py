@@ -11,6 +11,7 @@ import ctypes
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class PeerLink:
         bytes_per_second: Its pace, or its measured bandwidth; None: neither is known.
         queued_bytes: Bytes of units that wait for the link.
         loads: Number of arenas with such units.
+        copied_bytes: Bytes of all copies over the link.
     """
 
     peer: str
@@ -68,6 +70,7 @@ class PeerLink:
     is_paced: bool
     queued_bytes: int
     loads: int
+    copied_bytes: int
 
 
 def split(units: Iterable[tuple[int, int, float]], host_rate: float, host_bytes: int = 0) -> set[int]:
@@ -119,6 +122,7 @@ class PeerThread:
         self._verify, self._clock = verify, clock
         self.peers: Mapping[str, Peer] = {}
         self._rates: dict[str, float] = {}
+        self._copied_bytes: Counter[str] = Counter()
         self._holding: set[PagedArena] = set()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -181,7 +185,14 @@ class PeerThread:
         found = []
         for name in self.peers:
             queued = [sum(m.unit.nbytes for m in missing if m.peer == name) for missing in waiting]
-            link = PeerLink(name, self.rate_of(name), name in self._pacers, sum(queued), sum(n > 0 for n in queued))
+            link = PeerLink(
+                name,
+                self.rate_of(name),
+                name in self._pacers,
+                queued_bytes=sum(queued),
+                loads=sum(n > 0 for n in queued),
+                copied_bytes=self._copied_bytes[name],
+            )
             if link.bytes_per_second is not None or link.queued_bytes:
                 found.append(link)
         return found
@@ -279,6 +290,7 @@ class PeerThread:
                 while arena.is_open and (left := until - self._clock()) > 0:
                     target.changed.wait(left)
         name, rate = missing.peer or "", missing.unit.nbytes / max(self._clock() - began, 1e-9)
+        self._copied_bytes[name] += missing.unit.nbytes
         self._rates[name] = update_rate(self._rates.get(name), rate)
         with target.changed:
             arena.peer_bytes += missing.unit.nbytes

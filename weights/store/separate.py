@@ -130,6 +130,10 @@ class SeparateDevice:
             return sum(m.arrived for a in self._arenas.values() for m in a.missing.values())
 
     @property
+    def copied_bytes(self) -> int:
+        return self._copies.copied_bytes
+
+    @property
     def bytes_per_second(self) -> float | None:
         return self._copies.bytes_per_second or self.paced_bytes_per_second
 

@@ -59,6 +59,7 @@ class Link:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._active = 0
+        self._moved_bytes = 0
         self._closing = False
 
     def submit(self, transfer: Transfer) -> Transfer:
@@ -86,7 +87,12 @@ class Link:
             queued, speed = self._line.queued_bytes, self._speed.bytes_per_second
             finish = queued / speed * 1e3 if queued and speed else None
             return LinkStatus(
-                link=self.name, bytes_per_second=speed, queued_bytes=queued, loads=len(self._line.loads), finish_ms=finish
+                link=self.name,
+                bytes_per_second=speed,
+                queued_bytes=queued,
+                loads=len(self._line.loads),
+                finish_ms=finish,
+                moved_bytes=self._moved_bytes,
             )
 
     def close(self) -> None:
@@ -140,6 +146,7 @@ class Link:
                 self._fail(transfer, error)
             else:
                 self._line = links.record_end(self._line, transfer.number, piece.length)
+                self._moved_bytes += piece.length
                 self._speed = links.record_bytes(self._speed, piece.length, self._clock())
                 self._end_if_over(transfer)
             if not self._active and links.find_next(self._line) is None:

@@ -175,11 +175,13 @@ def _refusal(key: ApiKey, exhausted: Exhausted, prices: Prices | None) -> ThawEr
     budget = exhausted.budget if exhausted.budget.endswith("tokens") or prices is None else f"{exhausted.budget} {prices.currency}"
     ends = datetime.fromtimestamp(exhausted.ends_at * _HOUR_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     if exhausted.is_reserved:
-        return RateLimitExceeded(
+        error = RateLimitExceeded(
             f"Active requests of the API key {key.name} may use the rest of its budget of {budget} per {exhausted.period}. "
             "Repeat the request when some have finished",
             retry_after_ms=_RESERVED_RETRY_MS,
         )
+        error.limit = "budget"
+        return error
     return InsufficientQuota(
         f"The API key {key.name} has used its budget of {budget} per {exhausted.period}. The {exhausted.period} ends at {ends}; "
         "its operator can raise the budget",

@@ -241,4 +241,5 @@ def _refusal(key: ApiKey, lease: Lease) -> RateLimitExceeded:
         retry_after_ms=math.ceil(retry_s * 1000),
     )
     error.headers = _headers(key, lease) if held is not None else {}
+    error.limit = field
     return error

@@ -57,10 +57,12 @@ class Admission:
                     f"The body exceeds the {limit} bytes allowed for all requests of {owner}. Send a smaller one"
                 )
             if total + more > limit:
-                return QueueFull(
+                error = QueueFull(
                     f"Active requests of {owner} have {total} bytes, and the limit is {limit}. Repeat the request when some have finished",
                     retry_after_ms=_RETRY_MS,
                 )
+                error.limit = "open_bytes"
+                return error
         return None
 
     def add(self, key: str, model: str | None, count: int) -> None:

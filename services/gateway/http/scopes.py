@@ -16,6 +16,8 @@ from services.gateway.domain.caller import Caller
 from shared.contracts.keys import Scope as KeyScope
 
 CALLER = "thaw.caller"
+IS_OF_BATCH = "thaw.is_of_batch"
+"""True for a batch's requests, which the gateway itself repeats if they are rejected."""
 
 
 def caller_of(scope: Scope) -> Caller:

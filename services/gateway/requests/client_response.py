@@ -13,6 +13,7 @@ class ClientResponse:
         passthrough: The engine's HTTP response; None while the response is made of tokens.
         has_started: The client has received some of the response.
         is_replay: The response is read from the capture of an earlier request.
+        has_late_error: The request failed after the headers of its response had been sent.
     """
 
     def __init__(self, sink: TokenSink, buffer_limit_bytes: int) -> None:
@@ -20,6 +21,7 @@ class ClientResponse:
         self.passthrough: PassthroughResponse | None = None
         self.has_started = False
         self.is_replay = False
+        self.has_late_error = False
         self._buffer_limit_bytes = buffer_limit_bytes
 
     @property

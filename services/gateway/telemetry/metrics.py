@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.telemetry.rejections import rejection_reason
+from shared.errors import ThawError
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120)
 """Buckets up to two minutes: the convention ends at 10 s, where every cold start would be +Inf."""
@@ -58,6 +60,11 @@ class Metrics:
             explicit_bucket_boundaries_advisory=SECONDS,
         )
         self.requests = meter.create_counter("thaw.requests", "{request}", "Finished requests, by status.")
+        self.rejections = meter.create_counter(
+            "thaw.requests.rejected",
+            "{request}",
+            "Rejected requests, by API key and thaw.reason; those of batches are not counted.",
+        )
         self.objectives = meter.create_counter(
             "thaw.requests.objective", "{request}", "Requests of models with an objective (`slo`), by thaw.met."
         )
@@ -111,6 +118,17 @@ class Metrics:
         self.tokens.record(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
         if request.engine_request.endpoint in ("chat", "completion"):
             self.tokens.record(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
+
+    def record_rejection(self, error: ThawError, key: str) -> None:
+        """Count a request that was rejected; no-op if `error` is a failure of another kind.
+
+        Args:
+            error: The error that its client receives.
+            key: Name of its API key; empty without a valid one.
+        """
+        reason = rejection_reason(error)
+        if reason is not None:
+            self.rejections.add(1, {"thaw.key": key, "thaw.reason": reason})
 
     def record_usage(self, record: UsageRecord) -> None:
         """Count what the ledger records, by key and model."""

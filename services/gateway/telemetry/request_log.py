@@ -125,6 +125,8 @@ class RequestLog:
     def record(self, request: ActiveRequest, origin: RequestOrigin) -> None:
         now, error, status = time.monotonic(), request.completion.error, _status(request)
         self.metrics.record(request, status, now)
+        if error is not None and request.response.has_late_error:
+            self.metrics.record_rejection(error, origin.caller.name)
         spans = phase_spans(request)
         # Other processes export their own phases; the gateway exports its queue.
         age_ms = (now - request.ticket.arrived_at) * 1e3

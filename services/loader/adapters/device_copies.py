@@ -329,6 +329,7 @@ class Copies:
                     queued_bytes=queued,
                     loads=loads,
                     finish_ms=finish,
+                    moved_bytes=device.copied_bytes,
                     is_paced=paced,
                     group_bytes=device.group_bytes,
                 )
@@ -450,6 +451,7 @@ def _peer_link(device_id: str, p: PeerLink) -> LinkStatus:
         queued_bytes=p.queued_bytes,
         loads=p.loads,
         finish_ms=p.queued_bytes / p.bytes_per_second * 1e3 if p.queued_bytes and p.bytes_per_second else None,
+        moved_bytes=p.copied_bytes,
         is_paced=p.is_paced,
     )
 

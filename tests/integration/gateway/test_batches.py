@@ -208,6 +208,7 @@ async def test_limits_of_a_key(node: FakeNode, serve: ServeFn) -> None:
             running = await start(client, jsonl(line(0)))
             with pytest.raises(openai.RateLimitError, match="batches"):
                 await client.batches.create(input_file_id=running.input_file_id, endpoint=CHAT, completion_window="24h")
+            assert 'thaw_reason="active_batches"} 1.0' in (await gateway.http.get("/metrics")).text
             with pytest.raises(openai.ConflictError):
                 await client.files.delete(running.input_file_id)
             await client.files.create(file=("f", b"x"), purpose="batch")

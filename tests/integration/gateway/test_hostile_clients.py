@@ -46,6 +46,7 @@ async def test_open_requests_are_bounded_in_bytes(node: FakeNode, serve: ServeFn
         second = await gateway.http.post(URL, json=large)
         assert (second.status_code, second.json()["error"]["code"]) == (429, "queue_full")
         assert int(second.headers["retry-after"]) >= 1
+        assert 'thaw_requests_rejected_total{thaw_key="",thaw_reason="open_bytes"} 1.0' in (await gateway.http.get("/metrics")).text
         too_large = chat(messages=[{"role": "user", "content": "x" * 1_100_000}])
         assert (await gateway.http.post(URL, json=too_large)).status_code == 413
         await node.engine("alpha")

@@ -61,6 +61,7 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
         used, error = await spend(one, "sk-team")
         assert 3 * size <= used <= 4 * size  # another one was sent to the other gateway, maybe too late to be known here
         assert (error.code, error.type) == ("insufficient_quota", "insufficient_quota")
+        assert 'thaw_requests_rejected_total{thaw_key="team",thaw_reason="budget"} 1.0' in (await one.http.get("/metrics")).text
         assert "budget of" in error.message
         assert f"{3 * size + 1} tokens per day" in error.message
         assert error.response.headers["x-should-retry"] == "false"

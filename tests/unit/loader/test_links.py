@@ -136,6 +136,7 @@ def test_link_serves_loads_in_queue_order_and_reports_them() -> None:
     status = link.status()
     assert (status.loads, status.queued_bytes, status.finish_ms) == (0, 0, None)
     assert status.bytes_per_second
+    assert status.moved_bytes == 7 * 10
     link.close()
 
 

@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 
 from services.scheduler.metrics import Metrics
-from shared.contracts.loader import DeviceMemory
+from shared.contracts.loader import DeviceMemory, LinkStatus, LoaderStatus
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import PlanRecord
 
@@ -62,7 +62,24 @@ def test_pages_of_devices_and_violations(metrics: Metrics) -> None:
         lent_bytes=1,
         violations=("page 3 is nowhere",),
     )
-    metrics.devices = lambda: {"node-0": (memory,)}
+    metrics.loaders = lambda: (LoaderStatus(node="node-0", boot_id="b", memory=(memory,)),)
     text = metrics.render().decode()
     assert 'thaw_device_memory_bytes{thaw_device="cpu:1",thaw_node="node-0",thaw_state="reusable"} 2.0' in text
     assert 'thaw_device_violations{thaw_device="cpu:1",thaw_node="node-0"} 1.0' in text
+
+
+def test_links_with_what_waits_and_what_has_crossed(metrics: Metrics) -> None:
+    disk = LinkStatus(link="ssd:a", bytes_per_second=3e9, queued_bytes=20, loads=2, moved_bytes=700)
+    unused = LinkStatus(link="remote:b")
+    metrics.loaders = lambda: (LoaderStatus(node="node-0", boot_id="b", links=(disk, unused)),)
+    text = metrics.render().decode()
+    expected: dict[str, object] = {
+        "moved_bytes_total": 700.0,
+        "queued_bytes": 20.0,
+        "loads": 2.0,
+        "bandwidth_bytes_per_second": "3e+09",
+    }
+    for name, value in expected.items():
+        assert f'thaw_link_{name}{{thaw_link="ssd:a",thaw_node="node-0"}} {value}' in text, text
+    assert 'thaw_link_moved_bytes_total{thaw_link="remote:b",thaw_node="node-0"} 0.0' in text
+    assert 'thaw_link_bandwidth_bytes_per_second{thaw_link="remote:b"' not in text, "not measured yet"

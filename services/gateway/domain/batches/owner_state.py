@@ -120,10 +120,12 @@ def add_batch(state: OwnerState, batch: Batch, bounds: FileBounds) -> OwnerState
         raise InvalidRequest("The input file must have the purpose 'batch'", param="input_file_id")
     active = sum(found.is_active for found in state.batches)
     if active >= bounds.active_batches:
-        raise QueueFull(
+        error = QueueFull(
             f"This API key has {active} batches that have not ended, and the limit is {bounds.active_batches}. Wait for one, or cancel one",
             retry_after_ms=_RETRY_MS,
         )
+        error.limit = "active_batches"
+        raise error
     check_room(state, 0, bounds)
     excess = len(state.batches) + 1 - bounds.batches
     ended = [found.id for found in state.batches if not found.is_active][: max(0, excess)]

@@ -16,6 +16,7 @@ from services.gateway.authorization import acting_as
 from services.gateway.domain.batches.pacing import BATCH_PRIORITY
 from services.gateway.http.endpoints.inference import PRIORITY_HEADER
 from services.gateway.http.parsing.idempotency_key import HEADER as IDEMPOTENCY_HEADER
+from services.gateway.http.scopes import IS_OF_BATCH
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ async def call(api: ASGIApp, path: str, body: bytes, key_hash: str, name: str, s
         "headers": [(key.encode(), value.encode()) for key, value in headers.items()],
         "client": None,
         "server": None,
+        IS_OF_BATCH: True,
     }
     start: Message = {}
     parts: list[bytes] = []

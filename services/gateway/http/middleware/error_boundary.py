@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.http.error_formats import error_format_of
 from services.gateway.http.errors import error_response, from_http_exception
 from services.gateway.http.middleware.request_guard import RequestGuard
-from services.gateway.http.scopes import CALLER
+from services.gateway.http.scopes import CALLER, IS_OF_BATCH
 from services.gateway.loop import Gateway
 from shared.errors import ShuttingDown, ThawError
 
@@ -49,6 +49,9 @@ class ErrorBoundary:
                 log.error("request failed after its response had started", extra={"error": str(e), "path": scope["path"]})
                 raise
             error = e if isinstance(e, ThawError) else from_http_exception(e, scope["method"], scope["path"])
+            if IS_OF_BATCH not in scope:
+                name = self._gateway.authorizer.key_name(Headers(scope=scope))
+                self._gateway.request_log.metrics.record_rejection(error, name)
             await error_response(error, error_format)(scope, receive, send_tracked)
         except asyncio.CancelledError:  # the server stops before the handler has finished
             if not has_started:

@@ -145,6 +145,7 @@ class ResponseWriter:
                 await request.wait_until_settled()
                 if not self._headers_sent and not (response.is_replay and self._has_pending):
                     raise completion.error
+                response.has_late_error = True
                 if not self._can_send_events:
                     log.warning("a response that is not an event stream broke off", extra={"error": completion.error.message})
                     return

@@ -173,6 +173,7 @@ class TestCuda(DeviceBehaviour):
         self.driver.gate.set()
         assert arena.wait(SEGMENT)
         rate = device.bytes_per_second
+        assert device.copied_bytes == SEGMENT
         assert before is None
         assert rate is not None
         assert rate > 0

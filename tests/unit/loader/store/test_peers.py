@@ -77,6 +77,7 @@ def test_units_of_another_device_need_no_bytes_in_host_memory(node: Node) -> Non
     assert second.handle() is not None
     used = node.two.pages()
     assert (used.copied_bytes, used.peer_bytes) == (3 * TENSOR, 3 * TENSOR)
+    assert ([link.copied_bytes for link in node.two.peer_links], node.two.copied_bytes) == ([3 * TENSOR], 0)
     first.release()
     assert node.becomes_reusable(3), "nothing is held there after the copy"
 

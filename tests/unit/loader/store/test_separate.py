@@ -405,6 +405,7 @@ def test_a_paced_device_copies_no_faster_than_its_pace() -> None:
     assert time.monotonic() - began >= 0.1
     assert device.pages().paced_bytes_per_second == 40 * TENSOR
     assert 0 < (device.bytes_per_second or 0.0) <= 40 * TENSOR
+    assert device.copied_bytes == 4 * TENSOR
     device.close()
 
 

@@ -8,7 +8,6 @@ receives those; the ids travel beside the bytes as `InferData.progress`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pydantic_core import from_json
 from services.enginehost.drivers.port import Driver
 from services.enginehost.drivers.token_api import EventTokens, TokenApi
 from services.enginehost.server.usage_meter import usage_of
+from shared.compact_json import encode_json
 from shared.contracts.inference import ChoiceDelta, FinishReason, Usage
 
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
@@ -190,7 +190,7 @@ class TokenTracker:
             self._restore_format(message)
             if message["choices"] and not any(map(_has_content, message["choices"])):
                 return
-        out += b"data: " + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        out += b"data: " + encode_json(message) + b"\n\n"
 
     def _choice(self, message: dict[str, Any], choice: dict[str, Any], deltas: list[ChoiceDelta]) -> None:
         found = self.api.extract(message, choice, hide=self.hide_ids)

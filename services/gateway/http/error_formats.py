@@ -8,9 +8,9 @@ Ollama: `{"error": "text"}`, also as a line of a stream.
 
 from __future__ import annotations
 
-import json
 from typing import Any, Protocol
 
+from shared.compact_json import encode_json
 from shared.errors import ThawError
 
 
@@ -24,8 +24,7 @@ class ErrorFormat(Protocol):
 
 def format_event(data: Any, name: str = "") -> bytes:
     """Format a server-sent event."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
-    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + text + b"\n\n"
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + encode_json(data) + b"\n\n"
 
 
 class OpenAI:

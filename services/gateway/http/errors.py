@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from services.gateway.http.error_formats import ErrorFormat
+from shared.compact_json import encode_json
 from shared.errors import InvalidRequest, MethodNotAllowed, NotFound, QueueFull, RateLimitExceeded, ThawError
 
 
@@ -32,11 +32,6 @@ def error_headers(error: ThawError) -> dict[str, str]:
         # The rest of the body is still on its way, and is not read.
         headers["connection"] = "close"
     return headers
-
-
-def encode_json(data: Any) -> bytes:
-    """Encode compact JSON."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from services.gateway.requests.passthrough import PassthroughResponse
 from services.gateway.requests.resume_state import ResumeState
 from services.gateway.requests.sink import Diverged
 from services.gateway.requests.stats import RequestStats
+from shared.compact_json import encode_json
 from shared.contracts.base import ErrorBody
 from shared.contracts.inference import InferEnd, InferRaw, InferResponse, InferStarted, Usage
 from shared.errors import EngineFailed, InstanceDraining, ThawError, from_body
@@ -295,7 +295,7 @@ class ResponseReader:
         if passthrough is None:
             self._response.sink.on_finished(final)
         elif isinstance(final, InferRaw):
-            passthrough.add(json.dumps(final.body, ensure_ascii=False, separators=(",", ":")).encode())
+            passthrough.add(encode_json(final.body))
         elif not isinstance(final, InferEnd):
             raise ValueError("an HTTP response ended as a response in tokens")
         self._completion.finish(now)

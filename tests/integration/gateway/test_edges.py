@@ -271,6 +271,7 @@ async def test_metrics_and_openapi_description_are_served(gateway: Served, node:
     assert "thaw_requests_total" in text
     described = (await gateway.http.get("/openapi.json")).json()
     assert set(described["paths"]) >= {URL, "/v1/completions", "/v1/embeddings", "/v1/models"}
+    assert described["paths"]["/v1/responses/{id}"].keys() == {"get", "delete"}
     assert "ChatCompletionRequest" in described["components"]["schemas"]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
 from services.gateway.domain.console_view import View, difference
+from shared.compact_json import encode_json
 from shared.errors import QueueFull, ThawError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ in a thread.
 
 def encode_event(topic: str, data: Any) -> bytes:
     """Format a server-sent event."""
-    return f"event: {topic}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"event: {topic}\ndata: ".encode() + encode_json(data) + b"\n\n"
 
 
 class Subscription:
@@ -102,7 +102,9 @@ class Feed:
     def require_room(self) -> None:
         """Raise `QueueFull` if too many pages are open."""
         if len(self._pages) >= _MAX_PAGES:
-            raise QueueFull(f"{_MAX_PAGES} pages of the console are open at this gateway. Close some")
+            error = QueueFull(f"{_MAX_PAGES} pages of the console are open at this gateway. Close some")
+            error.limit = "console_pages"
+            raise error
 
     @contextlib.contextmanager
     def subscribed(self, page: Subscription) -> Iterator[None]:

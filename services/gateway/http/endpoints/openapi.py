@@ -41,6 +41,7 @@ _OLLAMA_POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
 _GETS = {
     "/v1/models": "The registered models.",
     "/v1/models/{model}": "One registered model.",
+    "/v1/responses/{id}": "One stored response of the API key.",
     "/v1/files": "The files of the API key.",
     "/v1/files/{id}": "One file.",
     "/v1/files/{id}/content": "The content of a file.",
@@ -52,6 +53,10 @@ _GETS = {
     "/health": "Whether the process is alive.",
     "/ready": "Whether the gateway accepts requests.",
     "/metrics": "Prometheus metrics.",
+}
+_DELETES = {
+    "/v1/files/{id}": "Delete a file.",
+    "/v1/responses/{id}": "Delete a stored response.",
 }
 _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 _ANTHROPIC_ERROR: dict[str, Any] = {
@@ -81,7 +86,8 @@ def document() -> dict[str, Any]:
     for path, summary in _GETS.items():
         paths.setdefault(path, {})["get"] = _get(path, summary)
     paths["/v1/files"]["post"] = _upload()
-    paths["/v1/files/{id}"]["delete"] = _get("/v1/files/{id}", "Delete a file.")
+    for path, summary in _DELETES.items():
+        paths[path]["delete"] = _get(path, summary)
     paths["/v1/batches/{id}/cancel"] = {"post": _get("/v1/batches/{id}/cancel", "Cancel a batch.")}
     return {
         "openapi": "3.1.0",

@@ -14,13 +14,14 @@ from starlette.types import Scope
 from services.gateway.adapters.response_store import StoredValue
 from services.gateway.authorization import Authorizer
 from services.gateway.http.endpoints.translated import TranslatedEndpoint, unique_part
-from services.gateway.http.errors import encode_json, json_response
+from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.request_parser import ParsedRequest
 from services.gateway.http.scopes import caller_of
 from services.gateway.http.translation.chat_translator import ChatTranslator
 from services.gateway.http.translation.responses import ResponseTranslator
 from services.gateway.http.translation.responses_request import ResponsesRequest
 from services.gateway.loop import Gateway
+from shared.compact_json import encode_json
 from shared.errors import NotFound
 
 ROUTE = "/v1/responses"

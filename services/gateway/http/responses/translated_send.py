@@ -8,7 +8,7 @@ from typing import Protocol
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 
-from services.gateway.http.errors import encode_json
+from shared.compact_json import encode_json
 
 _EVENTS = "text/event-stream"
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.http.parsing.validation import validate_body
+from shared.compact_json import encode_json
 from shared.contracts.inference import Endpoint
 from shared.contracts.openai import Objects, Texts
 from shared.errors import InvalidRequest, UnsupportedParameter
@@ -264,7 +265,7 @@ def _refuse_unload(request: _Ollama) -> None:
 
 
 def _encode(endpoint: Endpoint, fields: dict[str, Any], reply: OllamaReply) -> TranslatedRequest:
-    return TranslatedRequest(endpoint, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode(), reply)
+    return TranslatedRequest(endpoint, encode_json(fields), reply)
 
 
 def _options(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -19,6 +19,7 @@ from services.gateway.http.translation.chat_stream import ChatStreamDecoder, Com
 from services.gateway.http.translation.chat_translator import delta_of, first_choice, reasoning_of
 from services.gateway.http.translation.ollama_requests import OllamaReply
 from services.gateway.http.translation.vectors import normalize, vector_of
+from shared.compact_json import encode_json
 
 _PREFILL = re.compile(r"\bprefill;dur=([0-9.]+)")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -279,7 +280,7 @@ def _logprobs(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _line(data: dict[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return encode_json(data) + b"\n"
 
 
 def _ns(seconds: float) -> int:

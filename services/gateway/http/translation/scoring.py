@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from services.gateway.http.parsing.cooperative import TimeSlice
 from services.gateway.http.parsing.validation import to_invalid_request
 from services.gateway.http.translation.vectors import cosine_similarity, vector_of
+from shared.compact_json import encode_json
 from shared.contracts.openai import EmbeddingRequest, Texts
 from shared.errors import EngineFailed, InvalidRequest
 
@@ -80,7 +81,7 @@ class Scoring(ABC):
         """Return the request for the vectors of all texts, and its body."""
         fields = {"model": self.model, "input": self.texts, "encoding_format": "base64"}
         request = EmbeddingRequest(model=self.model, input=self.texts, encoding_format="base64")
-        return request, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        return request, encode_json(fields)
 
     async def translate_body(self, status: int, body: bytes, now: float) -> tuple[int, Any]:
         """Translate the response of the embedding request; errors stay as they are.

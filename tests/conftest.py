@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 from xdist.remote import Producer
 
-from tests.support import forking
+from tests.support import forking, what_ran
 from tests.support.by_folder import ByFolder
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
@@ -33,6 +33,10 @@ Waits within it have timeouts of up to 180 s each.
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(what_ran.OPTION, type=Path, metavar="FILE", help="record which engines ran which model families")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """End all processes of the run with it, even if it is killed.
 
@@ -41,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     tie_to_this_process()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    elif (out := config.getoption(what_ran.OPTION)) is not None:
+        config.pluginmanager.register(what_ran.Recorder(out))
     forking.install()
 
 
@@ -63,10 +69,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after the folders' own, which mark tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(_WHOLE_MESHES) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_MESH_TIMEOUT_S))
+    if config.getoption(what_ran.OPTION) is not None:
+        what_ran.add_properties(items)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,7 +16,7 @@ from services.engine.generation.runner import PackedRunner, Row
 from services.engine.model import checkpoint
 from services.engine.model.architectures import ModelCache
 from services.engine.model.segment import Segment
-from tests.integration.engine.test_families import CONFIGS
+from tests.integration.engine.test_families import CONFIGS, running
 from tests.support.segments import WrittenSegment, card_of
 
 
@@ -41,7 +41,7 @@ def logits(model: tf.PreTrainedModel) -> torch.Tensor:
     return runner.forward([Row(runner.new_state(), 0, (5, 6, 7, 8))])
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "gpt2", "gpt-neox", "opt", "phi3"])
+@pytest.mark.parametrize("name", running(["llama", "llama-tied", "qwen3", "gpt2", "gpt-neox", "opt", "phi3"]))
 def test_second_model_of_an_architecture_computes_what_one_built_by_transformers_computes(
     name: str, tmp_path: Path, segments: list[WrittenSegment]
 ) -> None:

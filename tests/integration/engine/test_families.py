@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,12 @@ def save(name: str, directory: Path, tokenizer: Path, dtype: torch.dtype) -> Pat
     return directory
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def running(names: Iterable[str]) -> list[Any]:
+    """Return parameters of a test that runs the builtin engine with these configurations."""
+    return [pytest.param(name, marks=pytest.mark.runs("builtin", CONFIGS[name].model_type)) for name in names]
+
+
+@pytest.mark.parametrize("name", running(CONFIGS))
 def test_float32_output_equals_generate_alone_and_in_any_batch(name: str, tmp_path: Path, demo_directory: Path) -> None:
     loaded = LoadedModel(save(name, tmp_path / "m", demo_directory, torch.float32), "float32")
     try:
@@ -188,7 +193,9 @@ def test_float32_output_equals_generate_alone_and_in_any_batch(name: str, tmp_pa
         loaded.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "mistral-window", "gemma", "gpt-neox", "gpt2", "opt", "bloom"])
+@pytest.mark.parametrize(
+    "name", running(["llama", "llama-tied", "qwen3", "mistral-window", "gemma", "gpt-neox", "gpt2", "opt", "bloom"])
+)
 def test_bfloat16_output_equals_generate_alone_and_differs_only_at_near_ties(
     name: str, tmp_path: Path, demo_directory: Path
 ) -> None:

@@ -44,6 +44,31 @@ class RealEngine:
     log: Path
 
 
+FAMILY = "llama"
+"""Of the demo model, which all tests here run."""
+_RUNS = {
+    "vllm": ("vllm",),
+    "plugin_vllm": ("vllm",),
+    "from_loader": ("vllm",),
+    "llamacpp": ("llamacpp",),
+    "own_server": ("llama-server",),
+    "parked": ("vllm", "llamacpp"),
+}
+"""Engines that a test with the fixture runs; `real` is a parameter."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests with the engines that their fixtures start."""
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        fixtures = set(getattr(item, "fixturenames", ()))
+        chosen = {str(parameters[name]) for name in ("real", "engine") if name in parameters}
+        for engine in sorted(chosen or {engine for name in fixtures & _RUNS.keys() for engine in _RUNS[name]}):
+            item.add_marker(pytest.mark.runs(engine, FAMILY))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def home() -> Iterator[Path]:
     """Create a state directory whose path is short enough for sockets."""

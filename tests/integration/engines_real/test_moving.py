@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from shared.sizing import MIB
-from tests.integration.engines_real.conftest import PATIENCE_S
+from tests.integration.engines_real.conftest import FAMILY, PATIENCE_S
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream
 from tests.support.real_engines import python_of
@@ -80,6 +80,7 @@ def begun(mesh: Hosted, asked: dict[str, Any], prompt: str) -> Stream:
     return stream
 
 
+@pytest.mark.runs("vllm", FAMILY)
 def test_many_migrations_between_two_vllms_keep_the_tokens(mesh: Hosted, asked: dict[str, Any]) -> None:
     """One stream at a time migrates between the nodes until it ends."""
     undisturbed = {prompt: begun(mesh, asked, prompt).result() for prompt in PROMPTS}

@@ -29,7 +29,7 @@ from shared.contracts.engine import ChangeModel, EngineReport
 from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
-from tests.integration.engines_real.conftest import PATIENCE_S, PluginEngine, plugin_card
+from tests.integration.engines_real.conftest import FAMILY, PATIENCE_S, PluginEngine, plugin_card
 from tests.integration.nodeagent.harness import gone
 from tests.support.hosted import Hosts
 from tests.support.real_engines import python_of
@@ -174,6 +174,7 @@ print(json.dumps([len(found), all((found[name] == tensor).all().item() for name,
 """
 
 
+@pytest.mark.runs("vllm", FAMILY)
 async def test_without_a_loader_the_files_are_read(model_directory: Path, tmp_path: Path) -> None:
     """Without a loader the plug-in reads the files.
 

@@ -14,13 +14,14 @@ from services.enginehost.runtimes import reaper
 from services.nodeagent.engines.direct import DirectLauncher
 from services.nodeagent.engines.spares import Spares
 from shared.messaging import Mesh
-from tests.integration.engines_real.conftest import PATIENCE_S, environment
+from tests.integration.engines_real.conftest import FAMILY, PATIENCE_S, environment
 from tests.support.hosted import MIB, Hosts, hosted_card
 from tests.support.servers import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
+@pytest.mark.runs("vllm", FAMILY)
 async def test_spare_interpreter_becomes_vllm(mesh: Mesh, nats_server: NatsServer, model_directory: Path, tmp_path: Path) -> None:
     settings = {"THAW_NATS_URL": nats_server.url, **environment("vllm")}
     hosts = Hosts(mesh, "real-spare", nats_server.url, tmp_path)
@@ -32,8 +33,7 @@ async def test_spare_interpreter_becomes_vllm(mesh: Mesh, nats_server: NatsServe
     try:
 
         async def waiting() -> list[int]:
-            children = psutil.Process().children(recursive=True)
-            return [p.pid for p in children if any(a.endswith("preload.py") for a in p.cmdline())]
+            return [p.pid for p in psutil.Process().children(recursive=True) if _is_interpreter(p)]
 
         (interpreter,) = await hosts.eventually(waiting, bool, PATIENCE_S)
         start = hosts.spec(hosted_card(model_directory, "vllm", context=1024), kv_bytes=64 * MIB, **settings)
@@ -57,3 +57,11 @@ async def test_spare_interpreter_becomes_vllm(mesh: Mesh, nats_server: NatsServe
         await asyncio.gather(keeping, return_exceptions=True)
         await launcher.close()
         hosts.close()
+
+
+def _is_interpreter(process: psutil.Process) -> bool:
+    """True if a process is a spare interpreter; it may have ended since it was listed."""
+    try:
+        return any(argument.endswith("preload.py") for argument in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False

@@ -13,7 +13,7 @@ import pytest
 
 from shared.contracts.node import InstanceState
 from shared.messaging import Mesh
-from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
+from tests.integration.engines_real.conftest import FAMILY, PATIENCE_S, RealEngine, listening
 from tests.integration.nodeagent.harness import gone, running_node, start_command
 from tests.support.hosted import hosted_card
 from tests.support.real_engines import python_of
@@ -34,6 +34,7 @@ async def test_vllm_with_a_killed_core_is_reported_as_failed(mesh: Mesh, nats_se
     await hosts.left_nothing(vllm.instance)
 
 
+@pytest.mark.runs("llamacpp", FAMILY)
 @pytest.mark.usefixtures("kernel_kills")
 async def test_llamacpp_is_killed_and_started_again(nats_server: NatsServer, gguf_file: Path, tmp_path: Path) -> None:
     settings = {"THAW_DEVICES": "cpu:0=2GiB", "THAW_LLAMACPP_PYTHON": python_of("llamacpp")}

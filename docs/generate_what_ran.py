@@ -1,0 +1,71 @@
+"""Write the table of what was run where: `python docs/generate_what_ran.py > docs/what-ran.md`.
+
+Its rows are results of tests on real machines, in docs/what-ran.d/*.json: one file for each
+machine, written by `pytest --what-ran FILE` (tests/support/what_ran.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from shared.contracts.engines import Engine
+
+RESULTS = Path(__file__).resolve().parent / "what-ran.d"
+_INTRODUCTION = """\
+# What was run where
+
+Use this page to see on which engines, versions, processors and model families Thaw's tests have run.
+`docs/generate_what_ran.py` generates it from results of tests in `docs/what-ran.d`. To add a machine, run
+
+```sh
+make engines
+.venv/bin/pytest tests/integration/engine/test_families.py tests/integration/engine/test_stage_families.py \\
+    tests/integration/engine/test_architectures.py --what-ran docs/what-ran.d/MACHINE.json
+.venv/bin/pytest tests/integration/engines_real --what-ran docs/what-ran.d/MACHINE.json
+.venv/bin/python docs/generate_what_ran.py > docs/what-ran.md
+```
+
+A row counts the tests that ran the real engine with a small model of the family, which has random
+weights. `test_families` compares the builtin engine's tokens with those of transformers' `generate`.
+[engines.md](engines.md) describes the engines.
+"""
+_HEAD = "| engine | version | model family | tests | in |\n| --- | --- | --- | --- | --- |\n"
+
+
+def page() -> str:
+    """Return the page."""
+    machines = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    ran = {row["engine"] for machine in machines for row in machine["rows"] if row["passed"]}
+    missing = [f"`{engine}`" for engine in get_args(Engine) if engine not in ran]
+    not_run = (
+        "\n## Not run\n\n| engine | hardware | |\n| --- | --- | --- |\n"
+        + "| every engine | NVIDIA GPUs ([gpu.md](gpu.md)) | not run |\n"
+        + (f"| {', '.join(missing)} | every processor | not run |\n" if missing else "")
+    )
+    return _INTRODUCTION + "".join(_section(machine) for machine in machines) + not_run
+
+
+def _section(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    title = f"\n## {machine['processor']}, {machine['architecture']}\n\n"
+    about = f"{machine['cores']} cores, no GPU, {machine['system']}, Python {machine['python']}.\n\n"
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        groups.setdefault((row["engine"], row["version"], row["family"]), []).append(row)
+    return title + about + _HEAD + "".join(_line(*group, rows) for group, rows in groups.items())
+
+
+def _line(engine: str, version: str, family: str, rows: list[dict[str, Any]]) -> str:
+    totals = {outcome: sum(row[outcome] for row in rows) for outcome in ("passed", "failed", "skipped")}
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in totals.items() if count)
+    files = ", ".join(f"`{Path(row['file']).stem}`" for row in rows)
+    return f"| {engine} | {version} | {family} | {counts} | {files} |\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

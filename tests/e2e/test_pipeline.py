@@ -74,8 +74,9 @@ def test_response_continues_after_the_death_of_any_stage_and_no_half_group_is_le
 ) -> None:
     stream = Stream(mesh.url, body("staged", **LONG)).start()
     assert stream.opened.wait(120)
-    name, _, _ = mesh.serving("staged")
-    [instance] = [i for i in mesh.instances("staged") if i["instance_id"] == name]
+    # Its load is reported later: on a busy machine the response may have ended by then.
+    instance = mesh.instance("staged")
+    name = instance["instance_id"]
     processes = [psutil.Process(pid) for pid in instance["pids"]]
     processes[victim].kill()
     assert stream.result().text == expected.text

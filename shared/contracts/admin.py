@@ -254,6 +254,11 @@ class ClusterView(Message):
     models: tuple[ModelView, ...] = ()
     nodes: tuple[NodeView, ...] = ()
 
+    def without_secrets(self) -> ClusterView:
+        """Return the view for callers who may see, not change."""
+        models = tuple(m.model_copy(update={"card": m.card.without_secrets()}) for m in self.models)
+        return self.model_copy(update={"models": models})
+
 
 class Migrate(Request):
     """Move one or all requests of an instance to another instance of the model.

@@ -71,6 +71,17 @@ class Slo(Strict):
         return self.ttft is not None or self.tpot is not None
 
 
+HIDDEN = "***"
+"""Value of an environment variable that the caller may not see."""
+
+
+def _without_credentials(source: str) -> str:
+    if not source.startswith(("http://", "https://")):
+        return source
+    parts = urlsplit(source)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
 class ContainerOptions(Strict):
     """An engine as a container of the node's Docker or Podman.
 
@@ -310,10 +321,11 @@ class ModelSpec(ModelOptions):
     @property
     def public_source(self) -> str:
         """Remove user, password and query, which may be secrets, from the URL `source`."""
-        if not self.source.startswith(("http://", "https://")):
-            return self.source
-        parts = urlsplit(self.source)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        return _without_credentials(self.source)
+
+    def without_secrets(self) -> ModelSpec:
+        """Return the spec for callers who may not change it: no credentials, no values of `env`."""
+        return self.model_copy(update={"source": self.public_source, "env": dict.fromkeys(self.env, HIDDEN)})
 
     @property
     def loads_itself(self) -> bool:
@@ -444,6 +456,11 @@ class ModelCard(Frozen):
         if self.spec.stages == 1 or layers is None or layers.count < self.spec.stages:
             return ()
         return split_layers(layers.count, self.spec.stages)
+
+    def without_secrets(self) -> ModelCard:
+        """Return the card for callers who may see, not change."""
+        info = self.info.model_copy(update={"source": _without_credentials(self.info.source)})
+        return self.model_copy(update={"spec": self.spec.without_secrets(), "info": info})
 
     def in_stages(self, count: int) -> ModelCard:
         """Return the card of an instance of `count` stages, whatever the model's own setting."""

@@ -33,6 +33,11 @@ class Caller:
     digest: str = ""
     key: ApiKey | None = None
 
+    @property
+    def is_admin(self) -> bool:
+        """True if the caller may change the mesh, and see its secrets."""
+        return "admin" in _INCLUDES[self.scope]
+
     def require(self, scope: Scope) -> None:
         """Raise `PermissionDenied` unless the caller's scope includes `scope`."""
         if scope not in _INCLUDES[self.scope]:

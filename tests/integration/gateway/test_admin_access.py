@@ -8,9 +8,12 @@ from typing import cast
 
 import pytest
 
+from services.gateway.authorization import hash_key
 from services.gateway.http.endpoints.admin import Admin
 from services.gateway.loop import Gateway
 from shared.contracts import subjects
+from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelView
+from shared.contracts.base import Message
 from shared.messaging.streams import catalog_bucket
 from tests.integration.gateway.conftest import CARDS, ServeFn, chat, until_listed
 from tests.support.fake_engine import FakeNode, card_of
@@ -42,6 +45,36 @@ async def test_model_list_contains_no_secrets_of_sources(node: FakeNode, serve: 
             listed = (await served.http.get(path)).text
             assert "hidden" not in listed
             assert "https://host/models/gamma" in listed
+
+
+async def test_read_only_keys_see_no_secrets_of_models(node: FakeNode, serve: ServeFn) -> None:
+    """Credentials of sources and values of `env` are for those who may change the model."""
+    source = "https://me:hidden@host/models/gamma?X-Signature=hidden"
+    gamma = card_of("gamma", source=source)
+    gamma = gamma.model_copy(update={"info": gamma.info.model_copy(update={"source": source})})
+    delta = card_of("delta", engine="vllm", env={"HF_TOKEN": "hidden"})
+    for card in (gamma, delta):
+        await (await catalog_bucket(node.mesh.nc.jetstream())).put(subjects.token(card.name), card.model_dump_json().encode())
+
+    async def view(_: AdminRequest) -> Message:
+        return ClusterView(scheduler="s", epoch=1, models=(ModelView(card=gamma), ModelView(card=delta)))
+
+    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, view).start()
+    async with serve(admin_key="root") as served:
+        await until_listed(served, (*CARDS, gamma, delta))
+        root = {"authorization": "Bearer root"}
+        body = {"name": "viewer", "scope": "read-only", "sha256": hash_key("sk-viewer")}
+        assert (await served.http.post("/admin/v1/keys", json=body, headers=root)).status_code == 200
+        for path, shown in {
+            "cluster": ("https://host/models/gamma", "HF_TOKEN"),
+            "cluster?brief=true": ("https://host/models/gamma", "HF_TOKEN"),
+            "models/gamma/settings": ("https://host/models/gamma",),
+            "models/delta/settings": ("HF_TOKEN",),
+        }.items():
+            seen = await served.http.get(f"/admin/v1/{path}", headers={"authorization": "Bearer sk-viewer"})
+            assert seen.status_code == 200, seen.text
+            assert "hidden" not in seen.text
+            assert all(text in seen.text for text in shown), seen.text
 
 
 @pytest.mark.parametrize("asked", [False, True])

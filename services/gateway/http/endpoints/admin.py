@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
@@ -47,6 +47,7 @@ from shared.contracts.traces import RequestTrace, TracePage
 from shared.contracts.usage import UsageViewed, ViewUsage
 from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDown, Unavailable, Unreachable
 
+M = TypeVar("M", bound=Message)
 _ACTION: TypeAdapter[ChangeNode] = TypeAdapter(ChangeNode)
 _MAX_BODY = 4 * 1024 * 1024
 _MAX_KEY_BODY = 64 * 1024
@@ -98,17 +99,27 @@ class Admin:
         ]
 
     async def _request_scheduler(self, message: MeshRequest, reply: type[Message]) -> Response:
+        return json_response((await self._ask_scheduler(message, reply)).model_dump(mode="json"))
+
+    async def _ask_scheduler(self, message: MeshRequest, reply: type[M]) -> M:
+        """Return the scheduler's reply. Raises `Unreachable`."""
         try:
-            answer = await self._gateway.mesh.request(subjects.ADMIN, message, reply, with_reports=True)
+            return await self._gateway.mesh.request(subjects.ADMIN, message, reply, with_reports=True)
         except Unreachable as e:
             raise Unreachable(
                 "No scheduler is the leader: it is stopped, starting, or PostgreSQL refuses it. See `thaw logs scheduler`"
             ) from e
-        return json_response(answer.model_dump(mode="json"))
 
     async def cluster(self, request: Request) -> Response:
-        """View the cluster; with `?brief=true` without candidates and measurements of plans."""
-        return await self._request_scheduler(ViewCluster(brief=request.query_params.get("brief") == "true"), ClusterView)
+        """View the cluster; with `?brief=true` without candidates and measurements of plans.
+
+        A read-only key sees no credentials of sources, and no values of `env`.
+        """
+        brief = request.query_params.get("brief") == "true"
+        view = await self._ask_scheduler(ViewCluster(brief=brief), ClusterView)
+        if not caller_of(request.scope).is_admin:
+            view = view.without_secrets()
+        return json_response(view.model_dump(mode="json"))
 
     async def add_models(self, request: Request) -> Response:
         limit = min(_MAX_BODY, self._gateway.mesh.max_body)
@@ -121,7 +132,8 @@ class Admin:
     async def model_settings(self, request: Request) -> Response:
         """Return the settings of a model as the thaw.yaml that would give them."""
         card = self._gateway.catalog.find_model(request.path_params["name"])
-        return json_response({"name": card.name, "yaml": model_yaml(card.spec)})
+        spec = card.spec if caller_of(request.scope).is_admin else card.spec.without_secrets()
+        return json_response({"name": card.name, "yaml": model_yaml(spec)})
 
     async def remove_model(self, request: Request) -> Response:
         """Remove a model; with `?adapters=true` its LoRA adapters too."""

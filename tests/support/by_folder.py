@@ -13,10 +13,14 @@ from collections.abc import Collection
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+SHARED_MESH = (
+    "batches", "console", "dashboards", "documents", "ollama", "openai", "tools", "traffic", "translated_apis", "verbs"
+)  # fmt: skip
+"""Modules of tests/e2e that share a mesh (`SHARED`); the last one ends it."""
 GROUPS = (
     dict.fromkeys(("integration/suspend", "unit/suspend", "e2e/test_suspend.py", "e2e/test_engines.py"), "swap")
     | dict.fromkeys((f"chaos/test_{name}.py" for name in ("clients", "crowds", "kills", "servers")), "chaos")
-    | dict.fromkeys((f"e2e/test_{name}.py" for name in ("console", "dashboards", "documents", "ollama", "openai", "verbs")), "e2e")
+    | dict.fromkeys((f"e2e/test_{name}.py" for name in SHARED_MESH), "e2e")
 )
 """Folders and files that one worker runs in sequence.
 

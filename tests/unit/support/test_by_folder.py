@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.support.by_folder import MESH_WORKERS, next_scope, scope_of
+from tests.support.by_folder import MESH_WORKERS, SHARED_MESH, next_scope, scope_of
 
 WAITING = ("chaos", "contract/messages", "docker", "e2e", "unit/cli")
 
@@ -31,3 +34,10 @@ def test_some_workers_run_meshes_first_and_the_others_last() -> None:
     assert {next_scope(WAITING, worker) for worker in others} == {"contract/messages"}
     assert {next_scope(("docker", "unit/cli"), worker) for worker in meshes} == {"docker"}
     assert {next_scope(("chaos", "e2e"), worker) for worker in others} == {"chaos"}
+
+
+def test_modules_with_the_shared_mesh_run_in_one_worker_before_the_one_that_ends_it() -> None:
+    modules = (Path(__file__).resolve().parents[2] / "e2e").glob("test_*.py")
+    sharing = {m.stem.removeprefix("test_") for m in modules if re.search(r"^SHARED = True$", m.read_text(), re.MULTILINE)}
+    assert sharing == set(SHARED_MESH)
+    assert max(SHARED_MESH) == "verbs"

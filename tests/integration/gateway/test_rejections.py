@@ -39,7 +39,7 @@ async def test_every_limit_is_counted_with_the_name_of_the_key(serve: ServeFn, n
         assert [await send(served, "slow") for _ in range(3)] == [200, 429, 429]
         assert [await send(served, "terse") for _ in range(2)] == [200, 429]
         assert await send(served, "viewer") == 403
-        assert await send(served, "nobody") == 401
+        assert await send(served, "wrong-key") == 401
         assert await send(served, "viewer", "hasty") == 403
         waiting = asyncio.create_task(send(served, "single", "beta"))
         await until(lambda: _waits(served, "beta"))

@@ -59,6 +59,16 @@ def _compare(page: Page) -> None:
     page.screenshot(path=IMAGES / "console-playground.png")
 
 
+def _diagnose(page: Page, url: str, key: str) -> None:
+    """Photograph the findings while a node is cordoned."""
+    headers = {"authorization": f"Bearer {key}"}
+    httpx.post(f"{url}/admin/v1/nodes/node-0/cordon", headers=headers, timeout=60).raise_for_status()
+    page.get_by_role("link", name="Doctor").click()
+    page.get_by_text("node-0 is cordoned").wait_for()
+    page.screenshot(path=IMAGES / "console-doctor.png")
+    httpx.post(f"{url}/admin/v1/nodes/node-0/uncordon", headers=headers, timeout=60).raise_for_status()
+
+
 def main() -> int:
     """Wake two models, and photograph the pages of the console."""
     endpoints = json.loads(Home.from_environment().endpoints_file.read_text())
@@ -88,6 +98,7 @@ def main() -> int:
         page.get_by_role("link", name="Usage").click()
         page.locator("tbody tr").first.wait_for()
         page.screenshot(path=IMAGES / "console-usage.png")
+        _diagnose(page, url, key)
         browser.close()
     return 0
 

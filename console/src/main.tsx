@@ -4,6 +4,7 @@ import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { post, session, type Session } from "./api";
 import { ClusterPage } from "./cluster";
+import { DoctorPage } from "./doctor";
 import { KeysPage } from "./keys";
 import { useLive } from "./live";
 import { ModelsPage } from "./models";
@@ -19,6 +20,7 @@ const PAGES = [
   ["playground", "Playground"],
   ["usage", "Usage"],
   ["keys", "Keys"],
+  ["doctor", "Doctor"],
 ] as const;
 
 function useRoute(): string[] {
@@ -121,6 +123,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
         {page === "requests" && (route[1] ? <RequestPage id={route[1]} /> : <WithLive topics="requests" expired={changed} show={(live) => <RequestsPage live={live} />} />)}
         {page === "usage" && <UsagePage />}
         {page === "keys" && <KeysPage mayChange={rights.change} />}
+        {page === "doctor" && <DoctorPage />}
         {page === "explain" && <ExplainPage about={route.slice(1).join("/")} />}
         {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} />} /> : <PlaygroundPage live={null} />)}
       </main>

@@ -35,6 +35,7 @@ from services.gateway.http.endpoints.admin import Admin
 from services.gateway.http.endpoints.batches import Batches
 from services.gateway.http.endpoints.count_tokens import ROUTE as COUNT_TOKENS
 from services.gateway.http.endpoints.count_tokens import CountTokens
+from services.gateway.http.endpoints.doctor import Doctor
 from services.gateway.http.endpoints.files import Files
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
@@ -95,6 +96,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/ready", info.report_ready, methods=["GET"]),
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/openapi.json", info.openapi, methods=["GET"]),
+        *Doctor(gateway).routes(),
         *Admin(gateway).routes(),
         *Ollama(gateway, parsers).routes(),
         Route("/v1/{rest:path}", Inference(gateway, "other", parsers), methods=["POST"]),

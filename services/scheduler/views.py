@@ -63,6 +63,7 @@ def _node(state: ClusterState, node: Node, now: float, policy: Policy) -> NodeVi
         instances=(*(status.instances if status and alive else ()), *claims),
         snapshot_budget_bytes=status.snapshot_budget_bytes if status else 0,
         loader=_loader(state, node.name),
+        capabilities=status.capabilities if status and alive else (),
     )
 
 

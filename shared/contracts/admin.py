@@ -13,7 +13,7 @@ from shared.contracts.base import Deadline, Frozen, Message, Request
 from shared.contracts.loader import DeviceMemory, LinkStatus
 from shared.contracts.migration import MigrationRecord, RequestFound
 from shared.contracts.models import ModelCard, ModelSpec
-from shared.contracts.node import DeviceStatus, InstanceStatus
+from shared.contracts.node import Capability, DeviceStatus, InstanceStatus
 from shared.contracts.plans import PlanRecord
 from shared.contracts.traces import RequestTrace
 from shared.contracts.usage import ViewUsage
@@ -195,6 +195,7 @@ class NodeView(Frozen):
     instances: tuple[InstanceStatus, ...] = ()
     snapshot_budget_bytes: int = Field(default=0, description="Of host memory and swap, for suspended instances.")
     loader: LoaderView | None = Field(default=None, description="None: its loader has not reported.")
+    capabilities: tuple[Capability, ...] = Field(default=(), description="What its nodeagent can do, or why it cannot.")
 
 
 class ParkView(Frozen):

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from shared.contracts.findings import Diagnosis, Finding
 from thaw.cli import exposure
 from thaw.cli.api import Api
+from thaw.cli.mesh_checks import examine_mesh, examine_remote
 from thaw.cli.output import Document, Json, screen, verb
-from thaw.cli.remote_checks import examine_remote
 from thaw.launcher import swap
 from thaw.launcher.checks import examine
-from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home
 from thaw.launcher.memory_checks import NodeAudit, audit_nodes, findings_of
 from thaw.launcher.status import running_status
@@ -46,11 +46,10 @@ def doctor(
         for finding in chain(_findings(home), findings_of(audits)):
             findings.append(finding)
             out.print(f"{_MARKS[finding.level]} [bold]{finding.subject}[/]  {escape(finding.text)}")
-            if finding.remedy:
-                out.print(f"    {escape(finding.remedy)}")
+            for line in filter(None, (finding.meaning, finding.remedy)):
+                out.print(f"    {escape(line)}")
     return {
-        "ok": all(f.level != "fail" for f in findings),
-        "findings": [vars(f) for f in findings],
+        **Diagnosis.from_findings(findings).model_dump(mode="json"),
         "audits": {a.node: [d.model_dump(mode="json") for d in a.devices] for a in audits},
         "fixed": fixed,
     }
@@ -61,9 +60,11 @@ def _findings(home: Home) -> Iterable[Finding]:
 
     The latter applies if THAW_URL names a gateway and no mesh of `thaw up` runs here.
     """
-    if os.environ.get("THAW_URL") and running_status(home) is None:
+    is_running = running_status(home) is not None
+    if os.environ.get("THAW_URL") and not is_running:
         return examine_remote(Api.find(home))
-    return chain(examine(home), (exposure.of_home(home),))
+    own = chain(examine(home), (exposure.of_home(home),))
+    return chain(own, examine_mesh(Api.from_home(home))) if is_running else own
 
 
 def _set_up_swap(home: Home, out: Console) -> list[str]:

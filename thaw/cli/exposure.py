@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 
 from shared.addresses import is_loopback
+from shared.contracts.findings import Finding
 from shared.contracts.keys import KeyList
+from shared.diagnosis import examine_access
 from thaw.cli.api import Api
 from thaw.config.load import MeshConfig
 from thaw.errors import CommandError
-from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home
 from thaw.launcher.plan import MeshPlan, read_plan
 from thaw.launcher.planning import Wanted
@@ -25,7 +26,7 @@ def of_running(api: Api, plan: MeshPlan) -> Finding:
     Raises:
         CommandError: Its gateway does not answer.
     """
-    return judge(plan.host, KeyList.model_validate(api.request("GET", "/admin/v1/keys")))
+    return examine_access(plan.host, KeyList.model_validate(api.request("GET", "/admin/v1/keys")))
 
 
 def of_wanted(wanted: Wanted) -> Finding:
@@ -34,7 +35,7 @@ def of_wanted(wanted: Wanted) -> Finding:
     Keys that were made with `thaw keys add` are not known before the start.
     """
     configured = len(wanted.api_key_hashes) + bool(os.environ.get("THAW_API_KEYS")) + bool(os.environ.get("THAW_API_KEYS_FILE"))
-    return judge(wanted.host_or_default, KeyList(configured=configured, required=requires_key(wanted)))
+    return examine_access(wanted.host_or_default, KeyList(configured=configured, required=requires_key(wanted)))
 
 
 def of_home(home: Home) -> Finding:
@@ -48,29 +49,6 @@ def of_home(home: Home) -> Finding:
         return Finding(
             _SUBJECT, "warn", f"cannot determine who may use the endpoint: {e}", "`thaw ps` shows whether the gateway runs."
         )
-
-
-def judge(host: str, keys: KeyList) -> Finding:
-    """True if strangers can use an endpoint at `host` with these keys."""
-    exists = bool(keys.configured) or any(key.scope == "inference" for key in keys.keys)
-    if is_loopback(host):
-        text = "a key is needed" if exists or keys.required else "no key is needed, and only this machine reaches the endpoint"
-        return Finding(_SUBJECT, "ok", text)
-    if exists:
-        return Finding(_SUBJECT, "ok", f"the endpoint listens at {host} and needs a key")
-    if keys.required:
-        return Finding(
-            _SUBJECT,
-            "warn",
-            f"the endpoint listens at {host} without any key: every request is refused",
-            "Make a key with `thaw keys add NAME`.",
-        )
-    return Finding(
-        _SUBJECT,
-        "warn",
-        f"THE ENDPOINT IS OPEN: it listens at {host} without any key, and {_VARIABLE}=false lets every machine that reaches it infer",
-        f"Make a key with `thaw keys add NAME` and take {_VARIABLE}=false away, or start it with --host 127.0.0.1.",
-    )
 
 
 def requires_key(wanted: Wanted) -> bool:

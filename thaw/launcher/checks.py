@@ -15,11 +15,11 @@ from typing import Literal
 
 import psutil
 
+from shared.contracts.findings import Finding
 from thaw.errors import CommandError
 from thaw.launcher import servers, swap, unprivileged
 from thaw.launcher.control import check_port
 from thaw.launcher.engine_checks import find_installed
-from thaw.launcher.finding import Finding
 from thaw.launcher.gpus import NvmlFailed, read_gpus
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.leftovers import SHM, find_leftovers

@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shared.contracts.audit import AuditMemory, DeviceAudit
-from shared.contracts.loader import DeviceMemory
+from shared.contracts.findings import Finding
 from shared.contracts.loader_socket import loader_socket
+from shared.diagnosis import VIOLATION_REMEDY
 from shared.errors import ThawError
-from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home
 from thaw.units import format_size
 from weights.client import audit_memory
 
 _SUBJECT = "device memory"
-_REMEDY = "Report it with the loader's log. A restart of the loader gives the device new pages."
 _PAGE_BYTES = 2 * 1024 * 1024
 
 
@@ -53,7 +52,7 @@ def findings_of(audits: Iterable[NodeAudit]) -> Iterator[Finding]:
 def _of_device(node: str, device: DeviceAudit) -> Iterator[Finding]:
     name = f"{node} {device.device_id}"
     for violation in device.violations:
-        yield Finding(_SUBJECT, "fail", f"{name}: {violation}", _REMEDY)
+        yield Finding(_SUBJECT, "fail", f"{name}: {violation}", VIOLATION_REMEDY)
     if device.violations:
         return
     parts = {
@@ -70,12 +69,3 @@ def _of_device(node: str, device: DeviceAudit) -> Iterator[Finding]:
     if device.missing_instances:
         notes.append(f"{', '.join(device.missing_instances)} have ended and are released within seconds")
     yield Finding(_SUBJECT, "ok", "; ".join([text, *notes]))
-
-
-def findings_of_status(node: str, devices: Iterable[DeviceMemory]) -> Iterator[Finding]:
-    """Describe what the latest audit in the background found on a node behind a gateway."""
-    for device in devices:
-        for violation in device.violations:
-            yield Finding(_SUBJECT, "fail", f"{node} {device.device_id}: {violation}", _REMEDY)
-        if not device.violations:
-            yield Finding(_SUBJECT, "ok", f"{node} {device.device_id}: {format_size(device.total_bytes)}, no violation")

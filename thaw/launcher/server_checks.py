@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit, urlunsplit
 
+from shared.contracts.findings import Finding
 from thaw.errors import CommandError
-from thaw.launcher.finding import Finding
 from thaw.launcher.plan import MeshPlan
 from thaw.units import format_size
 

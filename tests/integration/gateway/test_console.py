@@ -16,6 +16,7 @@ from services.gateway.http.console import feed, sources
 from shared.contracts import subjects
 from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelView, NodeView
 from shared.contracts.base import Done, Message
+from shared.contracts.findings import Diagnosis
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until
 from tests.support.browser import CHROMIUM, needs_chromium
@@ -125,6 +126,34 @@ async def test_a_read_only_key_sees_and_changes_nothing(guarded: Served, schedul
         assert (await guarded.http.post(f"/ui/api/admin/v1/{path}", json={}, headers=CONSOLE)).status_code == 403, path
 
 
+async def test_doctor_reports_parts_that_do_not_answer_as_findings(
+    guarded: Served, node: FakeNode, scheduler: Scheduler, serve: ServeFn
+) -> None:
+    card = card_of("alpha", source="https://user:secret@example.org/m?token=secret")
+    failed = ModelView(card=card, error="The engine ended; the end of its log:\nsecret of a prompt")
+    scheduler.view = ClusterView(scheduler="s", epoch=7, models=(failed,), nodes=(NodeView(node="n", alive=False),))
+    body = {"name": "viewer", "scope": "read-only", "sha256": hash_key("view-key")}
+    bearer = {"authorization": f"Bearer {ROOT_KEY}"}
+    assert (await guarded.http.post("/admin/v1/keys", json=body, headers=bearer)).status_code == 200
+    await log_in(guarded, "view-key")
+    answer = await guarded.http.get("/ui/api/admin/v1/doctor")
+    diagnosis = Diagnosis.model_validate(answer.json())
+    levels = [(f.subject, f.level) for f in diagnosis.findings]
+    parts = [("gateway", "ok"), ("scheduler", "ok"), ("node", "fail"), ("model", "fail"), ("keys", "ok"), ("admin key", "ok")]
+    assert (levels, diagnosis.ok) == (parts, False)
+    assert "secret" not in answer.text
+    assert all(f.remedy and f.meaning for f in diagnosis.findings if f.level == "fail")
+
+
+async def test_doctor_finds_that_no_scheduler_leads(serve: ServeFn, node: FakeNode) -> None:
+    async with serve() as served:
+        await until_listed_with(served, "none")
+        diagnosis = Diagnosis.model_validate((await served.http.get("/admin/v1/doctor")).json())
+    found = {f.subject: f for f in diagnosis.findings}
+    assert (diagnosis.ok, found["scheduler"].level, found["admin key"].level) == (False, "fail", "warn")
+    assert "thaw logs scheduler" in found["scheduler"].remedy
+
+
 async def test_a_revoked_key_ends_its_sessions_and_a_restart_does_not(
     node: FakeNode, scheduler: Scheduler, serve: ServeFn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +255,11 @@ async def test_browser_shows_500_models_and_html_in_names_as_text(
         await page.get_by_role("button", name="model-498", exact=True).click()
         await page.get_by_label("Find a model").fill("<script>")
         await page.get_by_role("button", name=EVIL, exact=True).click()
+        await page.get_by_role("link", name="Doctor").click()
+        await page.get_by_text("501 failures").wait_for()  # the node has no loader
+        await page.get_by_role("cell", name=f"model-498 did not start: {EVIL}").wait_for(state="detached")
+        await page.get_by_label("Find a finding").fill("model-498")
+        await page.get_by_role("cell", name=f"model-498 did not start: {EVIL}").wait_for()
         await page.goto(f"{guarded.base}/ui#/requests/{EVIL.replace('/', '%2F')}")
         await page.get_by_role("alert").wait_for()
         assert await page.locator("img, script:not([src])").count() == 0

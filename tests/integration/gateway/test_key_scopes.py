@@ -47,7 +47,7 @@ async def test_read_only_key_sees_everything_and_changes_nothing(pair: tuple[Ser
     served, _ = pair
     await add(served, "dashboard", "sk-look", scope="read-only")
     assert await status_of(served, "sk-look") == 200
-    for path in ("keys", "traces"):
+    for path in ("keys", "traces", "doctor"):
         assert await status_of(served, "sk-look", f"/admin/v1/{path}") == 200
     for method, path in (
         ("POST", "keys"),

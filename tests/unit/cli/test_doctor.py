@@ -44,7 +44,7 @@ def test_healthy_stack_has_only_ok_checks(
     ready = httpx.Response(200, json={"status": "ready", "faults": []})
     status, levels, _ = doctor(monkeypatch, tmp_path, capsys, ready, HEALTHY)
     assert (status, set(levels.values())) == (0, {"ok"})
-    assert set(levels) == {"python", "gateway", "scheduler", "node"}
+    assert set(levels) == {"python", "gateway", "scheduler", "node", "models"}
 
 
 def test_faults_of_the_gateway_are_shown(

@@ -6,7 +6,8 @@ import pytest
 
 from shared.addresses import is_loopback
 from shared.contracts.keys import ApiKey, KeyList
-from thaw.cli.exposure import judge, of_wanted
+from shared.diagnosis import examine_access
+from thaw.cli.exposure import of_wanted
 from thaw.config.load import MeshConfig
 from thaw.launcher.planning import Wanted
 
@@ -23,19 +24,19 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
 def test_only_this_machine_reaches_loopback(host: str) -> None:
     assert is_loopback(host)
-    assert judge(host, KeyList()).level == "ok"
+    assert examine_access(host, KeyList()).level == "ok"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.7", "gpu-box.example"])
 def test_exposed_endpoint_warns_until_there_is_a_key(host: str) -> None:
     for keys in (KeyList(), OPS):
-        opened = judge(host, keys)
+        opened = examine_access(host, keys)
         assert opened.level == "warn"
         assert "OPEN" in opened.text
-        refused = judge(host, keys.model_copy(update={"required": True}))
+        refused = examine_access(host, keys.model_copy(update={"required": True}))
         assert (refused.level, "OPEN" in refused.text) == ("warn", False)
         assert "thaw keys add" in refused.remedy
-    assert judge(host, ALICE).level == judge(host, KeyList(configured=1)).level == "ok"
+    assert examine_access(host, ALICE).level == examine_access(host, KeyList(configured=1)).level == "ok"
 
 
 def test_exposure_of_a_planned_mesh_follows_from_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from shared.contracts.findings import Finding
 from thaw.errors import CommandError
 from thaw.launcher import checks, swap
-from thaw.launcher.finding import Finding
 from thaw.launcher.home import Home
 
 

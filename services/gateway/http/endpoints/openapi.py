@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -16,6 +16,7 @@ from services.gateway.http.translation.ollama_requests import OllamaChat, Ollama
 from services.gateway.http.translation.responses_request import ResponsesRequest
 from services.gateway.http.translation.scoring import RerankRequest, ScoreRequest
 from shared.contracts.base import ErrorBody
+from shared.contracts.findings import Diagnosis
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 
 _PARAMETER = re.compile(r"{(\w+)}")
@@ -50,10 +51,13 @@ _GETS = {
     "/api/tags": "The registered models, for clients of Ollama.",
     "/api/ps": "The models with a ready instance, for clients of Ollama.",
     "/api/version": "The version of Ollama whose API this is.",
+    "/admin/v1/doctor": "What is wrong with the mesh, what it means, and what to do.",
     "/health": "Whether the process is alive.",
     "/ready": "Whether the gateway accepts requests.",
     "/metrics": "Prometheus metrics.",
 }
+_ANSWERS: dict[str, type[BaseModel]] = {"/admin/v1/doctor": Diagnosis}
+"""Answers whose form is described."""
 _DELETES = {
     "/v1/files/{id}": "Delete a file.",
     "/v1/responses/{id}": "Delete a stored response.",
@@ -78,13 +82,17 @@ _ERROR_CODES = ("400", "401", "404", "413", "422", "429", "500", "503", "504")
 def document() -> dict[str, Any]:
     """Build the OpenAPI document."""
     posts = POSTS | _OLLAMA_POSTS
-    references, schemas = models_json_schema([(kind, "validation") for kind, _, _ in posts.values()], ref_template=_REF)
+    kinds = (*(kind for kind, _, _ in posts.values()), *_ANSWERS.values())
+    described: list[tuple[type[BaseModel], Literal["validation"]]] = [(kind, "validation") for kind in kinds]
+    references, schemas = models_json_schema(described, ref_template=_REF)
     components = schemas["$defs"] | {"Error": _error_schema(), "OllamaError": _OLLAMA_ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths: dict[str, Any] = {}
     for path, (kind, summary, streams) in posts.items():
         paths[path] = {"post": _post(path, references[(kind, "validation")], summary, streams)}
     for path, summary in _GETS.items():
         paths.setdefault(path, {})["get"] = _get(path, summary)
+    for path, kind in _ANSWERS.items():
+        paths[path]["get"]["responses"]["200"]["content"] = {"application/json": {"schema": references[(kind, "validation")]}}
     paths["/v1/files"]["post"] = _upload()
     for path, summary in _DELETES.items():
         paths[path]["delete"] = _get(path, summary)

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 
 import asyncpg
 from nats.errors import Error as NatsError
@@ -31,6 +32,7 @@ from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.adapters.statistics import persisted_part
 from services.scheduler.domain.events import Recovered, Tick
+from services.scheduler.domain.lifecycle.deliveries import is_current
 from services.scheduler.domain.state.indexes import with_keep_alive
 from services.scheduler.handlers import Handlers
 from services.scheduler.loop import SchedulerLoop, SteppedDown
@@ -112,7 +114,8 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     migrations = Migrations(mesh, loop.post)
     ledger = Ledger(engine, settings.price_list)
     handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations)
-    outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations)
+    is_wanted = partial(is_current, loop.state)
+    outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations, is_wanted)
     outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:

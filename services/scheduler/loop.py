@@ -180,9 +180,9 @@ class SchedulerLoop:
             if isinstance(e, LoadStarted) and (parent := self._loads.record_started(e)) is not None
         ]
 
-    def _notify(self, batch: list[Event], node_reported: Callable[[str], None]) -> None:
+    def _notify(self, batch: list[Event], node_reported: Callable[[str, str], None]) -> None:
         for event in batch:
             if isinstance(event, NodeStatusReceived):
-                node_reported(event.status.node)
+                node_reported(event.status.node, event.status.boot_id)
             elif isinstance(event, LoaderStatusReceived):
                 self.loader_status_received.set()

@@ -90,9 +90,7 @@ def test_requests_survive_the_end_of_an_executor_and_of_the_nodeagent_during_sta
     # A start that the killed agent had begun may have failed after its model answered elsewhere.
     assert {name: text(mesh, name) for name in NAMES} == expected
     assert_booked_once(mesh)
-    # A model that has answered may have no instance now (ADR 0081, known defect).
-    pids = {pid for name in NAMES for i in mesh.instances(name) for pid in i["pids"]}
-    assert pids
+    pids = {pid for name in NAMES for pid in mesh.instance(name)["pids"]}
     for name in NAMES:
         mesh.json("sleep", name)
     with ThreadPoolExecutor(len(NAMES)) as pool:

@@ -2,7 +2,8 @@
 
 Commands to a node go through one lane, in order and one at a time, because a nodeagent refuses a
 token that is older than one it has seen. If a node does not answer, its lane waits for the node's
-next status, for `patience` seconds in all.
+next status, for `patience` seconds in all. A request that waits for an answer of a nodeagent that
+has been replaced is sent again at once: the same command twice has one effect.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import WeightsReleased
 from shared.contracts.models import ModelCard
-from shared.contracts.node import StartInstance
+from shared.contracts.node import ResumeInstance, StartInstance
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.stages import Stage
 from shared.contracts.traces import LoadTrace
@@ -70,7 +71,11 @@ class _Lane:
 
 
 class Outbox:
-    """Carries out effects. `post` receives the results of commands; `reply` answers requests."""
+    """Carries out effects.
+
+    `post` receives the results of commands; `reply` answers requests. `is_wanted` is False for
+    a start or resumption that waited until its instance was given up: it must not reach its node.
+    """
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class Outbox:
         reply: Callable[[ReplyTo], None],
         patience: float,
         migrations: Migrations,
+        is_wanted: Callable[[StartInstance | ResumeInstance], bool],
     ) -> None:
         self._mesh = mesh
         self._js = js
@@ -91,19 +97,27 @@ class Outbox:
         self._reply = reply
         self._patience = patience
         self._migrations = migrations
+        self._is_wanted = is_wanted
         self._group_key = secrets.token_bytes(32)
         """Secrets of groups derive from it: all starts of a group leave from this process."""
         self._lanes: dict[str, _Lane] = {}
         self._status_events: dict[str, asyncio.Event] = {}
+        self._agents: dict[str, str] = {}
+        """By node: the boot id of its latest nodeagent."""
+        self._attempts: dict[str, asyncio.Task[None]] = {}
+        """By node: the request that waits for an answer of that nodeagent."""
 
     def reconcile(self, cards: Iterable[ModelCard]) -> None:
         """Bring the catalogue in line with the database, before any later change of it."""
         self._lane("catalogue", partial(_retry_write, partial(self._catalog.reconcile, list(cards))))
 
-    def node_reported(self, node: str) -> None:
-        """Let lanes that wait for the node retry: it has sent a status."""
+    def node_reported(self, node: str, boot_id: str) -> None:
+        """Let the node's lane retry: its nodeagent, of that `boot_id`, has sent a status."""
         if (event := self._status_events.pop(node, None)) is not None:
             event.set()
+        known, self._agents[node] = self._agents.get(node, boot_id), boot_id
+        if known != boot_id and (attempt := self._attempts.get(node)) is not None:
+            attempt.cancel()
 
     def carry_out(self, effects: Iterable[Effect], committed_at: float) -> None:
         """Queue `effects`, whose changes were committed at `committed_at`; return at once."""
@@ -153,6 +167,9 @@ class Outbox:
     def _start_job(self, effect: SendStart | SendResume, committed_at: float) -> Job:
         async def start() -> None:
             command = effect.command
+            if not self._is_wanted(command):
+                log.info("a start is not sent: its instance was given up", extra={"instance_id": command.instance_id})
+                return
             parent = command.traceparent or self._loads.parent(command.instance_id)
             if isinstance(effect, SendStart) and isinstance(command, StartInstance):
                 command = command.model_copy(update={"stage": self._stage(effect)})
@@ -164,6 +181,7 @@ class Outbox:
                         command.model_copy(update={"traceparent": parent, "phases": _list_earlier_phases(effect, committed_at)}),
                         Done,
                     ),
+                    lambda: self._is_wanted(command),
                 )
             except ThawError as e:
                 log.warning("start command refused", extra={"instance_id": command.instance_id, "error": e.message})
@@ -232,21 +250,51 @@ class Outbox:
     async def _reply_job(self, effect: ReplyTo, refused: list[StoreFull]) -> None:
         self._reply(ReplyTo(effect.waiter, refused[0].body()) if refused else effect)
 
-    async def _send_with_retries(self, node: str, send: Callable[[], Awaitable[Message]]) -> None:
-        """Send until the node answers, retrying at each of its messages."""
+    async def _send_with_retries(
+        self, node: str, send: Callable[[], Awaitable[Message]], is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Send until the node answers, retrying at each of its messages.
+
+        Raises:
+            ThawError: The node refused the command, or it did not answer in time.
+        """
         deadline = clock.now() + self._patience
         while True:
             try:
-                await send()
+                await self._attempt(node, send)
                 return
             except (Unreachable, DeadlineExceeded):
-                if clock.now() >= deadline:
+                if clock.now() >= deadline or not is_wanted():
                     raise
             event = self._status_events.setdefault(node, asyncio.Event())
             try:
                 await asyncio.wait_for(event.wait(), _RETRY_S)
             except TimeoutError:
                 continue
+
+    async def _attempt(self, node: str, send: Callable[[], Awaitable[Message]]) -> None:
+        """Send once.
+
+        Raises:
+            Unreachable: There is no connection, or the nodeagent was replaced before it answered.
+            ThawError: As the node replied.
+        """
+
+        async def request() -> None:
+            await send()
+
+        attempt = self._attempts[node] = asyncio.create_task(request(), name=f"command to {node}")
+        try:
+            await asyncio.wait((attempt,))
+        finally:
+            attempt.cancel()
+            del self._attempts[node]
+        if attempt.cancelled():
+            raise Unreachable(f"The nodeagent of {node} was replaced before it answered")
+        try:
+            attempt.result()
+        except NatsError as e:
+            raise Unreachable(f"NATS is unreachable: {e}") from e
 
 
 async def _retry_write(write: Job) -> None:

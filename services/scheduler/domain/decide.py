@@ -29,6 +29,7 @@ from services.scheduler.domain.events import (
     WaiterCancelled,
     WakeRequested,
 )
+from services.scheduler.domain.lifecycle.deliveries import mark_answered
 from services.scheduler.domain.lifecycle.failures import on_resume_refused, on_start_failed, on_start_refused
 from services.scheduler.domain.lifecycle.groups import on_stage_refused, settle_groups
 from services.scheduler.domain.lifecycle.node_status import apply_node_status, expire_silent_nodes, stop_stalled_starts
@@ -111,8 +112,8 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             _start_refused(tx, instance_id, error)
         case StopRefused(instance_id=instance_id, error=error):
             _stop_refused(tx, instance_id, error)
-        case CommandAccepted():
-            pass
+        case CommandAccepted(instance_id=instance_id):
+            mark_answered(tx, instance_id)
         case WaiterCancelled(waiter=waiter):
             tx.drop(Waiter, waiter)
             cancel_waiter(tx, waiter)

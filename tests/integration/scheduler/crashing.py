@@ -88,7 +88,7 @@ class Nodes(Outbox):
         self.loop: SchedulerLoop
         self.undelivered: list[Effect] = []
 
-    def node_reported(self, node: str) -> None:
+    def node_reported(self, node: str, boot_id: str) -> None:
         pass
 
     def carry_out(self, effects: Iterable[Effect], committed_at: float) -> None:

@@ -23,6 +23,7 @@ from services.scheduler.domain.events import (
     Tick,
     WakeRequested,
 )
+from services.scheduler.domain.lifecycle.deliveries import is_current
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import KINDS, apply, table
 from services.scheduler.domain.state.cluster import ClusterState
@@ -275,6 +276,8 @@ class World:
     tokens: list[int] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     """Instances that a node refused to stop or suspend."""
+    undelivered: list[Effect] | None = None
+    """If a list: effects are kept here until `deliver`, as while a node does not answer."""
 
     def __post_init__(self) -> None:
         self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100, keep_alive_rule=self.policy.profile.keep)
@@ -292,8 +295,18 @@ class World:
         self.decisions.append(decision)
         self.effects += decision.effects
         for effect in decision.effects:
-            self._deliver(effect)
+            if self.undelivered is None:
+                self._deliver(effect)
+            else:
+                self.undelivered.append(effect)
         return decision
+
+    def deliver(self) -> None:
+        """Deliver what was kept, as the outbox does: starts that were given up are left out."""
+        kept, self.undelivered = self.undelivered or [], None
+        for effect in kept:
+            if not isinstance(effect, SendStart | SendResume) or is_current(self.state, effect.command):
+                self._deliver(effect)
 
     def _deliver(self, effect: Effect) -> None:
         if not isinstance(effect, SendStart | SendStop | SendSuspend | SendResume):

@@ -14,12 +14,13 @@ group. A `LaterStage` only holds memory, and follows:
 from __future__ import annotations
 
 from services.scheduler.domain.effects import SendStop
+from services.scheduler.domain.lifecycle.deliveries import is_underway
 from services.scheduler.domain.lifecycle.failures import on_start_stalled
 from services.scheduler.domain.lifecycle.transitions import stop_instance
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import Cooldown, LaterStage
+from services.scheduler.domain.state.volatile import Cooldown, Delivery, LaterStage
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StopInstance
@@ -48,7 +49,7 @@ def apply_stage_statuses(tx: Transaction, status: NodeStatus) -> None:
         elif not stage.reported:
             tx.put(replace(stage, reported=True))
     for stage in [x for x in tx.state.later_stages.values() if x.node == status.node and x.stage_id not in reported]:  # 3
-        fresh = stage.sent_at is None or tx.now - stage.sent_at <= tx.policy.absence_grace_s
+        fresh = stage.sent_at is None or is_underway(tx, stage.stage_id, stage.sent_at, tx.policy.absence_grace_s)
         if not fresh and status.seq >= 2:
             _end(tx, stage, None)
     for i in [x for x in tx.state.on_node(status.node) if x.stages > 1]:
@@ -68,7 +69,7 @@ def _check_complete(tx: Transaction, first: Instance) -> None:
 
 def on_stage_refused(tx: Transaction, stage: LaterStage, error: ErrorBody) -> None:
     """A node did not start a stage: the group is stopped, and its model is placed again."""
-    tx.drop(LaterStage, stage.stage_id)
+    _drop(tx, stage)
     tx.put(Cooldown(device_key(stage.node, stage.device_id), tx.now + tx.policy.refusal_cooldown_s))
     first = tx.state.instances.get(stage.first)
     if first is None or first.leaving != "no":
@@ -86,7 +87,7 @@ def settle_groups(tx: Transaction) -> None:
         presence = tx.state.presence.get(stage.node)
         is_silent = presence is not None and not presence.alive
         if first is None and (stage.sent_at is None or is_silent):  # a node that is back reports it
-            tx.drop(LaterStage, stage.stage_id)
+            _drop(tx, stage)
         elif first is None:
             _stop(tx, stage)
         elif first.leaving == "no":
@@ -113,11 +114,16 @@ def _stop(tx: Transaction, stage: LaterStage) -> None:
 
 def _end(tx: Transaction, stage: LaterStage, error: ErrorBody | None) -> None:
     """Remove a stage. Without it the start of its group cannot succeed."""
-    tx.drop(LaterStage, stage.stage_id)
+    _drop(tx, stage)
     first = tx.state.instances.get(stage.first)
     if first is not None and first.ready_at is None and first.leaving == "no":
         lost = EngineFailed(f"Stage {stage.index} of {first.label} on {stage.node} has ended").body()
         on_start_stalled(tx, first, error or lost, device_key(stage.node, stage.device_id))
+
+
+def _drop(tx: Transaction, stage: LaterStage) -> None:
+    tx.drop(LaterStage, stage.stage_id)
+    tx.drop(Delivery, stage.stage_id)
 
 
 def _adopt(tx: Transaction, node: str, s: InstanceStatus) -> LaterStage:

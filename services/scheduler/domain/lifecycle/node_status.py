@@ -5,13 +5,14 @@
 3. A known instance takes the reported state (ready, failed, stopped, draining), and a start the
    device that its node has bound it to.
 4. An unknown running instance is adopted if its model needs it, otherwise stopped.
-5. A known instance that a report omits is gone.
+5. A known instance that a report omits is gone, unless its start may not have arrived yet.
 """
 
 from __future__ import annotations
 
 from services.scheduler.domain.effects import StepDown
 from services.scheduler.domain.estimates.memory_needs import learn_memory
+from services.scheduler.domain.lifecycle.deliveries import is_underway
 from services.scheduler.domain.lifecycle.failures import (
     on_crash,
     on_resume_refused,
@@ -121,7 +122,7 @@ def _update_suspended(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
     resuming = i.state is InstanceState.RESUMING
     if resuming and s.token >= i.token and s.error is not None and _has_timed_out_for_memory(s):  # 1
         on_resume_refused(tx, i, s.error)
-    elif resuming and i.sent_at is not None and tx.now - i.sent_at <= tx.policy.absence_grace_s + tx.policy.grant_wait_s:  # 2
+    elif resuming and is_underway(tx, i.instance_id, i.sent_at, tx.policy.absence_grace_s + tx.policy.grant_wait_s):  # 2
         return
     elif resuming:
         cancel_resume(tx, i, "its node did not resume it")
@@ -199,8 +200,7 @@ def _adopt_or_stop(tx: Transaction, node: str, s: InstanceStatus) -> None:
 
 
 def _on_missing(tx: Transaction, i: Instance, status: NodeStatus) -> None:
-    fresh = i.sent_at is not None and tx.now - i.sent_at <= tx.policy.absence_grace_s
-    if fresh or status.seq < 2:
+    if is_underway(tx, i.instance_id, i.sent_at, tx.policy.absence_grace_s) or status.seq < 2:
         return
     if i.leaving != "no":
         remove_instance(tx, i, "cancelled", i.leave_reason)

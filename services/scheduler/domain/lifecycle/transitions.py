@@ -16,6 +16,7 @@ from services.scheduler.domain.effects import (
 from services.scheduler.domain.estimates.memory_needs import start_bytes
 from services.scheduler.domain.estimates.start_learning import updated_estimates
 from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster
+from services.scheduler.domain.lifecycle.deliveries import mark_queued
 from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
 from services.scheduler.domain.placement.grants import granted_devices
 from services.scheduler.domain.placement.place import Placement
@@ -23,7 +24,16 @@ from services.scheduler.domain.state.device_memory import resume_need_bytes
 from services.scheduler.domain.state.entities import Instance, Leaving, Model
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import ANYWHERE, Cooldown, Estimate, InstanceReport, LaterStage, Waiter, estimate_key
+from services.scheduler.domain.state.volatile import (
+    ANYWHERE,
+    Cooldown,
+    Delivery,
+    Estimate,
+    InstanceReport,
+    LaterStage,
+    Waiter,
+    estimate_key,
+)
 from services.scheduler.domain.values import create_unchecked, replace
 from shared.contracts import subjects
 from shared.contracts.admin import ModelAwake
@@ -170,6 +180,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     model = tx.state.models[instance.model]
     sent = replace(instance, sent_at=tx.now, token=tx.next_token())
     tx.put(sent)
+    mark_queued(tx, sent.instance_id)
     beside = (i for device in sent.device_ids for i in tx.state.on_device(sent.node, device))
     wait_ms = int(tx.policy.grant_wait_s * 1e3) if any(i.leaving != "no" for i in beside) else 0
     if sent.state is InstanceState.RESUMING:
@@ -229,6 +240,7 @@ def _send_group(tx: Transaction, model: Model, first: Instance, later: list[Late
     places = [(group, first.node, first.device_ids[0], first.token)]
     for stage in later:
         tx.put(replace(stage, sent_at=tx.now))
+        mark_queued(tx, stage.stage_id)
         places.append((stage.stage_id, stage.node, stage.device_id, tx.next_token()))
     for index, (instance_id, node, device_id, token) in enumerate(places):
         layers = card.stages[index]
@@ -346,6 +358,7 @@ def remove_instance(tx: Transaction, i: Instance, outcome: str, reason: str = ""
     """Remove an instance; a plan that is still pending gets `outcome`."""
     tx.drop(Instance, i.instance_id)
     tx.drop(Cooldown, i.instance_id)
+    tx.drop(Delivery, i.instance_id)
     report = tx.state.reports.get(i.instance_id)
     tx.drop(InstanceReport, i.instance_id)
     plan = tx.state.plans.get(i.plan_id)

@@ -13,6 +13,7 @@ from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
     Cooldown,
     Counter,
+    Delivery,
     Estimate,
     ExpectationSent,
     FailureHistory,
@@ -69,6 +70,7 @@ _TABLES: dict[type[Any], str] = {
     LoaderPresence: "loaders",
     InstanceReport: "reports",
     LaterStage: "later_stages",
+    Delivery: "deliveries",
     ModelDemand: "demand",
     Waiter: "waiters",
     Unschedulable: "unschedulable",

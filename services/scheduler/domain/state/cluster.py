@@ -17,6 +17,7 @@ from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
     Cooldown,
     Counter,
+    Delivery,
     Estimate,
     ExpectationSent,
     FailureHistory,
@@ -53,6 +54,7 @@ class ClusterState:
     loaders: Table[LoaderPresence] = field(default_factory=dict)
     reports: Table[InstanceReport] = field(default_factory=dict)
     later_stages: Table[LaterStage] = field(default_factory=dict)
+    deliveries: Table[Delivery] = field(default_factory=dict)
     demand: Table[ModelDemand] = field(default_factory=dict)
     waiters: Table[Waiter] = field(default_factory=dict)
     unschedulable: Table[Unschedulable] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
     Cooldown,
     Counter,
+    Delivery,
     Estimate,
     ExpectationSent,
     FailureHistory,
@@ -140,6 +141,7 @@ Volatile = (
     | LoaderPresence
     | InstanceReport
     | LaterStage
+    | Delivery
     | ModelDemand
     | Waiter
     | Unschedulable

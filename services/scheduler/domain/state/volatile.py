@@ -171,6 +171,21 @@ class LaterStage:
 
 
 @value(frozen=True, slots=True)
+class Delivery:
+    """The start or resumption command that this leader has sent last for an instance or stage.
+
+    `answered_at` None: it waits behind other commands for the node, or its node has not answered.
+    """
+
+    instance_id: str
+    answered_at: float | None = None
+
+    @property
+    def key(self) -> str:
+        return self.instance_id
+
+
+@value(frozen=True, slots=True)
 class Waiter:
     """An operator's request that is answered later.
 

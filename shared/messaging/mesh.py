@@ -24,7 +24,7 @@ from shared.contracts.base import Failure, Message, Request
 from shared.contracts.subjects import token
 from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, ThawError, Unreachable, from_body
 from shared.messaging.progress import reports, request_with_reports
-from shared.messaging.responders import DrainingResponder, Responder
+from shared.messaging.responders import DrainingResponder, HandlerReference, Responder
 from shared.settings import CommonSettings
 from shared.tasks import end
 from shared.telemetry.logs import LogRateLimit
@@ -241,8 +241,13 @@ class Mesh:
     ) -> Responder:
         workers: dict[str, Any] = {"max_workers": _CONCURRENT_WORKERS} if concurrent else {}
         subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, persistent=persistent, **workers)
-        subscriber(handler)
-        return DrainingResponder(lambda: self.nc, self.flush, subscriber)
+        reference = HandlerReference(handler)
+
+        async def handle(message: NatsMessage) -> Any:  # FastStream reads the signature
+            return await reference.handle(message)
+
+        subscriber(handle)
+        return DrainingResponder(lambda: self.nc, self.flush, subscriber, reference)
 
     async def _on_error(self, error: Exception) -> None:
         # While a server is away there are ten of them each second.

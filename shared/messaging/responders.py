@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from faststream.nats import NatsMessage
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
@@ -26,15 +27,38 @@ class Responder(Protocol):
     async def stop(self) -> None: ...
 
 
+class HandlerReference:
+    """The reference to a handler, which is dropped when its responder stops.
+
+    FastStream puts the subscriber, and with it the handler, into the context of each message. The
+    event loop keeps that context with every timer that the handler has set, until the timer would
+    have expired: cancelled timers too, such as those of deadlines. Without this reference a stopped
+    engine would stay in memory, and its weights mapped, for as long as the deadline of its last
+    request.
+    """
+
+    def __init__(self, handler: Callable[[NatsMessage], Awaitable[Any]]) -> None:
+        self._handler: Callable[[NatsMessage], Awaitable[Any]] | None = handler
+
+    async def handle(self, message: NatsMessage) -> Any:
+        """Call the handler. A stopped responder gets no messages."""
+        return await self._handler(message) if self._handler is not None else None
+
+    def drop(self) -> None:
+        self._handler = None
+
+
 class DrainingResponder:
     """A FastStream subscriber whose stop leaves no request unanswered.
 
     It unsubscribes first, then handles what has arrived. FastStream's own `stop` drops requests
-    that arrive while it waits for handlers.
+    that arrive while it waits for handlers. A stopped responder cannot be started again.
     """
 
-    def __init__(self, client: Callable[[], Client], flush: Callable[[], Awaitable[None]], subscriber: Any) -> None:
-        self._client, self._flush, self._subscriber = client, flush, subscriber
+    def __init__(
+        self, client: Callable[[], Client], flush: Callable[[], Awaitable[None]], subscriber: Any, handler: HandlerReference
+    ) -> None:
+        self._client, self._flush, self._subscriber, self._handler = client, flush, subscriber, handler
         self._drained: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -47,6 +71,7 @@ class DrainingResponder:
             self._subscriber.subscription = None
             await asyncio.wait((self._drained,), timeout=_DRAIN_S)
         await self._subscriber.stop()
+        self._handler.drop()
 
     async def _drain(self, subscription: Subscription) -> None:
         try:

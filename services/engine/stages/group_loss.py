@@ -37,8 +37,9 @@ class GroupLoss:
         """Wait until the computing thread has failed, or the group has lost a stage."""
         await asyncio.wait((computing, self._reason), return_when=asyncio.FIRST_COMPLETED)
         if computing.done() and not isinstance(error := computing.exception(), RunnerLost):
-            # A process boundary: clients get the error, and the scheduler starts another engine.
-            log.error("the computing thread failed", exc_info=error)
+            if error is not None:  # the thread also ends when the engine is stopped
+                # A process boundary: clients get the error; the scheduler starts another engine.
+                log.error("the computing thread failed", exc_info=error)
             return EngineFailed("The engine's computing thread failed. Its log has the cause (`thaw logs`)")
         reason = self._reason.result() if self._reason.done() else str(computing.exception())
         return EngineFailed(f"A stage of the group has ended, so the group ends. {reason}")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.engine import EngineForked, EngineStart
+from shared.contracts.engine import EngineForked, EngineReport, EngineStart, PingEngine
 from shared.contracts.executor import (
     CURRENT_BYTES,
     AttachInstance,
@@ -172,6 +172,18 @@ async def test_detaching_fails_running_requests_and_leaves_other_models_alone(
     assert isinstance(await other.last(), InferFinished)
     again = await executor.detach(first)
     assert again.freed_bytes == 0, "repeating the command is harmless"
+
+
+async def test_detaching_does_not_wait_for_the_deadline_of_an_earlier_command(
+    executor: RunningExecutor, engines: Engines, directories: list[Path]
+) -> None:
+    name = await executor.attach(engines.spec(card_of(directories[0])))
+    await engines.mesh.request(subjects.engine_control(name), PingEngine(deadline_ms=3_600_000), EngineReport)
+    await executor.detach(name)
+    assert "thaw-test-" not in executor.maps()
+    log = (engines.directory / f"{executor.name}.log").read_text()
+    assert name in log
+    assert "error" not in log.lower(), "an orderly stop is no failure"
 
 
 async def test_short_request_is_answered_during_a_long_batch_of_another_model(

@@ -139,3 +139,6 @@ async def test_stopped_instance_on_a_separate_device_returns_its_pages(nats_serv
             assert (await started(node, cards[0], name)).pids == first.pids
             assert (await engines.answer(name, "completion", **ASKED)).tokens() == expected
             await until_lent(2)
+        log = (tmp_path / "nodeagent.log").read_text()
+        assert "detached an instance" in log
+        assert "failed to detach" not in log, "the first command has unmapped the weights"

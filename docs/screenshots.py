@@ -69,6 +69,16 @@ def _diagnose(page: Page, url: str, key: str) -> None:
     httpx.post(f"{url}/admin/v1/nodes/node-0/uncordon", headers=headers, timeout=60).raise_for_status()
 
 
+def _show_log(page: Page, url: str) -> None:
+    """Photograph the log of a nodeagent."""
+    _ask(url, COLD)
+    page.get_by_role("link", name="Logs").click()
+    page.get_by_label("Log", exact=True).select_option("nodeagent.node-0")
+    page.get_by_label("Lines with").fill("instance")
+    page.locator(".log .line").nth(5).wait_for()
+    page.screenshot(path=IMAGES / "console-logs.png")
+
+
 def main() -> int:
     """Wake two models, and photograph the pages of the console."""
     endpoints = json.loads(Home.from_environment().endpoints_file.read_text())
@@ -99,6 +109,7 @@ def main() -> int:
         page.locator("tbody tr").first.wait_for()
         page.screenshot(path=IMAGES / "console-usage.png")
         _diagnose(page, url, key)
+        _show_log(page, url)
         browser.close()
     return 0
 

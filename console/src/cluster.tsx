@@ -4,6 +4,7 @@ import { useState } from "preact/hooks";
 import { change, inPath } from "./api";
 import { idle, size } from "./format";
 import type { Live } from "./live";
+import { logLink } from "./logs";
 import { Action, Badge, Facts, Freshness } from "./parts";
 import type { Device, Instance, Node } from "./types";
 
@@ -291,6 +292,7 @@ function InstanceDetails({ id, instance: i, live, mayChange }: { id: string; ins
           ["Adapters", i.adapters.join(", ")],
           ["Error", i.error],
           ["Placement", <a href={`#/explain/${encodeURIComponent(i.plan_id)}`}>Why it is there</a>],
+          ["Log", mayChange ? <a href={logLink(i.node, `${id}.engine`)}>Log of its engine</a> : ""],
         ]}
       />
       {mayChange && (

@@ -7,6 +7,7 @@ import { ClusterPage } from "./cluster";
 import { DoctorPage } from "./doctor";
 import { KeysPage } from "./keys";
 import { useLive } from "./live";
+import { LogsPage } from "./logs";
 import { ModelsPage } from "./models";
 import { PlaygroundPage } from "./playground";
 import { ExplainPage, RequestPage, RequestsPage } from "./requests";
@@ -21,6 +22,7 @@ const PAGES = [
   ["usage", "Usage"],
   ["keys", "Keys"],
   ["doctor", "Doctor"],
+  ["logs", "Logs"],
 ] as const;
 
 function useRoute(): string[] {
@@ -96,7 +98,7 @@ function LoginPage({ done }: { done: () => void }) {
 
 function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
   const route = useRoute();
-  const pages = rights.view ? PAGES : PAGES.filter(([page]) => page === "playground");
+  const pages = PAGES.filter(([page]) => (page === "logs" ? rights.change : rights.view || page === "playground"));
   const page = pages.some(([name]) => name === route[0]) || (rights.view && route[0] === "explain") ? route[0]! : pages[0]![0];
   useEffect(() => {
     document.title = `Thaw: ${PAGES.find(([name]) => name === page)?.[1] ?? "placement"}`;
@@ -124,6 +126,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
         {page === "usage" && <UsagePage />}
         {page === "keys" && <KeysPage mayChange={rights.change} />}
         {page === "doctor" && <DoctorPage />}
+        {page === "logs" && <WithLive topics="cluster" expired={changed} show={(live) => <LogsPage live={live} node={route[1]} name={route[2]} />} />}
         {page === "explain" && <ExplainPage about={route.slice(1).join("/")} />}
         {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} />} /> : <PlaygroundPage live={null} />)}
       </main>

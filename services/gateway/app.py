@@ -39,6 +39,7 @@ from services.gateway.http.endpoints.doctor import Doctor
 from services.gateway.http.endpoints.files import Files
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.info import Info
+from services.gateway.http.endpoints.logs import Logs
 from services.gateway.http.endpoints.messages import ROUTE as MESSAGES
 from services.gateway.http.endpoints.messages import Messages
 from services.gateway.http.endpoints.ollama import Ollama
@@ -97,6 +98,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/openapi.json", info.openapi, methods=["GET"]),
         *Doctor(gateway).routes(),
+        *Logs(gateway).routes(),
         *Admin(gateway).routes(),
         *Ollama(gateway, parsers).routes(),
         Route("/v1/{rest:path}", Inference(gateway, "other", parsers), methods=["POST"]),

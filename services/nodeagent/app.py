@@ -18,6 +18,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from services.nodeagent.adapters.logs import LogReader
 from services.nodeagent.adapters.meter import Meter
 from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.records import Record, Records
@@ -47,6 +48,7 @@ from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport
 from shared.contracts.engines import CAPABILITIES
 from shared.contracts.loader import LoaderStatus
+from shared.contracts.logs import LOG_REQUEST
 from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, StartInstance, StatusWanted, SuspendInstance
 from shared.errors import Conflict, DeviceMissing
 from shared.messaging import Mesh
@@ -144,6 +146,12 @@ class Nodeagent:
             self.loop,
             tasks,
         )
+        self.logs = LogReader(
+            settings.node,
+            settings.node_state / "logs",
+            settings.state / "logs",
+            lambda: {i.instance_id: i.command.card.name for i in self.loop.state.instances.values()},
+        )
         self._tasks = tasks
         self._background: list[asyncio.Task[None]] = []
 
@@ -157,6 +165,7 @@ class Nodeagent:
         self.mesh.listen(subjects.engine_report(node), EngineReport, self._on_report)
         self.mesh.listen(subjects.loader_status(node), LoaderStatus, self._on_loader)
         self.mesh.listen(subjects.STATUS_WANTED, StatusWanted, self._on_wanted)
+        self.mesh.respond(subjects.node_logs(node), LOG_REQUEST, self.logs.answer)
         if not await self.mesh.start_unless(stop):
             log.warning("stopped before NATS was reachable; engines keep running", extra={"engines": len(known)})
             await self.launcher.close()

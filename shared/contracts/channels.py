@@ -18,6 +18,7 @@ from shared.contracts import (
     keys,
     limits,
     loader,
+    logs,
     migration,
     node,
     objectives,
@@ -122,6 +123,14 @@ CHANNELS: tuple[Channel, ...] = (
         "scheduler, gateway, loader",
         "The whole state of a node, on every change and every second.",
         (node.NodeStatus,),
+    ),
+    Channel(
+        "nodeLogs",
+        f"{_P}.node.{{node}}.logs",
+        "nodeagent",
+        "The last lines of the logs of a node, for admin keys.",
+        (logs.ListLogs, logs.ReadLog),
+        (logs.LogsListed, logs.LogRead, base.Failure),
     ),
     Channel("engineReport", f"{_P}.node.{{node}}.engines", "nodeagent", "An engine about itself.", (engine.EngineReport,)),
     Channel(

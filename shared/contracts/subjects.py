@@ -61,6 +61,11 @@ def node_status(node: str) -> str:
     return f"{PREFIX}.node.{token(node)}.status"
 
 
+def node_logs(node: str) -> str:
+    """Subject on which the nodeagent of a node answers `ListLogs` and `ReadLog`."""
+    return f"{PREFIX}.node.{token(node)}.logs"
+
+
 def engine_report(node: str) -> str:
     """Subject of the reports of a node's engines to their nodeagent."""
     return f"{PREFIX}.node.{token(node)}.engines"

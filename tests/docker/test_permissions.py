@@ -38,6 +38,7 @@ MAY_PUBLISH = {
     "loadFailed": {"scheduler"},
     "statusWanted": {"gateway", "scheduler"},
     "nodeCommand": {"scheduler"},
+    "nodeLogs": {"gateway"},
     "nodeStatus": {"node"},
     "engineReport": {"node"},
     "loaderCommand": {"scheduler", "node"},
@@ -65,6 +66,7 @@ MAY_HEAR = {
     "loadFailed": {"gateway"},
     "statusWanted": {"node"},
     "nodeCommand": {"node"},
+    "nodeLogs": {"node"},
     "nodeStatus": {"gateway", "scheduler", "node"},
     "engineReport": {"node"},
     "loaderCommand": {"node"},
@@ -242,6 +244,7 @@ def test_no_operation_of_a_mesh_is_refused(site: Site) -> None:
     until(lambda: site.http.get("/admin/v1/traces/last").is_success, what="a trace is written")
     site.ask("POST", "/admin/v1/models/m/wake")
     site.ask("GET", "/admin/v1/explain?model=m")
+    assert site.ask("GET", "/admin/v1/nodes/node-0/logs")["node"] == "node-0"
     site.ask("POST", "/admin/v1/models/m/sleep")
     site.ask("POST", "/admin/v1/nodes/node-0/drain")
     site.ask("POST", "/v1/chat/completions", asked)

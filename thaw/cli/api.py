@@ -22,6 +22,7 @@ from shared.contracts.admin import (
     SleepModel,
     WakeModel,
 )
+from shared.contracts.logs import LogRead, LogsListed
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import LoadTrace, RequestTrace, TracePage
@@ -87,6 +88,14 @@ class Api(Gateway):
 
     def change_node(self, node: str, action: str) -> None:
         self.request("POST", f"/admin/v1/nodes/{quote(node, safe='')}/{action}", timeout=60.0)
+
+    def node_logs(self, node: str) -> LogsListed:
+        return self._get(LogsListed, "GET", f"/admin/v1/nodes/{quote(node, safe='')}/logs")
+
+    def read_log(self, node: str, name: str, lines: int, after: int | None = None) -> LogRead:
+        """Return the last lines of a log of a node, or the last of those after a position."""
+        path = f"/admin/v1/nodes/{quote(node, safe='')}/logs/{quote(name, safe='')}?lines={lines}"
+        return self._get(LogRead, "GET", path if after is None else f"{path}&after={after}")
 
     def migrate(
         self, what: str, *, is_instance: bool, node: str | None, device: str | None, wait: bool

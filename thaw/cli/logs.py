@@ -1,11 +1,11 @@
-"""`thaw logs`: what a process of this machine's mesh wrote."""
+"""`thaw logs`: the logs of this machine's mesh, or of the nodes behind a gateway."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,17 +13,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from shared.contracts.logs import MAX_LINES
+from shared.logfiles import strip_control
+from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.remote_logs import find_remote
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
 from thaw.launcher.logfiles import tail
+from thaw.launcher.status import running_status
 
 _POLL_S = 0.2
+_REMOTE_POLL_S = 1.0
 _LEVELS = {"error": "red", "critical": "red", "warning": "yellow", "debug": "dim"}
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\\\)|[\x00-\x08\x0b-\x1f\x7f]")
-"""ANSI sequences and control characters, which a service's libraries write and a terminal would
-obey.
-"""
 _SHOWN = {"time", "level", "message", "service", "logger", "exception", "color_message"}
 
 
@@ -42,20 +44,53 @@ def logs(
 ) -> Document | None:
     """Show the log of a service, or of an engine by its instance's id.
 
+    If THAW_URL names the gateway of another mesh: a log of its nodes, with the admin key.
+
     Example: [bold]thaw logs nodeagent -f[/]
     """
     if follow and as_json:
         raise typer.BadParameter("--follow never ends, --json is one document: give one of them")
-    files = log_files(Home.from_environment(), service)
+    home = Home.from_environment()
     out = screen(as_json)
+    if os.environ.get("THAW_URL") and running_status(home) is None:
+        found = _show_remote(out, Api.find(home), service, lines, follow)
+    else:
+        found = _show_local(out, log_files(home, service), lines, follow)
+    return None if follow else {"logs": {name: [_parse_line(line) for line in written] for name, written in found.items()}}
+
+
+def _show_local(out: Console, files: dict[str, Path], lines: int, follow: bool) -> dict[str, list[str]]:
     found = {name: tail(path, lines) for name, path in files.items()}
+    _print(out, found)
+    if follow:
+        positions = {name: path.stat().st_size for name, path in files.items()}
+        rest = dict.fromkeys(files, "")
+        _follow(lambda: _print(out, {name: list(_new_lines(name, path, positions, rest)) for name, path in files.items()}), _POLL_S)
+    return found
+
+
+def _show_remote(out: Console, api: Api, service: str, lines: int, follow: bool) -> dict[str, list[str]]:
+    logs = find_remote(api, service)
+    found = {title: list(log.read(api, min(lines, MAX_LINES))) for title, log in logs.items()}
+    _print(out, found)
+    if follow:
+        _follow(lambda: _print(out, {title: list(log.read(api, MAX_LINES)) for title, log in logs.items()}), _REMOTE_POLL_S)
+    return found
+
+
+def _print(out: Console, found: Mapping[str, Iterable[str]]) -> None:
     for name, written in found.items():
         for line in written:
-            out.print(_format_line(line, name if len(files) > 1 else ""), soft_wrap=True)
-    if follow:
-        _follow(out, files)
-        return None
-    return {"logs": {name: [_parse_line(line) for line in written] for name, written in found.items()}}
+            out.print(_format_line(line, name if len(found) > 1 else ""), soft_wrap=True)
+
+
+def _follow(print_new: Callable[[], None], poll_s: float) -> None:
+    try:
+        while True:
+            print_new()
+            time.sleep(poll_s)
+    except KeyboardInterrupt:
+        return
 
 
 def log_files(home: Home, service: str) -> dict[str, Path]:
@@ -78,19 +113,6 @@ def log_files(home: Home, service: str) -> dict[str, Path]:
 
 def _literal(text: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in text if c != "/")
-
-
-def _follow(out: Console, files: dict[str, Path]) -> None:
-    positions = {name: path.stat().st_size for name, path in files.items()}
-    rest = dict.fromkeys(files, "")
-    try:
-        while True:
-            for name, path in files.items():
-                for line in _new_lines(name, path, positions, rest):
-                    out.print(_format_line(line, name if len(files) > 1 else ""), soft_wrap=True)
-            time.sleep(_POLL_S)
-    except KeyboardInterrupt:
-        return
 
 
 def _new_lines(name: str, path: Path, positions: dict[str, int], rest: dict[str, str]) -> Iterator[str]:
@@ -116,15 +138,15 @@ def _parse_line(line: str) -> Any:
 
 def _format_line(line: str, name: str) -> Text:
     """A JSON log line for people; any other line as it is."""
-    line = _CONTROL.sub("", line)
+    line = strip_control(line)
     entry = _parse_line(line)
     if not isinstance(entry, dict) or "time" not in entry:
         return Text(f"{name} {line}" if name else line)
     level = str(entry.get("level", ""))
     text = Text.assemble((f"{entry['time'][11:23]} ", "dim"), (f"{name} ", "dim") if name else "")
     text.append(f"{level:7} ", _LEVELS.get(level, ""))
-    text.append(_CONTROL.sub("", str(entry.get("message", ""))))
-    extras = _CONTROL.sub("", " ".join(f"{k}={v}" for k, v in entry.items() if k not in _SHOWN and v is not None))
+    text.append(strip_control(str(entry.get("message", ""))))
+    extras = strip_control(" ".join(f"{k}={v}" for k, v in entry.items() if k not in _SHOWN and v is not None))
     if extras:
         text.append(f" {extras}", "dim")
     if entry.get("exception"):

@@ -18,6 +18,7 @@ from services.gateway.adapters.key_writer import MAX_LOG_ENTRIES, Actor
 from services.gateway.domain.model_yaml import model_yaml
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
+from services.gateway.http.parsing.query import read_integer
 from services.gateway.http.parsing.validation import validate_body
 from services.gateway.http.scopes import ScopedRoute, caller_of
 from services.gateway.loop import Gateway
@@ -207,7 +208,7 @@ class Admin:
 
     async def key_log(self, request: Request) -> Response:
         """Return the latest changes of keys; `?limit=` at most."""
-        limit = _integer(request, "limit", 100, maximum=MAX_LOG_ENTRIES)
+        limit = read_integer(request, "limit", 100, maximum=MAX_LOG_ENTRIES)
         return json_response(KeyLog(entries=await self._gateway.key_writer.read_log(limit)).model_dump(mode="json"))
 
     async def explain(self, request: Request) -> Response:
@@ -277,8 +278,8 @@ class Admin:
 
     async def traces(self, request: Request) -> Response:
         """List stored traces, the oldest first; `?from=SEQUENCE&limit=N` selects a page."""
-        begin = _integer(request, "from", 1, maximum=2**62)
-        limit = _integer(request, "limit", 200, maximum=_MAX_PAGE_TRACES)
+        begin = read_integer(request, "from", 1, maximum=2**62)
+        limit = read_integer(request, "limit", 200, maximum=_MAX_PAGE_TRACES)
         js = self._gateway.mesh.nc.jetstream(timeout=5)
         found: list[RequestTrace] = []
         every = f"{subjects.PREFIX}.traces.request.*"
@@ -325,13 +326,6 @@ def _refuse_commands(specs: Iterable[ModelSpec]) -> None:
                 "Start the gateway with THAW_ADMIN_KEY",
                 param=fields[0],
             )
-
-
-def _integer(request: Request, name: str, default: int, maximum: int) -> int:
-    value = request.query_params.get(name, str(default))
-    if not value.isdecimal() or not 1 <= int(value) <= maximum:
-        raise InvalidRequest(f"{name}={value!r} is not an integer from 1 to {maximum}", param=name)
-    return int(value)
 
 
 def _deadline(request: Request, kind: type[MeshRequest]) -> int:

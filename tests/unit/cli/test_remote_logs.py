@@ -1,0 +1,76 @@
+"""`thaw logs` of nodes behind a gateway that THAW_URL names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.admin import ClusterView, NodeView
+from shared.contracts.logs import LogFile, LogRead, LogsListed
+from thaw.cli.api import Api
+from thaw.cli.app import main
+from thaw.cli.remote_logs import RemoteLog, find_remote
+from thaw.errors import CommandError
+
+NODES = tuple(NodeView(node=name, alive=name != "n-2") for name in ("n-0", "n-1", "n-2"))
+LOGS = ("zygote", "loader.{}", "i-1a2b.{}.engine")
+
+
+class Logs(Api):
+    """A gateway with two nodes that answer and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__("http://gateway")
+        self.content = "one\ntwo\nthr"
+
+    def cluster(self) -> ClusterView:
+        return ClusterView(scheduler="s", epoch=1, nodes=NODES)
+
+    def node_logs(self, node: str) -> LogsListed:
+        return LogsListed(node=node, logs=tuple(LogFile(name=name.format(node), nbytes=1) for name in LOGS))
+
+    def read_log(self, node: str, name: str, lines: int, after: int | None = None) -> LogRead:
+        text, _, rest = self.content[after or 0 :].rpartition("\n")
+        position = len(self.content) - len(rest)
+        found = tuple(text.split("\n")) if text else ()
+        return LogRead(node=node, name=name, lines=found[-lines:], rest=rest, position=position)
+
+
+def test_names_select_logs_as_on_this_machine() -> None:
+    api = Logs()
+    assert list(find_remote(api, "zygote")) == ["zygote.n-0", "zygote.n-1"]
+    assert list(find_remote(api, "loader.n-1")) == ["loader.n-1"]
+    assert list(find_remote(api, "i-1a2b.n-0")) == ["i-1a2b.n-0.engine"]
+    assert list(find_remote(api, "engine")) == ["i-1a2b.n-0.engine", "i-1a2b.n-1.engine"]
+    with pytest.raises(CommandError) as caught:
+        find_remote(api, "gateway")
+    assert "n-2" in caught.value.what
+    assert "loader.n-0" in caught.value.remedy
+
+
+def test_refusal_of_the_gateway_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Logs, node: str) -> LogsListed:
+        raise CommandError("An admin API without a key serves no logs.", code="permission_denied")
+
+    monkeypatch.setattr(Logs, "node_logs", refuse)
+    with pytest.raises(CommandError, match="serves no logs"):
+        find_remote(Logs(), "loader")
+
+
+def test_follow_mode_prints_each_line_once_and_whole() -> None:
+    api, log = Logs(), RemoteLog("n-0", "zygote")
+    assert list(log.read(api, 1)) == ["two"]
+    assert list(log.read(api, 10)) == []
+    api.content += "ee\nfour\n"
+    assert list(log.read(api, 10)) == ["three", "four"]
+
+
+def test_document_has_the_logs_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("THAW_URL", "http://gateway")
+    monkeypatch.setenv("THAW_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr(Api, "find", lambda _: Logs())
+    assert main(["logs", "loader", "--json"]) == 0
+    shown = [{"message": line} for line in ("one", "two", "thr")]
+    assert json.loads(capsys.readouterr().out)["logs"] == {"loader.n-0": shown, "loader.n-1": shown}

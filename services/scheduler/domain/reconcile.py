@@ -3,8 +3,8 @@
 1. Answer the operators whose wake or sleep is done.
 2. Stop instances: of removed or changed models, on drained nodes, past their keep-alive, and
    starts without demand.
-3. Send the claims whose memory the nodeagent has reported free, oldest first; some are sent
-   earlier and wait on the node.
+3. Send the claims whose memory the nodeagents have reported free, oldest first; some are sent
+   earlier and wait on the node. The stages of a group are sent together, or none.
 4. Place models that need more instances, in the profile's order.
 5. Without waiting requests, start the models that are to be parked (prewarm/parking.py).
 6. Without waiting requests, prefetch weights (prewarm/prefetch.py).
@@ -14,6 +14,10 @@ grow with the cluster. A Tick examines what follows from the passing of time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import NamedTuple
 
 from services.scheduler.domain.affected import ChangedScope, FullScope
 from services.scheduler.domain.demand.replica_targets import ScaleUp, next_scale_up
@@ -85,22 +89,61 @@ def reply_to_waiters(tx: Transaction) -> None:
 
 
 def start_claims(tx: Transaction, devices: list[tuple[str, str]]) -> None:
-    """Start the claims on these devices whose memory is free."""
+    """Start the claims on these devices whose memory is free on all devices that they need.
+
+    A claim leaves free what older claims wait for on its devices. The oldest claim of all therefore
+    waits for victims only, and no two groups that share devices wait for each other.
+    """
     for node, device in devices:
-        presence = tx.state.presence.get(node)
-        if presence is None or not presence.alive or presence.status is None:
+        if not _is_open(tx, node):
             continue
         if booking_of(tx.state, node, device).free_soon_bytes < 0:
             _cancel_unfillable_claims(tx, node, device)
         for i in claims_on(tx.state, node, device):
-            more = claim_bytes(tx.state, i, device) - suspended_bytes(tx.state, i)
-            booked = [booking_of(tx.state, node, each) for each in i.device_ids]
-            if any(b.held_bytes + more > b.budget_bytes for b in booked) and not _can_wait_on_node(tx, i, more, booked):
-                break
-            send_start(tx, i)
+            if len(tx.state.stages_behind(i.instance_id)) < i.stages - 1:
+                # Later stages are not stored: they were lost with the leader.
+                stop_instance(tx, i, "drain", "its leader ended before the stages were started")
+                continue
+            needs = [_Need(b, more, _bytes_before(tx, i, b)) for b, more in _list_needs(tx, i)]
+            if all(_is_open(tx, n.booking.node) for n in needs) and (
+                all(n.fits() for n in needs) or _can_wait_on_node(tx, i, needs)
+            ):
+                send_start(tx, i)
 
 
-def _can_wait_on_node(tx: Transaction, i: Instance, more: int, booked: list[Booking]) -> bool:
+class _Need(NamedTuple):
+    """Bytes that a claim needs on one of its devices, and those that older claims wait for."""
+
+    booking: Booking
+    more: int
+    before: int
+
+    def fits(self, drained: int = 0) -> bool:
+        """True if the bytes are free once `drained` bytes are."""
+        return self.booking.held_bytes - drained + self.before + self.more <= self.booking.budget_bytes
+
+
+def _is_open(tx: Transaction, node: str) -> bool:
+    presence = tx.state.presence.get(node)
+    return presence is not None and presence.alive and presence.status is not None
+
+
+def _list_needs(tx: Transaction, i: Instance) -> Iterator[tuple[Booking, int]]:
+    """Yield the devices of a claim, and of the later stages of a group, with the bytes it needs."""
+    for device in i.device_ids:
+        yield booking_of(tx.state, i.node, device), claim_bytes(tx.state, i, device) - suspended_bytes(tx.state, i)
+    for stage in tx.state.stages_behind(i.instance_id):
+        yield booking_of(tx.state, stage.node, stage.device_id), stage.reserve_bytes
+
+
+def _bytes_before(tx: Transaction, i: Instance, b: Booking) -> int:
+    """Return the bytes that claims older than `i` wait for on a device."""
+    claims = claims_on(tx.state, b.node, b.device_id)
+    older = takewhile(lambda x: x.instance_id != i.instance_id, claims)
+    return sum(more for x in older for at, more in _list_needs(tx, x) if at.key == b.key)
+
+
+def _can_wait_on_node(tx: Transaction, i: Instance, needs: list[_Need]) -> bool:
     """True if a claim may be sent before its memory is free.
 
     The node grants the memory once the drained instances there are gone, and until then nothing of
@@ -108,7 +151,7 @@ def _can_wait_on_node(tx: Transaction, i: Instance, more: int, booked: list[Book
     """
     if tx.policy.grant_wait_s <= 0 or not (i.is_resume_claim or tx.state.models[i.model].card.spec.loads_itself):
         return False
-    return all(b.held_bytes - b.drained_bytes + more <= b.budget_bytes for b in booked)
+    return all(n.fits(n.booking.drained_bytes) for n in needs)
 
 
 def _cancel_unfillable_claims(tx: Transaction, node: str, device: str) -> None:

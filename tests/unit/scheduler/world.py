@@ -282,6 +282,8 @@ class World:
     def __post_init__(self) -> None:
         self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100, keep_alive_rule=self.policy.profile.keep)
         self._asked = 0
+        self._answers: list[Event] = []
+        """Of nodes to the commands of a decision: they arrive once all of these are sent."""
 
     def send(self, event: Event) -> Decision:
         before = self.state.fork()
@@ -299,6 +301,8 @@ class World:
                 self._deliver(effect)
             else:
                 self.undelivered.append(effect)
+        while self._answers:
+            self.send(self._answers.pop(0))
         return decision
 
     def deliver(self) -> None:
@@ -307,6 +311,8 @@ class World:
         for effect in kept:
             if not isinstance(effect, SendStart | SendResume) or is_current(self.state, effect.command):
                 self._deliver(effect)
+        while self._answers:
+            self.send(self._answers.pop(0))
 
     def _deliver(self, effect: Effect) -> None:
         if not isinstance(effect, SendStart | SendStop | SendSuspend | SendResume):
@@ -333,13 +339,13 @@ class World:
                 if error
                 else CommandAccepted(self.now, effect.command.instance_id)
             )
-            self.send(again)
+            self._answers.append(again)
         elif (error := agent.stop(effect)) is not None:
             self._refuse_stop(effect.command.instance_id, error)
 
     def _refuse_stop(self, instance_id: str, error: ErrorBody) -> None:
         self.refused.add(instance_id)
-        self.send(StopRefused(self.now, instance_id, error))
+        self._answers.append(StopRefused(self.now, instance_id, error))
 
     # Actions of tests.
 

@@ -4,7 +4,8 @@ The first stage is the group's `Instance`; what is decided about the instance is
 group. A `LaterStage` only holds memory, and follows:
 
 1. It is promised its memory with the instance, in the same decision, or neither is.
-2. It is started with the instance.
+2. It is started with the instance: once the devices of all stages have the memory. If a victim does
+   not leave, the promises of all stages are given up, and the model is placed again.
 3. It is stopped once the instance is gone.
 4. If it ends, or its node does not start it, a starting instance is stopped and its model is placed
    again. A ready instance notices by itself that a stage is gone, and fails.
@@ -61,7 +62,7 @@ def _check_complete(tx: Transaction, first: Instance) -> None:
     if first.sent_at is None or first.ready_at is not None or first.leaving != "no":
         return
     known_s = tx.now - max(first.sent_at, tx.state.recovered_at)
-    stages = 1 + sum(1 for x in tx.state.later_stages.values() if x.first == first.instance_id)
+    stages = 1 + len(tx.state.stages_of.get(first.instance_id, ()))
     if stages < first.stages and known_s > tx.policy.node_lost_after_s + tx.policy.absence_grace_s:
         text = f"Only {stages} of the {first.stages} stages of {first.label} were started"
         on_start_stalled(tx, first, EngineFailed(text).body())
@@ -116,7 +117,9 @@ def _end(tx: Transaction, stage: LaterStage, error: ErrorBody | None) -> None:
     """Remove a stage. Without it the start of its group cannot succeed."""
     _drop(tx, stage)
     first = tx.state.instances.get(stage.first)
-    if first is not None and first.ready_at is None and first.leaving == "no":
+    if first is not None and first.is_claim:  # nothing was started
+        stop_instance(tx, first, "drain", f"{stage.node}, which was to start stage {stage.index}, is gone")
+    elif first is not None and first.ready_at is None and first.leaving == "no":
         lost = EngineFailed(f"Stage {stage.index} of {first.label} on {stage.node} has ended").body()
         on_start_stalled(tx, first, error or lost, device_key(stage.node, stage.device_id))
 

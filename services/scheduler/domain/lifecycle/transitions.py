@@ -19,6 +19,7 @@ from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_
 from services.scheduler.domain.lifecycle.deliveries import mark_queued
 from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
 from services.scheduler.domain.placement.grants import granted_devices
+from services.scheduler.domain.placement.options import Shorts
 from services.scheduler.domain.placement.place import Placement
 from services.scheduler.domain.state.device_memory import resume_need_bytes
 from services.scheduler.domain.state.entities import Instance, Leaving, Model
@@ -49,7 +50,8 @@ from shared.sizing import need_of
 def start_instance(tx: Transaction, model: Model, placement: Placement, trigger: str, since: float) -> None:
     """Promise the chosen device's memory to an instance, stop its victims, and start it.
 
-    Without victims the start is sent at once; otherwise it is a claim.
+    Without victims the start is sent at once; otherwise it is a claim. A group on several nodes is
+    one claim of the memory of all its stages.
     """
     chosen = placement.chosen
     if chosen is None:
@@ -93,7 +95,7 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
         reason = f"its engine is taken by {model.key}"
         tx.put(replace(template, leaving="drain", leave_reason=reason, stop_at=tx.now))
     if placement.victims:
-        _stop_victims(tx, [tx.state.instances[v] for v in placement.victims], placement.short_bytes, f"makes room for {model.key}")
+        _stop_victims(tx, [tx.state.instances[v] for v in placement.victims], placement.shorts, f"makes room for {model.key}")
     for victim, device in placement.migrations:
         node, _, device_id = device.partition("/")
         source = tx.state.instances[victim]
@@ -160,9 +162,15 @@ def _claim_suspended(
     )
 
 
-def _stop_victims(tx: Transaction, victims: list[Instance], short: int, reason: str) -> None:
-    """Stop `victims`: suspend those that resume sooner than they restart, if that frees enough."""
-    suspended = choose_suspensions(tx, victims, short, resumes_faster)
+def _stop_victims(tx: Transaction, victims: list[Instance], shorts: Shorts, reason: str) -> None:
+    """Stop `victims`: suspend those that resume sooner than they restart, if that frees enough on
+    each device.
+    """
+    suspended = {v.instance_id: True for v in victims}
+    for device, short in shorts:
+        there = [v for v in victims if device in tx.state.devices_of(v)]
+        for victim_id, suspends in choose_suspensions(tx, there, short, resumes_faster).items():
+            suspended[victim_id] &= suspends
     for victim in victims:
         # An instance that has just refused as busy serves, whatever its last report: with
         # `if_idle` it would refuse again.
@@ -197,8 +205,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         )
         tx.emit(SendResume(sent.node, resume, sent.requested_at, sent.planned_at, tx.now > sent.planned_at))
         return
-    later = sorted((x for x in tx.state.later_stages.values() if x.first == sent.instance_id), key=lambda x: x.index)
-    if later:
+    if later := tx.state.stages_behind(sent.instance_id):
         _send_group(tx, model, sent, later)
         return
     plan = tx.state.plans.get(sent.plan_id)
@@ -355,7 +362,13 @@ def on_plan_clock(spans: tuple[PhaseSpan, ...], age: float) -> tuple[PhaseSpan, 
 
 
 def remove_instance(tx: Transaction, i: Instance, outcome: str, reason: str = "", error: ErrorBody | None = None) -> None:
-    """Remove an instance; a plan that is still pending gets `outcome`."""
+    """Remove an instance; a plan that is still pending gets `outcome`.
+
+    Stages of a group that were not sent yet give up their promised memory with it.
+    """
+    for stage in tx.state.stages_behind(i.instance_id):
+        if stage.sent_at is None:
+            tx.drop(LaterStage, stage.stage_id)
     tx.drop(Instance, i.instance_id)
     tx.drop(Cooldown, i.instance_id)
     tx.drop(Delivery, i.instance_id)

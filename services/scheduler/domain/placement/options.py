@@ -6,7 +6,7 @@ device of it has room, or is cleared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from services.scheduler.domain.cost.cost import Cost, Way
@@ -34,11 +34,15 @@ _MOST_TEMPLATES = 8
 """Templates that are considered for one model."""
 
 
+Shorts = tuple[tuple[str, int], ...]
+"""Devices (node/device), each with the bytes that are to become free there."""
+
+
 class FeasiblePlacement(NamedTuple):
     """An option with what its execution and its record need.
 
-    `short_bytes`: bytes that its victims have to free. `moves`: the suspended instance `resume` is
-    restored onto another device than it had.
+    `shorts`: the devices that its victims clear, each with the bytes that they have to free there.
+    `moves`: the suspended instance `resume` is restored onto another device than it had.
     """
 
     option: Option
@@ -46,7 +50,7 @@ class FeasiblePlacement(NamedTuple):
     device_ids: tuple[str, ...]
     need_bytes: int
     prediction: Prediction
-    short_bytes: int = 0
+    shorts: Shorts = ()
     resume: str | None = None
     moves: bool = False
     template: str | None = None
@@ -83,7 +87,7 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
             return fit
         fits.append(fit)
     clearance = combine([f.clearance for f in fits])
-    if clearance.moves and _targets_conflict(clearance, devices):
+    if clearance.moves and targets_conflict(clearance, devices):
         return excluded_candidate(
             devices[0],
             r.need_bytes,
@@ -92,7 +96,7 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
     prediction = r.forecast.predict(devices[0], leaving=clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, tuple([f.device for f in fits]), prediction, clearance)
     ids = tuple([b.device_id for b in devices])
-    return FeasiblePlacement(option, devices[0].node, ids, r.need_bytes, prediction, max([f.short_bytes for f in fits]))
+    return FeasiblePlacement(option, devices[0].node, ids, r.need_bytes, prediction, shorts_of(fits))
 
 
 def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | FeasiblePlacement:
@@ -110,7 +114,7 @@ def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | Fea
     prediction = r.forecast.predict(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, (fit.device,), prediction, fit.clearance)
     need = needed_bytes(tx.state, b, r.model.card, r.need_bytes)
-    return FeasiblePlacement(option, b.node, (b.device_id,), need, prediction, fit.short_bytes)
+    return FeasiblePlacement(option, b.node, (b.device_id,), need, prediction, shorts_of((fit,)))
 
 
 def open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | DeviceFit:
@@ -133,10 +137,10 @@ def _load(tx: Transaction, devices: tuple[DeviceView, ...], prediction: Predicti
         way = "peer_copy"
     elif prediction.is_reuse and "reuse" in tx.policy.capabilities:
         way = "reuse"
-    return Option(devices, way, _cost(prediction, clearance), clearance, prediction.resident_bytes, prediction.source)
+    return Option(devices, way, cost_with_clearing(prediction, clearance), clearance, prediction.resident_bytes, prediction.source)
 
 
-def _targets_conflict(clearance: Clearance, devices: tuple[Booking, ...]) -> bool:
+def targets_conflict(clearance: Clearance, devices: Sequence[Booking]) -> bool:
     """True if a victim would migrate to a device to be cleared, or two to the same device."""
     to = list(clearance.moves.values())
     return len(devices) > 1 and (len(set(to)) < len(to) or not {b.key for b in devices}.isdisjoint(to))
@@ -166,8 +170,8 @@ def resume_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidat
     clearance = combine([f.clearance for f in fits])
     prediction = r.forecast.predict_resume(i, leaving=clearance is not NOTHING_TO_CLEAR)
     way: Way = "wake" if i.state is InstanceState.ASLEEP else "restore"
-    option = Option(tuple([f.device for f in fits]), way, _cost(prediction, clearance), clearance, source="snapshot")
-    return FeasiblePlacement(option, i.node, i.device_ids, need, prediction, max([f.short_bytes for f in fits]), i.instance_id)
+    option = Option(tuple([f.device for f in fits]), way, cost_with_clearing(prediction, clearance), clearance, source="snapshot")
+    return FeasiblePlacement(option, i.node, i.device_ids, need, prediction, shorts_of(fits), i.instance_id)
 
 
 def move_options(tx: Transaction, r: PlacementRequest, i: Instance) -> list[FeasiblePlacement]:
@@ -187,8 +191,8 @@ def move_options(tx: Transaction, r: PlacementRequest, i: Instance) -> list[Feas
             continue
         prediction = r.forecast.predict_resume(i, leaving=False)
         view = device_view(tx, b, failed=b.key in r.avoid)
-        option = Option((view,), "restore", _cost(prediction, NOTHING_TO_CLEAR), NOTHING_TO_CLEAR, source="snapshot")
-        found.append(FeasiblePlacement(option, i.node, (device_id,), need, prediction, 0, i.instance_id, moves=True))
+        option = Option((view,), "restore", cost_with_clearing(prediction, NOTHING_TO_CLEAR), NOTHING_TO_CLEAR, source="snapshot")
+        found.append(FeasiblePlacement(option, i.node, (device_id,), need, prediction, (), i.instance_id, moves=True))
     return found
 
 
@@ -230,9 +234,10 @@ def _template_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candi
         fits.append(fit)
     clearance = combine([f.clearance for f in fits])
     prediction = r.forecast.predict_template(i, leaving=clearance is not NOTHING_TO_CLEAR)
-    option = Option(tuple([f.device for f in fits]), "template", _cost(prediction, clearance), clearance, source="template")
-    short = max([f.short_bytes for f in fits])
-    return FeasiblePlacement(option, i.node, i.device_ids, r.need_bytes, prediction, short, template=i.instance_id)
+    option = Option(
+        tuple([f.device for f in fits]), "template", cost_with_clearing(prediction, clearance), clearance, source="template"
+    )
+    return FeasiblePlacement(option, i.node, i.device_ids, r.need_bytes, prediction, shorts_of(fits), template=i.instance_id)
 
 
 def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceFit | str:
@@ -266,7 +271,7 @@ def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit 
 
     if sum_lacking(()) == 0:
         return DeviceFit(device_view(tx, b, failed=failed), NOTHING_TO_CLEAR, 0)
-    leaving = [i.instance_id for i in tx.state.on_device(b.node, b.device_id) if i.leaving != "no"]
+    leaving = [i.instance_id for i in tx.state.holders_on(b.node, b.device_id) if i.leaving != "no"]
     short = sum_lacking(leaving)
     if short == 0:
         return DeviceFit(device_view(tx, b, failed=failed), _LEAVING, 0)
@@ -281,7 +286,7 @@ def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit 
         short = max(short + more, clearance.freed_bytes + 1)
 
 
-def _cost(prediction: Prediction, clearance: Clearance) -> Cost:
+def cost_with_clearing(prediction: Prediction, clearance: Clearance) -> Cost:
     """Return the cost including the time of clearing where that is known."""
     if not clearance.delay_s:
         return prediction.cost
@@ -306,6 +311,11 @@ def combine(clearances: Iterable[Clearance]) -> Clearance:
         penalty_s=sum(c.penalty_s for c in found),
         moves={v: to for c in found for v, to in c.moves.items()},
     )
+
+
+def shorts_of(fits: Iterable[DeviceFit]) -> Shorts:
+    """Return the devices to be cleared, each with the bytes that its victims have to free."""
+    return tuple([(f.device.key, f.short_bytes) for f in fits if f.short_bytes])
 
 
 def excluded_candidate(b: Booking, need: int, why: str, way: PlanWay = "wait") -> Candidate:

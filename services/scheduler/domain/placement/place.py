@@ -31,6 +31,7 @@ from services.scheduler.domain.placement.constraints import confine_to, placemen
 from services.scheduler.domain.placement.groups import group_options
 from services.scheduler.domain.placement.options import (
     FeasiblePlacement,
+    Shorts,
     device_sets,
     load_option,
     resume_options,
@@ -66,8 +67,8 @@ class Placement:
     error: ThawError | None = None
     resume: str | None = None
     """The suspended instance that resumes."""
-    short_bytes: int = 0
-    """Bytes that the victims have to free."""
+    shorts: Shorts = ()
+    """Devices that the victims clear, each with the bytes that they have to free there."""
     migrations: tuple[tuple[str, str], ...] = ()
     """Victims whose requests migrate, each with the destination device."""
 
@@ -213,7 +214,7 @@ def _choose_placement(
         chosen,
         option.clearance.victims,
         resume=best.resume,
-        short_bytes=best.short_bytes,
+        shorts=best.shorts,
         migrations=moves,
     )
 
@@ -306,13 +307,12 @@ def _same_except_device(p: FeasiblePlacement, like: Candidate) -> Candidate:
 
 def _explain_choice(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
-    if best.later and not best.is_wished:
-        return (
-            f"one worker would miss the objective: {len(best.later) + 1} stages fetch their parts at the same time "
-            f"on {at}, {', '.join(best.later)}"
-        )
     if best.later:
-        return f"the {len(best.later) + 1} stages fetch their parts at the same time on {at}, {', '.join(best.later)}: soonest"
+        gone = f", once these have left: {labels}" if labels else ""
+        where = f"stages fetch their parts at the same time on {at}, {', '.join(best.later)}{gone}"
+        if not best.is_wished:
+            return f"one worker would miss the objective: {len(best.later) + 1} {where}"
+        return f"the {len(best.later) + 1} {where}: soonest"
     if best.resume is not None:
         gone = f" once these are evicted: {labels}" if labels else ""
         if best.moves:

@@ -7,8 +7,9 @@ its own sake (ADR 0079). The code carries the numbers of these rules:
 1. Only models that the builtin engine can run in stages, that have an objective for the first token
    and no `stages` of their own, are divided, and only for requests that wait.
 2. Stages go to different nodes that would fetch their part from the remote source, each with room
-   now. The start of a group takes as long as its slowest node, each with the bytes of its part,
-   and a hop for each stage (Eq. 1 and 5, with the cost model's learned parameters).
+   or with victims that make room. The start of a group takes as long as its slowest node, each with
+   the bytes of its part, and a hop for each stage (Eq. 1 and 5, with the cost model's learned
+   parameters).
 3. If one worker meets the objective, or a group is not predicted sooner, there is one worker.
 4. Of the groups that meet the objective Algorithm 1 takes the one that shares the fewest devices,
    then the one with the least memory. If none meets it, there is one worker.
@@ -20,18 +21,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from services.scheduler.domain.cost.cost import Cost
 from services.scheduler.domain.estimates.memory_needs import start_bytes
-from services.scheduler.domain.estimates.start_times import Forecast, Prediction
+from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.placement.groups import card_of_parts
 from services.scheduler.domain.placement.options import FeasiblePlacement
 from services.scheduler.domain.placement.request import PlacementRequest
-from services.scheduler.domain.placement.victims import device_view
+from services.scheduler.domain.placement.stage_places import StagePlace, clear_all, find_stage_places, place_group
 from services.scheduler.domain.policies.pipelines import STAGES, Scheme, Server, Times, select, slowdown
-from services.scheduler.domain.policies.port import Option
-from services.scheduler.domain.state.booking import Booking, device_key
+from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR
 from services.scheduler.domain.state.transaction import Transaction
-from shared.contracts.models import ModelCard
+from services.scheduler.domain.values import replace
 from shared.contracts.plans import Candidate
 from shared.contracts.stages import STAGEABLE
 
@@ -44,14 +43,6 @@ class StageChoice(NamedTuple):
 
     offered: tuple[FeasiblePlacement, ...] = ()
     refused: tuple[tuple[FeasiblePlacement, str], ...] = ()
-
-
-class _Place(NamedTuple):
-    """A device that has room for a stage."""
-
-    booking: Booking
-    prediction: Prediction
-    sharing: int
 
 
 def choose_stage_count(tx: Transaction, r: PlacementRequest, considered: Sequence[Candidate | FeasiblePlacement]) -> StageChoice:
@@ -113,64 +104,27 @@ def _may_be_divided(tx: Transaction, r: PlacementRequest) -> bool:
 
 
 def _group(tx: Transaction, r: PlacementRequest, stages: int) -> tuple[FeasiblePlacement, Scheme] | None:
-    """Return the soonest group of that many nodes; None: too few have room."""
+    """Return the soonest group of that many nodes; None: too few can have a stage."""
     card = r.model.card.in_stages(stages)
     need = -(-start_bytes(tx.state, card) // stages)
-    places = sorted(_best_of_nodes(tx, r, card, need), key=lambda x: _rank(r, x))[:stages]  # 2
-    if len(places) < stages:
+    part = Forecast(tx.state, card_of_parts(card, 1), tx.now)
+    stage = replace(r, model=replace(r.model, card=card), need_bytes=need, devices=1, forecast=part)
+    best = {p.booking.node: p for p in reversed(find_stage_places(tx, stage, part)) if part.fetches(p.booking.node)}
+    places = sorted(best.values(), key=lambda p: p.rank(r))[:stages]  # 2
+    if len(places) < stages or (clearance := clear_all(places)) is None:
         return None
-    slowest = max((p.prediction for p in places), key=lambda p: p.ms)
+    leaving = clearance is not NOTHING_TO_CLEAR
+    slowest = max((part.predict(p.booking, leaving=leaving) for p in places), key=lambda p: p.ms)
     # A stage alone on its device computes its layers only, as a full worker of Eq. 1 and 2 does.
     undisturbed = sum(1 for p in places if not p.sharing)
     t = Times(prefill=r.ask.exec_s, decode=0.0, hop=HOP_S)
-    ready_s = slowest.cost.total_s + t.hop * stages
-    cost = Cost(ready_s, slowest.cost.phases, slowest.cost.spread_s)
-    views = tuple(device_view(tx, p.booking, failed=p.booking.key in r.avoid) for p in places)
-    servers = tuple(_server(p) for p in places)
+    placed = place_group(places, clearance, slowest, need, hops_s=t.hop * stages, is_wished=False)
+    ttft = placed.option.cost.total_s + t.prefill * slowdown(stages, undisturbed)
     memory = stages * need / max(1, start_bytes(tx.state, r.model.card))
-    scheme = Scheme(stages, 0, servers, ready_s + t.prefill * slowdown(stages, undisturbed), 0.0, memory_needs=memory)
-    option = Option(
-        views, "pipeline", cost, source=slowest.source, stages=stages, full_workers=0, sharing=sum(p.sharing for p in places)
-    )
-    first, *later = (p.booking for p in places)
-    placed = FeasiblePlacement(option, first.node, (first.device_id,), need, slowest)
-    return placed._replace(later=tuple(b.key for b in later), is_wished=False), scheme
+    return placed, Scheme(stages, 0, tuple(_server(p) for p in places), ttft, 0.0, memory_needs=memory)
 
 
-def _best_of_nodes(tx: Transaction, r: PlacementRequest, card: ModelCard, need: int) -> list[_Place]:
-    """Return the soonest device with room of each node that fetches its part."""
-    part = Forecast(tx.state, card_of_parts(card, 1), tx.now)
-    found: list[_Place] = []
-    for node in tx.state.nodes.values():
-        if not part.fetches(node.name):
-            continue
-        there = [
-            _Place(b, part.predict(b, leaving=False), _count_sharing(tx, b))
-            for device in node.devices
-            if (b := tx.state.bookings.get(device_key(node.name, device.device_id))) is not None and _has_room(tx, r, b, need)
-        ]
-        if there:
-            found.append(min(there, key=lambda x: _rank(r, x)))
-    return found
-
-
-def _count_sharing(tx: Transaction, b: Booking) -> int:
-    """Return the instances and the stages of groups on a device."""
-    return len(tx.state.on_device(b.node, b.device_id)) + len(tx.state.stages_on.get(b.key, ()))
-
-
-def _rank(r: PlacementRequest, x: _Place) -> tuple[object, ...]:
-    return x.booking.key in r.avoid, x.prediction.ms, x.sharing, -x.booking.free_bytes, x.booking.key
-
-
-def _has_room(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> bool:
-    """True if a stage can start there now. Nothing is cleared for a stage."""
-    if b.closed_reason or need > b.free_bytes or (r.excludes is not None and r.excludes(b)):
-        return False
-    return not (r.has_cooldowns and tx.is_cooling_down(b.key))
-
-
-def _server(p: _Place) -> Server:
+def _server(p: StagePlace) -> Server:
     b = p.booking
     network = b.remote_bytes_per_second or b.bytes_per_second or math.inf
     return Server(b.key, b.node, b.free_bytes, network, math.inf, p.sharing)

@@ -53,8 +53,8 @@ NOISE_S = 0.05
 
 
 def list_residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[Resident, ...]:
-    """Return the instances that hold memory of the device and could leave."""
-    there = tx.state.on_device(b.node, b.device_id)
+    """Return the instances that hold memory of the device and could leave, as one or as a stage."""
+    there = tx.state.holders_on(b.node, b.device_id)
     return tuple(
         [
             _describe_resident(tx, i, request, b)

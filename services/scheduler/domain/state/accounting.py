@@ -79,9 +79,18 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     for stage in (state.later_stages[s] for s in state.stages_on.get(key, ())):
         if stage.sent_at is None:
             claimed += stage.reserve_bytes
-        else:
-            held += stage.reserve_bytes
-            known += stage.reserve_bytes if stage.reported else 0
+            continue
+        holds, first, report = stage.reserve_bytes, instances.get(stage.first), reports.get(stage.first)
+        held += holds
+        known += holds if stage.reported else 0
+        if first is None or first.leaving != "no":  # the stage follows the first one
+            leaving += holds
+            going += holds if first is None or is_drained(report) else 0
+        elif first.state is _READY and not _is_pinned(state, first):
+            movable += holds
+            if report is not None and report.idle_since is not None:
+                idle += holds
+                idle_since = min(idle_since, report.idle_since)
     if sharing is not None:
         held -= sharing.held
         claimed -= sharing.claimed
@@ -223,6 +232,6 @@ def rounded_speed(bytes_per_second: float | None) -> float | None:
 
 
 def claims_on(state: ClusterState, node: str, device_id: str) -> list[Instance]:
-    """Return the claims that wait for memory of the device, oldest first."""
-    found = [i for i in state.on_device(node, device_id) if i.sent_at is None]
+    """Return the claims that wait for memory of the device, also for later stages, oldest first."""
+    found = [i for i in state.holders_on(node, device_id) if i.sent_at is None]
     return sorted(found, key=lambda i: (i.planned_at, i.token)) if len(found) > 1 else found

@@ -85,6 +85,8 @@ class ClusterState:
     by_device: Table[tuple[str, ...]] = field(default_factory=dict)
     stages_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By device (node/device): later stages of groups on several nodes."""
+    stages_of: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By first instance: the later stages of its group on several nodes."""
     in_memory: Table[tuple[str, ...]] = field(default_factory=dict)
     """By revision: nodes whose loaders have all its weights in memory."""
     on_disk: Table[tuple[str, ...]] = field(default_factory=dict)
@@ -168,6 +170,22 @@ class ClusterState:
 
     def on_device(self, node: str, device_id: str) -> list[Instance]:
         return [self.instances[i] for i in self.by_device.get(device_key(node, device_id), ())]
+
+    def stages_behind(self, instance_id: str) -> list[LaterStage]:
+        """Return the later stages of a group on several nodes, in order; none: it has none."""
+        found = [self.later_stages[s] for s in self.stages_of.get(instance_id, ())]
+        return sorted(found, key=lambda s: s.index) if len(found) > 1 else found
+
+    def devices_of(self, i: Instance) -> list[str]:
+        """Return the devices (node/device) of an instance, those of its later stages included."""
+        later = [device_key(s.node, s.device_id) for s in self.stages_behind(i.instance_id)]
+        return [*(device_key(i.node, device) for device in i.device_ids), *later]
+
+    def holders_on(self, node: str, device_id: str) -> list[Instance]:
+        """Return the instances on a device, and those with a later stage on it."""
+        found = self.on_device(node, device_id)
+        stages = self.stages_on.get(device_key(node, device_id), ())
+        return found + [i for s in stages if (i := self.instances.get(self.later_stages[s].first)) is not None]
 
     def live_instances(self, model: Model) -> list[Instance]:
         """Return instances of the present generation that run or start, and are not to stop."""

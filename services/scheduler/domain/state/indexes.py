@@ -41,6 +41,7 @@ def _index_report(state: ClusterState, old: InstanceReport | None, new: Instance
     i = state.instances.get(present.instance_id)
     if i is not None and _counts(old) != _counts(new):
         _rebook(state, i.node, i.device_ids)
+        _rebook_stages(state, i.instance_id)
         update_due_time(state, i)
 
 
@@ -157,6 +158,7 @@ def _instance(state: ClusterState, old: Instance | None, new: Instance | None) -
                 _park(state, model)
     if old is not None:
         _rebook(state, old.node, old.device_ids)
+    _rebook_stages(state, present.instance_id)
     before, after = _pending_load(old), _pending_load(new)
     if before != after:
         _regroup(state, "loading_on", [present.node] if before else (), [present.node] if after else (), present.instance_id)
@@ -174,6 +176,7 @@ def _later_stage(state: ClusterState, old: LaterStage | None, new: LaterStage | 
     assert present is not None
     device = device_key(present.node, present.device_id)
     _regroup(state, "stages_on", [device] if old else (), [device] if new else (), present.stage_id)
+    _regroup(state, "stages_of", [present.first] if old else (), [present.first] if new else (), present.stage_id)
     _rebook(state, present.node, [present.device_id])
 
 
@@ -267,6 +270,7 @@ def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
     if (old is not None and old.card.spec.pin) != (new is not None and new.card.spec.pin):
         for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
             _rebook(state, i.node, i.device_ids)
+            _rebook_stages(state, i.instance_id)
     for i in state.of_model((new or old).key):  # type: ignore[union-attr]  # one of them is there
         update_due_time(state, i)
 
@@ -306,6 +310,13 @@ def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
                 state.get_writable("claimed")[key] = (node, device)
         else:
             _forget(state, "claimed", key)
+
+
+def _rebook_stages(state: ClusterState, first: str) -> None:
+    """Book the devices of a group's later stages again: their bytes leave with the first stage."""
+    for stage_id in state.stages_of.get(first, ()):
+        stage = state.later_stages[stage_id]
+        _rebook(state, stage.node, [stage.device_id])
 
 
 def _has(node: Node, device_id: str) -> bool:

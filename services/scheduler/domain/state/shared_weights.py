@@ -136,6 +136,8 @@ def lacking_bytes(state: ClusterState, b: Booking, card: ModelCard, need: int, g
     before = units.saving(_weights(state, there))
     after = units.saving([*_weights(state, stay), *added], _weights(state, leave))
     freed = sum(per_device_bytes(i, i.reserve_bytes) if i.is_claim else held_bytes(state, i) for i in leave)
+    stages = (state.later_stages[s] for s in state.stages_on.get(b.key, ()))
+    freed += sum(s.reserve_bytes for s in stages if s.first in gone)
     return max(0, b.held_bytes + b.claimed_bytes - freed + before - after + need - b.budget_bytes)
 
 

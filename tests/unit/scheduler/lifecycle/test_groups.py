@@ -10,7 +10,8 @@ from services.scheduler.domain.effects import SendPrepare, SendStart, SendStop
 from services.scheduler.domain.events import AddModelsRequested, NodeStatusReceived, StartRefused
 from services.scheduler.domain.placement.groups import card_of_parts
 from services.scheduler.domain.state.accounting import booking_of
-from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.changes import Drop, apply
+from services.scheduler.domain.state.volatile import LaterStage
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import LayerSizes, ModelSpec
 from shared.contracts.node import InstanceState
@@ -100,6 +101,11 @@ def test_slow_node_is_not_taken_and_the_prediction_is_that_of_a_part() -> None:
     assert chosen.predicted["load"] == pytest.approx(81 * MIB / 1e8 * 1e3, rel=0.05)
 
 
+def forget_stages(w: World) -> None:
+    """Forget what a new leader does not know: later stages are not stored."""
+    apply(w.state, [Drop(LaterStage, stage) for stage in list(w.state.later_stages)])
+
+
 def end(w: World, running: Running, state: InstanceState, error: ErrorBody | None = None) -> None:
     running.state, running.error = state, error
     w.hear()
@@ -184,9 +190,7 @@ def test_new_leader_learns_the_later_stages_from_reports() -> None:
     w.get_ready("m")
     later = later_of(w).command.instance_id
     known = w.state.later_stages[later]
-    w.state.later_stages.clear()
-    fresh: ClusterState = w.state
-    fresh.stages_on.clear()
+    forget_stages(w)
     w.tick(1)
     assert w.state.later_stages[later].first == known.first
     assert not [s for s in w.sent(SendStop) if s.command.instance_id == later]
@@ -196,12 +200,13 @@ def test_start_of_which_a_dead_leader_sent_only_the_first_stage_is_placed_again(
     w = started()
     first, later = first_of(w).command.instance_id, later_of(w).command.instance_id
     w.agents[w.state.later_stages[later].node].instances.pop(later)
-    w.state.later_stages.clear()
-    w.state.stages_on.clear()
+    forget_stages(w)
     w.state.recovered_at = w.now
     w.tick(1)
     assert not w.sent(SendStop), "its nodes may report it yet"
-    w.tick(w.policy.node_lost_after_s + w.policy.absence_grace_s)
+    w.now += w.policy.node_lost_after_s + w.policy.absence_grace_s
+    w.demand("m")
+    w.tick()
     assert [s.command.instance_id for s in w.sent(SendStop)] == [first]
     w.finish_stops()
     w.demand("m")
@@ -212,8 +217,7 @@ def test_later_stage_without_an_instance_is_stopped() -> None:
     w = started()
     w.get_ready("m")
     later = later_of(w)
-    w.state.later_stages.clear()
-    w.state.stages_on.clear()
+    forget_stages(w)
     first = first_of(w).command.instance_id
     for agent in w.agents.values():
         agent.instances.pop(first, None)

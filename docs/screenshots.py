@@ -79,6 +79,17 @@ def _show_log(page: Page, url: str) -> None:
     page.screenshot(path=IMAGES / "console-logs.png")
 
 
+def _fill_in_model(page: Page) -> None:
+    """Photograph the form that adds a model."""
+    page.get_by_role("link", name="Models").click()
+    page.get_by_text("Add a model", exact=True).click()
+    page.get_by_label("Name", exact=True).fill("qwen")
+    page.get_by_label("Source", exact=True).fill("hf://Qwen/Qwen3-0.6B")
+    page.get_by_text("More settings").click()
+    page.get_by_role("button", name=COLD, exact=True).wait_for()
+    page.screenshot(path=IMAGES / "console-add-model.png")
+
+
 def main() -> int:
     """Wake two models, and photograph the pages of the console."""
     endpoints = json.loads(Home.from_environment().endpoints_file.read_text())
@@ -110,6 +121,7 @@ def main() -> int:
         page.screenshot(path=IMAGES / "console-usage.png")
         _diagnose(page, url, key)
         _show_log(page, url)
+        _fill_in_model(page)
         browser.close()
     return 0
 

@@ -1,6 +1,7 @@
 // The catalogue with state, objectives and latencies of the latest requests.
 
 import { useEffect, useMemo, useState } from "preact/hooks";
+import { AddModel } from "./addmodel";
 import { change, inPath } from "./api";
 import { duration, optional, percentile, size, words } from "./format";
 import type { Live } from "./live";
@@ -65,7 +66,8 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
     <>
       <h1>Models</h1>
       <Freshness live={live} />
-      {live.arrived.has("cluster") && !all.length && <p>No model is registered. Add one: <code>thaw models add NAME SOURCE</code></p>}
+      {live.arrived.has("cluster") && !all.length && <p>No model is registered{mayChange ? "." : <>. Add one: <code>thaw models add NAME SOURCE</code></>}</p>}
+      {mayChange && <AddModel live={live} />}
       {field("Find a model")}
       <div class="columns">
         <div class="scroll" tabIndex={0} role="region" aria-label="Table of models">

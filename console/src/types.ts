@@ -37,6 +37,7 @@ export interface Node {
   snapshot_bytes: number;
   dram_budget_bytes: number;
   ssd_budget_bytes: number;
+  loads: { model: string; total_bytes: number; loaded_bytes: number; fetched_bytes: number }[];
   links: { link: string; bytes_per_second: number | null; queued_bytes: number; loads: number }[];
 }
 

@@ -8,7 +8,7 @@ from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.parking import park_view
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance, Model, Node
-from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView, ObjectiveView
+from shared.contracts.admin import ClusterView, LoaderView, LoadView, ModelView, NodeView, ObjectiveView
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceStatus
 from shared.contracts.phases import Phase
 from shared.contracts.plans import PlanRecord
@@ -78,6 +78,11 @@ def _loader(state: ClusterState, node: str) -> LoaderView | None:
         bytes_per_second=status.bytes_per_second,
         links=status.links,
         memory=status.memory,
+        loads=tuple(
+            LoadView(model=s.model, total_bytes=s.total_bytes, loaded_bytes=s.loaded_bytes, fetched_bytes=s.fetched_bytes)
+            for s in status.segments
+            if s.error is None and not s.is_partial and (s.loaded_bytes < s.total_bytes or not s.total_bytes)
+        ),
     )
 
 

@@ -174,6 +174,20 @@ class ViewCluster(Request):
     brief: bool = False
 
 
+class LoadView(Frozen):
+    """A load of a model's weights that is not complete.
+
+    Attributes:
+        total_bytes: 0: not known yet.
+        fetched_bytes: Received from a remote source.
+    """
+
+    model: str
+    total_bytes: int
+    loaded_bytes: int
+    fetched_bytes: int = 0
+
+
 class LoaderView(Frozen):
     """The budgets of a node's loader, and its bandwidths."""
 
@@ -182,6 +196,7 @@ class LoaderView(Frozen):
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     links: tuple[LinkStatus, ...] = ()
     memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of cpu devices with memory of their own.")
+    loads: tuple[LoadView, ...] = Field(default=(), description="Loads in progress.")
 
 
 class NodeView(Frozen):

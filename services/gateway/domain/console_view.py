@@ -108,6 +108,7 @@ def _node(node: NodeView) -> Record:
         "snapshot_bytes": sum(i.suspension.snapshot_bytes for i in node.instances),
         "dram_budget_bytes": loader.dram_budget_bytes,
         "ssd_budget_bytes": loader.ssd_budget_bytes,
+        "loads": [load.model_dump(mode="json") for load in loader.loads],
         "links": [
             {
                 "link": link.link,

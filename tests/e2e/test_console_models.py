@@ -1,0 +1,126 @@
+"""Models are added in the console, in a real browser against a real mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from services.gateway.authorization import hash_key
+from tests.integration.loader.tiers_server import TierServer
+from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.launcher import Thaw
+from thaw.demo.models import make_demo_model
+
+SHARED = True
+pytestmark = needs_chromium
+VIEWER = "sk-thaw-models-viewer"
+STALL_BYTES = 256 * 1024
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser, mesh: Thaw, admin: httpx.Client) -> Iterator[Page]:
+    """The page of models with the form opened; models that a test adds are removed."""
+    before = {m["card"]["spec"]["name"] for m in mesh.cluster()["models"]}
+    with opened(browser) as (page, faults):
+        log_in(page, mesh.url, mesh.endpoints["admin_key"])
+        page.get_by_role("link", name="Models").click()
+        page.get_by_text("Add a model", exact=True).click()
+        yield page
+        assert faults == []
+    for name in {m["card"]["spec"]["name"] for m in mesh.cluster()["models"]} - before:
+        admin.delete(f"/models/{name}").raise_for_status()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TierServer]:
+    """A web server with the files of a model."""
+    make_demo_model(tmp_path / "remote", "test", seed=7)
+    server = TierServer(tmp_path)
+    yield server
+    server.close()
+
+
+def submit(page: Page, name: str, source: str) -> None:
+    form = page.get_by_role("form", name="Add a model")
+    form.get_by_label("Name", exact=True).fill(name)
+    form.get_by_label("Source", exact=True).fill(source)
+    form.get_by_role("button", name="Add", exact=True).click()
+
+
+def test_faults_are_shown_before_and_after_the_files_were_read(page: Page, mesh: Thaw) -> None:
+    alert = page.get_by_role("alert")
+    submit(page, "", "/models/x")
+    expect(alert).to_have_text("Give the model a name.")
+    submit(page, "relative", "models/x")
+    expect(alert).to_contain_text("Write the directory in full")
+    evil = "<img src=x onerror=alert(1)>"
+    submit(page, evil, "/models/x")
+    expect(alert).to_contain_text("specs[0].name")
+    submit(page, "missing", str(mesh.home / "models" / evil))
+    expect(alert).to_contain_text(evil)
+    assert page.locator("img").count() == 0
+    submit(page, "one", str(mesh.home / "models" / "two"))
+    expect(alert).to_contain_text("another source")
+    assert serious_findings(page) == []
+    assert {"relative", "missing"}.isdisjoint(m["card"]["spec"]["name"] for m in mesh.cluster()["models"])
+
+
+def test_model_of_a_url_is_followed_while_it_is_downloaded_until_it_is_ready(page: Page, mesh: Thaw, server: TierServer) -> None:
+    server.faults.stall_after = STALL_BYTES
+    page.get_by_text("More settings").click()
+    page.get_by_label("Pin: never evict it").check()
+    page.get_by_label("Other names").fill("far-alias, other-alias")
+    page.get_by_label("Memory in GiB").fill("0.25")
+    submit(page, "far", f"{server.url}/remote")
+    progress = page.get_by_role("status", name="Progress of the model")
+    expect(progress).to_contain_text("far is added. Starting it …")
+    assert server.stalled.wait(60)
+    expect(progress).to_contain_text(re.compile(r"node-0: .* of .* in memory"))
+    expect(progress.get_by_role("meter", name="Loaded on node-0")).to_be_visible()
+    assert serious_findings(page) == []
+    server.unblocked.set()
+    expect(progress).to_contain_text(re.compile("far is added, and ready after"))
+    expect(page.get_by_role("row").filter(has=page.get_by_role("button", name="far", exact=True))).to_contain_text("ready")
+    (spec,) = (m["card"]["spec"] for m in mesh.cluster()["models"] if m["card"]["spec"]["name"] == "far")
+    assert (spec["pin"], spec["aliases"], spec["memory"]) == (True, ["far-alias", "other-alias"], 2**28)
+
+
+def test_model_of_a_directory_is_added_without_a_start_by_keyboard(page: Page, mesh: Thaw, tmp_path: Path) -> None:
+    source = make_demo_model(tmp_path / "near", "test", seed=8)
+    form = page.get_by_role("form", name="Add a model")
+    form.get_by_label("Start it at once").uncheck()
+    form.get_by_label("Name", exact=True).fill("near")
+    form.get_by_label("Source", exact=True).fill(str(source))
+    page.keyboard.press("Enter")
+    progress = page.get_by_role("status", name="Progress of the model")
+    expect(progress).to_have_text("near is added. Nothing is loaded until a request asks for it.")
+    page.keyboard.press("Enter")
+    expect(progress).to_contain_text("registered with these settings already")
+    assert mesh.instances("near") == []
+
+
+def test_read_only_keys_add_no_models(browser: Browser, mesh: Thaw, admin: httpx.Client) -> None:
+    admin.post("/keys", json={"name": "viewer", "scope": "read-only", "sha256": hash_key(VIEWER)}).raise_for_status()
+    try:
+        with opened(browser) as (page, faults):
+            log_in(page, mesh.url, VIEWER)
+            page.get_by_role("link", name="Models").click()
+            page.get_by_role("button", name="one", exact=True).wait_for()
+            expect(page.get_by_text("Add a model", exact=True)).to_have_count(0)
+            headers = "{'x-thaw-console': '1', 'content-type': 'application/json'}"
+            sent = f"fetch('/ui/api/admin/v1/models', {{method: 'POST', headers: {headers}, body: '{{}}'}})"
+            assert page.evaluate(f"{sent}.then((answer) => answer.status)") == 403
+            assert faults == []
+    finally:
+        admin.delete("/keys/viewer").raise_for_status()

@@ -90,6 +90,18 @@ def _fill_in_model(page: Page) -> None:
     page.screenshot(path=IMAGES / "console-add-model.png")
 
 
+def _show_history(page: Page, url: str) -> None:
+    """Photograph the last hour of a model."""
+    for _ in range(5):
+        _ask(url, COLD)
+    page.get_by_role("link", name="Models").click()
+    page.get_by_role("button", name=COLD, exact=True).click()
+    history = page.get_by_role("region", name=f"The last hour of {COLD}")
+    history.get_by_label("A point for each").select_option("1")
+    history.get_by_role("region", name="Phases of cold starts").wait_for()
+    history.screenshot(path=IMAGES / "console-history.png")
+
+
 def main() -> int:
     """Wake two models, and photograph the pages of the console."""
     endpoints = json.loads(Home.from_environment().endpoints_file.read_text())
@@ -116,6 +128,7 @@ def main() -> int:
         _ask_what_if(page)
         _sleep(url, key)
         _compare(page)
+        _show_history(page, url)
         page.get_by_role("link", name="Usage").click()
         page.locator("tbody tr").first.wait_for()
         page.screenshot(path=IMAGES / "console-usage.png")

@@ -6,7 +6,7 @@ import "uplot/dist/uPlot.min.css";
 import { duration } from "./format";
 import type { RequestRecord } from "./types";
 
-const HEIGHT = 180;
+export const HEIGHT = 180;
 
 function series(requests: RequestRecord[]): uPlot.AlignedData {
   const sorted = requests.filter((r) => r.ttft_ms !== null).sort((a, b) => a.received - b.received);
@@ -14,7 +14,7 @@ function series(requests: RequestRecord[]): uPlot.AlignedData {
   return [sorted.map((r) => r.received), pick(true), pick(false)];
 }
 
-function colour(name: string): string {
+export function colour(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 

@@ -7,6 +7,7 @@ import { duration, optional, percentile, size, words } from "./format";
 import type { Live } from "./live";
 import { Action, Badge, Facts, Freshness, useFilter } from "./parts";
 import { money } from "./money";
+import { ModelHistory } from "./objectives";
 import { ModelSettings } from "./settings";
 import type { Model, RequestRecord } from "./types";
 import { usage } from "./usage";
@@ -119,6 +120,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
           </aside>
         )}
       </div>
+      {selected !== null && chosen && <ModelHistory key={selected} name={selected} />}
     </>
   );
 }

@@ -32,9 +32,10 @@ export interface Viewed {
   currency: string | null;
 }
 
-/** Sums of the ledger since some hours ago. */
-export function usage(hours: number, by: string): Promise<Viewed> {
-  return admin(`usage?since=${Math.floor(Date.now() / 1000 / HOUR_S) - hours}&by=${by}`);
+/** Sums of the ledger since some hours ago, of all models or of one. */
+export function usage(hours: number, by: string, model?: string): Promise<Viewed> {
+  const of = model === undefined ? "" : `&model=${encodeURIComponent(model)}`;
+  return admin(`usage?since=${Math.floor(Date.now() / 1000 / HOUR_S) - hours}&by=${by}${of}`);
 }
 
 const SPANS: [label: string, hours: number][] = [["24 hours", 24], ["7 days", 168], ["30 days", 720]];

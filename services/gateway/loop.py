@@ -30,6 +30,7 @@ from services.gateway.domain.batches.pacing import BATCH_PRIORITY
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.engine_request import EngineRequest
+from services.gateway.domain.latency_log import LatencyLog
 from services.gateway.domain.lora_prefetch import LoraPrefetch, PrefetchTarget
 from services.gateway.domain.objectives import ObjectiveCounter, meets_objective
 from services.gateway.domain.route_table import Route
@@ -42,6 +43,7 @@ from services.gateway.requests.used import usage_record
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.request_log import RequestLog, RequestOrigin
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
+from shared.contracts.latencies import LatenciesViewed
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeStatus
 from shared.errors import AuthenticationFailed, ModelNotFound, ShuttingDown, ThawError, Unavailable
@@ -58,6 +60,11 @@ _ADMIN_WAIT_S = 2.0
 def byte_limits(settings: GatewaySettings) -> ByteLimits:
     """Read the limits on bytes from the settings."""
     return ByteLimits(settings.max_open_bytes, settings.max_open_bytes_per_key, settings.max_open_bytes_per_model)
+
+
+def _minute() -> int:
+    """Return the present minute since 1970, which gateways of several hosts share."""
+    return int(time.time() // 60)
 
 
 class Gateway:
@@ -109,6 +116,7 @@ class Gateway:
         self.usage = UsageMeter(mesh, self.id, settings.state / "gateway" / "usage")
         self.budgets = BudgetKeeper(mesh, key_store, self.usage.unreported, self.usage.reporting)
         self._lora_prefetch = LoraPrefetch()
+        self._latencies = LatencyLog(_minute())
         self._requests: dict[str, ActiveRequest] = {}
         self._opened = asyncio.Event()
         self._ticket_ids: dict[str, str] = {}
@@ -175,8 +183,10 @@ class Gateway:
         del self._requests[request.ticket.id]
         if self._ticket_ids.get(origin.request_id) == request.ticket.id:
             del self._ticket_ids[origin.request_id]
-        self._judge(request)
-        self.request_log.record(request, origin)
+        is_met = self._judge(request)
+        trace = self.request_log.record(request, origin)
+        if self._counts_for_objectives(request):
+            self._latencies.record(trace, is_met, _minute())
 
     def _meter(self, request: ActiveRequest, origin: RequestOrigin) -> None:
         """Record what the request used, before its client has the end of the response."""
@@ -185,10 +195,19 @@ class Gateway:
             self.usage.record(record)
             self.request_log.metrics.record_usage(record)
 
-    def _judge(self, request: ActiveRequest) -> None:
-        """Count whether the request met its model's objective."""
-        if request.response.is_replay or request.ticket.priority <= BATCH_PRIORITY:
-            return
+    @staticmethod
+    def _counts_for_objectives(request: ActiveRequest) -> bool:
+        return not request.response.is_replay and request.ticket.priority > BATCH_PRIORITY
+
+    def view_latencies(self, model: str) -> LatenciesViewed:
+        """Return this gateway's latencies of a model in the last hour."""
+        since, minutes = self._latencies.view(model, _minute())
+        return LatenciesViewed(gateway=self.id, since=since, minutes=minutes)
+
+    def _judge(self, request: ActiveRequest) -> bool | None:
+        """Count whether the request met its model's objective; return None if it does not count."""
+        if not self._counts_for_objectives(request):
+            return None
         stats, completion, arrived_at = request.stats, request.completion, request.ticket.arrived_at
         now = time.monotonic()
         is_met = meets_objective(
@@ -202,6 +221,7 @@ class Gateway:
         if is_met is not None:
             self.objectives.count(request.ticket.model, is_met=is_met)
             self.request_log.metrics.record_objective(request.ticket.model, is_met=is_met)
+        return is_met
 
     def request_of_attempt(self, attempt_id: str) -> ActiveRequest | None:
         """Return the active request that an attempt belongs to."""

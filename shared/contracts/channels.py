@@ -16,6 +16,7 @@ from shared.contracts import (
     executor,
     inference,
     keys,
+    latencies,
     limits,
     loader,
     logs,
@@ -268,6 +269,14 @@ CHANNELS: tuple[Channel, ...] = (
         "Which running request has this id for its client.",
         (migration.FindRequest,),
         (migration.RequestFound,),
+    ),
+    Channel(
+        "viewLatencies",
+        subjects.VIEW_LATENCIES,
+        "gateway",
+        "What every gateway has of a model's latencies in the last hour.",
+        (latencies.ViewLatencies,),
+        (latencies.LatenciesViewed,),
     ),
     Channel(
         "migrations",

@@ -131,6 +131,8 @@ GATEWAY_PRESENT = f"{PREFIX}.gateway.present"
 """Each gateway announces itself to the others."""
 FIND_REQUEST = f"{PREFIX}.gateway.find"
 """Every gateway receives it; the one that holds the request answers."""
+VIEW_LATENCIES = f"{PREFIX}.gateway.latencies"
+"""Every gateway receives it, and answers."""
 
 
 def replies(gateway_id: str) -> str:

@@ -170,12 +170,14 @@ class ViewUsage(Request):
     Attributes:
         since: First hour, in hours since 1970.
         until: Hour after the last; None: now.
+        model: Of this model only; None: of all. Schedulers of version 0.1 ignore it.
     """
 
     deadline_ms: Deadline = 15_000
     kind: Literal["view_usage"] = "view_usage"
     since: int = Field(ge=0, le=MAX_HOUR)
     until: int | None = Field(default=None, ge=0, le=MAX_HOUR)
+    model: str | None = Field(default=None, max_length=MAX_NAME_CHARACTERS)
     by: tuple[Dimension, ...] = Field(default=("key", "model"), max_length=4)
 
 

@@ -1,4 +1,4 @@
-"""Costs, budgets and settings in the console, in a real browser against a mesh with prices."""
+"""Costs, budgets, settings and latencies over time in the console, in a real browser."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from services.gateway.authorization import hash_key
 from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
 from thaw.config import load_config
+from thaw.demo.models import make_demo_model
 
 pytestmark = needs_chromium
 PRICES = json.dumps({"currency": "EUR", "tokens": {"prompt": 1000, "completion": 500_000}, "device_seconds": {"cpu": 2}})
@@ -117,3 +118,57 @@ def test_models_show_their_cost_and_their_settings_as_yaml(page: Page, mesh: Tha
     assert spec.model_dump(mode="json") == cards["one"]
     assert spec.keep_alive == -1
     assert serious_findings(page) == []
+
+
+def test_models_show_objectives_latencies_phases_and_costs_over_time(
+    page: Page, mesh: Thaw, spent: dict[str, Any], admin: httpx.Client, tmp_path: Path
+) -> None:
+    model = "judged"
+    source = str(make_demo_model(tmp_path / "judged", "test", seed=7))
+    spec = {"name": model, "source": source, "slo": {"ttft": 0.001}}
+    admin.post("/models", json={"specs": [spec]}).raise_for_status()
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=KEY, timeout=120, max_retries=2) as client:
+        for _ in range(3):
+            client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+    until(lambda: sum(t["model"] == model for t in admin.get("/traces").json()["traces"]) == 3, what="the traces of three requests")
+    traces = [t for t in admin.get("/traces").json()["traces"] if t["model"] == model]
+    until(lambda: used_by(admin, model)[0] == 3, what="the three requests are in the ledger")
+    page.get_by_role("link", name="Models").click()
+    page.get_by_role("button", name=model, exact=True).click()
+    history = page.get_by_role("region", name=f"The last hour of {model}")
+    table = history.get_by_role("region", name="Table of the last hour")
+    hour = table.get_by_role("row", name=re.compile("^the hour")).locator("td")
+    met = sum(t["ttft_ms"] <= 1.0 for t in traces)
+    warm = sorted(t["ttft_ms"] for t in traces if not t["cold"])
+    (cold,) = (t["ttft_ms"] for t in traces if t["cold"])
+    expect(hour).to_have_count(7)
+    shown = hour.all_inner_texts()
+    assert (shown[0], shown[1], shown[4]) == (f"{met} of 3", "1", "2")
+    assert [milliseconds(text) for text in (*shown[2:4], *shown[5:])] == [
+        pytest.approx(expected, rel=0.06, abs=0.6) for expected in (cold, cold, *warm)
+    ]
+    for chart in ("Objective met", "Times to the first token", "Phases of cold starts", "Cost by hour"):
+        expect(history.get_by_role("region", name=chart).locator("canvas")).to_be_visible()
+    cost = history.get_by_role("img", name=re.compile("^Cost by hour"))
+    amounts = re.findall(r"[\d.,]+(?= EUR|,)", cost.get_attribute("aria-label") or "")
+    assert abs(sum(amount(text.strip(",")) for text in amounts) - used_by(admin, model)[1]) <= Decimal("0.01")
+    phases = {
+        row.locator("th").inner_text()
+        for row in history.get_by_role("table", name=re.compile("^Mean of")).locator("tbody tr").all()
+    }
+    assert phases == {s["phase"] for t in traces if t["cold"] for s in t["critical_path"]}
+    history.get_by_label("A point for each").select_option("1")
+    expect(table.get_by_role("row", name=re.compile("^the hour"))).to_contain_text(f"{met} of 3")
+    assert serious_findings(page) == []
+
+
+def used_by(admin: httpx.Client, model: str) -> tuple[int, Decimal]:
+    """Return the requests of a model in the ledger, and their cost."""
+    rows = admin.get("/usage", params={"since": 0, "by": "model", "model": model}).json()["rows"]
+    return sum(row["counts"]["requests"] for row in rows), sum((Decimal(row["cost"]["total"]) for row in rows), Decimal(0))
+
+
+def milliseconds(text: str) -> float:
+    """Read a duration as the console prints it."""
+    value, unit = text.split(" ", 1)
+    return float(value.removeprefix("<")) * {"ms": 1.0, "s": 1e3}[unit]

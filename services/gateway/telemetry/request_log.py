@@ -122,7 +122,8 @@ class RequestLog:
         self._mesh = mesh
         self._queue: asyncio.Queue[RequestTrace] = asyncio.Queue(_MAX_PENDING)
 
-    def record(self, request: ActiveRequest, origin: RequestOrigin) -> None:
+    def record(self, request: ActiveRequest, origin: RequestOrigin) -> RequestTrace:
+        """Record a finished request, and return its trace."""
         now, error, status = time.monotonic(), request.completion.error, _status(request)
         self.metrics.record(request, status, now)
         if error is not None and request.response.has_late_error:
@@ -150,6 +151,7 @@ class RequestLog:
                 "key": origin.caller.name or None,
             },
         )
+        return trace
 
     def _enqueue(self, trace: RequestTrace) -> None:
         """Queue a trace for publication; drop the oldest if the queue is full."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Select, delete, func, select
+from sqlalchemy import ColumnElement, Select, Table, delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -192,19 +192,27 @@ async def _add_rows(connection: AsyncConnection, report: ReportUsage) -> None:
         )
 
 
+def _inside(query: ViewUsage, table: Table) -> list[ColumnElement[bool]]:
+    """Return the conditions of a row that the query asks for."""
+    conditions = [table.c.hour >= query.since]
+    if query.until is not None:
+        conditions.append(table.c.hour < query.until)
+    if query.model is not None:
+        conditions.append(table.c.model == query.model)
+    return conditions
+
+
 def _sums(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     table = tables.usage
     by = [table.c[name] for name in dimensions]
-    statement = select(*by, *(func.sum(table.c[name]).label(name) for name in _COUNTS)).where(table.c.hour >= query.since)
-    if query.until is not None:
-        statement = statement.where(table.c.hour < query.until)
+    statement = select(*by, *(func.sum(table.c[name]).label(name) for name in _COUNTS)).where(*_inside(query, table))
     return statement.group_by(*by) if by else statement
 
 
 def _shares(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     """Split each start among all requests that waited for it, whenever they ended."""
     table = tables.cold_waits
-    inside = [table.c.hour >= query.since, *([table.c.hour < query.until] if query.until is not None else [])]
+    inside = _inside(query, table)
     everyone = (
         select(table.c.plan_id, func.sum(table.c.requests).label("all"), func.max(table.c.start_s).label("start_s"))
         .where(table.c.plan_id.in_(select(table.c.plan_id).where(*inside)))  # the retention is over a year

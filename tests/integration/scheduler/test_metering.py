@@ -231,6 +231,9 @@ async def test_sums_over_models_cost_what_each_model_costs(database_url: str) ->
                 # Prompts of both, answers of both, and half of 8 s on two devices.
                 assert [row.cost.total for row in viewed.rows if row.cost] == [100 + 100 + 400 + 800 + Decimal("0.5") * 8] * 2
             assert viewed.currency == "EUR"
+            (one,) = (await ledger.view(ViewUsage(since=0, model="a", by=("hour",)))).rows
+            assert one.cost is not None
+            assert (one.cost.cold_starts, one.counts.cold_start_s, one.counts.prompt_tokens) == (Decimal(8), 8.0, 2_000_000)
             (total,) = (await ledger.view(ViewUsage(since=0, by=()))).rows
             assert total.cost is not None
             assert (total.cost.cold_starts, total.counts.cold_device_s, total.counts.prompt_tokens) == (Decimal(8), 16.0, 4_000_000)

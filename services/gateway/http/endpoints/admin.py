@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.adapters.key_writer import MAX_LOG_ENTRIES, Actor
+from services.gateway.adapters.latency_collector import collect_latencies
+from services.gateway.domain.latency_log import summarize_history
 from services.gateway.domain.model_yaml import model_yaml
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
@@ -43,6 +45,7 @@ from shared.contracts.admin import (
 from shared.contracts.base import Done, Message
 from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey
+from shared.contracts.latencies import HISTORY_MINUTES
 from shared.contracts.models import ModelSpec, code_fields
 from shared.contracts.traces import RequestTrace, TracePage
 from shared.contracts.usage import UsageViewed, ViewUsage
@@ -70,6 +73,7 @@ class Admin:
             "migrations": self.migrations,
             "migrations/{migration_id}": self.migrations,
             "models/{name:path}/settings": self.model_settings,
+            "models/{name:path}/latencies": self.latencies,
             "usage": self.usage,
             "traces": self.traces,
             "traces/last": self.last_trace,
@@ -135,6 +139,16 @@ class Admin:
         card = self._gateway.catalog.find_model(request.path_params["name"])
         spec = card.spec if caller_of(request.scope).is_admin else card.spec.without_secrets()
         return json_response({"name": card.name, "yaml": model_yaml(spec)})
+
+    async def latencies(self, request: Request) -> Response:
+        """Return a model's latencies of the last hour, in intervals of `?step=` minutes."""
+        step = read_integer(request, "step", 5, maximum=HISTORY_MINUTES)
+        if HISTORY_MINUTES % step:
+            raise InvalidRequest(f"step={step} does not divide an hour. Send a divisor of {HISTORY_MINUTES}", param="step")
+        name = self._gateway.catalog.find_model(request.path_params["name"]).name
+        views = await collect_latencies(self._gateway.mesh, self._gateway.view_latencies(name), name)
+        history = summarize_history(name, views, int(time.time() // 60), step)
+        return json_response(history.model_dump(mode="json"))
 
     async def remove_model(self, request: Request) -> Response:
         """Remove a model; with `?adapters=true` its LoRA adapters too."""
@@ -245,9 +259,12 @@ class Admin:
         return await self._request_scheduler(view, MigrationsViewed)
 
     async def usage(self, request: Request) -> Response:
-        """Sum up usage of `?since=` to `?until=` (hours since 1970) by `?by=key,model,hour`."""
+        """Sum up usage of `?since=` to `?until=` (hours since 1970) by `?by=key,model,hour`.
+
+        With `?model=NAME` only that of one model.
+        """
         given = request.query_params
-        fields = {name: given[name] for name in ("since", "until") if name in given}
+        fields = {name: given[name] for name in ("since", "until", "model") if name in given}
         by = tuple(part for part in given.get("by", "key,model").split(",") if part)
         body = json.dumps({"since": int(time.time() // 3600) - 7 * 24} | fields | {"by": by}).encode()
         return await self._request_scheduler(validate_body(ViewUsage, body), UsageViewed)

@@ -1,0 +1,211 @@
+// A model in the last hour: met objectives, times to the first token and phases of cold starts; and its cost by hour.
+
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { admin, inPath } from "./api";
+import { duration, optional } from "./format";
+import { amount } from "./money";
+import { Lines, Stacks, type Series } from "./series";
+import { usage } from "./usage";
+
+interface Ttft {
+  requests: number;
+  p50_ms: number | null;
+  p99_ms: number | null;
+}
+
+interface Point {
+  at: number;
+  warm: Ttft;
+  cold: Ttft;
+  judged: number;
+  met: number;
+  phases_ms: Record<string, number>;
+}
+
+interface History {
+  step_s: number;
+  since: number;
+  gateways: number;
+  points: Point[];
+  whole: Point;
+}
+
+interface Costs {
+  currency: string;
+  at: number[];
+  series: Series[];
+}
+
+const REFRESH_MS = 15_000;
+const STEPS = [1, 5, 15];
+const COST_HOURS = 24;
+const HOUR_S = 3600;
+const COLOURS = ["--weights", "--kv", "--process", "--parked", "--executor", "--reusable", "--rest", "--bad"];
+
+/** Costs of a model by hour; null: the mesh has no prices. */
+async function readCosts(name: string): Promise<Costs | null> {
+  const { rows, currency } = await usage(COST_HOURS, "model,hour", name);
+  if (currency === null) return null;
+  const last = Math.floor(Date.now() / 1000 / HOUR_S);
+  const hours = Array.from({ length: COST_HOURS }, (_, i) => last - COST_HOURS + 1 + i);
+  // A scheduler of another version may answer with all models.
+  const costs = new Map(rows.filter((r) => r.model === name && r.cost).map((r) => [r.hour!, r.cost!]));
+  const cold = hours.map((hour) => Number(costs.get(hour)?.cold_starts ?? 0));
+  const tokens = hours.map((hour, i) => Number(costs.get(hour)?.total ?? 0) - cold[i]!);
+  return {
+    currency,
+    at: hours.map((hour) => hour * HOUR_S),
+    series: [
+      { label: "tokens", colour: "--weights", values: tokens },
+      { label: "cold starts", colour: "--kv", values: cold },
+    ],
+  };
+}
+
+export function ModelHistory({ name }: { name: string }) {
+  const [step, setStep] = useState(5);
+  const [history, setHistory] = useState<History | null>(null);
+  const [costs, setCosts] = useState<Costs | null>(null);
+  const [failure, setFailure] = useState("");
+  useEffect(() => {
+    let current = true;
+    const load = async () => {
+      const [found, spent] = await Promise.all([admin(`models/${inPath(name)}/latencies?step=${step}`), readCosts(name)]);
+      if (!current) return;
+      setHistory(found);
+      setCosts(spent);
+      setFailure("");
+    };
+    const refresh = () => void load().catch((error: Error) => current && setFailure(error.message));
+    refresh();
+    const timer = window.setInterval(refresh, REFRESH_MS);
+    return () => {
+      current = false;
+      window.clearInterval(timer);
+    };
+  }, [name, step]);
+  return (
+    <section class="card" aria-label={`The last hour of ${name}`}>
+      <h2>The last hour of {name}</h2>
+      {failure && <p class="failure" role="alert">{failure}</p>}
+      <label>
+        A point for each{" "}
+        <select value={step} onChange={(event) => setStep(Number(event.currentTarget.value))}>
+          {STEPS.map((minutes) => <option key={minutes} value={minutes}>{minutes === 1 ? "minute" : `${minutes} minutes`}</option>)}
+        </select>
+      </label>
+      {history && <Charts history={history} costs={costs} />}
+    </section>
+  );
+}
+
+const share = (point: Point): number | null => (point.judged ? (100 * point.met) / point.judged : null);
+const percent = (value: number): string => `${Number(value.toFixed(1))}%`;
+
+function Charts({ history, costs }: { history: History; costs: Costs | null }) {
+  const { points, whole, step_s: stepS } = history;
+  const at = useMemo(() => points.map((p) => p.at), [points]);
+  const objective = useMemo((): Series[] => [{ label: "objective met", colour: "--good", values: points.map(share) }], [points]);
+  const ttft = useMemo(
+    (): Series[] => [
+      { label: "cold p99", colour: "--cold", values: points.map((p) => p.cold.p99_ms), dashed: true },
+      { label: "cold p50", colour: "--cold", values: points.map((p) => p.cold.p50_ms) },
+      { label: "warm p99", colour: "--warm", values: points.map((p) => p.warm.p99_ms), dashed: true },
+      { label: "warm p50", colour: "--warm", values: points.map((p) => p.warm.p50_ms) },
+    ],
+    [points],
+  );
+  const phases = useMemo(() => stacked(history), [history]);
+  const since = history.since > points[0]!.at ? ` Counted since ${new Date(history.since * 1000).toLocaleTimeString()} in full.` : "";
+  const served = whole.cold.requests + whole.warm.requests;
+  return (
+    <>
+      <p class="quiet">
+        {served} requests with a first token, of {history.gateways === 1 ? "one gateway" : `${history.gateways} gateways`}.{since} Batches are not counted.
+      </p>
+      {served === 0 && !whole.judged && <p>No request has ended in this time.</p>}
+      <div class="side-by-side">
+        {whole.judged > 0 && (
+          <section aria-label="Objective met">
+            <h3>Requests that met the objective</h3>
+            <Lines label="Share of requests that met the objective. The table below has the values." at={at} stepS={stepS} series={objective} format={percent} max={100} />
+          </section>
+        )}
+        {served > 0 && (
+          <section aria-label="Times to the first token">
+            <h3>Time to the first token</h3>
+            <Lines label="Percentiles of the time to the first token, cold and warm. The table below has the values." at={at} stepS={stepS} series={ttft} format={duration} logarithmic />
+          </section>
+        )}
+        {phases.length > 0 && (
+          <section aria-label="Phases of cold starts">
+            <h3>Phases of cold starts</h3>
+            <Stacks label="Mean time of each phase of cold starts. The table below has the values of the hour." at={at} stepS={stepS} series={phases} format={duration} />
+          </section>
+        )}
+        {costs && (
+          <section aria-label="Cost by hour">
+            <h3>Cost of the last {COST_HOURS} hours in {costs.currency}</h3>
+            <Stacks label={`Cost by hour: ${costs.series.map((s) => `${s.label} ${amount(sum(s.values))}`).join(", ")} ${costs.currency}`} at={costs.at} stepS={HOUR_S} series={costs.series} format={amount} />
+          </section>
+        )}
+      </div>
+      <Values points={points} whole={whole} />
+    </>
+  );
+}
+
+const sum = (values: (number | null)[]): number => values.reduce<number>((total, value) => total + (value ?? 0), 0);
+
+/** A series for each phase of the hour's cold starts, the longest first. */
+function stacked({ points, whole }: History): Series[] {
+  const names = Object.keys(whole.phases_ms).sort((a, b) => whole.phases_ms[b]! - whole.phases_ms[a]!);
+  const shown = names.slice(0, COLOURS.length - 1);
+  const rest = names.slice(COLOURS.length - 1);
+  const series = shown.map((name, i) => ({ label: name, colour: COLOURS[i]!, values: points.map((p) => p.phases_ms[name] ?? 0) }));
+  if (!rest.length) return series;
+  const others = points.map((p) => rest.reduce((total, name) => total + (p.phases_ms[name] ?? 0), 0));
+  return [...series, { label: "other", colour: COLOURS[COLOURS.length - 1]!, values: others }];
+}
+
+function Values({ points, whole }: { points: Point[]; whole: Point }) {
+  const used = points.filter((p) => p.judged || p.cold.requests || p.warm.requests).reverse();
+  const phases = Object.entries(whole.phases_ms).sort(([, a], [, b]) => b - a);
+  const line = (title: string, p: Point) => (
+    <tr key={title}>
+      <th scope="row">{title}</th>
+      <td class="number">{p.judged ? `${p.met} of ${p.judged}` : ""}</td>
+      <td class="number">{p.cold.requests || ""}</td>
+      <td class="number">{optional(p.cold.p50_ms)}</td>
+      <td class="number">{optional(p.cold.p99_ms)}</td>
+      <td class="number">{p.warm.requests || ""}</td>
+      <td class="number">{optional(p.warm.p50_ms)}</td>
+      <td class="number">{optional(p.warm.p99_ms)}</td>
+    </tr>
+  );
+  return (
+    <div class="side-by-side">
+      <div class="scroll" tabIndex={0} role="region" aria-label="Table of the last hour">
+        <table>
+          <caption>Percentiles are accurate to 5%</caption>
+          <thead>
+            <tr>{["From", "Objective met", "Cold", "p50", "p99", "Warm", "p50", "p99"].map((title, i) => <th key={i} scope="col">{title}</th>)}</tr>
+          </thead>
+          <tbody>
+            {line("the hour", whole)}
+            {used.map((p) => line(new Date(p.at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }), p))}
+          </tbody>
+        </table>
+      </div>
+      {phases.length > 0 && (
+        <table>
+          <caption>Mean of a cold start in this hour, by phase of the critical path</caption>
+          <thead><tr><th scope="col">Phase</th><th scope="col">Mean</th></tr></thead>
+          <tbody>
+            {phases.map(([phase, ms]) => <tr key={phase}><th scope="row">{phase}</th><td class="number">{duration(ms)}</td></tr>)}
+          </tbody>
+        </table>
+      )}
+    </div>
+  );
+}

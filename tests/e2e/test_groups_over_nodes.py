@@ -33,6 +33,9 @@ def mesh() -> Iterator[Roomy]:
     options: dict[str, Any] = {"max_concurrency": 4}
     single = need_of(card_of(ModelSpec(name="single", source=str(source), **options))).total
     half = single - 4 * MIB  # too little for the whole model: of its KV cache a stage needs half
+    # Each fits a node alone, and leaves no room for a stage.
+    small = {"source": str(source), "engine_args": {"kv_cache_bytes": 16 * MIB}}
+    fillers = [{"name": f"on-{n}", **small, "placement": {"devices": [f"{n}/*"]}} for n in NODES]
     config = {
         "mesh": {
             "port": thaw.port,
@@ -42,6 +45,7 @@ def mesh() -> Iterator[Roomy]:
         "models": [
             {"name": "staged", "source": str(source), "stages": 2, "placement": {"devices": ["node-*/*"]}},
             {"name": "single", "source": str(source), "placement": {"devices": ["whole/*"]}},
+            *fillers,
         ],
     }
     (thaw.home / "thaw.yaml").write_text(json.dumps(config))
@@ -128,3 +132,32 @@ def test_stopped_group_frees_the_devices_of_both_nodes(mesh: Roomy) -> None:
         return not any(d["reserved_bytes"] for n in nodes for d in n["devices"])
 
     until(is_free, what="all stages have stopped")
+
+
+def models_on(mesh: Roomy) -> dict[str, set[str]]:
+    """Return the models with memory on each node."""
+    return {
+        n["node"]: {i["model"] for i in n["instances"] if i["state"] not in ("stopped", "failed")}
+        for n in mesh.cluster()["nodes"]
+        if n["node"] in NODES
+    }
+
+
+def test_group_evicts_idle_instances_on_the_devices_of_both_stages(mesh: Roomy, expected: Stream) -> None:
+    for node in NODES:
+        mesh.json("wake", f"on-{node}")
+    assert models_on(mesh) == {n: {f"on-{n}"} for n in NODES}
+    assert Stream(mesh.url, body("staged", **LONG)).start().result().text == expected.text
+    plan = mesh.json("explain", "staged")
+    assert (plan["chosen"]["ready_by"], plan["chosen"]["clearing"]) == ("pipeline", "evict"), plan
+    assert len(plan["chosen"]["victims"]) == 2
+    taken = {node for node, _ in stages_of(mesh).values()}
+    assert models_on(mesh) == {n: {"staged"} if n in taken else {f"on-{n}"} for n in NODES}, "the third node keeps its model"
+
+
+def test_idle_group_is_evicted_for_a_model_on_the_device_of_its_later_stage(mesh: Roomy) -> None:
+    mesh.json("wake", "staged")
+    (first, _), (later, _) = both_stages(mesh)
+    mesh.json("wake", f"on-{later}")
+    until(lambda: models_on(mesh)[first] == set(), what="the group has left both devices")
+    assert models_on(mesh)[later] == {f"on-{later}"}

@@ -31,6 +31,7 @@ from services.scheduler.domain.events import (
 )
 from services.scheduler.domain.lifecycle.deliveries import mark_answered
 from services.scheduler.domain.lifecycle.failures import on_resume_refused, on_start_failed, on_start_refused
+from services.scheduler.domain.lifecycle.fetches import apply_fetch_status, end_fetches
 from services.scheduler.domain.lifecycle.groups import on_stage_refused, settle_groups
 from services.scheduler.domain.lifecycle.node_status import apply_node_status, expire_silent_nodes, stop_stalled_starts
 from services.scheduler.domain.lifecycle.transitions import release_weights
@@ -108,6 +109,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             apply_node_status(tx, status)
         case LoaderStatusReceived(status=loader):
             tx.put(LoaderPresence(loader.node, now, loader))
+            apply_fetch_status(tx, loader)
         case StartRefused(instance_id=instance_id, error=error):
             _start_refused(tx, instance_id, error)
         case StopRefused(instance_id=instance_id, error=error):
@@ -126,6 +128,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
     recovering = now - state.recovered_at <= policy.recovery_window_s
     reconcile(tx, everything=recovering or isinstance(event, Recovered | Tick), only_due=not recovering and isinstance(event, Tick))
     settle_groups(tx)
+    end_fetches(tx)
     for each in (event,) if isinstance(event, DemandReceived) else event.demands if isinstance(event, DemandBatch) else ():
         reply_to_demand(tx, each)
     return Decision(tx.net_changes(), tuple(tx.effects), tuple(tx.plans), tx.state)

@@ -1,7 +1,7 @@
 """The papers' formulas as arithmetic, in seconds, bytes and bytes per second.
 
 Phases may be in any unit of time; their sums have the same unit. HydraServe's Eq. 1, 2 and 5 are in
-services/scheduler/domain/policies/pipelines.py, Eq. 3 and 4 in
+services/scheduler/domain/policies/pipelines.py, Eq. 3 and 4 in cost/contention.py (live) and
 simulator/policies/hydraserve_ledger.py.
 """
 

@@ -17,6 +17,7 @@ from services.scheduler.domain.estimates.memory_needs import start_bytes
 from services.scheduler.domain.estimates.start_learning import updated_estimates
 from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster
 from services.scheduler.domain.lifecycle.deliveries import mark_queued
+from services.scheduler.domain.lifecycle.fetches import record_fetch
 from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
 from services.scheduler.domain.placement.grants import granted_devices
 from services.scheduler.domain.placement.options import Shorts
@@ -208,6 +209,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     if later := tx.state.stages_behind(sent.instance_id):
         _send_group(tx, model, sent, later)
         return
+    record_fetch(tx, sent, sent.node, sent.instance_id, model.card)
     plan = tx.state.plans.get(sent.plan_id)
     grant = granted_devices(tx, model, sent, plan)
     if not model.card.spec.loads_itself and not grant:  # else the node does so, for the device that it chooses
@@ -251,6 +253,7 @@ def _send_group(tx: Transaction, model: Model, first: Instance, later: list[Late
         places.append((stage.stage_id, stage.node, stage.device_id, tx.next_token()))
     for index, (instance_id, node, device_id, token) in enumerate(places):
         layers = card.stages[index]
+        record_fetch(tx, first, node, instance_id, card, layers)
         prepare = PrepareWeights(
             token=token,
             instance_id=instance_id,

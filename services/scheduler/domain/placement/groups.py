@@ -12,12 +12,14 @@ from itertools import groupby
 from operator import attrgetter
 
 from services.scheduler.domain.estimates.start_times import Forecast
+from services.scheduler.domain.placement.link_rule import link_rule
 from services.scheduler.domain.placement.options import FeasiblePlacement, open_for
 from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.placement.shortlist import SHORTLIST_SIZE
 from services.scheduler.domain.placement.stage_places import clear_all, find_stage_places, place_group
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR
 from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.values import replace
 from shared.contracts.models import ModelCard
 from shared.contracts.plans import Candidate
 
@@ -34,7 +36,9 @@ def group_options(tx: Transaction, r: PlacementRequest) -> list[Candidate | Feas
     stages = r.model.card.stages
     if not stages:
         return []
-    places = find_stage_places(tx, r, Forecast(tx.state, card_of_parts(r.model.card, 1), tx.now))  # 1
+    part = Forecast(tx.state, card_of_parts(r.model.card, 1), tx.now)
+    r = replace(r, link=link_rule(tx, part) if r.link is not None else None)
+    places = find_stage_places(tx, r, part)  # 1
     by_node = groupby(
         sorted(enumerate(places), key=lambda found: (found[1].booking.node, found[0])), key=lambda found: _node(found[1])
     )

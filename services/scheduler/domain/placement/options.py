@@ -104,6 +104,7 @@ def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | Fea
         (need := start_needs(b, r.model.card, r.need_bytes)) <= b.free_bytes
         and not (b.closed_reason or r.has_cooldowns or b.is_separate)
         and r.excludes is None
+        and r.link is None
     ):  # the usual case, without the general path
         prediction = r.forecast.predict(b, leaving=False)
         view = DeviceView(b.key, b.node, b.budget_bytes, b.free_bytes, b.free_soon_bytes, has_failed=b.key in r.avoid)
@@ -121,7 +122,7 @@ def open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | De
     """Return how one device gets room for its share of the model, or why it does not."""
     if b.closed_reason:
         return excluded_candidate(b, r.need_bytes, b.closed_reason)
-    if r.excludes is not None and (why := r.excludes(b)):
+    if (refuses := r.refuses) is not None and (why := refuses(b)):
         return excluded_candidate(b, r.need_bytes, why)
     need = start_needs(b, r.model.card, r.need_bytes)
     alone = need + (rounding_bytes(r.model.card) if b.is_separate else 0)
@@ -353,7 +354,8 @@ def _rank(tx: Transaction, r: PlacementRequest, b: Booking) -> tuple[int, bool]:
         b.free_soon_bytes + b.evictable_bytes,
         b.budget_bytes,
     )
-    open_ = not b.closed_reason and not tx.is_cooling_down(b.key) and not (r.excludes is not None and r.excludes(b))
+    refuses = r.refuses
+    open_ = not b.closed_reason and not tx.is_cooling_down(b.key) and not (refuses is not None and refuses(b))
     return (
         next((n for n, room in enumerate(steps) if r.need_bytes <= room), len(steps)) if open_ else len(steps) + 1,
         b.key in r.avoid,

@@ -29,6 +29,7 @@ from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.constraints import confine_to, placement_rule
 from services.scheduler.domain.placement.groups import group_options
+from services.scheduler.domain.placement.link_rule import link_rule
 from services.scheduler.domain.placement.options import (
     FeasiblePlacement,
     Shorts,
@@ -108,17 +109,19 @@ def place(
     whole = start_bytes(tx.state, model.card)
     need = -(-whole // devices)
     excludes = placement_rule(tx.state, model, spread=spread)
+    forecast, starves = Forecast(tx.state, model.card, tx.now), is_starving(tx, waited)
     request = PlacementRequest(
         model,
         ask_of(tx, model, whole, waited, extra=extra),
         not extra and waited >= tx.policy.preempt_after_s,
-        thaw.PROFILE if is_starving(tx, waited) else tx.policy.profile,
+        thaw.PROFILE if starves else tx.policy.profile,
         need,
         devices,
         failure_history.failed_devices if failure_history else (),
-        Forecast(tx.state, model.card, tx.now),
+        forecast,
         bool(tx.state.cooldowns),
         excludes if only is None else confine_to(*only, excludes),
+        None if starves else link_rule(tx, forecast),
     )
     considered: list[Candidate | FeasiblePlacement] = (
         [] if extra else [option for i in tx.state.suspended_instances(model) for option in resume_options(tx, request, i)]
@@ -131,6 +134,7 @@ def place(
     considered += group_options(tx, request)
     by_stages = choose_stage_count(tx, request, considered)
     considered += by_stages.offered
+    considered += by_stages.excluded
     considered += [_record_candidate(p).model_copy(update={"excluded": why}) for p, why in by_stages.refused]
     if possible := [c for c in considered if isinstance(c, FeasiblePlacement)]:  # 4 to 7
         return _choose_placement(tx, request, possible, considered)
@@ -143,7 +147,7 @@ def place(
 def _shortlists(tx: Transaction, r: PlacementRequest) -> Iterator[list[tuple[Booking, ...]]]:
     """Yield groups of devices, or of device sets, until one contains an option."""
     if r.devices == 1:
-        for devices in shortlists(tx, r.need_bytes, r.avoid, r.forecast, r.excludes):
+        for devices in shortlists(tx, r.need_bytes, r.avoid, r.forecast, r.refuses):
             yield [(b,) for b in devices]
         return
     sets = device_sets(tx, r)

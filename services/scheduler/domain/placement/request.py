@@ -24,6 +24,7 @@ class PlacementRequest:
         forecast: Its predicted start times.
         has_cooldowns: Some instance or device is cooling down.
         excludes: Placement rules; None: no rule applies.
+        link: Nodes whose links have no room for its fetch (link_rule.py); None: no node.
     """
 
     model: Model
@@ -36,3 +37,12 @@ class PlacementRequest:
     forecast: Forecast
     has_cooldowns: bool
     excludes: Excludes | None
+    link: Excludes | None = None
+
+    @property
+    def refuses(self) -> Excludes | None:
+        """Return the check for a start that brings the weights: placement rules and links."""
+        rules, link = self.excludes, self.link
+        if rules is None or link is None:
+            return rules or link
+        return lambda b: rules(b) or link(b)

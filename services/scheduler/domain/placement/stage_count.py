@@ -24,7 +24,8 @@ from typing import NamedTuple
 from services.scheduler.domain.estimates.memory_needs import start_bytes
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.placement.groups import card_of_parts
-from services.scheduler.domain.placement.options import FeasiblePlacement
+from services.scheduler.domain.placement.link_rule import link_rule
+from services.scheduler.domain.placement.options import FeasiblePlacement, excluded_candidate
 from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.placement.stage_places import StagePlace, clear_all, find_stage_places, place_group
 from services.scheduler.domain.policies.pipelines import STAGES, Scheme, Server, Times, select, slowdown
@@ -43,6 +44,8 @@ class StageChoice(NamedTuple):
 
     offered: tuple[FeasiblePlacement, ...] = ()
     refused: tuple[tuple[FeasiblePlacement, str], ...] = ()
+    excluded: tuple[Candidate, ...] = ()
+    """Groups for which the links of too few nodes have room."""
 
 
 def choose_stage_count(tx: Transaction, r: PlacementRequest, considered: Sequence[Candidate | FeasiblePlacement]) -> StageChoice:
@@ -58,18 +61,20 @@ def choose_stage_count(tx: Transaction, r: PlacementRequest, considered: Sequenc
         return StageChoice()
     alone = min((c for c in considered if isinstance(c, FeasiblePlacement)), key=lambda p: p.option.cost.total_s, default=None)
     layers = card.info.layers.count if card.info.layers is not None else 0
-    found = [g for s in range(2, min(STAGES, layers) + 1) if (g := _group(tx, r, s)) is not None]
+    groups = [_group(tx, r, s) for s in range(2, min(STAGES, layers) + 1)]
+    found = [g for g in groups if isinstance(g, tuple)]
+    excluded = tuple(g for g in groups if isinstance(g, Candidate))
     first_s = alone.option.cost.total_s + r.ask.exec_s if alone is not None else math.inf
     left_s = objective - r.ask.waited_s
     if first_s <= left_s:  # 3
         why = f"one worker meets the objective of {objective:g} s: it is predicted to take {first_s:.2f} s"
-        return StageChoice(refused=tuple((g, why) for g, _ in found))
+        return StageChoice(refused=tuple((g, why) for g, _ in found), excluded=excluded)
     sooner = [(g, x) for g, x in found if x.ttft < first_s]
     single = [Scheme(1, 1, (), first_s, 0.0)] if alone is not None else []
     best = select([*single, *(x for _, x in sooner)], left_s, math.inf)  # 4
     offered = tuple(g for g, x in sooner if x is best)
     refused = [(g, _why_not(x, best, first_s, left_s, objective)) for g, x in found if x is not best]
-    return StageChoice(offered, tuple(refused))
+    return StageChoice(offered, tuple(refused), excluded)
 
 
 def _why_not(x: Scheme, best: Scheme | None, first_s: float, left_s: float, objective: float) -> str:
@@ -103,16 +108,19 @@ def _may_be_divided(tx: Transaction, r: PlacementRequest) -> bool:
     )
 
 
-def _group(tx: Transaction, r: PlacementRequest, stages: int) -> tuple[FeasiblePlacement, Scheme] | None:
-    """Return the soonest group of that many nodes; None: too few can have a stage."""
+def _group(tx: Transaction, r: PlacementRequest, stages: int) -> tuple[FeasiblePlacement, Scheme] | Candidate | None:
+    """Return the soonest group of that many nodes, or the link that refuses it; None: too few nodes
+    can have a stage.
+    """
     card = r.model.card.in_stages(stages)
     need = -(-start_bytes(tx.state, card) // stages)
     part = Forecast(tx.state, card_of_parts(card, 1), tx.now)
     stage = replace(r, model=replace(r.model, card=card), need_bytes=need, devices=1, forecast=part)
+    stage = replace(stage, link=link_rule(tx, part) if r.link is not None else None)
     best = {p.booking.node: p for p in reversed(find_stage_places(tx, stage, part)) if part.fetches(p.booking.node)}
     places = sorted(best.values(), key=lambda p: p.rank(r))[:stages]  # 2
     if len(places) < stages or (clearance := clear_all(places)) is None:
-        return None
+        return _refused_by_link(tx, stage, stages)
     leaving = clearance is not NOTHING_TO_CLEAR
     slowest = max((part.predict(p.booking, leaving=leaving) for p in places), key=lambda p: p.ms)
     # A stage alone on its device computes its layers only, as a full worker of Eq. 1 and 2 does.
@@ -122,6 +130,16 @@ def _group(tx: Transaction, r: PlacementRequest, stages: int) -> tuple[FeasibleP
     ttft = placed.option.cost.total_s + t.prefill * slowdown(stages, undisturbed)
     memory = stages * need / max(1, start_bytes(tx.state, r.model.card))
     return placed, Scheme(stages, 0, tuple(_server(p) for p in places), ttft, 0.0, memory_needs=memory)
+
+
+def _refused_by_link(tx: Transaction, stage: PlacementRequest, stages: int) -> Candidate | None:
+    """Return the record of a group that other fetches keep off a node's link; None: none does."""
+    bookings = tx.state.bookings.values() if stage.link is not None else ()
+    for b in bookings:
+        if stage.link is not None and (why := stage.link(b)):
+            there = excluded_candidate(b, stage.need_bytes, why)
+            return there.model_copy(update={"ready_by": "pipeline", "stages": stages})
+    return None
 
 
 def _server(p: StagePlace) -> Server:

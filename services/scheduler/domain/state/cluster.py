@@ -21,6 +21,7 @@ from services.scheduler.domain.state.volatile import (
     Estimate,
     ExpectationSent,
     FailureHistory,
+    Fetch,
     InstanceReport,
     LaterStage,
     LoaderPresence,
@@ -54,6 +55,7 @@ class ClusterState:
     loaders: Table[LoaderPresence] = field(default_factory=dict)
     reports: Table[InstanceReport] = field(default_factory=dict)
     later_stages: Table[LaterStage] = field(default_factory=dict)
+    fetches: Table[Fetch] = field(default_factory=dict)
     deliveries: Table[Delivery] = field(default_factory=dict)
     demand: Table[ModelDemand] = field(default_factory=dict)
     waiters: Table[Waiter] = field(default_factory=dict)
@@ -95,6 +97,8 @@ class ClusterState:
     """By revision: nodes with a separate device that has some of its units."""
     expecting: Table[tuple[str, ...]] = field(default_factory=dict)
     """By group (prewarm/expectations.py): nodes whose loaders have separate devices."""
+    fetches_on: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By node: the holders of weights that it fetches from remote sources."""
     loading_on: Table[tuple[str, ...]] = field(default_factory=dict)
     """By node: instances whose weights are being loaded there."""
     links_busy_until: Table[float] = field(default_factory=dict)
@@ -175,6 +179,9 @@ class ClusterState:
         """Return the later stages of a group on several nodes, in order; none: it has none."""
         found = [self.later_stages[s] for s in self.stages_of.get(instance_id, ())]
         return sorted(found, key=lambda s: s.index) if len(found) > 1 else found
+
+    def fetches_of(self, node: str) -> list[Fetch]:
+        return [self.fetches[holder] for holder in self.fetches_on.get(node, ())]
 
     def devices_of(self, i: Instance) -> list[str]:
         """Return the devices (node/device) of an instance, those of its later stages included."""

@@ -19,6 +19,7 @@ from services.scheduler.domain.state.volatile import (
     Estimate,
     ExpectationSent,
     FailureHistory,
+    Fetch,
     InstanceReport,
     LaterStage,
     LoaderPresence,
@@ -141,6 +142,7 @@ Volatile = (
     | LoaderPresence
     | InstanceReport
     | LaterStage
+    | Fetch
     | Delivery
     | ModelDemand
     | Waiter

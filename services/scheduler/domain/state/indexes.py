@@ -14,6 +14,7 @@ from services.scheduler.domain.state.entities import Entity, Instance, Model, No
 from services.scheduler.domain.state.volatile import (
     ANYWHERE,
     Estimate,
+    Fetch,
     InstanceReport,
     LaterStage,
     LoaderPresence,
@@ -180,6 +181,12 @@ def _later_stage(state: ClusterState, old: LaterStage | None, new: LaterStage | 
     _rebook(state, present.node, [present.device_id])
 
 
+def _fetch(state: ClusterState, old: Fetch | None, new: Fetch | None) -> None:
+    present = new or old
+    assert present is not None
+    _regroup(state, "fetches_on", [old.node] if old else (), [new.node] if new else (), present.holder)
+
+
 def _devices(i: Instance | None) -> list[str]:
     return [device_key(i.node, device) for device in i.device_ids] if i else []
 
@@ -327,6 +334,7 @@ _KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {
     Instance: _instance,
     InstanceReport: _index_report,
     LaterStage: _later_stage,
+    Fetch: _fetch,
     Presence: _presence,
     Node: _node,
     LoaderPresence: _loader,

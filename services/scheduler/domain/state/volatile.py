@@ -186,6 +186,27 @@ class Delivery:
 
 
 @value(frozen=True, slots=True)
+class Fetch:
+    """Weights that a node fetches from a remote source for a start (HydraServe §4.2).
+
+    `holder`: the instance or stage. `pending_bytes`: S_i at the time `at`. `deadline`: D_i, when
+    they must be there; None: the model has no objective for the first token.
+    """
+
+    holder: str
+    node: str
+    model: str
+    weights_id: str
+    pending_bytes: float
+    deadline: float | None
+    at: float
+
+    @property
+    def key(self) -> str:
+        return self.holder
+
+
+@value(frozen=True, slots=True)
 class Waiter:
     """An operator's request that is answered later.
 

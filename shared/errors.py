@@ -36,6 +36,7 @@
     ├── Unavailable             503 unavailable
     │   ├── Unreachable             unreachable               no process subscribes to the subject
     │   ├── InsufficientMemory      insufficient_memory       never fits, or not now
+    │   ├── BodyLost                body_lost                 no gateway holds the request's body
     │   ├── StoreFull               store_full                a NATS bucket is at its limit
     │   └── ShuttingDown            shutting_down
     └── DeadlineExceeded        504 deadline_exceeded
@@ -321,6 +322,12 @@ class InsufficientMemory(Unavailable):
     """The model does not fit any device."""
 
     code, retry = "insufficient_memory", False
+
+
+class BodyLost(Unavailable):
+    """The gateway that held the request's body does not have it any more; repeat the request."""
+
+    code, retry = "body_lost", True
 
 
 class StoreFull(Unavailable):

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import httptools
 
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, ThawError
 
 _HIGH_WATER = 1 << 20
 _LOW_WATER = 1 << 18
@@ -45,11 +46,26 @@ class Address:
 
 
 @dataclass(frozen=True)
+class BodyStream:
+    """A body that is sent while it is read.
+
+    `read` returns its parts, `size_bytes` in all. A `ThawError` that it raises is raised by the
+    reader of the response.
+    """
+
+    size_bytes: int
+    read: Callable[[], AsyncIterator[bytes]]
+
+
+@dataclass(frozen=True)
 class HttpRequest:
+    """A request. `stream` replaces `body`."""
+
     method: str
     path: str
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
+    stream: BodyStream | None = None
 
 
 class Response(asyncio.Protocol):
@@ -63,8 +79,11 @@ class Response(asyncio.Protocol):
         self._waiting = 0
         self._head = False
         self._complete = False
-        self._error: HttpError | None = None
+        self._error: HttpError | ThawError | None = None
         self._paused = False
+        self._sending: asyncio.Task[None] | None = None
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
         self._wake: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
 
@@ -89,7 +108,14 @@ class Response(asyncio.Protocol):
                 self._complete = True
             else:
                 self._fail(HttpError(f"the connection was closed early ({exc or 'closed by the server'})"))
+        self._stop_sending()
         self._notify()
+
+    def pause_writing(self) -> None:
+        self._is_writable.clear()
+
+    def resume_writing(self) -> None:
+        self._is_writable.set()
 
     # httptools
 
@@ -151,12 +177,38 @@ class Response(asyncio.Protocol):
                 raise TooLarge(f"the response exceeds {limit} bytes")
         return bytes(found)
 
+    def send(self, stream: BodyStream) -> None:
+        """Send the request's body in the background, as fast as the peer reads it.
+
+        A peer that answers early gets the rest while its response is read.
+        """
+        self._sending = asyncio.create_task(self._send(stream), name="request body")
+
+    async def _send(self, stream: BodyStream) -> None:
+        assert self._transport is not None
+        try:
+            async with aclosing(cast("AsyncGenerator[bytes]", stream.read())) as parts:
+                async for part in parts:
+                    await self._is_writable.wait()
+                    self._transport.write(part)
+        except ThawError as e:
+            self._fail(e)
+            self._notify()
+        except Exception as e:
+            self._fail(HttpError(f"the request could not be sent: {e!r}"))
+            self._notify()
+
+    def _stop_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+
     def close(self) -> None:
         """Abort the connection."""
+        self._stop_sending()
         if self._transport is not None:
             self._transport.abort()
 
-    def _fail(self, error: HttpError) -> None:
+    def _fail(self, error: HttpError | ThawError) -> None:
         self._error = self._error or error
         self.close()
 
@@ -182,7 +234,7 @@ class Client:
     async def send(self, request: HttpRequest) -> Response:
         """Send a request and return its response once the head has arrived.
 
-        The caller closes it. Raises `HttpError`.
+        The caller closes it. Raises `HttpError`, and what `request.stream` raises.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -194,6 +246,8 @@ class Client:
             raise HttpError(f"no connection to {self.address}: {e}") from e
         try:
             transport.write(self._encode(request))
+            if request.stream is not None:
+                response.send(request.stream)
             await response.head()
         except BaseException:
             response.close()
@@ -212,7 +266,7 @@ class Client:
         headers = {
             "host": "localhost" if self.address.path else str(self.address),
             "connection": "close",
-            "content-length": str(len(request.body)),
+            "content-length": str(len(request.body) if request.stream is None else request.stream.size_bytes),
             "accept-encoding": "identity",
             **self._headers,
             **request.headers,

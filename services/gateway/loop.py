@@ -13,6 +13,7 @@ from services.gateway.adapters.budget_keeper import BudgetKeeper
 from services.gateway.adapters.demand_publisher import DemandPublisher
 from services.gateway.adapters.engine_client import EngineClient
 from services.gateway.adapters.file_store import FileStore
+from services.gateway.adapters.held_bodies import HeldBodies
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, IdempotencyStore
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
@@ -105,6 +106,10 @@ class Gateway:
         self.rate_limits = RateLimiter(mesh, self.id, key_store)
         self.authorizer = Authorizer(settings, key_store, is_exposed=is_exposed)
         self.admission = Admission(byte_limits(settings))
+        self.held_admission = Admission(
+            ByteLimits(settings.max_held_bytes, settings.max_held_bytes_per_key, settings.max_held_bytes)
+        )
+        self.bodies = HeldBodies(mesh, self.id, settings.state / "gateway" / "bodies")
         self.prompt_lengths = PromptLengthChecker(TokenizerFiles(mesh, self.dispatcher.routes.nodes))
         self.tasks: list[asyncio.Task[None]] = []
         self.has_joined = False
@@ -320,6 +325,7 @@ class Gateway:
         """Start the background tasks; the mesh must be connected."""
         await asyncio.to_thread(self.usage.open)
         await self.engines.start()
+        await self.bodies.start()
         self.tasks = [
             group.create_task(self.engines.run(), name="publish"),
             group.create_task(self._demand.run(), name="demand"),

@@ -23,9 +23,9 @@ class GatewaySettings(CommonSettings):
         default=None, description="File descriptor of an inherited listening socket, used instead of host and port."
     )
     max_body_bytes: int = Field(
-        default=64 * 1024 * 1024,
+        default=100 * 1024 * 1024,
         ge=1024,
-        description="Largest HTTP body in bytes; the size limit of a NATS message applies too.",
+        description="Largest HTTP body in bytes. Above the size of a NATS message: only forms, and base64 in JSON, for hosted engines.",
     )
     max_body_values: int = Field(
         default=160 * 1024,
@@ -49,6 +49,15 @@ class GatewaySettings(CommonSettings):
         default=128 * 1024 * 1024, ge=1024 * 1024, description="The same per API key, or per address for clients without a key."
     )
     max_open_bytes_per_model: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024, description="The same per model.")
+    max_held_bytes: int = Field(
+        default=1024 * 1024 * 1024,
+        ge=0,
+        description="Maximum bytes of active requests whose bodies exceed a NATS message. They are in files of the gateway's state directory. "
+        "Above it 429. 0: such bodies are refused.",
+    )
+    max_held_bytes_per_key: int = Field(
+        default=512 * 1024 * 1024, ge=0, description="The same per API key, or per address for clients without a key."
+    )
     body_timeout: float = Field(default=120.0, gt=0, description="Seconds that the body of a request may take.")
     max_connections: int = Field(
         default=16384,

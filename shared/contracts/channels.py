@@ -23,6 +23,7 @@ from shared.contracts import (
     migration,
     node,
     objectives,
+    request_body,
     stages,
     subjects,
     traces,
@@ -238,6 +239,14 @@ CHANNELS: tuple[Channel, ...] = (
             inference.InferYielded,
             inference.InferFailed,
         ),
+    ),
+    Channel(
+        "bodyParts",
+        f"{_P}.replies.{{gateway}}.body.read",
+        "gateway",
+        "Parts of a request's body that exceeds a message; a reply is a line of JSON and then the bytes themselves.",
+        (request_body.ReadBodyPart,),
+        (request_body.BodyPart, base.Failure),
     ),
     Channel(
         "gatewayControl",

@@ -31,6 +31,7 @@ from shared.contracts.engines import ToolFormat
 from shared.contracts.models import ModelCard
 from shared.contracts.objectives import ObjectiveStanding
 from shared.contracts.phases import PhaseSpan
+from shared.contracts.request_body import HeldBody
 
 Endpoint = Literal["chat", "completion", "embedding", "other"]
 """`other`: a route of `ModelCard.routes`, which only the engine understands; asked by
@@ -87,7 +88,9 @@ class FairShare(Frozen):
 
 class InferRequest(Request):
     deadline_ms: Deadline = 600_000
-    kind: Literal["infer"] = "infer"
+    kind: Literal["infer", "infer_held"] = Field(
+        default="infer", description="`infer_held`: with `held`, which hosts of the previous version refuse instead of ignoring it."
+    )
     request_id: str
     instance_id: str
     model: str
@@ -103,6 +106,11 @@ class InferRequest(Request):
     content_type: str = Field(default="application/json", description="Of `data`, with a form's boundary.")
     data: str | None = Field(
         default=None, description="The body's bytes in base64, where it is no JSON (a form with a file); `body` is empty then."
+    )
+    held: HeldBody | None = Field(
+        default=None,
+        description="The gateway holds the body, which exceeds a message: the host reads it from there (`ReadBodyPart`). `body` is the outline "
+        "of a JSON body.",
     )
     resume: Resume | None = Field(default=None, description="The answer was begun elsewhere.")
     standing: ObjectiveStanding | None = Field(

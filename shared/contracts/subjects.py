@@ -144,6 +144,14 @@ def reply(gateway_id: str, request_id: str) -> str:
     return f"{PREFIX}.replies.{gateway_id}.{request_id}"
 
 
+def body_parts(gateway_id: str) -> str:
+    """Subject on which a gateway answers `ReadBodyPart`.
+
+    Nodes may publish below `replies`, and gateways subscribe there (thaw/permissions.conf).
+    """
+    return f"{PREFIX}.replies.{gateway_id}.body.read"
+
+
 def gateway_of(reply: str) -> str:
     """The gateway that made a `reply` or `keyed_reply`."""
     return reply.split(".")[-2]

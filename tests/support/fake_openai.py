@@ -21,6 +21,7 @@ accepts only the options, and serves only the endpoints, that the engine's docum
                       the first token), exit (it exits at once)
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status};
+{"digests": true} answers with those of a chat's images;
 {"mute": true} holds from then on, {"eat": true} takes memory without end; {"says": text} makes one
 like vLLM generate that (fake_tokens.py). GET /stats returns options, environment and calls.
 """
@@ -30,6 +31,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
@@ -44,6 +46,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -97,6 +100,8 @@ _SWITCHES: dict[str, list[str]] = {
     "openai": [],
 }
 RUNNER = "import sys, time; held = b'w' * (int(sys.argv[1]) << 20); print('loaded', flush=True); time.sleep(600)"
+_NOTED_BYTES = 4 << 20
+"""Of a larger body only the size is noted."""
 _KEYS = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}
 
 
@@ -143,6 +148,7 @@ class Fake:
             Route("/v1/chat/completions", self.generate, methods=["POST"]),
             Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/v1/rerank", self.echo, methods=["POST"]),
+            Route("/v1/audio/transcriptions", self.transcribe, methods=["POST"]),
             Route("/stats", self.stats, methods=["GET"]),
         ]
         published = {
@@ -182,6 +188,9 @@ class Fake:
         received: Any = len(body)
         with contextlib.suppress(ValueError):
             received = json.loads(body)
+        if len(body) > _NOTED_BYTES:
+            self.calls.append([request.method, request.url.path, len(body)])
+            return received
         self.calls.append([request.method, request.url.path + (f"?{request.url.query}" if request.url.query else ""), received])
         return received
 
@@ -203,6 +212,25 @@ class Fake:
 
     async def echo(self, request: Request) -> Response:
         return JSONResponse({"echo": await self._note(request)})
+
+    async def transcribe(self, request: Request) -> Response:
+        """Answer with the size and digest of the file.
+
+        The form's prompt "exit PATH" ends the server, unless the path exists, which it makes.
+        """
+        async with request.form() as form:
+            file, prompt = form["file"], str(form.get("prompt") or "")
+            assert isinstance(file, UploadFile)
+            if prompt.startswith("exit "):
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(prompt.removeprefix("exit "), os.O_CREAT | os.O_EXCL))
+                    os._exit(9)
+            hashed, size = hashlib.sha256(), 0
+            while data := await file.read(1 << 20):
+                hashed.update(data)
+                size += len(data)
+            fields = sorted(name for name in form if name != "file")
+            return JSONResponse({"text": f"{size} {hashed.hexdigest()}", "fields": fields, "model": form["model"]})
 
     async def generate(self, request: Request) -> Response:
         if (refused := self._refused(request)) is not None:
@@ -230,6 +258,8 @@ class Fake:
         if body.get("priority") and getattr(self.options, "scheduling_policy", None) != "priority":
             return JSONResponse({"error": {"message": "Got priority but Priority scheduling is not enabled.", "code": 400}}, 400)
         chat = request.url.path.endswith("chat/completions")
+        if fake.get("digests"):
+            return JSONResponse({"id": "x", "choices": [{"index": 0, "message": {"role": "assistant", "content": _digests(body)}}]})
         if "says" in fake:
             events = saying_llama(body) if self.like == "llamacpp" and not chat else saying(body, chat=chat)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -358,6 +388,13 @@ class Fake:
         else:
             self._bring_back()
         return JSONResponse({}, 200 if body["model"] in self.stored else 404)
+
+
+def _digests(body: Any) -> str:
+    """Return sizes and digests of a conversation's images, as JSON."""
+    parts = [part for m in body["messages"] for part in m["content"] if part["type"] == "image_url"]
+    urls = [part["image_url"]["url"].encode() for part in parts]
+    return json.dumps([[len(url), hashlib.sha256(url).hexdigest()] for url in urls])
 
 
 def _token(i: int, letter: str = "t") -> str:

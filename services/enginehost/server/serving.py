@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from services.enginehost.drivers.port import Driver
 from services.enginehost.http1 import Client, HttpError, Response
+from services.enginehost.server.held_body import HeldBodyReader
 from services.enginehost.server.token_tracker import TokenTracker
 from services.enginehost.server.upstream_request import UpstreamRequest, build_upstream_request
 from services.enginehost.server.usage_meter import UsageMeter
@@ -85,6 +86,7 @@ class Serving(RequestServer[_Stream]):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
+        self._bodies = HeldBodyReader(mesh)
         self._driver: Driver | None = None
         self._client: Client | None = None
         self.was_killed: Callable[[], Awaitable[bool]] = _was_not_killed
@@ -140,7 +142,10 @@ class Serving(RequestServer[_Stream]):
     async def _forward(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
         upstream = await build_upstream_request(request, driver, client)
         stream.cache_salt = upstream.salt
-        response = await client.send(upstream.outgoing)
+        outgoing = upstream.outgoing
+        if request.held is not None:
+            outgoing = self._bodies.attach(outgoing, request.held)
+        response = await client.send(outgoing)
         try:
             content_type = response.headers.get("content-type", "application/octet-stream")
             if upstream.tracker is not None and response.status == 200 and content_type.startswith("text/event-stream"):

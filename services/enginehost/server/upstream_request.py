@@ -80,6 +80,8 @@ def _forward(request: InferRequest, driver: Driver) -> HttpRequest:
     if request.data is not None:
         headers = {**request.headers, "content-type": request.content_type}
         return HttpRequest(request.method, path, base64.b64decode(request.data), headers)
+    if request.held is not None and not request.held.marker:
+        return HttpRequest(request.method, path, headers={**request.headers, "content-type": request.content_type})
     if request.method in ("GET", "DELETE"):
         return HttpRequest(request.method, path, headers=request.headers)
     body: Any = {**driver.body(request.body), **driver.share_fields(request.share), **cache_fields(request, driver)}

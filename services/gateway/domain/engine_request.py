@@ -8,6 +8,7 @@ from typing import Any
 
 from shared.contracts.inference import Endpoint
 from shared.contracts.models import ModelCard
+from shared.contracts.request_body import HeldBody
 
 JSON = "application/json"
 _REGISTRATION_FIELDS: Any = {"info": {"modules": True, "adapter": {"modules"}}}
@@ -24,6 +25,8 @@ class EngineRequest:
         query: Query string of an `other` request.
         headers: Headers of an `other` request that are forwarded.
         lora_adapter: The LoRA adapter to respond with; None: the model itself.
+        held: The client's body, if it exceeds a message; `body` is its outline then.
+        held_digest: SHA-256 of that body, for an Idempotency-Key.
     """
 
     endpoint: Endpoint
@@ -33,6 +36,13 @@ class EngineRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     content_type: str = JSON
     lora_adapter: ModelCard | None = None
+    held: HeldBody | None = None
+    held_digest: str = ""
+
+    @property
+    def identity(self) -> bytes:
+        """The body, or the digest of one that exceeds a message: outlines have random markers."""
+        return self.body if self.held is None else self.held_digest.encode()
 
     @property
     def is_json(self) -> bool:
@@ -49,6 +59,8 @@ class EngineRequest:
             fields |= {"route": self.route, "query": self.query, "headers": dict(self.headers)}
         if self.lora_adapter is not None:
             fields["adapter"] = engine_card(self.lora_adapter)
+        if self.held is not None:
+            fields |= {"kind": "infer_held", "held": self.held.model_dump()}
         return fields if self.is_json else fields | {"content_type": self.content_type}
 
 

@@ -50,6 +50,9 @@ def encode_infer(
     if ticket.key or ticket.priority:
         envelope["share"] = {"flow": flow_of(ticket.key), "weight": ticket.weight, "priority": ticket.priority}
     # The validated JSON is embedded unchanged: encoding it again would cost more than all the rest.
-    body = b'"body":%b' % request.body if request.is_json else b'"data":"%b"' % base64.b64encode(request.body)
+    if request.is_json:
+        body = b'"body":%b' % request.body
+    else:
+        body = b'"data":"%b"' % base64.b64encode(request.body) if request.held is None else b'"data":null'
     payload = b"%b,%b}" % (json.dumps(envelope).encode()[:-1], body)
     return InferMessage(ticket.attempt_id, instance_id, payload, ticket.traceparent)

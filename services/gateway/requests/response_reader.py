@@ -24,7 +24,7 @@ from services.gateway.requests.stats import RequestStats
 from shared.compact_json import encode_json
 from shared.contracts.base import ErrorBody
 from shared.contracts.inference import InferEnd, InferRaw, InferResponse, InferStarted, Usage
-from shared.errors import EngineFailed, InstanceDraining, ThawError, from_body
+from shared.errors import BodyLost, EngineFailed, InstanceDraining, ThawError, from_body
 
 _MAX_BUFFERED_BYTES = 256 * 1024 * 1024
 """Largest HTTP body that is buffered until it is complete."""
@@ -303,7 +303,7 @@ class ResponseReader:
 
     def _on_failed(self, error: ThawError, now: float, *, is_engine_lost: bool) -> None:
         is_refusal_to_resume = self.attempt.resume is not None and self.attempt.next_seq == 1 and not is_engine_lost
-        if isinstance(error, InstanceDraining) or is_refusal_to_resume:
+        if isinstance(error, InstanceDraining | BodyLost) or is_refusal_to_resume:
             self.attempt.refusal = error
             self.on_refused(error, now)
         elif is_engine_lost:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.enginehost.http1 import Address, Client, HttpError, HttpRequest, TooLarge
+from services.enginehost.http1 import Address, BodyStream, Client, HttpError, HttpRequest, TooLarge
+from shared.errors import BodyLost
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -123,3 +124,100 @@ async def test_a_line_break_in_a_header_is_refused() -> None:
     async with serving(says(b"HTTP/1.1 200 OK\r\n\r\n")) as client:
         with pytest.raises(HttpError, match="line break"):
             await client.ask(HttpRequest("GET", "/", headers={"x": "a\r\nb: c"}))
+
+
+async def parts_of(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+def streamed(size: int, *parts: bytes) -> HttpRequest:
+    return HttpRequest("POST", "/", stream=BodyStream(size, lambda: parts_of(*parts)))
+
+
+async def test_a_streamed_body_arrives_whole() -> None:
+    parts = [bytes([i]) * 300_000 for i in range(20)]
+
+    async def echo_size(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        body = await reader.readexactly(6_000_000)
+        answer = b"same" if body == b"".join(parts) else b"else"
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n" + answer)
+        await writer.drain()
+
+    async with serving(echo_size) as client:
+        assert await client.ask(streamed(6_000_000, *parts)) == (200, b"same")
+
+
+async def test_a_slow_peer_holds_the_stream_back() -> None:
+    read = asyncio.Event()
+    taken = 0
+
+    async def many() -> AsyncIterator[bytes]:
+        nonlocal taken
+        for _ in range(200):
+            taken += 1
+            yield b"x" * 1_000_000
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read.wait()
+        await reader.readexactly(200_000_000)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+
+    async with serving(slow) as client:
+        request = HttpRequest("POST", "/", stream=BodyStream(200_000_000, many))
+        asking = asyncio.create_task(client.ask(request))
+        before = -1
+        while before != taken:  # no progress in a hundred turns of the event loop: the peer's buffers are full
+            before = taken
+            for _ in range(100):
+                await asyncio.sleep(0)
+        assert 0 < taken < 100
+        read.set()
+        assert await asking == (200, b"")
+
+
+async def test_an_early_answer_is_read_while_the_body_is_sent() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 413 No\r\ncontent-length: 2\r\n\r\nno")
+        await writer.drain()
+        await reader.read()
+
+    async def forever() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 65536
+
+    async with serving(refuse) as client:
+        assert await client.ask(HttpRequest("POST", "/", stream=BodyStream(1 << 40, forever))) == (413, b"no")
+
+
+async def test_an_error_of_the_stream_is_that_of_the_request() -> None:
+    async def lost() -> AsyncIterator[bytes]:
+        yield b"x"
+        raise BodyLost("gone")
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with serving(wait) as client:
+        with pytest.raises(BodyLost, match="gone"):
+            await client.ask(HttpRequest("POST", "/", stream=BodyStream(100, lost)))
+
+
+async def test_a_peer_that_closes_ends_the_stream() -> None:
+    ended = asyncio.Event()
+
+    async def forever() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x" * 65536
+        finally:
+            ended.set()
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(100_000)
+
+    async with serving(close) as client:
+        with pytest.raises(HttpError, match="closed early"):
+            await client.ask(HttpRequest("POST", "/", stream=BodyStream(1 << 40, forever)))
+    await ended.wait()

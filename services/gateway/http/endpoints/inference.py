@@ -18,10 +18,12 @@ from services.gateway.adapters.rate_limiter import Admitted, is_limited
 from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Reservation
 from services.gateway.domain.catalog import unknown_model
+from services.gateway.domain.held_request import can_hold_body, check_held, too_large
 from services.gateway.domain.limits.estimate import estimate_tokens, predict_cost
 from services.gateway.http.error_formats import error_format_of
-from services.gateway.http.parsing.body import read_body
+from services.gateway.http.parsing.body import BodyReceiver, read_body, read_body_or_beginning
 from services.gateway.http.parsing.idempotency_key import idempotency_key_of, with_seed
+from services.gateway.http.parsing.large_body import LargeBodyLimits, hold_body
 from services.gateway.http.parsing.multipart import is_form
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import ParsedRequest, check_model
@@ -82,6 +84,9 @@ def _asked_priority(scope: Scope) -> int | None:
 class Inference:
     """The ASGI endpoint of one kind of request."""
 
+    holds_large_bodies = True
+    """True if a body that exceeds a message may go to an engine all the same."""
+
     def __init__(self, gateway: Gateway, endpoint: Endpoint, parsers: ParserProcess) -> None:
         self._gateway = gateway
         self._parsers = parsers
@@ -105,8 +110,46 @@ class Inference:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_at, gateway = time.monotonic(), self._gateway
         with gateway.admission.begin(client_of(scope)) as reservation:
-            body = await read_body(scope, receive, self.body_limit(scope), reservation, gateway.settings.body_timeout)
+            limit, timeout_s = self.body_limit(scope), gateway.settings.body_timeout
+            if not self.holds_large_bodies:
+                body: bytes | list[bytes] = await read_body(scope, receive, limit, reservation, timeout_s)
+            else:
+                receiver = BodyReceiver(receive)
+                body = await read_body_or_beginning(receiver, limit, reservation, timeout_s)
+                if isinstance(body, list):
+                    await self._infer_large(body, limit, reservation, arrived_at, scope, receiver, send)
+                    return
+            assert isinstance(body, bytes)
             parsed = await self._parse(scope, body)
+            await self.infer(parsed, reservation, arrived_at, scope, receive, send)
+
+    async def _infer_large(
+        self,
+        beginning: list[bytes],
+        limit: int,
+        reservation: Reservation,
+        arrived_at: float,
+        scope: Scope,
+        receive: BodyReceiver,
+        send: Send,
+    ) -> None:
+        """Serve a request whose body exceeds a message, from a file that ends with the request.
+
+        Args:
+            beginning: Parts of the body that have been received.
+            limit: Maximum bytes of a body that is sent in a message.
+        """
+        gateway, settings = self._gateway, self._gateway.settings
+        if not settings.max_held_bytes or not any(can_hold_body(self._endpoint, card) for card in gateway.catalog.cards()):
+            await receive.discard(settings.body_timeout)
+            raise too_large(limit)
+        left_s = settings.body_timeout - (time.monotonic() - arrived_at)
+        limits = LargeBodyLimits(settings.max_body_bytes, limit, settings.body_timeout, left_s=left_s)
+        with gateway.bodies.scope() as bodies, gateway.held_admission.begin(client_of(scope)) as held_reservation:
+            received = await hold_body(scope, receive, beginning, limits, bodies, held_reservation)
+            parsed = await self._parse(scope, received.content)
+            engine_request = replace(parsed.engine_request, held=received.held, held_digest=received.digest)
+            parsed = replace(parsed, engine_request=engine_request)
             await self.infer(parsed, reservation, arrived_at, scope, receive, send)
 
     async def _parse(self, scope: Scope, body: bytes) -> ParsedRequest:
@@ -133,6 +176,8 @@ class Inference:
         reservation.name_model(card.name)
         if adapter is not None:
             parsed = replace(parsed, engine_request=replace(parsed.engine_request, lora_adapter=adapter))
+        if parsed.engine_request.held is not None:
+            check_held(parsed.request, parsed.engine_request, card, self.body_limit(scope))
         check_model(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
             await gateway.prompt_lengths.check(parsed.request, card)
@@ -181,7 +226,7 @@ class Inference:
         await self._respond(parsed, card, arrived_at, sink, key, admitted, scope, receive, send)
 
     async def _find_key(self, name: str, parsed: ParsedRequest, scope: Scope, response_id: str, created: int) -> _IdempotencyKey:
-        request = digest(parsed.engine_request.body, *filter(None, [scope["query_string"]]))
+        request = digest(parsed.engine_request.identity, *filter(None, [scope["query_string"]]))
         new_entry = Entry(request=request, answer_id=response_id, created=created)
         place = await self._gateway.idempotency.claim_or_get(name, new_entry)
         return _IdempotencyKey(require_same_request(place, request), new_entry)

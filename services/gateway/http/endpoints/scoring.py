@@ -6,6 +6,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.domain.admission import Reservation
 from services.gateway.domain.engine_request import EngineRequest
+from services.gateway.domain.held_request import too_large
 from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.parsing.parser_process import ParserProcess
@@ -39,11 +40,13 @@ class ScoringInference(Inference):
         return is_ours and caller_of(scope).may_use(card)
 
     def _translate(self, parsed: ParsedRequest, scope: Scope, send: Send) -> tuple[ParsedRequest, Send]:
+        limit = self.body_limit(scope)
+        if parsed.engine_request.held is not None:
+            raise too_large(limit)
         fields = {"model": parsed.request.model} | (parsed.request.model_extra or {})
         scoring = read_scoring(scope["path"], fields, parsed.engine_request.body)
         request, body = scoring.embedding_request()
         self._limits.check(request)
-        limit = self.body_limit(scope)
         if len(body) > limit:
             raise PayloadTooLarge(f"The texts have {len(body)} bytes, and the limit is {limit}. Send fewer")
         return ParsedRequest(request, EngineRequest("embedding", body)), TranslatedSend(send, scoring)

@@ -38,15 +38,25 @@ async def read_body(
         RequestTimeout: The body was not complete in time.
     """
     body = _Body(limit, reservation)
-    message = await receive()
-    if not body.add(message):
+    await _read(body, receive, timeout_s)
+    return body.get_whole()
+
+
+async def read_body_or_beginning(receive: Receive, limit: int, reservation: Reservation, timeout_s: float) -> bytes | list[bytes]:
+    """Read a whole body as `read_body`, or the parts that have arrived once it exceeds `limit`."""
+    body = _Body(limit, reservation, stops_at_limit=True)
+    await _read(body, receive, timeout_s)
+    return body.beginning if body.beginning else body.get_whole()
+
+
+async def _read(body: _Body, receive: Receive, timeout_s: float) -> None:
+    if not body.add(await receive()):
         try:
             async with asyncio.timeout(timeout_s):
                 while not body.add(await receive()):
                     pass
         except TimeoutError:
             raise RequestTimeout(f"The body was not complete within {timeout_s:g} s. Repeat the request") from None
-    return body.get_whole()
 
 
 class BodyReceiver:
@@ -54,11 +64,11 @@ class BodyReceiver:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._is_complete = False
+        self.is_complete = False
 
     async def __call__(self) -> Message:
         message = await self._receive()
-        self._is_complete = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        self.is_complete = message["type"] == "http.disconnect" or not message.get("more_body", False)
         return message
 
     async def discard(self, timeout_s: float) -> None:
@@ -69,14 +79,20 @@ class BodyReceiver:
         discarded = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self._is_complete and discarded <= _DISCARDED_BYTES:
+                while not self.is_complete and discarded <= _DISCARDED_BYTES:
                     discarded += len((await self()).get("body", b""))
 
 
 class _Body:
-    """The parts of a body. Those of a refused body are discarded."""
+    """The parts of a body. Those of a refused body are discarded.
 
-    def __init__(self, limit: int, reservation: Reservation | None) -> None:
+    Attributes:
+        beginning: The parts of a body that exceeded the limit and was not read to its end.
+    """
+
+    def __init__(self, limit: int, reservation: Reservation | None, *, stops_at_limit: bool = False) -> None:
+        self.beginning: list[bytes] = []
+        self._stops_at_limit = stops_at_limit
         self._limit = limit
         self._reservation = reservation
         self._parts: list[bytes] = []
@@ -89,6 +105,9 @@ class _Body:
             raise InvalidRequest("The client disconnected before its request was complete")
         part = message.get("body", b"")
         self._size += len(part)
+        if self._size > self._limit and self._stops_at_limit and self._refusal is None:
+            self.beginning = [*self._parts, part]
+            return True
         if self._size > self._limit:
             self._refuse(PayloadTooLarge(f"The body exceeds the limit of {self._limit} bytes. Send a smaller one"))
         elif self._refusal is None:

@@ -30,6 +30,14 @@ def is_form(content_type: str) -> bool:
     return content_type.split(";", 1)[0].strip().lower() == MULTIPART
 
 
+def boundary_of(content_type: str) -> bytes:
+    """Return the boundary of a form. Raises `InvalidRequest` without one."""
+    boundary = parse_options_header(content_type)[1].get(b"boundary") if len(content_type) <= _MAX_TYPE_BYTES else None
+    if not boundary:
+        raise InvalidRequest("The Content-Type of the multipart form has no boundary. Let the HTTP client set the header")
+    return boundary
+
+
 async def text_fields(content_type: str, body: bytes) -> dict[str, str]:
     """Parse the fields of a form that are not files; the last of equal names counts.
 
@@ -38,9 +46,7 @@ async def text_fields(content_type: str, body: bytes) -> dict[str, str]:
     Raises:
         InvalidRequest: The body is not a form, is incomplete, or has too many or too large parts.
     """
-    boundary = parse_options_header(content_type)[1].get(b"boundary") if len(content_type) <= _MAX_TYPE_BYTES else None
-    if not boundary:
-        raise InvalidRequest("The Content-Type of the multipart form has no boundary. Let the HTTP client set the header")
+    boundary = boundary_of(content_type)
     fields = _Fields()
     time_slice = TimeSlice()
     try:

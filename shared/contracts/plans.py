@@ -56,6 +56,7 @@ class Candidate(Frozen):
     stages: int = Field(default=1, description="Of a pipeline: `device_ids` has its first stage.")
     full_workers: int = 1
     later_devices: tuple[str, ...] = Field(default=(), description="Of a pipeline: the device of each later stage, as node/device.")
+    stage_sources: tuple[str, ...] = Field(default=(), description="Of a pipeline: the source of each stage's bytes, as `source`.")
     spread_ms: float | None = Field(
         default=None, description="Mean absolute error of the parameters that `predicted_ms` is made of."
     )

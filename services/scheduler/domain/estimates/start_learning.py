@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.scheduler.domain.cost.formulas import BRINGING, load_s
+from services.scheduler.domain.cost.formulas import BRINGING, ENGINE, load_s
 from services.scheduler.domain.cost.learned import Parameter, observe
 from services.scheduler.domain.estimates.start_times import (
     CHANGING,
@@ -82,6 +82,38 @@ def updated_estimates(state: ClusterState, plan: PlanRecord) -> list[Estimate]:
         *found,
         _estimate_moved(state, plan.model, chosen.node, own, priors),
         _estimate_moved(state, plan.model, ANYWHERE, anywhere, priors),
+    ]
+
+
+def stage_estimates(state: ClusterState, plan: PlanRecord, index: int, spans: tuple[PhaseSpan, ...]) -> list[Estimate]:
+    """Return the estimates after a stage of a group on several nodes has loaded its part.
+
+    Valid for the model are the start of the process, and the bandwidth of the part's bytes. The
+    other phases depend on the number of layers, or include waiting for the other stages. Parts of
+    one node share its links, so that neither measures the bandwidth.
+
+    Args:
+        state: The cluster.
+        plan: The plan of the group.
+        index: The stage's index.
+        spans: The phases that its engine has measured.
+    """
+    chosen, model = plan.chosen, state.models.get(plan.model)
+    if chosen is None or model is None or len(chosen.stage_sources) <= index:
+        return []
+    nodes = [chosen.node, *(device.partition("/")[0] for device in chosen.later_devices)]
+    phases = _by_phase(plan.model_copy(update={"measured": spans}))
+    anywhere = {name: phases[name] for name in ENGINE if name in phases}
+    own, source, layers = dict(anywhere), chosen.stage_sources[index], model.card.info.layers
+    ms = measure_covered([(s.start_ms, s.end_ms) for s in spans if s.phase.value in BRINGING])
+    if layers is not None and source and ms > _LEAST_LOAD_MS and nodes.count(nodes[index]) == 1:
+        stage = model.card.in_stages(len(nodes)).stages[index]
+        own[bandwidth(source)] = min(model.card.info.weights_bytes, layers.bytes_of(stage)) / (ms / 1e3)
+    if not own:
+        return []
+    return [
+        _estimate_moved(state, plan.model, nodes[index], own, PRIOR_MS),
+        _estimate_moved(state, plan.model, ANYWHERE, anywhere, PRIOR_MS),
     ]
 
 

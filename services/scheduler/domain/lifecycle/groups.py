@@ -17,7 +17,7 @@ from __future__ import annotations
 from services.scheduler.domain.effects import SendStop
 from services.scheduler.domain.lifecycle.deliveries import is_underway
 from services.scheduler.domain.lifecycle.failures import on_start_stalled
-from services.scheduler.domain.lifecycle.transitions import stop_instance
+from services.scheduler.domain.lifecycle.transitions import learn_stage, stop_instance
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.transaction import Transaction
@@ -47,8 +47,11 @@ def apply_stage_statuses(tx: Transaction, status: NodeStatus) -> None:
                 _end(tx, stage, s.error)
         elif stage is None:  # 2
             tx.put(_adopt(tx, status.node, s))
-        elif not stage.reported:
-            tx.put(replace(stage, reported=True))
+        else:
+            is_ready = s.state is InstanceState.READY
+            if is_ready and not stage.is_ready:
+                learn_stage(tx, stage.first, stage.index, s)
+            tx.put(replace(stage, reported=True, is_ready=stage.is_ready or is_ready))
     for stage in [x for x in tx.state.later_stages.values() if x.node == status.node and x.stage_id not in reported]:  # 3
         fresh = stage.sent_at is None or is_underway(tx, stage.stage_id, stage.sent_at, tx.policy.absence_grace_s)
         if not fresh and status.seq >= 2:

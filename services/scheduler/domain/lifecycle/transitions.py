@@ -14,7 +14,7 @@ from services.scheduler.domain.effects import (
     SendSuspend,
 )
 from services.scheduler.domain.estimates.memory_needs import start_bytes
-from services.scheduler.domain.estimates.start_learning import updated_estimates
+from services.scheduler.domain.estimates.start_learning import stage_estimates, updated_estimates
 from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster
 from services.scheduler.domain.lifecycle.deliveries import mark_queued
 from services.scheduler.domain.lifecycle.fetches import record_fetch
@@ -342,8 +342,10 @@ def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
         chosen = plan.chosen.model_copy(update={"took_ms": (tx.now - i.planned_at) * 1e3}) if plan.chosen is not None else None
         done = {"outcome": "ready", "chosen": chosen, "measured": measured, "measured_ms": (tx.now - i.requested_at) * 1e3}
         ended = plan.model_copy(update=done)
-        if not (chosen is not None and chosen.later_devices):  # its phases are those of a part
-            _learn(tx, ended)
+        if chosen is None or not chosen.later_devices:
+            _learn(tx, updated_estimates(tx.state, ended))
+        else:  # its phases are those of the first stage
+            learn_stage(tx, i.instance_id, 0, status)
         finish_plan(tx, i, ended)
     if model := tx.state.models.get(i.model):
         tx.put(replace(model, error=None))
@@ -351,8 +353,16 @@ def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
         tx.put(replace(failure_history, attempts=0, kills=0, failed_devices=()))
 
 
-def _learn(tx: Transaction, plan: PlanRecord) -> None:
-    for estimate in updated_estimates(tx.state, plan):
+def learn_stage(tx: Transaction, first: str, index: int, status: InstanceStatus) -> None:
+    """Learn from a loaded stage of a group on several nodes, if its plan is known."""
+    i = tx.state.instances.get(first)
+    plan = tx.state.plans.get(i.plan_id) if i is not None else None
+    if plan is not None and plan.chosen is not None and plan.instance_id == first:
+        _learn(tx, stage_estimates(tx.state, plan, index, status.phases))
+
+
+def _learn(tx: Transaction, found: list[Estimate]) -> None:
+    for estimate in found:
         known = tx.state.measured_on.get(estimate.model, ())
         if estimate.node != ANYWHERE and estimate.key not in tx.state.estimates and len(known) >= NODES_KEPT:
             tx.drop(Estimate, estimate_key(estimate.model, known[0]))

@@ -56,6 +56,8 @@ class FeasiblePlacement(NamedTuple):
     template: str | None = None
     later: tuple[str, ...] = ()
     """The device (node/device) of each later stage of a group on several nodes."""
+    sources: tuple[str, ...] = ()
+    """The source of the bytes of each stage of such a group."""
     is_wished: bool = True
     """The number of stages is the model's own setting."""
 

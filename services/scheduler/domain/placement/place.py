@@ -294,6 +294,7 @@ def _record_candidate(p: FeasiblePlacement) -> Candidate:
             "stages": option.stages,
             "full_workers": option.full_workers,
             "later_devices": p.later,
+            "stage_sources": p.sources,
             "spread_ms": option.cost.spread_s * 1e3,
             "queued_ms": prediction.queued_ms,
             "others_ms": clearance.penalty_s * 1e3,

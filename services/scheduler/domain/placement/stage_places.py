@@ -130,5 +130,6 @@ def place_group(
         slowest,
         shorts_of(p.fit for p in places),
         later=tuple(b.key for b in later),
+        sources=tuple(p.prediction.source for p in places),
         is_wished=is_wished,
     )

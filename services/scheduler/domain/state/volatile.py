@@ -149,7 +149,7 @@ class LaterStage:
     """A stage behind the first one of a group on several nodes: a process that holds memory.
 
     The `Instance` of the group is the first stage, `first`. `sent_at` None: its start is not sent
-    yet, and its memory is promised. `reported`: its node has reported it.
+    yet, and its memory is promised. `reported`: its node has reported it. `is_ready`: as loaded.
     """
 
     stage_id: str
@@ -164,6 +164,7 @@ class LaterStage:
     sent_at: float | None = None
     stop_at: float | None = None
     reported: bool = False
+    is_ready: bool = False
 
     @property
     def key(self) -> str:

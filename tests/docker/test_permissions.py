@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from nats.aio.msg import Msg
 
 from shared.contracts import subjects
 from shared.contracts.channels import CHANNELS
@@ -49,9 +50,11 @@ MAY_PUBLISH = {
     "executorControl": {"node"},
     "stageAddress": {"node"},
     "replies": {"node"},
+    "bodyParts": {"node"},
     "gatewayControl": {"migrator"},
     "gatewayPresent": {"gateway"},
     "gatewayLimits": {"gateway"},
+    "viewLatencies": {"gateway"},
     "findRequest": {"scheduler"},
     "migrations": {"scheduler", "migrator"},
     "requestTrace": {"gateway"},
@@ -77,9 +80,11 @@ MAY_HEAR = {
     "executorControl": {"node"},
     "stageAddress": {"node"},
     "replies": {"gateway"},
+    "bodyParts": {"gateway"},
     "gatewayControl": {"gateway"},
     "gatewayPresent": {"gateway"},
     "gatewayLimits": {"gateway"},
+    "viewLatencies": {"gateway"},
     "findRequest": {"gateway"},
     "migrations": set(),  # over JetStream's own inboxes
     "requestTrace": set(),
@@ -120,6 +125,18 @@ async def test_channels_are_open_only_to_roles_that_need_them(
     of_nodes = {c.name for c in CHANNELS if any(owned in c.address for owned in ("{node}", "{instance}", "{executor}"))}
     closed = of_nodes if role == "node" and user != node_user(node) else set()
     assert await _refused(guarded, user, node, hear) == closed | {name for name, roles in allowed.items() if role not in roles}
+
+
+async def test_a_node_reads_bodies_that_a_gateway_holds(guarded: Guarded) -> None:
+    async with guarded.client("gateway") as (gateway, _), guarded.client(node_user(NODES[0])) as (node, _):
+
+        async def answer(message: Msg) -> None:
+            await message.respond(b"part of " + message.data)
+
+        await gateway.subscribe(subjects.body_parts("g"), cb=answer)
+        await gateway.flush()
+        for name in (b"one", b"another"):
+            assert (await node.request(subjects.body_parts("g"), name, timeout=10)).data == b"part of " + name
 
 
 async def test_nodes_receive_loader_status_of_others_only_if_copying_is_enabled(

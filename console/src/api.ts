@@ -39,13 +39,14 @@ export async function post(path: string, body?: unknown): Promise<any> {
   return decode(await send(path, body));
 }
 
-export function send(path: string, body?: unknown, signal?: AbortSignal): Promise<Response> {
+export function send(path: string, body?: unknown, signal?: AbortSignal, method = "POST"): Promise<Response> {
   const content = body === undefined ? undefined : JSON.stringify(body);
-  return fetch(`/ui${path}`, { method: "POST", headers: CHANGE, body: content, signal });
+  return fetch(`/ui${path}`, { method, headers: CHANGE, body: content, signal });
 }
 
 export const session = (): Promise<Session> => get("/session");
 export const admin = (path: string): Promise<any> => get(`/api/admin/v1/${path}`);
 export const change = (path: string, body?: unknown): Promise<any> => post(`/api/admin/v1/${path}`, body);
+export const patch = async (path: string, body: unknown): Promise<any> => decode(await send(`/api/admin/v1/${path}`, body, undefined, "PATCH"));
 /** Names of models may contain slashes, which stay separators of the path. */
 export const inPath = (name: string): string => name.split("/").map(encodeURIComponent).join("/");

@@ -4,6 +4,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { AddModel } from "./addmodel";
 import { change, inPath } from "./api";
 import { duration, optional, percentile, size, words } from "./format";
+import { ChangeModel } from "./changemodel";
 import type { Live } from "./live";
 import { Action, Badge, Facts, Freshness, useFilter } from "./parts";
 import { money } from "./money";
@@ -116,7 +117,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
         {selected !== null && chosen && (
           <aside class="card" aria-label="Details">
             <button type="button" class="close" aria-label="Close the details" onClick={() => select(null)}>×</button>
-            <ModelDetails name={selected} model={chosen} latency={measured.get(selected)} />
+            <ModelDetails name={selected} model={chosen} latency={measured.get(selected)} mayChange={mayChange} />
           </aside>
         )}
       </div>
@@ -125,7 +126,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
   );
 }
 
-function ModelDetails({ name, model: m, latency }: { name: string; model: Model; latency?: Latency }) {
+function ModelDetails({ name, model: m, latency, mayChange }: { name: string; model: Model; latency?: Latency; mayChange: boolean }) {
   const phases = Object.entries(latency?.phases ?? {}).sort(([, a], [, b]) => (percentile(b, 0.5) ?? 0) - (percentile(a, 0.5) ?? 0));
   return (
     <>
@@ -165,6 +166,7 @@ function ModelDetails({ name, model: m, latency }: { name: string; model: Model;
         </table>
       )}
       <ModelSettings key={name} name={name} />
+      {mayChange && <ChangeModel key={`change ${name}`} name={name} />}
     </>
   );
 }

@@ -43,6 +43,7 @@ from services.gateway.http.endpoints.info import Info
 from services.gateway.http.endpoints.logs import Logs
 from services.gateway.http.endpoints.messages import ROUTE as MESSAGES
 from services.gateway.http.endpoints.messages import Messages
+from services.gateway.http.endpoints.model_settings import ModelSettings
 from services.gateway.http.endpoints.ollama import Ollama
 from services.gateway.http.endpoints.responses import ROUTE as RESPONSES
 from services.gateway.http.endpoints.responses import Responses, StoredResponses
@@ -100,6 +101,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         Route("/openapi.json", info.openapi, methods=["GET"]),
         *Doctor(gateway).routes(),
         *Logs(gateway).routes(),
+        *ModelSettings(gateway).routes(),
         *Admin(gateway).routes(),
         *Ollama(gateway, parsers).routes(),
         Route("/v1/{rest:path}", Inference(gateway, "other", parsers), methods=["POST"]),

@@ -5,7 +5,7 @@ They arrive through a gateway's admin API or over NATS.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -42,6 +42,35 @@ class ModelsAdded(Message):
     changed: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
+
+
+class ChangeSettings(Frozen):
+    """The body of a change of a model's settings.
+
+    Attributes:
+        settings: New values by name, as in `ModelSpec`; null stands for the default.
+        dry_run: List the changes only.
+        version: That of an earlier answer; the change is a conflict if the settings differ since.
+    """
+
+    settings: dict[str, Any] = Field(max_length=64)
+    dry_run: bool = False
+    version: str | None = None
+
+
+class SettingChange(Frozen):
+    setting: str
+    before: Any
+    after: Any
+
+
+class SettingsChanged(Frozen):
+    """The settings of a model that differ, and whether they have been changed."""
+
+    name: str
+    version: str = Field(description="Of the settings before the change.")
+    changes: tuple[SettingChange, ...] = ()
+    is_applied: bool = False
 
 
 class RemoveModel(Request):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -92,7 +93,7 @@ def test_model_of_a_url_is_followed_while_it_is_downloaded_until_it_is_ready(pag
     server.unblocked.set()
     expect(progress).to_contain_text(re.compile("far is added, and ready after"))
     expect(page.get_by_role("row").filter(has=page.get_by_role("button", name="far", exact=True))).to_contain_text("ready")
-    (spec,) = (m["card"]["spec"] for m in mesh.cluster()["models"] if m["card"]["spec"]["name"] == "far")
+    spec = spec_of(mesh, "far")
     assert (spec["pin"], spec["aliases"], spec["memory"]) == (True, ["far-alias", "other-alias"], 2**28)
 
 
@@ -108,6 +109,43 @@ def test_model_of_a_directory_is_added_without_a_start_by_keyboard(page: Page, m
     page.keyboard.press("Enter")
     expect(progress).to_contain_text("registered with these settings already")
     assert mesh.instances("near") == []
+
+
+def test_settings_are_changed_after_the_difference_was_shown(page: Page, mesh: Thaw, tmp_path: Path) -> None:
+    submit(page, "tuned", str(make_demo_model(tmp_path / "tuned", "test", seed=9)))
+    expect(page.get_by_role("status", name="Progress of the model")).to_contain_text("tuned is added, and ready")
+    page.get_by_role("button", name="tuned", exact=True).click()
+    details = page.get_by_role("complementary", name="Details")
+    details.get_by_text("Change settings").click()
+    group = details.get_by_role("group", name="Settings of tuned")
+    expect(group.get_by_label("Seconds it stays when idle")).to_have_value("300")
+    details.get_by_role("button", name="Show the change of tuned").click()
+    expect(details.get_by_text("Nothing would change.")).to_be_visible()
+    group.get_by_label("Pin: never evict it").check()
+    group.get_by_label("Priority").fill("500")
+    details.get_by_role("button", name="Show the change of tuned").click()
+    expect(details.get_by_role("alert")).to_contain_text("Invalid value for 'priority'")
+    group.get_by_label("Priority").fill("5")
+    details.get_by_role("button", name="Show the change of tuned").click()
+    table = details.get_by_role("table", name="The change, which is not applied yet")
+    expect(table.get_by_role("row", name=re.compile("^pin false true$"))).to_be_visible()
+    expect(table.get_by_role("row", name=re.compile("^priority 0 5$"))).to_be_visible()
+    assert serious_findings(page) == []
+    assert not spec_of(mesh, "tuned")["pin"]
+    details.get_by_role("button", name="Apply the change of tuned").click()
+    expect(details.get_by_text("Changed: priority, pin.")).to_be_visible()
+    assert (spec_of(mesh, "tuned")["pin"], spec_of(mesh, "tuned")["priority"]) == (True, 5)
+    group.get_by_label("Priority").fill("")
+    details.get_by_role("button", name="Show the change of tuned").click()
+    expect(table.get_by_role("row", name=re.compile("^priority 5 0$"))).to_be_visible()
+    expect(table.get_by_role("row")).to_have_count(2)
+
+
+def spec_of(mesh: Thaw, model: str) -> dict[str, Any]:
+    """Return the settings of a model as the scheduler has them."""
+    (spec,) = (m["card"]["spec"] for m in mesh.cluster()["models"] if m["card"]["spec"]["name"] == model)
+    assert isinstance(spec, dict)
+    return spec
 
 
 def test_read_only_keys_add_no_models(browser: Browser, mesh: Thaw, admin: httpx.Client) -> None:

@@ -14,7 +14,7 @@ from services.gateway.authorization import hash_key
 from services.gateway.domain.console_view import View, cluster_view
 from services.gateway.http.console import feed, sources
 from shared.contracts import subjects
-from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelView, NodeView
+from shared.contracts.admin import ADMIN_REQUEST, AddModels, AdminRequest, ClusterView, ModelsAdded, ModelView, NodeView
 from shared.contracts.base import Done, Message
 from shared.contracts.findings import Diagnosis
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus
@@ -37,6 +37,8 @@ class Scheduler:
 
     async def answer(self, request: AdminRequest) -> Message:
         self.asked.append(request)
+        if isinstance(request, AddModels):
+            return ModelsAdded(changed=tuple(spec.name for spec in request.specs))
         return self.view if request.kind == "view" else Done()
 
 
@@ -143,6 +145,34 @@ async def test_doctor_reports_parts_that_do_not_answer_as_findings(
     assert (levels, diagnosis.ok) == (parts, False)
     assert "secret" not in answer.text
     assert all(f.remedy and f.meaning for f in diagnosis.findings if f.level == "fail")
+
+
+async def test_settings_are_changed_by_an_admin_key_alone_and_not_over_a_newer_change(
+    guarded: Served, scheduler: Scheduler
+) -> None:
+    body = {"name": "viewer", "scope": "read-only", "sha256": hash_key("view-key")}
+    bearer = {"authorization": f"Bearer {ROOT_KEY}"}
+    assert (await guarded.http.post("/admin/v1/keys", json=body, headers=bearer)).status_code == 200
+    path = "/ui/api/admin/v1/models/alpha/settings"
+    await log_in(guarded, "view-key")
+    assert (await guarded.http.patch(path, json={"settings": {}}, headers=CONSOLE)).status_code == 403
+    await log_in(guarded, ROOT_KEY)
+    assert (await guarded.http.patch(path, json={"settings": {}})).status_code == 403
+    assert scheduler.asked == []
+    scheduler.view = ClusterView(scheduler="s", epoch=1, models=(ModelView(card=card_of("alpha", priority=1)),))
+    shown = (await guarded.http.patch(path, json={"settings": {"pin": True}, "dry_run": True}, headers=CONSOLE)).json()
+    assert shown["changes"] == [{"setting": "pin", "before": False, "after": True}]
+    assert {request.kind for request in scheduler.asked} == {"view"}
+    for settings in ({"priority": 101}, {"source": "/other"}, {"no_such": 1}):
+        assert (await guarded.http.patch(path, json={"settings": settings}, headers=CONSOLE)).status_code == 400, settings
+    order = {"settings": {"pin": True}, "version": shown["version"]}
+    scheduler.view = ClusterView(scheduler="s", epoch=1, models=(ModelView(card=card_of("alpha", priority=2)),))
+    assert (await guarded.http.patch(path, json=order, headers=CONSOLE)).status_code == 409
+    assert {request.kind for request in scheduler.asked} == {"view"}
+    assert (await guarded.http.patch(path, json=order | {"version": None}, headers=CONSOLE)).status_code == 200
+    added = scheduler.asked[-1]
+    assert isinstance(added, AddModels)
+    assert [(spec.name, spec.pin, spec.priority) for spec in added.specs] == [("alpha", True, 2)]
 
 
 async def test_doctor_finds_that_no_scheduler_leads(serve: ServeFn, node: FakeNode) -> None:

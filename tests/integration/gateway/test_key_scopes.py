@@ -59,6 +59,7 @@ async def test_read_only_key_sees_everything_and_changes_nothing(pair: tuple[Ser
         ("POST", "models"),
         ("DELETE", "models/alpha"),
         ("POST", "models/alpha/wake"),
+        ("PATCH", "models/alpha/settings"),
         ("POST", "models/alpha/sleep"),
         ("POST", "nodes/n/drain"),
         ("POST", "nodes/n/cordon"),

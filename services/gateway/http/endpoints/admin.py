@@ -17,7 +17,6 @@ from starlette.responses import Response
 from services.gateway.adapters.key_writer import MAX_LOG_ENTRIES, Actor
 from services.gateway.adapters.latency_collector import collect_latencies
 from services.gateway.domain.latency_log import summarize_history
-from services.gateway.domain.model_yaml import model_yaml
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.query import read_integer
@@ -72,7 +71,6 @@ class Admin:
             "explain": self.explain,
             "migrations": self.migrations,
             "migrations/{migration_id}": self.migrations,
-            "models/{name:path}/settings": self.model_settings,
             "models/{name:path}/latencies": self.latencies,
             "usage": self.usage,
             "traces": self.traces,
@@ -107,13 +105,7 @@ class Admin:
         return json_response((await self._ask_scheduler(message, reply)).model_dump(mode="json"))
 
     async def _ask_scheduler(self, message: MeshRequest, reply: type[M]) -> M:
-        """Return the scheduler's reply. Raises `Unreachable`."""
-        try:
-            return await self._gateway.mesh.request(subjects.ADMIN, message, reply, with_reports=True)
-        except Unreachable as e:
-            raise Unreachable(
-                "No scheduler is the leader: it is stopped, starting, or PostgreSQL refuses it. See `thaw logs scheduler`"
-            ) from e
+        return await ask_scheduler(self._gateway, message, reply)
 
     async def cluster(self, request: Request) -> Response:
         """View the cluster; with `?brief=true` without candidates and measurements of plans.
@@ -130,15 +122,9 @@ class Admin:
         limit = min(_MAX_BODY, self._gateway.mesh.max_body)
         body = validate_body(AddModels, await read_body(request.scope, request.receive, limit))
         if not self._gateway.authorizer.guards_admin:
-            _refuse_commands(body.specs)
+            refuse_commands(body.specs)
         command = AddModels(specs=body.specs, prune=body.prune, reread=body.reread, replace=body.replace)
         return await self._request_scheduler(command, ModelsAdded)
-
-    async def model_settings(self, request: Request) -> Response:
-        """Return the settings of a model as the thaw.yaml that would give them."""
-        card = self._gateway.catalog.find_model(request.path_params["name"])
-        spec = card.spec if caller_of(request.scope).is_admin else card.spec.without_secrets()
-        return json_response({"name": card.name, "yaml": model_yaml(spec)})
 
     async def latencies(self, request: Request) -> Response:
         """Return a model's latencies of the last hour, in intervals of `?step=` minutes."""
@@ -322,6 +308,16 @@ class Admin:
         return json_response(json.loads(found.data or b"null"))
 
 
+async def ask_scheduler(gateway: Gateway, message: MeshRequest, reply: type[M]) -> M:
+    """Return the scheduler's reply. Raises `Unreachable`."""
+    try:
+        return await gateway.mesh.request(subjects.ADMIN, message, reply, with_reports=True)
+    except Unreachable as e:
+        raise Unreachable(
+            "No scheduler is the leader: it is stopped, starting, or PostgreSQL refuses it. See `thaw logs scheduler`"
+        ) from e
+
+
 def _key_response(key: ApiKey) -> Response:
     return json_response(key.model_dump(mode="json"))
 
@@ -330,7 +326,7 @@ def _actor(request: Request) -> Actor:
     return Actor(caller_of(request.scope).name or "no key", request.client.host if request.client else "")
 
 
-def _refuse_commands(specs: Iterable[ModelSpec]) -> None:
+def refuse_commands(specs: Iterable[ModelSpec]) -> None:
     """Refuse specs that make a node run commands or code of the caller.
 
     An admin API without a key is open to everyone who reaches its port; only the operator decides

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from services.engine.model import checkpoint
+from services.engine.model.module_copy import copy_modules
 from services.engine.model.segment import Segment
 from services.engine.tokenization import Tokenization
 from shared.contracts.models import ModelCard
@@ -168,5 +169,4 @@ def _fill(skeleton: PreTrainedModel, names: dict[str, str], tensors: dict[str, t
         if tensor not in by_tensor:  # tied parameters remain one
             by_tensor[tensor] = nn.Parameter(tensors[tensor], requires_grad=False)
         memo[id(parameter)] = by_tensor[tensor]
-    model: PreTrainedModel = copy.deepcopy(skeleton, memo)
-    return model
+    return copy_modules(skeleton, memo)

@@ -14,6 +14,9 @@ interface Counts {
   completion_tokens: number;
   cold_requests: number;
   cold_start_s: number;
+  held_cpu_byte_s: number;
+  held_cuda_byte_s: number;
+  held_host_byte_s: number;
 }
 
 export interface Row {
@@ -22,7 +25,7 @@ export interface Row {
   hour: number | null;
   counts: Counts;
   /** Exact decimals as text. */
-  cost: { prompt: string; cached: string; completion: string; cold_starts: string; total: string } | null;
+  cost: { prompt: string; cached: string; completion: string; cold_starts: string; memory: string; total: string } | null;
 }
 
 export interface Viewed {
@@ -40,6 +43,10 @@ export function usage(hours: number, by: string, model?: string): Promise<Viewed
 
 const SPANS: [label: string, hours: number][] = [["24 hours", 24], ["7 days", 168], ["30 days", 720]];
 const HOUR_S = 3600;
+
+function gibHours(byteSeconds: number): string {
+  return (byteSeconds / 2 ** 30 / HOUR_S).toFixed(2);
+}
 
 export function UsagePage() {
   const [hours, setHours] = useState(24);
@@ -79,7 +86,7 @@ export function UsagePage() {
   const { shown, field } = useFilter(rows ?? [], (r) => `${r.key} ${r.model}`);
   const count = (value: number) => value.toLocaleString();
   const total = (rows ?? []).reduce((sum, r) => sum + Number(r.cost?.total ?? 0), 0);
-  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Seconds of cold starts"];
+  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Seconds of cold starts", "GiB hours held", "Parked"];
   return (
     <>
       <h1>Usage</h1>
@@ -103,7 +110,7 @@ export function UsagePage() {
           <caption>{note}</caption>
           <thead>
             <tr>
-              {[...titles, ...(currency === null ? [] : [`${currency} for tokens`, `${currency} for cold starts`, `${currency} in all`])].map((title) => (
+              {[...titles, ...(currency === null ? [] : [`${currency} for tokens`, `${currency} for cold starts`, `${currency} for memory`, `${currency} in all`])].map((title) => (
                 <th key={title} scope="col">{title}</th>
               ))}
             </tr>
@@ -112,7 +119,7 @@ export function UsagePage() {
             {shown.map((r) => (
               <tr key={`${r.key} ${r.model}`}>
                 <th scope="row">{r.key || "no key"}</th>
-                <td>{r.model}</td>
+                <td>{r.model || "no model"}</td>
                 <td class="number">{count(r.counts.requests)}</td>
                 <td class="number">{count(r.counts.failed)}</td>
                 <td class="number">{count(r.counts.prompt_tokens)}</td>
@@ -120,10 +127,13 @@ export function UsagePage() {
                 <td class="number">{count(r.counts.completion_tokens)}</td>
                 <td class="number">{count(r.counts.cold_requests)}</td>
                 <td class="number">{r.counts.cold_start_s.toFixed(1)}</td>
+                <td class="number">{gibHours(r.counts.held_cpu_byte_s + r.counts.held_cuda_byte_s)}</td>
+                <td class="number">{gibHours(r.counts.held_host_byte_s)}</td>
                 {currency !== null && (
                   <>
-                    <td class="number">{r.cost && amount(Number(r.cost.total) - Number(r.cost.cold_starts))}</td>
+                    <td class="number">{r.cost && amount(Number(r.cost.prompt) + Number(r.cost.cached) + Number(r.cost.completion))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.cold_starts))}</td>
+                    <td class="number">{r.cost && amount(Number(r.cost.memory))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.total))}</td>
                   </>
                 )}

@@ -12,8 +12,9 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
+from typing import Any
 
 import asyncpg
 from nats.errors import Error as NatsError
@@ -24,6 +25,7 @@ from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
 from services.scheduler.adapters.database import connect, migrate, plain_url, refused_login
 from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
+from services.scheduler.adapters.held_memory import FLUSH_PERIOD_S, HeldMemory
 from services.scheduler.adapters.leadership import Term, leadership
 from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.load_traces import LoadTraces
@@ -113,13 +115,15 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     await ensure_streams(js, mesh.replicas)
     migrations = Migrations(mesh, loop.post)
     ledger = Ledger(engine, settings.price_list)
-    handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations)
+    held = HeldMemory(ledger, loop.state, term.epoch, policy.node_lost_after_s)
+    await held.load()
+    handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations, held)
     is_wanted = partial(is_current, loop.state)
     outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations, is_wanted)
     outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:
-        async with _background_tasks(loop, repository, ledger, term.epoch, migrations):
+        async with _background_tasks(loop, repository, ledger, term.epoch, migrations, _record_held(held, handlers)):
             await handlers.start()
             await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
             deciding = asyncio.create_task(loop.run(outbox), name="decide")
@@ -142,13 +146,29 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     return 0
 
 
+async def _record_held(held: HeldMemory, handlers: Handlers) -> None:
+    while True:
+        await asyncio.sleep(FLUSH_PERIOD_S)
+        try:
+            await held.flush(clock.now())
+        except (SQLAlchemyError, OSError, StaleEpoch) as e:
+            log.warning("failed to record the memory held; it is recorded later", extra={"error": repr(e)})
+        else:
+            handlers.spending.note_held()
+
+
 def _batches(names: list[str], size: int) -> list[list[str]]:
     return [names[at : at + size] for at in range(0, len(names), size)]
 
 
 @contextlib.asynccontextmanager
 async def _background_tasks(
-    loop: SchedulerLoop, repository: Repository, ledger: Ledger, epoch: int, migrations: Migrations
+    loop: SchedulerLoop,
+    repository: Repository,
+    ledger: Ledger,
+    epoch: int,
+    migrations: Migrations,
+    record_held: Coroutine[Any, Any, None],
 ) -> AsyncIterator[None]:
     """Run the tasks beside a term: timers, and the watch on migrations."""
 
@@ -185,7 +205,14 @@ async def _background_tasks(
             except (SQLAlchemyError, OSError, StaleEpoch) as e:
                 log.warning("failed to persist loader status", extra={"error": repr(e)})
 
-    timers = {"tick": tick(), "prune": prune(), "settle": settle(), "remember": remember(), "migrations": migrations.watch()}
+    timers = {
+        "tick": tick(),
+        "prune": prune(),
+        "settle": settle(),
+        "remember": remember(),
+        "migrations": migrations.watch(),
+        "held memory": record_held,
+    }
     tasks = [asyncio.create_task(timer, name=name) for name, timer in timers.items()]
     try:
         yield

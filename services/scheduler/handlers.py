@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 from sqlalchemy.exc import SQLAlchemyError
 
 from services.scheduler.adapters import clock
+from services.scheduler.adapters.held_memory import HeldMemory
 from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository, StaleEpoch
@@ -90,12 +91,14 @@ class Handlers:
         policy: Policy,
         name: str,
         migrations: Migrations,
+        held: HeldMemory,
     ) -> None:
         self._mesh = mesh
         self._loop = loop
         self._repository = repository
         self._ledger = ledger
-        self._spending = Spending(ledger)
+        self.spending = Spending(ledger)
+        self._held = held
         self._policy = policy
         self._name = name
         self._explainer = Explainer(mesh, loop.state, repository, policy, migrations)
@@ -153,7 +156,9 @@ class Handlers:
                 self._loop.post(WaiterCancelled(clock.now(), waiter))
 
     async def _node_status(self, status: NodeStatus) -> None:
-        self._loop.post(NodeStatusReceived(clock.now(), status))
+        now = clock.now()
+        self._held.on_status(status, now)
+        self._loop.post(NodeStatusReceived(now, status))
 
     async def _loader_status(self, status: LoaderStatus) -> None:
         self._loop.post(LoaderStatusReceived(clock.now(), status))
@@ -176,8 +181,8 @@ class Handlers:
             raise Unavailable("This scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
         with _database_errors_as_unavailable():
             if isinstance(request, ViewSpending):
-                return await self._spending.view(request, clock.hour())
-            return await self._spending.record(self._loop.state.epoch, request, clock.hour())
+                return await self.spending.view(request, clock.hour())
+            return await self.spending.record(self._loop.state.epoch, request, clock.hour())
 
     async def _admin(self, request: AdminRequest) -> Message:
         at = clock.now()

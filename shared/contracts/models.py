@@ -31,7 +31,7 @@ _HARMLESS_FIELDS = frozenset(
     {
         "name", "source", "aliases", "base", "engine", "keep_alive", "replicas", "priority", "park", "pin", "placement", "max_model_len",
         "max_concurrency", "stages", "dtype", "queue", "slo", "latency_sensitivity", "isolation", "init_timeout", "response_timeout", "memory",
-        "health", "ready_timeout", "stop_signal", "routes", "tool_parser",
+        "health", "owner", "ready_timeout", "stop_signal", "routes", "tool_parser",
     }
 )  # fmt: skip
 """Options of a model that can make no node run code of the caller's choice. An option that is new
@@ -200,6 +200,11 @@ class ModelOptions(Strict):
         default="dedicated",
         description="shared: one process of a device hosts all such models (builtin engine, without trust_remote_code); dedicated: a "
         "process for each instance.",
+    )
+    owner: str = Field(
+        default="",
+        max_length=200,
+        description="Name of the API key that is charged for the memory that its instances hold (docs/metering.md); by default none.",
     )
     init_timeout: float = Field(default=600.0, gt=0, description="Seconds a start may take without progress.")
     response_timeout: float = Field(default=600.0, gt=0, description="Seconds one response may take.")

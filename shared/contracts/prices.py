@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from shared.contracts.base import Frozen
 
 DeviceKind = Literal["cpu", "cuda"]
+MemoryKind = Literal["cpu", "cuda", "host"]
+"""Memory of devices by their kind; host: that of a node, for suspended engines."""
+GIB_HOUR = float(2**30 * 3600)
+"""Byte-seconds of a GiB-hour."""
 Amount = Annotated[Decimal, Field(ge=0, le=10**9, max_digits=21, decimal_places=12)]
 _MILLION = Decimal(1_000_000)
-_SECOND = Decimal("0.000001")
-"""Seconds are measured, and rounded to microseconds before they are priced."""
+_MILLIONTH = Decimal("0.000001")
+"""Measured amounts are rounded to it before they are priced: seconds to microseconds."""
 
 
 class TokenPrices(Frozen):
@@ -32,12 +36,16 @@ class TokenPrices(Frozen):
 
 
 class Cost(Frozen):
-    """An amount of money by what it is for; `cold_starts`: device-seconds of cold starts."""
+    """An amount of money by what it is for.
+
+    `cold_starts`: device-seconds of cold starts; `memory`: GiB-hours held.
+    """
 
     prompt: Decimal = Decimal(0)
     cached: Decimal = Decimal(0)
     completion: Decimal = Decimal(0)
     cold_starts: Decimal = Decimal(0)
+    memory: Decimal = Decimal(0)
     total: Decimal = Decimal(0)
 
     def plus(self, other: Cost) -> Cost:
@@ -51,6 +59,8 @@ class Prices(Frozen):
         currency: Its name, as ISO 4217 has it (`EUR`), or an internal one (`credits`).
         tokens: Prices of a million tokens of every model.
         device_seconds: Price of a second of one device, by the device's kind.
+        gib_hours: Price of a GiB held for an hour, by the kind of the memory: of devices (cpu,
+            cuda), or host memory and swap that suspended engines take (host).
         models: Other prices of tokens for models by name or pattern; the first that matches holds.
     """
 
@@ -59,6 +69,7 @@ class Prices(Frozen):
     currency: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9 _-]{0,31}$")
     tokens: TokenPrices = TokenPrices()
     device_seconds: dict[DeviceKind, Amount] = Field(default_factory=dict)
+    gib_hours: dict[MemoryKind, Amount] = Field(default_factory=dict)
     models: dict[str, TokenPrices] = Field(default_factory=dict, max_length=1_000)
 
     def of_model(self, model: str) -> TokenPrices:
@@ -73,12 +84,19 @@ class Prices(Frozen):
             completion=_choose(own.completion, self.tokens.completion),
         )
 
-    def cost(self, model: str, tokens: tuple[int, int, int], device_s: Mapping[str, float] | None = None) -> Cost:
+    def cost(
+        self,
+        model: str,
+        tokens: tuple[int, int, int],
+        device_s: Mapping[str, float] | None = None,
+        byte_s: Mapping[str, float] | None = None,
+    ) -> Cost:
         """Price an amount of usage.
 
         Args:
             tokens: Prompt tokens with those from a cache, tokens from a cache, completion tokens.
             device_s: Device-seconds of cold starts by the kind of the device.
+            byte_s: Byte-seconds held by the kind of the memory.
         """
         prompt_tokens, cached_tokens, completion_tokens = tokens
         prices = self.of_model(model)
@@ -89,14 +107,21 @@ class Prices(Frozen):
         prompt = prices.prompt * (prompt_tokens - cached_tokens) / _MILLION
         cached = prices.cached * cached_tokens / _MILLION
         completion = prices.completion * completion_tokens / _MILLION
-        known = {str(kind): price for kind, price in self.device_seconds.items()}
-        cold = sum(
-            (Decimal(seconds).quantize(_SECOND) * known[kind] for kind, seconds in (device_s or {}).items() if kind in known),
-            Decimal(0),
-        )
+        cold = _price(device_s or {}, self.device_seconds)
+        memory = _price({kind: amount / GIB_HOUR for kind, amount in (byte_s or {}).items()}, self.gib_hours)
         return Cost(
-            prompt=prompt, cached=cached, completion=completion, cold_starts=cold, total=prompt + cached + completion + cold
+            prompt=prompt,
+            cached=cached,
+            completion=completion,
+            cold_starts=cold,
+            memory=memory,
+            total=prompt + cached + completion + cold + memory,
         )
+
+
+def _price(measured: Mapping[str, float], prices: Mapping[Any, Decimal]) -> Decimal:
+    """Price measured amounts by kind, rounded to millionths; a kind without a price is free."""
+    return sum((Decimal(n).quantize(_MILLIONTH) * prices[kind] for kind, n in measured.items() if kind in prices), Decimal(0))
 
 
 def _choose(*prices: Decimal | None) -> Decimal:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from shared.contracts.base import Deadline, Frozen, Message, Request
 from shared.contracts.keys import KeySpending
-from shared.contracts.prices import Cost, Prices
+from shared.contracts.prices import GIB_HOUR, Cost, Prices
 
 REPORT_INTERVAL_S = 2.0
 MAX_ROWS_PER_REPORT = 1_000
@@ -44,6 +44,11 @@ class Counts(Frozen):
         cold_start_s: Their shares of the seconds of these starts. The requests that waited for a
             start share it equally.
         cold_device_s: The same, times the devices of the instance that started.
+        held_cpu_byte_s: Bytes that models had reserved on cpu devices, times seconds. Charged to
+            the owner of the model, whether it was used, kept alive, prewarmed or pinned.
+        held_cuda_byte_s: The same of cuda devices.
+        held_host_byte_s: Bytes of snapshots of suspended engines in host memory and swap, times
+            seconds.
     """
 
     requests: int = Field(default=0, ge=0, le=MAX_COUNT)
@@ -56,11 +61,24 @@ class Counts(Frozen):
     cold_requests: int = Field(default=0, ge=0, le=MAX_COUNT)
     cold_start_s: float = Field(default=0.0, ge=0)
     cold_device_s: float = Field(default=0.0, ge=0)
+    held_cpu_byte_s: float = Field(default=0.0, ge=0)
+    held_cuda_byte_s: float = Field(default=0.0, ge=0)
+    held_host_byte_s: float = Field(default=0.0, ge=0)
 
     @property
     def compute_s(self) -> float:
         """Device-seconds of computing, of all kinds of devices."""
         return (self.compute_cpu_us + self.compute_cuda_us) / 1e6
+
+    @property
+    def held_gib_h(self) -> float:
+        """GiB-hours held on devices of all kinds."""
+        return (self.held_cpu_byte_s + self.held_cuda_byte_s) / GIB_HOUR
+
+    @property
+    def parked_gib_h(self) -> float:
+        """GiB-hours of suspended engines in host memory and swap."""
+        return self.held_host_byte_s / GIB_HOUR
 
 
 class UsageRow(Frozen):
@@ -138,8 +156,8 @@ class Period(Frozen):
 class Spent(KeySpending):
     """What the ledger has of a key in the present day and month.
 
-    Tokens are those of prompts and completions. Money is their cost and that of cold starts; 0
-    without prices.
+    Tokens are those of prompts and completions. Money is their cost, and that of cold starts and of
+    memory held; 0 without prices.
     """
 
 

@@ -75,6 +75,13 @@ def _charges(row: UsageSum) -> Iterator[dict[str, str]]:
             cost.cold_starts,
             "Share of cold starts, in seconds of a device",
         ),
+        (
+            "memory-gib-hours",
+            Decimal(counts.held_gib_h + counts.parked_gib_h).quantize(Decimal("0.000001")),
+            "GiB-Hours",
+            cost.memory,
+            "Memory held on devices and by suspended engines",
+        ),
     ):
         if not quantity:
             continue

@@ -17,7 +17,8 @@ from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
 from thaw.units import parse_duration
 
-_NO_KEY = "(no key)"
+_ABSENT = {"key": "(no key)", "model": "(no model)"}
+"""Model: memory of devices without instances."""
 _HOUR_S = 3600
 
 
@@ -31,7 +32,7 @@ def usage(
     ] = False,
     as_json: Json = False,
 ) -> Document:
-    """Show requests, tokens, cold starts and their cost by API key and model.
+    """Show requests, tokens, cold starts, memory held and their cost by API key and model.
 
     Examples:
     [bold]thaw usage --by key,hour --since 24h --csv[/]
@@ -72,14 +73,14 @@ def _value(row: UsageSum, dimension: str) -> str:
     value = getattr(row, dimension)
     if dimension == "hour":
         return time.strftime("%Y-%m-%dT%H:00Z", time.gmtime(value * _HOUR_S))
-    return _NO_KEY if dimension == "key" and not value else str(value or "")
+    return str(value or _ABSENT.get(dimension, ""))
 
 
 def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
     table = Table(box=None, header_style="dim")
     for name in dimensions:
         table.add_column(name.upper())
-    for name in ("REQUESTS", "FAILED", "PROMPT", "CACHED", "COMPLETION", "COMPUTE S", "COLD", "COLD S"):
+    for name in ("REQUESTS", "FAILED", "PROMPT", "CACHED", "COMPLETION", "COMPUTE S", "COLD", "COLD S", "GIB H", "PARKED GIB H"):
         table.add_column(name, justify="right")
     if viewed.currency is not None:
         table.add_column(viewed.currency.upper(), justify="right")
@@ -100,6 +101,8 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
             f"{counts.compute_s:,.1f}",
             f"{counts.cold_requests:,}",
             f"{counts.cold_start_s:,.1f}",
+            f"{counts.held_gib_h:,.2f}",
+            f"{counts.parked_gib_h:,.2f}",
             *([f"{row.cost.total:,.4f}"] if row.cost is not None else []),
         )
     return table

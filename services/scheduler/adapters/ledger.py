@@ -7,11 +7,11 @@ nothing; the reply says from where to continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, Table, delete, func, select
+from sqlalchemy import ColumnElement, RowMapping, Select, Table, delete, func, literal, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -21,6 +21,7 @@ from shared.contracts.prices import Cost, Prices
 from shared.contracts.usage import (
     MAX_ROWS_VIEWED,
     RETENTION_HOURS,
+    ColdWait,
     Counts,
     ReportUsage,
     UsageRecorded,
@@ -41,6 +42,8 @@ _COUNTS = (
 )
 Tokens = tuple[int, int, int]
 """Prompt, cached and completion tokens."""
+_UNASKED = ("min_replicas", "park", "wake")
+"""Triggers of starts that are made without a request."""
 _SPOOL_HOURS = 40 * 24
 """A spool that was silent for so long is forgotten."""
 
@@ -93,6 +96,9 @@ class Ledger:
                 found = sums.setdefault(tuple(row[name] for name in by), _Sum())
                 found.cold_start_s += float(row["cold_start_s"] or 0.0)
                 found.device_s[row["device_kind"]] = found.device_s.get(row["device_kind"], 0.0) + float(row["device_s"] or 0.0)
+            for row in (await connection.execute(_select_held(query, by))).mappings():
+                found = sums.setdefault(tuple(row[name] for name in by), _Sum())
+                found.byte_s[row["kind"]] = found.byte_s.get(row["kind"], 0.0) + float(row["byte_s"] or 0.0)
         totals: dict[tuple[Any, ...], _Sum] = {}
         for name, found in sums.items():
             values = dict(zip(by, name, strict=True))
@@ -106,6 +112,7 @@ class Ledger:
                     **{n: total.counts.get(n, 0) for n in _COUNTS},
                     cold_start_s=total.cold_start_s,
                     cold_device_s=sum(total.device_s.values()),
+                    **{f"held_{kind}_byte_s": amount for kind, amount in total.byte_s.items()},
                 ),
                 cost=total.cost if self.prices is not None else None,
             )
@@ -133,6 +140,73 @@ class Ledger:
                 found.setdefault(row["key"], {})[row["device_kind"]] = float(row["device_s"] or 0.0)
         return found
 
+    async def record_held(self, epoch: int, batches: Iterable[HeldBatch]) -> None:
+        """Record memory held, in one transaction with the nodes' clocks.
+
+        A batch that begins before its node's clock was recorded before, and changes nothing.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
+        """
+        async with self._engine.begin() as connection:
+            await require_epoch(connection, epoch)
+            clocks = await _read_clocks(connection)
+            new = [b for b in batches if b.start >= clocks.get(b.node, b.start)]
+            table, amounts = tables.held_memory, _sum_up(new)
+            if amounts:
+                statement = insert(table)
+                more = {"byte_s": table.c.byte_s + statement.excluded.byte_s}
+                await connection.execute(
+                    statement.on_conflict_do_update(index_elements=["hour", "key", "model", "kind"], set_=more),
+                    [
+                        dict(zip(("hour", "key", "model", "kind"), key, strict=True), byte_s=amount)
+                        for key, amount in amounts.items()
+                    ],
+                )
+            if new:
+                clock = insert(tables.held_clocks)
+                await connection.execute(
+                    clock.on_conflict_do_update(index_elements=["node"], set_={"until": clock.excluded.until}),
+                    [{"node": b.node, "until": b.end} for b in new],
+                )
+
+    async def record_unasked_starts(self, epoch: int, since: float, owner: Callable[[str], str]) -> None:
+        """Charge starts that no request asked for to their models' owners.
+
+        Requests that waited for such a start share it with the owner, who counts as one of them. A
+        start that was recorded before changes nothing.
+
+        Args:
+            epoch: The leader's epoch.
+            since: Unix seconds of the oldest plan.
+            owner: Returns the key that is charged for a model.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
+        """
+        plans = tables.plans
+        ready = (plans.c.created >= since) & (plans.c.outcome == "ready") & plans.c.measured_ms.is_not(None)
+        asked = select(plans.c.plan_id, plans.c.model, plans.c.created, plans.c.measured_ms, plans.c.chosen)
+        async with self._engine.begin() as connection:
+            await require_epoch(connection, epoch)
+            found = (await connection.execute(asked.where(ready, plans.c.trigger.in_(_UNASKED)))).mappings()
+            if waits := [_wait_of_owner(row, owner(row["model"])) for row in found if row["chosen"] is not None]:
+                starts = insert(tables.cold_waits).on_conflict_do_nothing(index_elements=["plan_id", "key", "model", "adapter"])
+                await connection.execute(starts, [wait.model_dump() for wait in waits])
+
+    async def read_held_clocks(self) -> dict[str, float]:
+        """Return the time up to which each node's memory is recorded, in Unix seconds."""
+        async with self._engine.connect() as connection:
+            return await _read_clocks(connection)
+
+    async def sum_byte_s(self, since: int) -> dict[str, dict[str, float]]:
+        """Sum up the byte-seconds held from an hour on, by key and kind of memory."""
+        found: dict[str, dict[str, float]] = {}
+        async with self._engine.connect() as connection:
+            for row in (await connection.execute(_select_held(ViewUsage(since=since), ("key",)))).mappings():
+                found.setdefault(row["key"], {})[row["kind"]] = float(row["byte_s"] or 0.0)
+        return found
+
     async def prune(self, epoch: int, hour: int) -> None:
         """Delete hours beyond the retention, and spools that are silent for long.
 
@@ -141,18 +215,37 @@ class Ledger:
         """
         async with self._engine.begin() as connection:
             await require_epoch(connection, epoch)
-            for table in (tables.usage, tables.cold_waits):
+            for table in (tables.usage, tables.cold_waits, tables.held_memory):
                 await connection.execute(delete(table).where(table.c.hour < hour - RETENTION_HOURS))
+            clocks = tables.held_clocks
+            await connection.execute(delete(clocks).where(clocks.c.until < (hour - _SPOOL_HOURS) * 3600.0))
             await connection.execute(delete(tables.usage_spools).where(tables.usage_spools.c.hour < hour - _SPOOL_HOURS))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBatch:
+    """Memory held on a node from `start` to `end` (Unix seconds).
+
+    `rows`: byte-seconds by hour, key, model and kind of memory.
+    """
+
+    node: str
+    start: float
+    end: float
+    rows: Mapping[tuple[int, str, str, str], float]
 
 
 @dataclass(slots=True)
 class _Sum:
-    """Sums of one combination of the dimensions; `device_s`: by the kind of the device."""
+    """Sums of one combination of the dimensions.
+
+    `device_s`: by the kind of the device; `byte_s`: by the kind of the memory.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     cold_start_s: float = 0.0
     device_s: dict[str, float] = field(default_factory=dict)
+    byte_s: dict[str, float] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
 
     def add(self, other: _Sum) -> None:
@@ -160,6 +253,8 @@ class _Sum:
             self.counts[name] = self.counts.get(name, 0) + count
         for kind, seconds in other.device_s.items():
             self.device_s[kind] = self.device_s.get(kind, 0.0) + seconds
+        for kind, amount in other.byte_s.items():
+            self.byte_s[kind] = self.byte_s.get(kind, 0.0) + amount
         self.cold_start_s += other.cold_start_s
         self.cost = self.cost.plus(other.cost)
 
@@ -167,7 +262,7 @@ class _Sum:
 def _cost(found: _Sum, model: str, prices: Prices) -> Cost:
     counts = found.counts
     tokens = (counts.get("prompt_tokens", 0), counts.get("cached_tokens", 0), counts.get("completion_tokens", 0))
-    return prices.cost(model, tokens, found.device_s)
+    return prices.cost(model, tokens, found.device_s, found.byte_s)
 
 
 async def _add_rows(connection: AsyncConnection, report: ReportUsage) -> None:
@@ -223,3 +318,39 @@ def _shares(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     share = everyone.c.start_s * table.c.requests / everyone.c.all
     shares = (func.sum(share).label("cold_start_s"), func.sum(share * table.c.devices).label("device_s"))
     return select(*by, *shares).join(everyone, everyone.c.plan_id == table.c.plan_id).where(*inside).group_by(*by)
+
+
+async def _read_clocks(connection: AsyncConnection) -> dict[str, float]:
+    rows = await connection.execute(select(tables.held_clocks.c.node, tables.held_clocks.c.until))
+    return {str(node): float(until) for node, until in rows}
+
+
+def _wait_of_owner(plan: RowMapping, owner: str) -> ColdWait:
+    devices: list[str] = plan["chosen"]["device_ids"] or [""]
+    return ColdWait(
+        plan_id=plan["plan_id"],
+        hour=int(plan["created"] // 3600),
+        key=owner,
+        model=plan["model"],
+        requests=1,
+        start_s=plan["measured_ms"] / 1e3,
+        device_kind=devices[0].partition(":")[0],
+        devices=len(devices),
+    )
+
+
+def _sum_up(batches: Iterable[HeldBatch]) -> dict[tuple[int, str, str, str], float]:
+    amounts: dict[tuple[int, str, str, str], float] = {}
+    for batch in batches:
+        for key, amount in batch.rows.items():
+            amounts[key] = amounts.get(key, 0.0) + amount
+    return amounts
+
+
+def _select_held(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
+    table = tables.held_memory
+    by = [literal("").label(name) if name == "adapter" else table.c[name] for name in dimensions]
+    statement = select(*by, table.c.kind, func.sum(table.c.byte_s).label("byte_s")).where(table.c.hour >= query.since)
+    if query.until is not None:
+        statement = statement.where(table.c.hour < query.until)
+    return statement.group_by(*(table.c[name] for name in dimensions if name != "adapter"), table.c.kind)

@@ -2,7 +2,8 @@
 
 The sums are read from Postgres once in each day and term. Each report that is recorded is added to
 them, so that a gateway's question costs no query. Shares of cold starts change with each request
-that waited for the start: they are read again after reports of such requests.
+that waited for the start: they are read again after reports of such requests, and so is the memory
+held after it was recorded.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from shared.contracts.usage import Counts, Period, ReportUsage, SpendingViewed, 
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums since `since`: tokens by key and model, device-seconds of starts by key and kind."""
+    """Sums since `since`.
+
+    Tokens by key and model; device-seconds of starts, and byte-seconds held, by key and kind.
+    """
 
     since: int
     tokens: dict[str, dict[str, Tokens]] = field(default_factory=dict)
     device_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    byte_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, key: str, model: str, more: Tokens) -> None:
         of_key = self.tokens.setdefault(key, {})
@@ -36,7 +41,7 @@ class Spending:
         self._prices = ledger.prices
         self._period: Period | None = None
         self._day, self._month = _Sums(0), _Sums(0)
-        self._has_new_starts = False
+        self._has_new_starts = self._has_new_memory = False
 
     async def record(self, epoch: int, report: ReportUsage, hour: int) -> UsageRecorded:
         """Record a report in the ledger; as `Ledger.record`."""
@@ -45,6 +50,10 @@ class Spending:
         except BaseException:
             self._period = None  # it may be recorded: read the sums again
             raise
+
+    def note_held(self) -> None:
+        """Read the memory held again: more of it was recorded."""
+        self._has_new_memory = True
 
     def _add(self, report: ReportUsage) -> None:
         if self._period is None:
@@ -61,11 +70,15 @@ class Spending:
         if self._period != period:
             self._period = None
             self._day, self._month = await self._read(period.day), await self._read(period.month)
-            self._period, self._has_new_starts = period, True
+            self._period, self._has_new_starts, self._has_new_memory = period, True, True
         if self._has_new_starts and self._prices is not None and self._prices.device_seconds:
             for sums in (self._day, self._month):
                 sums.device_s = await self._ledger.sum_device_s(sums.since)
             self._has_new_starts = False
+        if self._has_new_memory and self._prices is not None and self._prices.gib_hours:
+            for sums in (self._day, self._month):
+                sums.byte_s = await self._ledger.sum_byte_s(sums.since)
+            self._has_new_memory = False
         return SpendingViewed(
             period=period, keys={key: spent for key in query.keys if (spent := self._spent(key)) != Spent()}, prices=self._prices
         )
@@ -87,8 +100,8 @@ class Spending:
     def _cost(self, sums: _Sums, key: str) -> Decimal:
         if self._prices is None:
             return Decimal(0)
-        starts = self._prices.cost("", (0, 0, 0), sums.device_s.get(key)).total
-        return sum((self._prices.cost(m, tokens).total for m, tokens in sums.tokens.get(key, {}).items()), starts)
+        others = self._prices.cost("", (0, 0, 0), sums.device_s.get(key), sums.byte_s.get(key)).total
+        return sum((self._prices.cost(m, tokens).total for m, tokens in sums.tokens.get(key, {}).items()), others)
 
 
 def _count(sums: _Sums, key: str) -> int:

@@ -172,4 +172,16 @@ usage_spools = Table(
     Column("hour", Integer, nullable=False),
 )
 """How far each gateway's spool is recorded."""
+held_memory = Table(
+    "held_memory",
+    metadata,
+    Column("hour", Integer, primary_key=True),
+    Column("key", Text, primary_key=True),
+    Column("model", Text, primary_key=True),
+    Column("kind", Text, primary_key=True),
+    Column("byte_s", Float, nullable=False),
+)
+"""Byte-seconds that instances held on devices (cpu, cuda), or suspended in host memory (host)."""
+held_clocks = Table("held_clocks", metadata, Column("node", Text, primary_key=True), Column("until", Float, nullable=False))
+"""Unix seconds up to which each node's memory is recorded."""
 leadership = Table("leadership", metadata, Column("id", Integer, primary_key=True), Column("epoch", BigInteger, nullable=False))

@@ -64,7 +64,7 @@ async def usage(base: str, by: str = "key,model") -> dict[tuple[str, ...], Count
     if answer.status_code == 503:
         return {}
     assert answer.status_code == 200, answer.text
-    rows = UsageViewed.model_validate(answer.json()).rows
+    rows = [row for row in UsageViewed.model_validate(answer.json()).rows if row.counts.requests]  # others are of memory held
     return {tuple(str(getattr(row, name)) for name in by.split(",")): row.counts for row in rows}
 
 

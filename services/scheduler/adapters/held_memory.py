@@ -1,0 +1,111 @@
+"""The meter of memory over time: integrates the nodes' reports, and records them in the ledger.
+
+Each node has a clock in the ledger: the time up to which its memory is recorded. Charges and clock
+are written in one transaction. So a leader that ends loses nothing: the next one charges from the
+clock on, and a batch that was recorded before its reply was lost is not recorded twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from services.scheduler.adapters.ledger import HeldBatch, Ledger
+from services.scheduler.domain.holdings import Charge, Holding, charge, list_holdings
+from services.scheduler.domain.state.cluster import ClusterState
+from shared.contracts.node import NodeStatus
+
+log = logging.getLogger(__name__)
+FLUSH_PERIOD_S = 10.0
+_PLANS_SINCE_S = 3600.0
+"""Plans of starts that are looked at: a start that takes longer is charged by the next leader."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """`since`: the node's memory is charged, here or in the ledger, up to this time."""
+
+    since: float
+    boot_id: str = ""
+    seq: int = -1
+    held: tuple[Holding, ...] | None = None
+    opened_at: float = 0.0
+    charges: dict[Charge, float] = field(default_factory=dict)
+
+
+class HeldMemory:
+    """The meter of one term."""
+
+    def __init__(self, ledger: Ledger, state: ClusterState, epoch: int, longest_s: float) -> None:
+        """Create a meter.
+
+        Args:
+            ledger: Where charges are recorded.
+            state: The leader's state: since when instances exist, and whose models they are of.
+            epoch: The leader's epoch.
+            longest_s: The longest pause between the reports of a living node.
+        """
+        self._ledger = ledger
+        self._state = state
+        self._epoch = epoch
+        self._longest_s = longest_s
+        self._nodes: dict[str, _Node] = {}
+        self._clocks: dict[str, float] = {}
+        self._pending: tuple[HeldBatch, ...] = ()
+        self._plans_since_s = 24 * _PLANS_SINCE_S
+
+    async def load(self) -> None:
+        """Read the clocks. Call it once, before the first report."""
+        self._clocks = await self._ledger.read_held_clocks()
+
+    def on_status(self, status: NodeStatus, now: float) -> None:
+        """Charge the time since the node's last report."""
+        node = self._nodes.get(status.node)
+        if node is None:
+            since = min(now, self._clocks.get(status.node, now))
+            node = self._nodes[status.node] = _Node(since, opened_at=since)
+        elif node.boot_id == status.boot_id and status.seq < node.seq:
+            return
+        held = list_holdings(status)
+        # The first report of a term stands for the time without a leader, too.
+        before = node.held if node.held is not None else held
+        for what, amount in charge(before, held, (node.since, now), self._known_since, self._longest_s).items():
+            node.charges[what] = node.charges.get(what, 0.0) + amount
+        node.since, node.boot_id, node.seq, node.held = max(now, node.since), status.boot_id, status.seq, held
+
+    def _known_since(self, instance_id: str) -> float:
+        instance = self._state.instances.get(instance_id)
+        since = instance.sent_at if instance is not None else None
+        return since if since is not None else 0.0
+
+    async def flush(self, now: float) -> None:
+        """Record what was charged since the last time; a batch that failed goes first.
+
+        Starts that no request asked for are charged to the owners of their models.
+
+        Raises:
+            StaleEpoch: Another leader was elected.
+            SQLAlchemyError: The database failed. The next call repeats the batch.
+        """
+        if not self._pending:
+            self._pending = self._take()
+        if self._pending:
+            await self._ledger.record_held(self._epoch, self._pending)
+            self._pending = ()
+        await self._ledger.record_unasked_starts(self._epoch, now - self._plans_since_s, self._owner)
+        self._plans_since_s = _PLANS_SINCE_S
+
+    def _take(self) -> tuple[HeldBatch, ...]:
+        batches = []
+        for name, node in self._nodes.items():
+            if node.since > node.opened_at:
+                batches.append(HeldBatch(name, node.opened_at, node.since, self._rows(node.charges)))
+                node.opened_at, node.charges = node.since, {}
+        return tuple(batches)
+
+    def _rows(self, charges: dict[Charge, float]) -> dict[tuple[int, str, str, str], float]:
+        return {(hour, self._owner(model), model, kind): amount for (hour, model, kind), amount in charges.items()}
+
+    def _owner(self, model: str) -> str:
+        known = self._state.models.get(model)
+        return known.card.spec.owner if known is not None else ""

@@ -350,7 +350,5 @@ def _sum_up(batches: Iterable[HeldBatch]) -> dict[tuple[int, str, str, str], flo
 def _select_held(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     table = tables.held_memory
     by = [literal("").label(name) if name == "adapter" else table.c[name] for name in dimensions]
-    statement = select(*by, table.c.kind, func.sum(table.c.byte_s).label("byte_s")).where(table.c.hour >= query.since)
-    if query.until is not None:
-        statement = statement.where(table.c.hour < query.until)
+    statement = select(*by, table.c.kind, func.sum(table.c.byte_s).label("byte_s")).where(*_inside(query, table))
     return statement.group_by(*(table.c[name] for name in dimensions if name != "adapter"), table.c.kind)

@@ -32,7 +32,7 @@ COMMANDS = (
     Entry("models", "models", "app", "Models: register, list, show, remove."),
     Entry("batches", "batches", "app", "Batches of requests for idle devices: run, list, show, cancel."),
     Entry("keys", "keys", "app", "API keys: add, list, change, rotate, revoke, log."),
-    Entry("usage", "usage", "usage", "Show requests, tokens, cold starts and their cost by API key and model."),
+    Entry("usage", "usage", "usage", "Show requests, tokens, cold starts, memory held and their cost by API key and model."),
     Entry("wake", "wake", "wake", "Start or resume a model, and wait until it is ready."),
     Entry("sleep", "wake", "sleep", "Free a model's devices after its running requests."),
     Entry("chat", "chat", "chat", "Chat with a model; it is started or resumed first if necessary."),

@@ -31,7 +31,7 @@ PIECE_DELAY_S = 0.06
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
     directory = tmp_path_factory.mktemp("www")
-    for seed, name in enumerate(("far", "near", *(f"probe-{n}" for n in NODES))):
+    for seed, name in enumerate(("far", "near", "tight", "loose", *(f"probe-{n}" for n in NODES))):
         make_demo_model(directory / name, SHAPE, seed=seed)
     found = TierServer(directory)
     found.faults.piece_delay_s = PIECE_DELAY_S
@@ -44,7 +44,7 @@ def mesh(server: TierServer) -> Iterator[Roomy]:
     """Start two nodes with paced links, which have measured them, and one beside."""
     thaw = Roomy(THAW_DRAM_BYTES="0", THAW_LOADER_REMOTE_THREADS="1")
     source = server.directory / "far"
-    need = need_of(card_of(ModelSpec(name="single", source=str(source), max_concurrency=4))).total + 16 * MIB
+    need = 2 * need_of(card_of(ModelSpec(name="single", source=str(source), max_concurrency=4))).total + 16 * MIB
     probes = [{"name": f"probe-{n}", "source": f"{server.url}/probe-{n}", "placement": {"devices": [f"{n}/*"]}} for n in NODES]
     config = {
         "mesh": {"port": thaw.port, "nodes": {**{n: {"cpu:0": need} for n in NODES}, "beside": {"cpu:0": need}}},
@@ -69,9 +69,9 @@ def has_measured(mesh: Roomy, node: str) -> bool:
     return any(x["link"].startswith("remote:") and x["bytes_per_second"] for x in links)
 
 
-def register(mesh: Roomy, server: TierServer, name: str, ttft: float) -> None:
+def register(mesh: Roomy, server: TierServer, name: str, ttft: float | None, devices: str = "node-*/*") -> None:
     """Register a remote model with an objective, or change its objective."""
-    model = {"name": name, "source": f"{server.url}/{name}", "slo": {"ttft": ttft}, "placement": {"devices": ["node-*/*"]}}
+    model = {"name": name, "source": f"{server.url}/{name}", "slo": {"ttft": ttft}, "placement": {"devices": [devices]}}
     path = mesh.home / f"{name}.yaml"
     path.write_text(json.dumps({"defaults": OPTIONS, "models": [model]}))
     mesh.json("models", "add", "--config", str(path))
@@ -104,6 +104,8 @@ def test_objective_that_one_node_misses_is_met_by_a_group_that_answers_as_one_en
     plan = mesh.json("explain", "far")
     assert (plan["chosen"]["ready_by"], plan["chosen"]["stages"]) == ("pipeline", 2), plan
     assert "one worker would miss the objective" in plan["reason"]
+    assert plan["chosen"]["stage_sources"] == ["remote", "remote"]
+    assert plan["chosen"]["took_ms"] is not None, "the error of the prediction is recorded"
     until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="both stages are ready")
     assert sorted(stages_of(mesh, "far").values()) == sorted(NODES)
     assert answer.text == Stream(mesh.url, body("single", **LONG)).start().result().text
@@ -119,3 +121,25 @@ def test_objective_that_one_node_meets_gets_one_engine(mesh: Roomy, server: Tier
     [group] = [c for c in plan["candidates"] if c["stages"] == 2]
     assert "one worker meets the objective" in group["excluded"]
     assert not stages_of(mesh, "near")
+
+
+def test_fetch_waits_while_it_would_make_another_one_miss_its_objective(mesh: Roomy, server: TierServer) -> None:
+    register(mesh, server, "loose", None, "node-0/*")
+    register(mesh, server, "tight", 0.001, "node-0/*")
+    [alone_ms] = [
+        c["predicted_ms"] for c in mesh.json("explain", "tight", "--what-if", "drop-node=beside")["candidates"] if c["predicted_ms"]
+    ]
+    register(mesh, server, "tight", 1.25 * alone_ms / 1e3, "node-0/*")
+    tight = Stream(mesh.url, body("tight", **LONG)).start()
+    until(lambda: is_starting(mesh, "tight"), what="the first model fetches")
+    loose = Stream(mesh.url, body("loose", **LONG)).start()
+    until(
+        lambda: "node-0's link: one fetch would miss its objective (tight)" in mesh.json("explain", "loose")["reason"],
+        what="the second fetch waits for the link",
+    )
+    assert tight.result().text
+    assert loose.result().text
+
+
+def is_starting(mesh: Roomy, model: str) -> bool:
+    return any(i["model"] == model for n in mesh.cluster()["nodes"] for i in n["instances"])

@@ -60,6 +60,7 @@ class Running:
     state: InstanceState = InstanceState.LOADING
     active: int = 0
     completed: int = 0
+    generated: int = 0
     idle_since: float = 0.0
     progress: float = 0.0
     error: ErrorBody | None = None
@@ -251,7 +252,12 @@ def _status(r: Running, now: float) -> InstanceStatus:
         suspension=r.suspension,
         freed_bytes=c.reserve_bytes if stopped else None,
         capacity=c.card.spec.max_concurrency,
-        load=EngineLoad(active=r.active, completed=r.completed, idle_ms=0 if r.active else max(0, int((now - r.idle_since) * 1e3))),
+        load=EngineLoad(
+            active=r.active,
+            completed=r.completed,
+            generated_tokens=r.generated,
+            idle_ms=0 if r.active else max(0, int((now - r.idle_since) * 1e3)),
+        ),
         error=r.error,
         phases=r.phases,
         template_key=template_key(c.card) if r.state.parked else "",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from services.scheduler.domain.effects import StepDown
 from services.scheduler.domain.estimates.memory_needs import learn_memory
+from services.scheduler.domain.estimates.token_times import learn_token_time
 from services.scheduler.domain.lifecycle.deliveries import is_underway
 from services.scheduler.domain.lifecycle.failures import (
     on_crash,
@@ -65,6 +66,8 @@ def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
         if instance is not None and instance.is_resume_claim:
             _update_resume_claim(tx, instance, s)
         elif instance is not None and not instance.is_claim:
+            if previous is not None:
+                learn_token_time(tx, instance, s.load, tx.now - previous.last_message_at)
             _update_known(tx, instance, s)  # 3
         elif instance is None and (s.state.holds_memory or s.state.parked):
             _adopt_or_stop(tx, status.node, s)  # 4

@@ -11,7 +11,9 @@ its own sake (ADR 0079). The code carries the numbers of these rules:
    the bytes of its part, and a hop for each stage (Eq. 1 and 5, with the cost model's learned
    parameters).
 3. If one worker meets the objective, or a group is not predicted sooner, there is one worker.
-4. Of the groups that meet the objective Algorithm 1 takes the one that shares the fewest devices,
+   A model with an objective for each further token is divided once the time per token of one engine
+   is measured. At worst the stages of a group take it one after the other (Eq. 2).
+4. Of the groups that meet the objectives Algorithm 1 takes the one that shares the fewest devices,
    then the one with the least memory. If none meets it, there is one worker.
 """
 
@@ -23,15 +25,17 @@ from typing import NamedTuple
 
 from services.scheduler.domain.estimates.memory_needs import start_bytes
 from services.scheduler.domain.estimates.start_times import Forecast
+from services.scheduler.domain.estimates.token_times import token_s
 from services.scheduler.domain.placement.groups import card_of_parts
 from services.scheduler.domain.placement.link_rule import link_rule
 from services.scheduler.domain.placement.options import FeasiblePlacement, excluded_candidate
 from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.placement.stage_places import StagePlace, clear_all, find_stage_places, place_group
-from services.scheduler.domain.policies.pipelines import STAGES, Scheme, Server, Times, select, slowdown
+from services.scheduler.domain.policies.pipelines import STAGES, Scheme, Server, Times, select, slowdown, tpot
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import replace
+from shared.contracts.models import Slo
 from shared.contracts.plans import Candidate
 from shared.contracts.stages import STAGEABLE
 
@@ -56,7 +60,8 @@ def choose_stage_count(tx: Transaction, r: PlacementRequest, considered: Sequenc
         r: The model, and where it may go.
         considered: The options of one worker, and devices without room for one.
     """
-    card, objective = r.model.card, r.model.card.spec.slo.ttft
+    card, slo = r.model.card, r.model.card.spec.slo
+    objective = slo.ttft
     if objective is None or not _may_be_divided(tx, r):  # 1
         return StageChoice()
     alone = min((c for c in considered if isinstance(c, FeasiblePlacement)), key=lambda p: p.option.cost.total_s, default=None)
@@ -70,33 +75,34 @@ def choose_stage_count(tx: Transaction, r: PlacementRequest, considered: Sequenc
         why = f"one worker meets the objective of {objective:g} s: it is predicted to take {first_s:.2f} s"
         return StageChoice(refused=tuple((g, why) for g, _ in found), excluded=excluded)
     sooner = [(g, x) for g, x in found if x.ttft < first_s]
-    single = [Scheme(1, 1, (), first_s, 0.0)] if alone is not None else []
-    best = select([*single, *(x for _, x in sooner)], left_s, math.inf)  # 4
+    single = [Scheme(1, 1, (), first_s, _decode_s(tx, r))] if alone is not None else []
+    best = select([*single, *(x for _, x in sooner)], left_s, slo.tpot or math.inf)  # 4
     offered = tuple(g for g, x in sooner if x is best)
-    refused = [(g, _why_not(x, best, first_s, left_s, objective)) for g, x in found if x is not best]
+    refused = [(g, _why_not(x, best, first_s, left_s, slo)) for g, x in found if x is not best]
     return StageChoice(offered, tuple(refused), excluded)
 
 
-def _why_not(x: Scheme, best: Scheme | None, first_s: float, left_s: float, objective: float) -> str:
+def _why_not(x: Scheme, best: Scheme | None, first_s: float, left_s: float, slo: Slo) -> str:
     if x.ttft >= first_s:
         return "a group of this size is not predicted sooner than one worker"
     if x.ttft > left_s:
-        return f"misses the objective of {objective:g} s"
+        return f"misses the objective of {slo.ttft:g} s"
+    if slo.tpot is not None and x.tpot > slo.tpot:
+        return f"may take {x.tpot * 1e3:.0f} ms for each further token, which misses the objective of {slo.tpot * 1e3:g} ms"
     return f"{best.stages} stages meet the objective too, with less sharing or memory" if best is not None else "not needed"
 
 
 def _may_be_divided(tx: Transaction, r: PlacementRequest) -> bool:
     """True if the model's next instance may be a group without the operator's wish.
 
-    An objective for each further token needs a measured time per token, which the scheduler does
-    not have yet.
+    An objective for each further token needs a measured time per token.
     """
     spec, info = r.model.card.spec, r.model.card.info
     return (
         "pipeline" in tx.policy.capabilities & r.profile.uses
         and not r.ask.is_extra
         and spec.stages == 1
-        and spec.slo.tpot is None
+        and (spec.slo.tpot is None or token_s(tx.state, r.model.key) is not None)
         and r.forecast.is_remote
         and spec.engine == "builtin"
         and spec.isolation != "shared"
@@ -106,6 +112,12 @@ def _may_be_divided(tx: Transaction, r: PlacementRequest) -> bool:
         and info.layers is not None
         and not any(m.card.spec.base == r.model.key for m in tx.state.models.values())
     )
+
+
+def _decode_s(tx: Transaction, r: PlacementRequest) -> float:
+    """Return t_d; 0 without an objective for each further token."""
+    measured = token_s(tx.state, r.model.key) if r.model.card.spec.slo.tpot is not None else None
+    return measured or 0.0
 
 
 def _group(tx: Transaction, r: PlacementRequest, stages: int) -> tuple[FeasiblePlacement, Scheme] | Candidate | None:
@@ -125,11 +137,11 @@ def _group(tx: Transaction, r: PlacementRequest, stages: int) -> tuple[FeasibleP
     slowest = max((part.predict(p.booking, leaving=leaving) for p in places), key=lambda p: p.ms)
     # A stage alone on its device computes its layers only, as a full worker of Eq. 1 and 2 does.
     undisturbed = sum(1 for p in places if not p.sharing)
-    t = Times(prefill=r.ask.exec_s, decode=0.0, hop=HOP_S)
-    placed = place_group(places, clearance, slowest, need, hops_s=t.hop * stages, is_wished=False)
+    t = Times(prefill=r.ask.exec_s, decode=_decode_s(tx, r), hop=HOP_S)
+    placed = place_group(places, clearance, slowest, need, hops_s=t.hop * stages, tpot_s=tpot(stages, 0, t), is_wished=False)
     ttft = placed.option.cost.total_s + t.prefill * slowdown(stages, undisturbed)
     memory = stages * need / max(1, start_bytes(tx.state, r.model.card))
-    return placed, Scheme(stages, 0, tuple(_server(p) for p in places), ttft, 0.0, memory_needs=memory)
+    return placed, Scheme(stages, 0, tuple(_server(p) for p in places), ttft, tpot(stages, 0, t), memory_needs=memory)
 
 
 def _refused_by_link(tx: Transaction, stage: PlacementRequest, stages: int) -> Candidate | None:

@@ -97,6 +97,7 @@ def place_group(
     need: int,
     *,
     hops_s: float = 0.0,
+    tpot_s: float = 0.0,
     is_wished: bool = True,
 ) -> FeasiblePlacement:
     """Return the option of a group, whose start takes as long as its slowest node.
@@ -107,6 +108,7 @@ def place_group(
         slowest: The prediction for the slowest node.
         need: Bytes of each stage.
         hops_s: Seconds of the first token between the stages.
+        tpot_s: Seconds of each further token at worst; 0: unknown.
         is_wished: The number of stages is the model's own setting.
     """
     cost = cost_with_clearing(slowest, clearance)
@@ -119,6 +121,7 @@ def place_group(
         source=slowest.source,
         stages=len(places),
         full_workers=0,
+        tpot_s=tpot_s,
         sharing=0 if is_wished else sum(p.sharing for p in places),
     )
     first, *later = (p.booking for p in places)

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.effects import SendPrepare, SendStop
+from services.scheduler.domain.estimates.token_times import TOKEN, token_s
 from services.scheduler.domain.events import AddModelsRequested
 from services.scheduler.domain.state.accounting import booking_of
+from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.volatile import ANYWHERE, Estimate
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
 from shared.contracts.models import AdapterInfo, LayerSizes, ModelSpec, Slo
@@ -154,3 +158,40 @@ def test_without_the_capability_there_are_no_groups() -> None:
     w.demand("m")
     assert chosen(w).stages == 1
     assert not others(w)
+
+
+def with_token_time(w: World, ms: float) -> World:
+    """Let the model's engine have measured its time per token."""
+    apply(w.state, [Put(Estimate("m", ANYWHERE, {TOKEN: Parameter(ms, 0.0, 5)}))])
+    return w
+
+
+def test_time_per_token_of_a_group_is_at_worst_that_of_all_stages() -> None:
+    w = with_token_time(make(6.0, slo=Slo(ttft=6.0, tpot=0.1)), 45.0)
+    w.demand("m")
+    assert chosen(w).stages == 2, "2 x 45 ms and two hops are within 100 ms"
+    assert "may take 138 ms for each further token" in (others(w)[3].excluded or "")
+
+
+def test_objective_for_each_token_that_no_group_meets_gets_one_worker() -> None:
+    w = with_token_time(make(6.0, slo=Slo(ttft=6.0, tpot=0.1)), 55.0)
+    w.demand("m")
+    assert chosen(w).stages == 1
+    assert "misses the objective of 100 ms" in (others(w)[2].excluded or "")
+
+
+def test_measured_time_per_token_allows_the_next_start_to_be_a_group() -> None:
+    w = make(6.0, slo=Slo(ttft=6.0, tpot=0.1))
+    running = w.up("m")
+    assert chosen(w).stages == 1, "not measured yet"
+    running.active = 1
+    w.hear()
+    for _ in range(3):
+        running.generated += 50
+        w.tick(1)
+    assert token_s(w.state, "m") == pytest.approx(0.02)
+    running.active, running.idle_since = 0, w.now
+    w.sleep("m")
+    w.finish_stops()
+    w.demand("m")
+    assert chosen(w).stages == 2

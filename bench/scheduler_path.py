@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from nats.aio.client import Client
@@ -40,6 +41,7 @@ from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.events import DemandReceived
+from services.scheduler.domain.lifecycle.deliveries import is_current
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import Put
 from services.scheduler.domain.state.cluster import ClusterState
@@ -109,7 +111,8 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
             kept: list[Entity] = [*state.models.values(), *state.nodes.values(), *state.instances.values()]
             await repository.commit(term.epoch, [Put(entity) for entity in kept])
             loop = SchedulerLoop(state, repository, loads, Policy())
-            outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, Migrations(mesh, loop.post))
+            migrations, is_wanted = Migrations(mesh, loop.post), partial(is_current, state)
+            outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, migrations, is_wanted)
             deciding = asyncio.create_task(loop.run(outbox))
             freeze_heap()
             before = await _count_started(mesh)

@@ -67,6 +67,8 @@ _OPTIONS: dict[str, list[str]] = {
         "--kv-cache-memory-bytes",
         "--gpu-memory-utilization",
         "--scheduling-policy",
+        "--distributed-executor-backend",
+        "--tensor-parallel-size",
         "--load-format",
         "--tool-call-parser",
         "--middleware",

@@ -23,6 +23,13 @@ WORKER_EXTENSION = "weights.vllm_switch.SwitchWorker"
 """The parts of the plug-in that replace the model (weights/vllm_switch.py, in vLLM's processes)."""
 _OURS = frozenset({"kv_cache_bytes"})
 _ANY_SHARE = "0.01"
+_IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Computes in the engine core's process.
+
+On cpu vLLM replaces its own name for it, `uni`, by `mp`: a worker process that imports all of vLLM
+once more, so that vLLM can bind that process's threads to cores.
+"""
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 LAST_PRIORITY = 101
 """vLLM's priority of work that waits for all requests; those of requests are from -100 to 100."""
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -100,6 +107,8 @@ class Vllm(Driver):
         if not launch.on_cuda and "enforce_eager" not in given:
             # Compiling takes a minute on cpu and gains little there.
             found.append("--enforce-eager")
+        if self._has_own_threads and "distributed_executor_backend" not in given and _has_one_rank(given):
+            found += ["--distributed-executor-backend", _IN_CORE]
         if self.sleep_levels and "enable_sleep_mode" not in given:
             found.append("--enable-sleep-mode")
         if "scheduling_policy" not in given:
@@ -112,6 +121,11 @@ class Vllm(Driver):
         return (*found, *flags(given))
 
     @property
+    def _has_own_threads(self) -> bool:
+        """True if Thaw limits the compute threads, and vLLM binds none of them to a core."""
+        return not self.launch.on_cuda and 0 < self.launch.threads < (os.cpu_count() or 1)
+
+    @property
     def _from_loader(self) -> bool:
         """True if vLLM gets its weights from this node's loader, through Thaw's plug-in."""
         return self.card.spec.engine_args.get("load_format") == "thaw"
@@ -122,7 +136,7 @@ class Vllm(Driver):
             found["VLLM_SERVER_DEV_MODE"] = "1"  # the sleep endpoints
         if not self.launch.remote:
             found["HF_HUB_OFFLINE"] = "1"
-        if not self.launch.on_cuda and 0 < self.launch.threads < (os.cpu_count() or 1):
+        if self._has_own_threads:
             # By default vLLM binds a thread to each core but one, so all engines of a node would
             # use the same cores.
             found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.launch.threads)}
@@ -184,3 +198,7 @@ class Vllm(Driver):
             await call(client, HttpRequest("POST", "/wake_up?tags=kv_cache"), "waking vLLM")
         else:
             await call(client, HttpRequest("POST", "/wake_up"), "waking vLLM")
+
+
+def _has_one_rank(engine_args: Mapping[str, Any]) -> bool:
+    return all(str(engine_args.get(name, 1)) == "1" for name in _RANKS)

@@ -173,6 +173,18 @@ async def test_vllm_command_line_has_the_configured_options(hosts: Hosts, tmp_pa
     assert env["VLLM_API_KEY"] not in argv
     if (os.cpu_count() or 1) > 1:
         assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == ("nobind", "1"), "THAW_ENGINE_THREADS of one"
+        assert "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor" in argv, "no worker process"
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Thaw limits no threads on one core")
+@pytest.mark.parametrize(("given", "expected"), [("tensor_parallel_size", None), ("distributed_executor_backend", "ray")])
+async def test_vllm_of_several_ranks_or_with_a_chosen_executor_has_workers(
+    hosts: Hosts, tmp_path: Path, given: str, expected: str | None
+) -> None:
+    driven = await drive(hosts, tmp_path, "vllm", engine_args={given: expected or 2})
+    argv = (await driven.stats())["argv"]
+    chosen = [argv[i + 1] for i, option in enumerate(argv) if option == "--distributed-executor-backend"]
+    assert chosen == ([expected] if expected else [])
 
 
 async def test_model_missing_from_ollama_is_pulled_and_loaded(hosts: Hosts, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.support.hosted import Hosts, hosted_card
+from tests.support.real_engines import directory as engines_directory
 from tests.support.real_engines import llama_server, python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
@@ -71,9 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def home() -> Iterator[Path]:
-    """Create a state directory whose path is short enough for sockets."""
+    """Create a state directory whose path is short enough for sockets.
+
+    vLLM's findings about a class of models, which cost 18 CPU s, are kept beside its installation.
+    """
     with tempfile.TemporaryDirectory(prefix="thaw-t-") as place, pytest.MonkeyPatch.context() as patch:
         patch.setenv("THAW_HOME", place)
+        patch.setenv("VLLM_CACHE_ROOT", str(engines_directory() / "vllm-cache"))
         yield Path(place)
 
 

@@ -53,7 +53,7 @@ async def parked(
     """
     skip_unless_able()
     skip_unless_swap(SWAP_MIB)
-    settings = {**environment("vllm", "llamacpp"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB"}
+    settings = {**environment("vllm", "llamacpp"), "THAW_DEVICES": f"cpu:0={VLLM_MIB}MiB", "THAW_ENGINE_THREADS": "1"}
     cards = hosted_card(model_directory, "vllm", context=1024), hosted_card(gguf_file, "llamacpp", context=1024)
     async with running_node(nats_server.url, tmp_path_factory.mktemp("node"), **settings) as node:
         # Each needs the whole device at first: vLLM is suspended before the other one starts.

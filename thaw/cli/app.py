@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
             _run_ps(arguments[1:])
             return 0
         # Without the library's own handling, usage errors can be JSON too.
-        status: Any = app(arguments, standalone_mode=not as_json)
+        status: Any = app(arguments, prog_name="thaw", standalone_mode=not as_json)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 1
     except typer.Exit as e:

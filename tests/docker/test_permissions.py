@@ -139,6 +139,25 @@ async def test_a_node_reads_bodies_that_a_gateway_holds(guarded: Guarded) -> Non
             assert (await node.request(subjects.body_parts("g"), name, timeout=10)).data == b"part of " + name
 
 
+async def test_the_scheduler_answers_after_it_has_reported_its_progress(guarded: Guarded) -> None:
+    async with guarded.client("gateway") as (gateway, _), guarded.client("scheduler") as (scheduler, refused):
+
+        async def answer(message: Msg) -> None:
+            for _ in range(300):  # a wake of ten minutes reports so often
+                await message.respond(b"working")
+            await message.respond(b"done")
+
+        await scheduler.subscribe(subjects.ADMIN, cb=answer)
+        await scheduler.flush()
+        inbox = gateway.new_inbox()
+        replies = await gateway.subscribe(inbox)
+        await gateway.publish(subjects.ADMIN, b"wake", reply=inbox)
+        for _ in range(300):
+            assert (await replies.next_msg(timeout=10)).data == b"working"
+        assert (await replies.next_msg(timeout=10)).data == b"done"
+        assert refused.empty()
+
+
 async def test_nodes_receive_loader_status_of_others_only_if_copying_is_enabled(
     guarded: Guarded, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -102,6 +102,15 @@ def _show_history(page: Page, url: str) -> None:
     history.screenshot(path=IMAGES / "console-history.png")
 
 
+def _simulate(page: Page) -> None:
+    """Photograph the recorded requests under another policy."""
+    page.get_by_role("link", name="Simulate").click()
+    page.get_by_label("Another policy").select_option("lru")
+    page.get_by_role("button", name="Simulate", exact=True).click()
+    page.get_by_role("region", name="Comparison", exact=True).wait_for()
+    page.screenshot(path=IMAGES / "console-simulate.png")
+
+
 def main() -> int:
     """Wake two models, and photograph the pages of the console."""
     endpoints = json.loads(Home.from_environment().endpoints_file.read_text())
@@ -129,6 +138,7 @@ def main() -> int:
         _sleep(url, key)
         _compare(page)
         _show_history(page, url)
+        _simulate(page)
         page.get_by_role("link", name="Usage").click()
         page.locator("tbody tr").first.wait_for()
         page.screenshot(path=IMAGES / "console-usage.png")

@@ -20,6 +20,15 @@ from simulator.workloads.synthetic import DATASETS, LOCALITY, Burst, Synthetic, 
 from simulator.workloads.traces import read_trace
 
 
+class Limits(BaseModel):
+    """Limits of the simulation's process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu_s: int = Field(ge=1, description="Seconds of processor time.")
+    memory_bytes: int = Field(ge=1, description="Address space.")
+
+
 class Order(BaseModel):
     """The order of a simulation; defaults are those of `thaw simulate`."""
 
@@ -48,8 +57,14 @@ class Order(BaseModel):
     length_cv: float = Field(default=0.0, ge=0)
     bursts: tuple[tuple[float, float, float], ...] = ()
     plots: Path | None = None
+    without: str | None = Field(default=None, description="Node: each policy is simulated again without it.")
+    limits: Limits | None = Field(
+        default=None, description="Set: the process has a low priority and these limits, and ends when its standard input does."
+    )
 
 
+Run = tuple[str, str | None, int, Outcome]
+"""Policy, node that was left out, seed, and outcome."""
 Progress = Callable[[int, int], None]
 
 
@@ -103,28 +118,53 @@ def check_fit(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) ->
             )
 
 
-def outcomes(order: Order, progress: Progress) -> list[tuple[str, int, Outcome]]:
-    """Yield the outcome for each policy and seed; all policies get the same requests."""
+def leave_out(cluster: ClusterFile, node: str) -> ClusterFile:
+    """Return the cluster without one node, named as in the file or by its number (NAME-0).
+
+    Raises:
+        InvalidRequest: There is no such node, or no other one.
+    """
+    names = [name for name, _ in cluster.iter_nodes()]
+    for group in cluster.nodes:
+        own = {f"{group.name}-{n}" for n in range(group.count)} | ({group.name} if group.count == 1 else set())
+        if node in own:
+            fewer = [group.model_copy(update={"count": group.count - 1})] if group.count > 1 else []
+            nodes = tuple(g for other in cluster.nodes for g in (fewer if other is group else [other]))
+            if not nodes:
+                raise InvalidRequest(f"{node} is the only node: nothing is left to simulate without it")
+            return cluster.model_copy(update={"nodes": nodes})
+    raise InvalidRequest(f"There is no node {node!r} to leave out. The nodes are {', '.join(names[:8])}")
+
+
+def outcomes(order: Order, progress: Progress) -> list[Run]:
+    """Return the outcome for each policy, cluster and seed; all of them get the same requests."""
     cluster, models = read(order.cluster, ClusterFile), read(order.models, ModelsFile).models
-    check_fit(order.models, cluster, models)
+    clusters: list[tuple[str | None, ClusterFile]] = [(None, cluster)]
+    if order.without is not None:
+        clusters.append((order.without, leave_out(cluster, order.without)))
+    for _, simulated in clusters:
+        check_fit(order.models, simulated, models)
     profiles = [profile_named(name) for name in order.policies]
     names = names_of(models)
     found = []
-    total, done = len(profiles) * order.seeds, 0
+    total, done = len(profiles) * len(clusters) * order.seeds, 0
+    run = _mesh if order.mesh else simulate
     for seed in range(order.seeds):
         requests = requests_of(order, names, seed)
         for profile in profiles:
-            progress(done, total)
-            run = _mesh if order.mesh else simulate
-            found.append((profile.name, seed, run(cluster, models, requests, profile, seed)))
-            done += 1
+            for without, simulated in clusters:
+                progress(done, total)
+                found.append((profile.name, without, seed, run(simulated, models, requests, profile, seed)))
+                done += 1
     progress(done, total)
-    return sorted(found, key=lambda f: order.policies.index(f[0]))
+    return sorted(found, key=lambda f: (f[1] is not None, order.policies.index(f[0])))
 
 
 def _mesh(cluster: ClusterFile, models: Sequence[ModelGroup], requests: Sequence[Request], profile: Profile, seed: int) -> Outcome:
     return Simulation(cluster, models, profile, seed=seed).run(requests)
 
 
-def document(runs: Sequence[tuple[str, int, Outcome]]) -> dict[str, Any]:
-    return {"runs": [{"policy": name, "seed": seed, **outcome.figures()} for name, seed, outcome in runs]}
+def document(runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "runs": [{"policy": name, "without": without, "seed": seed, **outcome.figures()} for name, without, seed, outcome in runs]
+    }

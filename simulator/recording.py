@@ -56,7 +56,8 @@ class Recording:
 
     def figures(self) -> dict[str, Any]:
         ordered = sorted(self.ttft_s)
-        ttft = {f"p{p}": percentile(ordered, p) for p in (50, 95, 99)}
+        ttft: dict[str, float | None] = {f"p{p}": percentile(ordered, p) for p in (50, 95, 99)}
+        ttft["mean"] = fmean(ordered) if ordered else None
         return {"requests": len(ordered), "cold": self.cold, "left_out": self.left_out, "ttft": ttft}
 
 

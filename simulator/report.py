@@ -82,6 +82,7 @@ class Outcome:
             "failed": self.failed,
             "timed_out": self.timed_out,
             "lost": self.lost,
+            "cold": sum(s.cold for s in self.served),
             "ttft": spread(ttft),
             "tpot": spread(tpot),
             "slo_attainment": round_value(sum(s.in_time for s in self.served) / total if total else None),

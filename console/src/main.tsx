@@ -11,6 +11,7 @@ import { LogsPage } from "./logs";
 import { ModelsPage } from "./models";
 import { PlaygroundPage } from "./playground";
 import { ExplainPage, RequestPage, RequestsPage } from "./requests";
+import { SimulatePage } from "./simulate";
 import { UsagePage } from "./usage";
 import "./style.css";
 
@@ -23,6 +24,7 @@ const PAGES = [
   ["keys", "Keys"],
   ["doctor", "Doctor"],
   ["logs", "Logs"],
+  ["simulate", "Simulate"],
 ] as const;
 
 function useRoute(): string[] {
@@ -127,6 +129,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
         {page === "keys" && <KeysPage mayChange={rights.change} />}
         {page === "doctor" && <DoctorPage />}
         {page === "logs" && <WithLive topics="cluster" expired={changed} show={(live) => <LogsPage live={live} node={route[1]} name={route[2]} />} />}
+        {page === "simulate" && <SimulatePage mayChange={rights.change} />}
         {page === "explain" && <ExplainPage about={route.slice(1).join("/")} />}
         {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} />} /> : <PlaygroundPage live={null} />)}
       </main>

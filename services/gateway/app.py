@@ -48,6 +48,7 @@ from services.gateway.http.endpoints.ollama import Ollama
 from services.gateway.http.endpoints.responses import ROUTE as RESPONSES
 from services.gateway.http.endpoints.responses import Responses, StoredResponses
 from services.gateway.http.endpoints.scoring import ScoringInference
+from services.gateway.http.endpoints.simulations import SimulationRoutes
 from services.gateway.http.middleware.connection_limits import BoundedProtocol, ConnectionLimits, Connections
 from services.gateway.http.middleware.error_boundary import ErrorBoundary
 from services.gateway.http.middleware.request_guard import RequestGuard
@@ -103,6 +104,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         *Logs(gateway).routes(),
         *ModelSettings(gateway).routes(),
         *Admin(gateway).routes(),
+        *SimulationRoutes(gateway).routes(),
         *Ollama(gateway, parsers).routes(),
         Route("/v1/{rest:path}", Inference(gateway, "other", parsers), methods=["POST"]),
         Route("/v1/{rest:path}", info.unknown_route, methods=["GET", "PUT", "PATCH", "DELETE"]),

@@ -173,6 +173,12 @@ class GatewaySettings(CommonSettings):
         description="A batch starts its model only if all instances of a device have been idle for so many seconds, or a device has none. "
         "0: always.",
     )
+    simulation_timeout: float = Field(
+        default=300.0, ge=1, description="Longest time of a simulation that the console starts, in seconds, of processor time too."
+    )
+    simulation_bytes: int = Field(
+        default=1024**3, ge=256 * 1024**2, description="Maximum address space of a simulation's process, in bytes."
+    )
     cors_origins: str = Field(default="", description="Allowed origins of web pages, comma-separated; *: all; empty: none.")
     tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; with it the endpoint uses HTTPS.")
     tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")

@@ -28,7 +28,7 @@ def view(state: ClusterState, scheduler: str, now: float, policy: Policy, *, bri
         for m in sorted(state.models.values(), key=lambda m: m.key)
     )
     nodes = tuple(_node(state, n, now, policy) for n in sorted(state.nodes.values(), key=lambda n: n.name))
-    return ClusterView(scheduler=scheduler, epoch=state.epoch, models=models, nodes=nodes)
+    return ClusterView(scheduler=scheduler, epoch=state.epoch, models=models, nodes=nodes, policy=policy.profile.name)
 
 
 def _shorten(plan: PlanRecord | None) -> PlanRecord | None:

@@ -298,6 +298,7 @@ class ClusterView(Message):
     epoch: int
     models: tuple[ModelView, ...] = ()
     nodes: tuple[NodeView, ...] = ()
+    policy: str | None = Field(default=None, description="Name of the scheduling policy; None: of an older scheduler.")
 
     def without_secrets(self) -> ClusterView:
         """Return the view for callers who may see, not change."""

@@ -243,7 +243,7 @@ def test_pages_have_no_serious_finding_in_dark_and_work_by_keyboard(browser: Bro
         assert serious_findings(page) == []
         page.keyboard.type(mesh.endpoints["admin_key"])
         page.keyboard.press("Enter")
-        for name in ("Cluster", "Models", "Requests", "Playground", "Usage", "Keys", "Doctor", "Logs"):
+        for name in ("Cluster", "Models", "Requests", "Playground", "Usage", "Keys", "Doctor", "Logs", "Simulate"):
             link = page.get_by_role("link", name=name)
             link.focus()
             page.keyboard.press("Enter")

@@ -8,16 +8,21 @@ from pathlib import Path
 from pydantic import BaseModel
 from rich.console import Console
 
+from shared.contracts.simulation import MAX_STARTS
 from shared.contracts.traces import LoadTrace, RequestTrace
 from thaw.cli.api import Api
 from thaw.errors import CommandError
 
-STARTS = 200
-"""Latest starts whose phases are read; more do not change the means."""
 
-
-def record(api: Api, directory: Path, out: Console, *, requests: bool) -> dict[str, Path]:
+def record(
+    api: Api, directory: Path, out: Console, *, requests: bool, since: float | None = None, latest: int | None = None
+) -> dict[str, Path]:
     """Write what the admin API answers into `directory`, from which the simulator makes its files.
+
+    Args:
+        requests: The requests are replayed.
+        since: Unix seconds; requests that were received before are left out.
+        latest: Number of requests at most, the latest ones.
 
     Returns:
         The simulator's files by option.
@@ -27,7 +32,8 @@ def record(api: Api, directory: Path, out: Console, *, requests: bool) -> dict[s
     """
     with out.status("reading the mesh"):
         cluster = api.cluster()
-        traces = list(api.traces())
+        traces = [t for t in api.traces() if since is None or t.received >= since]
+        traces = traces[-latest:] if latest is not None else traces
         loads = _loads(api, traces)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -43,7 +49,7 @@ def record(api: Api, directory: Path, out: Console, *, requests: bool) -> dict[s
 def _loads(api: Api, traces: Iterable[RequestTrace]) -> list[LoadTrace]:
     """Return the latest starts that requests waited for, as far as they are still kept."""
     found = []
-    for plan in list(dict.fromkeys(t.load_plan_id for t in traces if t.load_plan_id))[-STARTS:]:
+    for plan in list(dict.fromkeys(t.load_plan_id for t in traces if t.load_plan_id))[-MAX_STARTS:]:
         try:
             found.append(api.load_trace(plan))
         except CommandError as e:

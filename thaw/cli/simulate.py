@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +23,7 @@ from thaw.cli.api import Api
 from thaw.cli.output import STDOUT, Document, screen, verb
 from thaw.cli.recording import record
 from thaw.errors import CommandError
+from thaw.units import parse_duration
 
 Runs = list[dict[str, Any]]
 
@@ -53,6 +55,13 @@ def simulate(
     keep: Annotated[
         Path | None, typer.Option(help="With --from-mesh: keep the generated files in this directory.", metavar="DIR")
     ] = None,
+    last: Annotated[
+        str | None, typer.Option(help="With --from-mesh: only requests of so long until now, e.g. 1h.", metavar="TIME")
+    ] = None,
+    latest: Annotated[
+        int | None, typer.Option(min=1, help="With --from-mesh: only the latest N of the requests.", metavar="N")
+    ] = None,
+    without: Annotated[str | None, typer.Option(help="Simulate each policy again without this node.", metavar="NODE")] = None,
     workload: Annotated[
         Workload | None,
         typer.Option(
@@ -117,6 +126,7 @@ def simulate(
 
     Examples:
     [bold]thaw simulate --from-mesh --mesh --policy thaw,lru[/]
+    [bold]thaw simulate --from-mesh --mesh --last 1h --without node-1[/]
     [bold]thaw simulate --cluster c.yaml --models m.yaml --rps 0.8 --cv 8[/]
     """
     chosen = workload or (Workload.TRACE if trace is not None or from_mesh else Workload.SYNTHETIC)
@@ -126,10 +136,14 @@ def simulate(
         raise CommandError("A simulation needs --cluster FILE and --models FILE, or --from-mesh.")
     if keep is not None and not from_mesh:
         raise CommandError("--keep DIR keeps the files of --from-mesh.")
+    if (last is not None or latest is not None) and not from_mesh:
+        raise CommandError("--last and --latest choose among the requests of --from-mesh.")
+    since = time.time() - _seconds_of(last) if last is not None else None
     order: dict[str, Any] = {
         "policies": [p.strip() for p in policy.split(",") if p.strip()],
         "seeds": seeds,
         "mesh": mesh,
+        "without": without,
         "speed": speed,
         "rps": rps,
         "duration": duration,
@@ -150,7 +164,9 @@ def simulate(
         order |= {"cluster": cluster, "models": models, "trace": trace}
         if from_mesh:
             directory = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thaw-simulate-")))
-            made = record(Api.find(), directory, out, requests=chosen is Workload.TRACE and trace is None)
+            made = record(
+                Api.find(), directory, out, requests=chosen is Workload.TRACE and trace is None, since=since, latest=latest
+            )
             order |= {"recording": directory} | {what: order[what] or path for what, path in made.items()}
         document = _simulate(order, out)
     if (recorded := document.get("recorded")) is not None and chosen is Workload.TRACE:
@@ -165,6 +181,13 @@ def simulate(
         except OSError as e:
             raise CommandError(f"{as_json} cannot be written: {e.strerror}") from e
     return document
+
+
+def _seconds_of(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as e:
+        raise CommandError(f"--last {text}: {e}.") from e
 
 
 def _describe_recorded(found: dict[str, Any]) -> str:
@@ -233,8 +256,9 @@ def _tables(runs: Runs) -> tuple[Table, Table]:
     tiers = [t for t in runs[0]["loads"] if any(r["loads"][t] for r in runs)]
     took = Table("policy", "seed", *(f"from {t}" for t in tiers), "migrations", "preemptions", "suspensions", "device s", "GB s")
     several = len({r["seed"] for r in runs}) > 1
-    for name in dict.fromkeys(r["policy"] for r in runs):
-        mine = [r for r in runs if r["policy"] == name]
+    for policy, without in dict.fromkeys((r["policy"], r["without"]) for r in runs):
+        mine = [r for r in runs if (r["policy"], r["without"]) == (policy, without)]
+        name = policy if without is None else f"{policy} without {escape(without)}"
         for shown in [mine] if several else [[r] for r in mine]:
             whose = (name, f"{len(shown)} seeds" if several else str(shown[0]["seed"]))
             fared.add_row(*whose, *_format_row(shown))

@@ -68,7 +68,7 @@ def test_nodes_links_and_models(tmp_path: Path) -> None:
     figures, (cluster, models) = files(
         tmp_path, view(*cards, dram_budget_bytes=4 * GB, links=links), [request("b", 1, cold=True), request("b", 2)], []
     )
-    assert figures == {"requests": 2, "cold": 1, "left_out": 0, "ttft": {"p50": 0.05, "p95": 0.05, "p99": 0.05}}
+    assert figures == {"requests": 2, "cold": 1, "left_out": 0, "ttft": {"p50": 0.05, "p95": 0.05, "p99": 0.05, "mean": 0.05}}
     (node,) = cluster["nodes"]
     assert {k: node[k] for k in ("name", "devices", "device_gb", "dram_gb")} == {
         "name": "n",

@@ -17,7 +17,9 @@ from services.gateway.http.translation.responses_request import ResponsesRequest
 from services.gateway.http.translation.scoring import RerankRequest, ScoreRequest
 from shared.contracts.base import ErrorBody
 from shared.contracts.findings import Diagnosis
+from shared.contracts.latencies import LatencyHistory
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from shared.contracts.simulation import SimulationOptions
 
 _PARAMETER = re.compile(r"{(\w+)}")
 _REF = "#/components/schemas/{model}"
@@ -52,11 +54,17 @@ _GETS = {
     "/api/ps": "The models with a ready instance, for clients of Ollama.",
     "/api/version": "The version of Ollama whose API this is.",
     "/admin/v1/doctor": "What is wrong with the mesh, what it means, and what to do.",
+    "/admin/v1/models/{model}/latencies": "Objectives met, and cold and warm times to the first token of a model in the last hour.",
+    "/admin/v1/simulations": "What a simulation of the recorded requests may be started with.",
     "/health": "Whether the process is alive.",
     "/ready": "Whether the gateway accepts requests.",
     "/metrics": "Prometheus metrics.",
 }
-_ANSWERS: dict[str, type[BaseModel]] = {"/admin/v1/doctor": Diagnosis}
+_ANSWERS: dict[str, type[BaseModel]] = {
+    "/admin/v1/doctor": Diagnosis,
+    "/admin/v1/models/{model}/latencies": LatencyHistory,
+    "/admin/v1/simulations": SimulationOptions,
+}
 """Answers whose form is described."""
 _DELETES = {
     "/v1/files/{id}": "Delete a file.",

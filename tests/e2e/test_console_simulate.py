@@ -1,0 +1,100 @@
+"""Simulations in the console, in a real browser against a mesh of two nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from playwright.sync_api import Browser, expect
+
+from services.gateway.authorization import hash_key
+from shared.contracts.models import ModelSpec
+from shared.sizing import need_of
+from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.launcher import Thaw, until
+from thaw.cli.demo import card_of
+from thaw.demo.models import make_demo_model
+
+pytestmark = needs_chromium
+MODELS = ("one", "two", "three")
+REQUESTS = ("one", "two", "three", "one", "three", "two")
+VIEWER = "sk-thaw-simulate-viewer"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Thaw]:
+    """Start a mesh whose two nodes hold one instance each, and send it requests."""
+    thaw = Thaw()
+    sources = {name: str(make_demo_model(thaw.home / "models" / name, "test", seed=i)) for i, name in enumerate(MODELS)}
+    budget = need_of(card_of(ModelSpec(name="one", source=sources["one"]))).total * 3 // 2
+    config = thaw.home / "thaw.yaml"
+    config.write_text(
+        f"mesh:\n  port: {thaw.port}\n  nodes: {{node-0: {{cpu:0: {budget}}}, node-1: {{cpu:0: {budget}}}}}\n"
+        "defaults: {keep_alive: -1}\nmodels:\n" + "".join(f"  - {{name: {n}, source: {s}}}\n" for n, s in sources.items())
+    )
+    try:
+        thaw.json("up", "--detach", "--config", str(config))
+        with openai.OpenAI(base_url=f"{thaw.url}/v1", api_key="none", timeout=120, max_retries=2) as client:
+            for name in REQUESTS:
+                client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+        yield thaw
+    finally:
+        thaw.close()
+
+
+def test_the_last_hour_is_compared_with_another_policy_and_one_node_less(browser: Browser, mesh: Thaw, admin: httpx.Client) -> None:
+    until(lambda: len(admin.get("/traces").json()["traces"]) == len(REQUESTS), what="the traces of all requests")
+    with opened(browser) as (page, faults):
+        log_in(page, mesh.url, mesh.endpoints["admin_key"])
+        page.get_by_role("link", name="Simulate").click()
+        page.get_by_label("Another policy").select_option("lru")
+        page.get_by_label("One node less").select_option("node-1")
+        assert serious_findings(page) == []
+        page.get_by_role("button", name="Simulate", exact=True).click()
+        comparison = page.get_by_role("region", name="Comparison", exact=True)
+        expect(comparison.get_by_role("heading")).to_have_text(f"{len(REQUESTS)} requests")
+        assert serious_findings(page) == []
+        rows = comparison.locator("tbody tr")
+        expect(rows.locator("th")).to_have_text(["measured", "thaw", "lru", "thaw, without node-1", "lru, without node-1"])
+        command = comparison.get_by_role("region", name="Command line of this simulation").inner_text()
+        # The command line gives what the page shows.
+        status, out = mesh.inside(*command.split()[1:], "--json", "-")
+        assert status == 0, out
+        document = json.loads(out)
+        assert document["recorded"]["requests"] == len(REQUESTS)
+        for run, row in zip(document["runs"], rows.all()[1:], strict=True):
+            cells = [text.split(" ")[0] for text in row.locator("td").all_inner_texts()]
+            assert (run["requests"], run["lost"], run["failed"]) == (len(REQUESTS), 0, 0)
+            assert cells[4:7] == [str(run["cold"]), str(sum(run["loads"].values())), str(run["stops"])]
+            assert milliseconds(row.locator("td").nth(0).inner_text()) == pytest.approx(run["ttft"]["mean"] * 1e3, rel=0.01, abs=1)
+        whole, less = (r for r in document["runs"] if r["policy"] == "thaw")
+        assert sum(less["loads"].values()) > sum(whole["loads"].values()), "one device for three models swaps more"
+        assert serious_findings(page) == []
+        assert faults == []
+
+
+def test_read_only_keys_see_the_page_and_start_nothing(browser: Browser, mesh: Thaw, admin: httpx.Client) -> None:
+    admin.post("/keys", json={"name": "viewer", "scope": "read-only", "sha256": hash_key(VIEWER)}).raise_for_status()
+    with opened(browser) as (page, faults):
+        log_in(page, mesh.url, VIEWER)
+        page.get_by_role("link", name="Simulate").click()
+        expect(page.get_by_text("Simulations need an admin key.")).to_be_visible()
+        expect(page.get_by_role("button", name="Simulate", exact=True)).to_be_disabled()
+        assert faults == []
+
+
+def milliseconds(text: str) -> float:
+    """Read a duration as the console prints it; a difference may follow."""
+    found = re.match(r"<?([\d.]+) (ms|s)\b", text)
+    assert found is not None, text
+    return float(found[1]) * {"ms": 1.0, "s": 1e3}[found[2]]

@@ -1,4 +1,4 @@
-"""A gateway with fake engines in a thread, for blocking clients."""
+"""A gateway with fake engines and a scheduler without nodes, in a thread, for blocking clients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,22 @@ from pydantic import SecretStr
 
 from services.gateway.app import app
 from services.gateway.settings import GatewaySettings
+from shared.contracts import subjects
+from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ViewCluster
+from shared.contracts.base import Message
+from shared.errors import NotFound
+from shared.messaging import Mesh
 from shared.ports import free_port
 from shared.telemetry.ids import SystemIds
 from tests.support.fake_engine import FakeNode, card_of
 from tests.support.servers import NatsServer
+
+
+async def _answer_admin(request: AdminRequest) -> Message:
+    """Answer as the leader of a mesh without nodes and models does."""
+    if isinstance(request, ViewCluster):
+        return ClusterView(scheduler="scheduler", epoch=1, policy="thaw")
+    raise NotFound("There is no such model or node")
 
 
 @asynccontextmanager
@@ -30,6 +42,9 @@ async def _running(nats_url: str, port: int, home: Path) -> AsyncIterator[None]:
     for card in cards:
         await node.engine(card.name, capacity=64)
     settings = GatewaySettings(nats_url=SecretStr(nats_url), gateway_port=port, drain_timeout=1.0, home=home)
+    scheduler = Mesh(settings, "scheduler")
+    scheduler.respond(subjects.ADMIN, ADMIN_REQUEST, _answer_admin, concurrent=True)
+    await scheduler.start()
     serving = asyncio.create_task(app(settings, stop))
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(60):
@@ -39,6 +54,7 @@ async def _running(nats_url: str, port: int, home: Path) -> AsyncIterator[None]:
     finally:
         stop.set()
         await serving
+        await scheduler.stop()
         await node.stop()
 
 

@@ -78,7 +78,7 @@ def test_the_last_hour_is_compared_with_another_policy_and_one_node_less(browser
             assert cells[4:7] == [str(run["cold"]), str(sum(run["loads"].values())), str(run["stops"])]
             assert milliseconds(row.locator("td").nth(0).inner_text()) == pytest.approx(run["ttft"]["mean"] * 1e3, rel=0.01, abs=1)
         whole, less = (r for r in document["runs"] if r["policy"] == "thaw")
-        # Not the numbers of starts: requests that wait together for a model share one, which a slow machine makes likely.
+        # Not the numbers of starts: requests that wait together for a model share one.
         assert less["ttft"]["mean"] > whole["ttft"]["mean"], "three models wait for one device"
         assert serious_findings(page) == []
         assert faults == []

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from services.scheduler.domain.cost.contention import PendingFetch, meets_eq_3, pending_now
+
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
@@ -37,9 +39,9 @@ def settle(ledger: Ledger, now: float) -> Ledger:
     """Return Eq. 4, S_i' = S_i - B/N · (T - T'), without finished fetches."""
     if not ledger.fetches:
         return replace(ledger, changed_at=now)
-    fetched = ledger.bandwidth / len(ledger.fetches) * max(0.0, now - ledger.changed_at)
-    left = {k: Fetch(f.pending - fetched, f.deadline) for k, f in ledger.fetches.items() if f.pending - fetched > 0}
-    return Ledger(ledger.bandwidth, now, left)
+    count, seconds = len(ledger.fetches), now - ledger.changed_at
+    left = {k: Fetch(pending_now(f.pending, ledger.bandwidth, count, seconds), f.deadline) for k, f in ledger.fetches.items()}
+    return Ledger(ledger.bandwidth, now, {k: f for k, f in left.items() if f.pending})
 
 
 def share(ledger: Ledger, now: float) -> float:
@@ -52,8 +54,8 @@ def accepts(ledger: Ledger, now: float) -> bool:
 
     The newcomer's own deadline is covered by Eq. 1 with `share`.
     """
-    each = share(ledger, now)
-    return all(f.pending <= each * (f.deadline - now) for f in settle(ledger, now).fetches.values())
+    pending = [PendingFetch(f.pending, f.deadline - now) for f in settle(ledger, now).fetches.values()]
+    return meets_eq_3(pending, ledger.bandwidth)
 
 
 def record_begin(ledger: Ledger, key: str, nbytes: int, deadline: float, now: float) -> Ledger:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import httpx
 import openai
@@ -18,6 +19,9 @@ from tests.support.forking import executed
 from tests.support.launcher import Thaw
 from thaw.cli.demo import budget_for_two
 from thaw.demo.models import make_demo_model
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 MODELS = ("one", "two", "three")
 
@@ -68,6 +72,15 @@ def started(dram: int | None = None, policy: str | None = None, prices: str | No
         yield thaw
     finally:
         thaw.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Start Chromium, for modules with the mark `needs_chromium`."""
+    from tests.support.browser import chromium  # not imported for tests without a browser
+
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture

@@ -14,19 +14,13 @@ from rich.console import Console
 
 from services.gateway.authorization import hash_key
 from shared.contracts.traces import RequestTrace
-from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
 from thaw.cli.waterfall import rows
 
 SHARED = True
 pytestmark = needs_chromium
 CONSOLE = {"x-thaw-console": "1"}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from services.gateway.authorization import hash_key
-from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
 from thaw.config import load_config
 from thaw.demo.models import make_demo_model
@@ -24,12 +24,6 @@ pytestmark = needs_chromium
 PRICES = json.dumps({"currency": "EUR", "tokens": {"prompt": 1000, "completion": 500_000}, "device_seconds": {"cpu": 2}})
 KEY = "sk-thaw-spender"
 VIEWER = "sk-thaw-viewer"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,12 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from services.gateway.authorization import hash_key
-from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw
 
 SHARED = True
 pytestmark = needs_chromium
 VIEWER = "sk-thaw-doctor-viewer"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

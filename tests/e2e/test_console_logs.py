@@ -12,19 +12,13 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from services.gateway.authorization import hash_key
-from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw
 
 SHARED = True
 pytestmark = needs_chromium
 VIEWER = "sk-thaw-logs-viewer"
 EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

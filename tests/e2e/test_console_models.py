@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from services.gateway.authorization import hash_key
 from tests.integration.loader.tiers_server import TierServer
-from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw
 from thaw.demo.models import make_demo_model
 
@@ -21,12 +21,6 @@ SHARED = True
 pytestmark = needs_chromium
 VIEWER = "sk-thaw-models-viewer"
 STALL_BYTES = 256 * 1024
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

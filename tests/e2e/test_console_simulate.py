@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, expect
 from services.gateway.authorization import hash_key
 from shared.contracts.models import ModelSpec
 from shared.sizing import need_of
-from tests.support.browser import chromium, log_in, needs_chromium, opened, serious_findings
+from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
@@ -23,12 +23,6 @@ pytestmark = needs_chromium
 MODELS = ("one", "two", "three")
 REQUESTS = ("one", "two", "three", "one", "three", "two")
 VIEWER = "sk-thaw-simulate-viewer"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

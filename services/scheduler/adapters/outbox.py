@@ -186,6 +186,10 @@ class Outbox:
             except ThawError as e:
                 log.warning("start command refused", extra={"instance_id": command.instance_id, "error": e.message})
                 self._post(StartRefused(clock.now(), command.instance_id, e.body()))
+            except Exception as e:  # a start that is never answered would be expected for ever
+                log.exception("failed to send a start command", extra={"instance_id": command.instance_id})
+                error = ThawError(f"{type(e).__name__} while its start was sent: {e}")
+                self._post(StartRefused(clock.now(), command.instance_id, error.body()))
             else:
                 self._post(CommandAccepted(clock.now(), command.instance_id))
 

@@ -10,17 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from services.gateway.adapters.simulation import Simulations, is_installed
+from services.gateway.http.endpoints.admin import ask_scheduler
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.validation import validate_body
 from services.gateway.http.scopes import ScopedRoute
 from services.gateway.loop import Gateway
 from shared.compact_json import encode_json
-from shared.contracts import subjects
 from shared.contracts.admin import ClusterView, ViewCluster
 from shared.contracts.base import Frozen
 from shared.contracts.simulation import SimulationOptions, SimulationProgress, SimulationResult, StartSimulation
-from shared.errors import ShuttingDown, ThawError, Unreachable
+from shared.errors import ShuttingDown, ThawError
 from shared.policies import policy_names
 
 PATH = "/admin/v1/simulations"
@@ -91,7 +91,4 @@ class SimulationRoutes:
             closing.cancel()
 
     async def _view(self, *, brief: bool = False) -> ClusterView:
-        try:
-            return await self._gateway.mesh.request(subjects.ADMIN, ViewCluster(brief=brief), ClusterView, with_reports=True)
-        except Unreachable as e:
-            raise Unreachable("No scheduler is the leader: it is stopped, starting, or PostgreSQL refuses it") from e
+        return await ask_scheduler(self._gateway, ViewCluster(brief=brief), ClusterView)

@@ -20,7 +20,7 @@ from services.scheduler.domain.lifecycle.deliveries import mark_queued
 from services.scheduler.domain.lifecycle.fetches import record_fetch
 from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
 from services.scheduler.domain.placement.grants import granted_devices
-from services.scheduler.domain.placement.options import Shorts
+from services.scheduler.domain.placement.options import Shortfalls
 from services.scheduler.domain.placement.place import Placement
 from services.scheduler.domain.state.device_memory import resume_need_bytes
 from services.scheduler.domain.state.entities import Instance, Leaving, Model
@@ -96,7 +96,7 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
         reason = f"its engine is taken by {model.key}"
         tx.put(replace(template, leaving="drain", leave_reason=reason, stop_at=tx.now))
     if placement.victims:
-        _stop_victims(tx, [tx.state.instances[v] for v in placement.victims], placement.shorts, f"makes room for {model.key}")
+        _stop_victims(tx, [tx.state.instances[v] for v in placement.victims], placement.shortfalls, f"makes room for {model.key}")
     for victim, device in placement.migrations:
         node, _, device_id = device.partition("/")
         source = tx.state.instances[victim]
@@ -163,12 +163,12 @@ def _claim_suspended(
     )
 
 
-def _stop_victims(tx: Transaction, victims: list[Instance], shorts: Shorts, reason: str) -> None:
+def _stop_victims(tx: Transaction, victims: list[Instance], shortfalls: Shortfalls, reason: str) -> None:
     """Stop `victims`: suspend those that resume sooner than they restart, if that frees enough on
     each device.
     """
     suspended = {v.instance_id: True for v in victims}
-    for device, short in shorts:
+    for device, short in shortfalls:
         there = [v for v in victims if device in tx.state.devices_of(v)]
         for victim_id, suspends in choose_suspensions(tx, there, short, resumes_faster).items():
             suspended[victim_id] &= suspends

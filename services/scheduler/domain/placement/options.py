@@ -34,15 +34,15 @@ _MOST_TEMPLATES = 8
 """Templates that are considered for one model."""
 
 
-Shorts = tuple[tuple[str, int], ...]
+Shortfalls = tuple[tuple[str, int], ...]
 """Devices (node/device), each with the bytes that are to become free there."""
 
 
 class FeasiblePlacement(NamedTuple):
     """An option with what its execution and its record need.
 
-    `shorts`: the devices that its victims clear, each with the bytes that they have to free there.
-    `moves`: the suspended instance `resume` is restored onto another device than it had.
+    `shortfalls`: the devices that its victims clear, each with the bytes that they have to free
+    there. `moves`: the suspended instance `resume` is restored onto another device than it had.
     """
 
     option: Option
@@ -50,7 +50,7 @@ class FeasiblePlacement(NamedTuple):
     device_ids: tuple[str, ...]
     need_bytes: int
     prediction: Prediction
-    shorts: Shorts = ()
+    shortfalls: Shortfalls = ()
     resume: str | None = None
     moves: bool = False
     template: str | None = None
@@ -98,7 +98,7 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
     prediction = r.forecast.predict(devices[0], leaving=clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, tuple([f.device for f in fits]), prediction, clearance)
     ids = tuple([b.device_id for b in devices])
-    return FeasiblePlacement(option, devices[0].node, ids, r.need_bytes, prediction, shorts_of(fits))
+    return FeasiblePlacement(option, devices[0].node, ids, r.need_bytes, prediction, list_shortfalls(fits))
 
 
 def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | FeasiblePlacement:
@@ -117,7 +117,7 @@ def _of_one(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | Fea
     prediction = r.forecast.predict(b, leaving=fit.clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, (fit.device,), prediction, fit.clearance)
     need = needed_bytes(tx.state, b, r.model.card, r.need_bytes)
-    return FeasiblePlacement(option, b.node, (b.device_id,), need, prediction, shorts_of((fit,)))
+    return FeasiblePlacement(option, b.node, (b.device_id,), need, prediction, list_shortfalls((fit,)))
 
 
 def open_for(tx: Transaction, r: PlacementRequest, b: Booking) -> Candidate | DeviceFit:
@@ -174,7 +174,7 @@ def resume_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidat
     prediction = r.forecast.predict_resume(i, leaving=clearance is not NOTHING_TO_CLEAR)
     way: Way = "wake" if i.state is InstanceState.ASLEEP else "restore"
     option = Option(tuple([f.device for f in fits]), way, cost_with_clearing(prediction, clearance), clearance, source="snapshot")
-    return FeasiblePlacement(option, i.node, i.device_ids, need, prediction, shorts_of(fits), i.instance_id)
+    return FeasiblePlacement(option, i.node, i.device_ids, need, prediction, list_shortfalls(fits), i.instance_id)
 
 
 def move_options(tx: Transaction, r: PlacementRequest, i: Instance) -> list[FeasiblePlacement]:
@@ -240,7 +240,7 @@ def _template_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candi
     option = Option(
         tuple([f.device for f in fits]), "template", cost_with_clearing(prediction, clearance), clearance, source="template"
     )
-    return FeasiblePlacement(option, i.node, i.device_ids, r.need_bytes, prediction, shorts_of(fits), template=i.instance_id)
+    return FeasiblePlacement(option, i.node, i.device_ids, r.need_bytes, prediction, list_shortfalls(fits), template=i.instance_id)
 
 
 def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceFit | str:
@@ -316,7 +316,7 @@ def combine(clearances: Iterable[Clearance]) -> Clearance:
     )
 
 
-def shorts_of(fits: Iterable[DeviceFit]) -> Shorts:
+def list_shortfalls(fits: Iterable[DeviceFit]) -> Shortfalls:
     """Return the devices to be cleared, each with the bytes that its victims have to free."""
     return tuple([(f.device.key, f.short_bytes) for f in fits if f.short_bytes])
 

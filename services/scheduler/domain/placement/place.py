@@ -32,7 +32,7 @@ from services.scheduler.domain.placement.groups import group_options
 from services.scheduler.domain.placement.link_rule import link_rule
 from services.scheduler.domain.placement.options import (
     FeasiblePlacement,
-    Shorts,
+    Shortfalls,
     device_sets,
     load_option,
     resume_options,
@@ -68,7 +68,7 @@ class Placement:
     error: ThawError | None = None
     resume: str | None = None
     """The suspended instance that resumes."""
-    shorts: Shorts = ()
+    shortfalls: Shortfalls = ()
     """Devices that the victims clear, each with the bytes that they have to free there."""
     migrations: tuple[tuple[str, str], ...] = ()
     """Victims whose requests migrate, each with the destination device."""
@@ -218,7 +218,7 @@ def _choose_placement(
         chosen,
         option.clearance.victims,
         resume=best.resume,
-        shorts=best.shorts,
+        shortfalls=best.shortfalls,
         migrations=moves,
     )
 

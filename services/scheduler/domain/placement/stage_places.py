@@ -16,8 +16,8 @@ from services.scheduler.domain.placement.options import (
     FeasiblePlacement,
     combine,
     cost_with_clearing,
+    list_shortfalls,
     open_for,
-    shorts_of,
     targets_conflict,
 )
 from services.scheduler.domain.placement.request import PlacementRequest
@@ -131,7 +131,7 @@ def place_group(
         (first.device_id,),
         need,
         slowest,
-        shorts_of(p.fit for p in places),
+        list_shortfalls(p.fit for p in places),
         later=tuple(b.key for b in later),
         sources=tuple(p.prediction.source for p in places),
         is_wished=is_wished,

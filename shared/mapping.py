@@ -1,6 +1,7 @@
 """Map extents of a file at consecutive addresses.
 
-Readers see the chunks of a weight segment as one range.
+Readers see the chunks of a weight segment as one range. All bytes are locked before they are mapped
+(`file_locks`), so that the loader knows which it must not reuse.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.contracts.segment import Extent
+from shared.file_locks import lock_mapped
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -110,6 +112,7 @@ def _map_runs(address: int, fd: int, runs: Sequence[Extent], wanted: int) -> Non
         length = min(run.nbytes, wanted - at)
         if length <= 0:
             break
+        lock_mapped(fd, run.offset, length)
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         got = _libc.mmap(address + at, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, run.offset)
         if got != address + at:

@@ -3,7 +3,7 @@
 A lent page is a right to 2 MiB of memory of this process. The lease maps each page without access.
 As long as a page is mapped, no loader lends it to another process, even if the connection or the
 loader ends. After a restart of the loader the lease keeps its pages, and borrows from the new
-loader.
+loader. A page is locked while it is mapped (`shared.file_locks`), which is how loaders see it.
 
 Needs only the standard library and pydantic; imports nothing of the loader.
 """
@@ -17,7 +17,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,15 +35,18 @@ from shared.contracts.loader_socket import (
     SocketReturn,
     SocketShrink,
 )
+from shared.file_locks import lock_mapped, unlock_mapped
 from shared.unix_sockets import short_address
 
 log = logging.getLogger(__name__)
 PAGE_BYTES = 2 * 1024 * 1024
 SHARED_MEMORY = Path("/dev/shm")
 _RECONNECT_S = 0.25
+_MADV_DONTFORK = 10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -100,6 +103,8 @@ class KvLease:
         self._ask = SocketBorrow(device=device, instance_id=instance_id, floor_pages=floor_pages, model=model)
         self._lock = threading.Lock()
         self._claims: list[_Claim] = []
+        self._descriptors: dict[str, int] = {}
+        """Of each file with claims. Locks of neighbouring pages merge within one descriptor."""
         self._connection: socket.socket | None = None
         self._file = ""
         self._demand, self._turn, self._turn_pages = floor_pages, 0, 0
@@ -134,8 +139,7 @@ class KvLease:
             self._claims.sort(key=lambda c: c.file == self._file, reverse=True)
             kept = len(self._claims) - pages
             given, self._claims = self._claims[kept:], self._claims[:kept]
-            for claim in given:
-                _libc.munmap(claim.address, PAGE_BYTES)
+            self._unmap(given)
             if current := tuple(c.page for c in given if c.file == self._file):
                 self._send(SocketReturn(pages=current))
             if len(current) < len(given):
@@ -158,9 +162,8 @@ class KvLease:
                     self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         with self._lock:
-            for claim in self._claims:
-                _libc.munmap(claim.address, PAGE_BYTES)
-            self._claims = []
+            given, self._claims = self._claims, []
+            self._unmap(given)
 
     # -- the lease's thread ------------------------------------------------------------------------
 
@@ -215,24 +218,36 @@ class KvLease:
         """
         if not pages:
             return []
-        path, found = SHARED_MEMORY / self._file, []
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        path, found = SHARED_MEMORY / self._file, list[_Claim]()
+        if (fd := self._descriptors.get(self._file)) is None:
+            fd = self._descriptors[self._file] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             for page in pages:
+                lock_mapped(fd, page * PAGE_BYTES, PAGE_BYTES)
                 address = _libc.mmap(None, PAGE_BYTES, 0, mmap.MAP_SHARED, fd, page * PAGE_BYTES)
                 if address == ctypes.c_void_p(-1).value:
                     error = ctypes.get_errno()
                     raise OSError(error, os.strerror(error))
+                # A copy in a forked process would outlive the lock, which this one gives up.
+                _libc.madvise(address, PAGE_BYTES, _MADV_DONTFORK)
                 found.append(_Claim(self._file, page, address))
             # A new loader renames the file before it counts the pages that processes map.
             path.stat()
         except OSError:
-            for claim in found:
-                _libc.munmap(claim.address, PAGE_BYTES)
+            self._unmap(found)
+            if self._file in self._descriptors:  # the page that could not be mapped
+                for page in pages:
+                    unlock_mapped(fd, page * PAGE_BYTES, PAGE_BYTES)
             raise
-        finally:
-            os.close(fd)
         return found
+
+    def _unmap(self, claims: Sequence[_Claim]) -> None:
+        """Unmap and unlock pages that are no longer among `_claims`."""
+        for claim in claims:
+            _libc.munmap(claim.address, PAGE_BYTES)
+            unlock_mapped(self._descriptors[claim.file], claim.page * PAGE_BYTES, PAGE_BYTES)
+        for file in self._descriptors.keys() - {c.file for c in self._claims}:
+            os.close(self._descriptors.pop(file))
 
     # -- sending, with the lock --------------------------------------------------------------------
 

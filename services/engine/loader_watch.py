@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.engine.loader_client import LoaderClient
-from shared.contracts.loader import LoaderStatus, WeightsAttached
+from shared.contracts.loader import LoaderProgress, WeightsAttached
 from shared.contracts.phases import Phase
 from shared.contracts.segment import CudaIpcHandle, GpuUnitsHandle
 from shared.engines.status_reporter import StatusReporter
@@ -35,10 +35,12 @@ class LoaderWatch:
         """Note whose memory the engine maps: GPU memory ends with its loader."""
         self._owner = attached.boot_id if isinstance(attached.handle, CudaIpcHandle | GpuUnitsHandle) else None
 
-    def on_status(self, status: LoaderStatus) -> None:
+    def on_status(self, status: LoaderProgress) -> None:
         self._weights.on_loader_status()
         if self._owner is not None and (status.stopping or status.boot_id != self._owner):
             self._owner_gone.set()
+        if self._reporter.phase is not Phase.LOAD:
+            return
         for segment in status.segments:
-            if segment.weights_id == self._reporter.weights_id and segment.total_bytes and self._reporter.phase is Phase.LOAD:
+            if segment.weights_id == self._reporter.weights_id and segment.total_bytes:
                 self._reporter.advance(BOUND + 0.8 * segment.loaded_bytes / segment.total_bytes, Phase.LOAD)

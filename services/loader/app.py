@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -58,6 +59,11 @@ log = logging.getLogger(__name__)
 _WARN_WITHIN_S = 2
 _BETWEEN_STATUSES_S = 0.05
 """Changes within this interval share one status."""
+_SLOWEST_STATUSES_S = 0.5
+_STATUS_SHARE = 0.02
+"""Of its time, the most that a loader spends on statuses that are less than `_SLOWEST_STATUSES_S`
+apart.
+"""
 
 
 async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
@@ -231,7 +237,7 @@ async def _warn_engines(mesh: Mesh, subject: str, status: LoaderStatus) -> None:
         return
     with contextlib.suppress(NatsError, TimeoutError):
         await mesh.publish(subject, status.model_copy(update={"stopping": True}))
-        await mesh.nc.flush(timeout=_WARN_WITHIN_S)
+        await mesh.flush(_WARN_WITHIN_S)
 
 
 def pool_bytes() -> int:
@@ -244,7 +250,21 @@ def pool_bytes() -> int:
 
 async def _broadcast(mesh: Mesh, loader: Loader, sharing: Sharing, subject: str) -> None:
     while True:
-        await mesh.publish(subject, loader.status(await asyncio.to_thread(sharing.status)))
-        await asyncio.sleep(_BETWEEN_STATUSES_S)
+        shared = await asyncio.to_thread(sharing.status)
+        began = time.monotonic()
+        await mesh.publish(subject, loader.status(shared))
+        pause_s = between_statuses_s(time.monotonic() - began)
+        await asyncio.sleep(pause_s)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(loader.changed.wait(), STATUS_INTERVAL_S - _BETWEEN_STATUSES_S)
+            await asyncio.wait_for(loader.changed.wait(), STATUS_INTERVAL_S - pause_s)
+
+
+def between_statuses_s(took_s: float) -> float:
+    """Return the seconds before the next status.
+
+    A status of hundreds of models takes milliseconds to make, and several processes read it.
+
+    Args:
+        took_s: Seconds that the last one took to make and to send.
+    """
+    return min(_SLOWEST_STATUSES_S, max(_BETWEEN_STATUSES_S, took_s / _STATUS_SHARE))

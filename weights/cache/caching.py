@@ -50,9 +50,21 @@ class CachingTier:
         cache: SsdCache,
         *,
         pinned: bool = False,
+        follows: bool = True,
         patience_s: float = _PATIENCE_S,
         on_wrong: Callable[[TierFile], None] = lambda file: None,
     ) -> None:
+        """Choose a role.
+
+        Args:
+            inner: The remote tier.
+            cache: The cache of this machine.
+            pinned: The model is not evicted.
+            follows: Wait for ranges while another process fetches the model. A load of a part does
+                not: the other one may fetch another part.
+            patience_s: Seconds that a follower waits without progress.
+            on_wrong: Called with each file whose checksum is wrong.
+        """
         self._inner, self._cache, self._pinned, self._patience_s = inner, cache, pinned, patience_s
         self._on_wrong = on_wrong
         self.source, self.link, self.revision = inner.source, inner.link, inner.revision
@@ -66,7 +78,7 @@ class CachingTier:
         self._stop, self._settled = threading.Event(), threading.Event()
         self._behind = WriteBehind()
         self._rest: threading.Thread | None = None
-        self._following = True
+        self._following = follows
         self._in_turn: Callable[[int, Callable[[], None]], None] = lambda _, read: read()
         self._old: list[PartialModel] = []
         self._closed = False
@@ -99,6 +111,21 @@ class CachingTier:
             if self._rest is None and not self._closed:
                 self._rest = threading.Thread(target=self._complete, name="cache-rest", daemon=True)
                 self._rest.start()
+
+    def finish_part(self) -> None:
+        """Settle after the load of a part: keep the ranges that were read, and fetch no more."""
+        with self._state:
+            if self._rest is None and not self._closed:
+                self._rest = threading.Thread(target=self._drain, name="cache-part", daemon=True)
+                self._rest.start()
+
+    def _drain(self) -> None:
+        try:
+            self._behind.wait_until_drained(self._stop)
+        except Cancelled:
+            return
+        finally:
+            self._settled.set()
 
     def complete(self, in_turn: Callable[[int, Callable[[], None]], None], cancelled: threading.Event) -> None:
         """Fetch all that the cache lacks, in the background. Nothing was read before.

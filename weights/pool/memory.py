@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from shared.contracts.segment import PAGE
+from shared.file_locks import is_locked
 from weights.pool import numa, shm
 from weights.pool.block_count import BlockCount
 from weights.pool.chunks import CHUNK_BYTES
@@ -68,6 +69,7 @@ class PoolMemory:
         self._on_populated, self._on_punch = on_populated, on_punch
         self._blocks = BlockCount()
         self._ready: dict[int, int] = {}
+        self._unlocked: frozenset[int] = frozenset()
         self._fd = _open(name, keep=keep)
         try:
             if os.fstat(self._fd).st_size < nbytes:
@@ -249,10 +251,32 @@ class PoolMemory:
         """True if every page of these bytes has been written."""
         return os.lseek(self._fd, offset, os.SEEK_HOLE) >= offset + length
 
+    def mapped_among(self, chunks: Iterable[int]) -> frozenset[int]:
+        """Return those of the chunks that other processes map.
+
+        The source are the locks that a process takes before it maps (`shared.file_locks`), and
+        /proc/*/maps as long as `mapped_by_others` has found a process without locks.
+        """
+        wanted = sorted(chunks)
+        found: set[int] = set()
+        for offset, length in _runs(wanted, self.chunk_bytes):
+            if is_locked(self._fd, offset, length):
+                found.update(c for c in self._numbers(offset, length) if self._is_locked(c))
+        if self._unlocked:
+            found.update(self.mapped_by_others().keys() & set(wanted))
+        return frozenset(found)
+
+    def _numbers(self, offset: int, length: int) -> range:
+        return range(offset // self.chunk_bytes, (offset + length) // self.chunk_bytes)
+
+    def _is_locked(self, chunk: int) -> bool:
+        return is_locked(self._fd, chunk * self.chunk_bytes, self.chunk_bytes)
+
     def mapped_by_others(self) -> dict[int, list[int]]:
         """Return the chunks that other processes map, and these processes.
 
-        The source is /proc/*/maps of the processes that this process may inspect.
+        The source is /proc/*/maps of the processes that this process may inspect: some milliseconds
+        on a small machine, and more with each process and mapping.
         """
         stat = os.fstat(self._fd)
         inode = f" {os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino} ".encode()
@@ -267,6 +291,7 @@ class PoolMemory:
             if inode in maps:
                 for chunk in _mapped_chunks(maps, inode, self.chunk_bytes):
                     found.setdefault(chunk, []).append(pid)
+        self._unlocked = frozenset(c for c in found if not self._is_locked(c))
         return found
 
     # -- closing -----------------------------------------------------------------------------------

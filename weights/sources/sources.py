@@ -153,10 +153,16 @@ class Sources:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def open(self, source: str, revision: str, *, pinned: bool = False) -> Tier:
+    def open(self, source: str, revision: str, *, pinned: bool = False, follows: bool = True) -> Tier:
         """Open the model for a load from the nearest place.
 
         Close it after the load's memory is released, or the load is cancelled.
+
+        Args:
+            source: The model's source.
+            revision: Of its weights.
+            pinned: The copy on this machine is not evicted.
+            follows: As of `CachingTier`.
 
         Raises:
             CheckpointInvalid: The place has another revision.
@@ -172,7 +178,7 @@ class Sources:
         if far.directory is not None:
             return far
         try:
-            return CachingTier(far, self.cache, pinned=pinned, on_wrong=lambda file: self._distrust(far))
+            return CachingTier(far, self.cache, pinned=pinned, follows=follows, on_wrong=lambda file: self._distrust(far))
         except BaseException:
             far.close()
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,12 +22,14 @@ from weights.store.memory import UnitMemory
 from weights.store.missing import Missing
 from weights.store.pages import (
     Cost,
+    Keep,
     Reservation,
     Store,
     StoredUnit,
     condemn,
     give_back,
     give_up,
+    keep_none,
     lend,
     release,
     reserve,
@@ -94,10 +96,10 @@ class DevicePages:
                 arena.missing[index] = Missing(unit, key, tensors[index], rank=rank, has_pages=is_known)
                 if is_known:
                     wanted.append(replace(unit, key=key))
-        found, kept = self._reserve(arena.holder, arena.place.weights_id, wanted)
+        found, keep = self._reserve(arena.holder, arena.place.weights_id, wanted)
         unknown = sum(m.unit.pages for m in arena.missing.values() if not m.has_pages)
         if found is None or unknown > obtainable_pages(found.store):
-            raise self._no_room(arena, [m.unit for m in arena.missing.values()], kept)
+            raise self._no_room(arena, [m.unit for m in arena.missing.values()], keep)
         self.store = found.store
         if found.reclaimed:
             log.info("reclaimed units", extra={"device": self._device_id, "units": len(found.reclaimed)})
@@ -105,8 +107,8 @@ class DevicePages:
     def reserve_ahead(self, arena: PagedArena, index: int) -> None:
         """Reserve pages for a unit whose content is not here, and for some that follow it.
 
-        Each reservation that reclaims units reads the mappings of all processes: a few units at a
-        time cost less. Pages of units that turn out to be here are freed again.
+        A few units at a time cost less: each reservation copies the store. Pages of units that turn
+        out to be here are freed again.
 
         Raises:
             InsufficientMemory: There are none for the unit itself.
@@ -119,18 +121,18 @@ class DevicePages:
             ahead.append(i)
         for chosen in (ahead, [index]):
             wanted = [replace(arena.missing[i].unit, key=arena.missing[i].key) for i in chosen]
-            found, kept = self._reserve(arena.holder, arena.place.weights_id, wanted)
+            found, keep = self._reserve(arena.holder, arena.place.weights_id, wanted)
             if found is not None:
                 self.store = found.store
                 for i in chosen:
                     arena.missing[i].has_pages = True
                 return
-        raise self._no_room(arena, [arena.missing[index].unit], kept)
+        raise self._no_room(arena, [arena.missing[index].unit], keep)
 
-    def _no_room(self, arena: PagedArena, units: Sequence[Unit], kept: Collection[str]) -> InsufficientMemory:
+    def _no_room(self, arena: PagedArena, units: Sequence[Unit], keep: Keep) -> InsufficientMemory:
         """Return the error of a reservation for `units`, and note how many pages are short."""
         need = sum(u.pages for u in units) * PAGE_BYTES
-        given_up = (u for k, u in self.store.units.items() if u.is_reusable and k not in kept and k not in arena.keys)
+        given_up = (u for k, u in self.store.units.items() if u.is_reusable and k not in arena.keys and not keep(u))
         can = (len(self.store.free) + sum(len(u.pages) for u in given_up)) * PAGE_BYTES
         self.short_pages = max(1, (need - can) // PAGE_BYTES)
         name = arena.place.contents.model if arena.place.contents is not None else ""
@@ -140,19 +142,26 @@ class DevicePages:
             should_retry=True,
         )
 
-    def _reserve(self, holder: str, weights_id: str, wanted: Sequence[Unit]) -> tuple[Reservation | None, set[str]]:
-        """Reserve the wanted units. The second value: keys that were not to be reclaimed."""
+    def _reserve(self, holder: str, weights_id: str, wanted: Sequence[Unit]) -> tuple[Reservation | None, Keep]:
+        """Reserve the wanted units. The second value: the units that were not to be reclaimed."""
         short = sum(u.pages for u in wanted if u.key not in self.store.units) > len(self.store.free)
-        keep = self.kept_units() if short else set()
+        keep = self.keep() if short else keep_none
         return reserve(self.store, holder, weights_id, wanted, self._clock(), self.cost(), keep), keep
 
-    def kept_units(self) -> set[str]:
-        """Return the keys of units that are not to be reclaimed: pinned, or mapped by a process."""
+    def keep(self) -> Keep:
+        """Return which units are not to be reclaimed now: pinned, or mapped by a process."""
         self.count_earlier()
-        # A holder is removed when its process has ended; this is the proof.
-        mapped = self._memory.mapped_by_others()
-        keep = {k for k, u in self.store.units.items() if any(p in mapped for p in u.pages)}
-        return keep.union(*self._pinned.values())
+        pinned: frozenset[str] = frozenset().union(*self._pinned.values())
+
+        known: dict[str, bool] = {}
+
+        def is_kept(unit: StoredUnit) -> bool:
+            # A holder is removed when its process has ended; the mappings are the proof.
+            if unit.key not in known:
+                known[unit.key] = unit.key in pinned or bool(self._memory.mapped_among(unit.pages))
+            return known[unit.key]
+
+        return is_kept
 
     def cost(self) -> Cost:
         """Return the expected cost of having to load units again."""
@@ -206,7 +215,7 @@ class DevicePages:
         """Give up reusable units beyond `pages` pages, but those that are pinned or mapped."""
         excess = self.store.reusable_pages - pages
         if excess > 0:
-            self.store, units = give_up(self.store, excess, self.cost(), self.kept_units())
+            self.store, units = give_up(self.store, excess, self.cost(), self.keep())
             log.info("gave up units beyond the limit", extra={"device": self._device_id, "units": len(units)})
 
     def discard(self, arena: PagedArena, damaged: Sequence[int]) -> None:

@@ -124,6 +124,13 @@ class GpuMemory:
         with self._lock:
             return len(self._by_page) * PAGE_BYTES
 
+    def mapped_among(self, pages: Iterable[int]) -> frozenset[int]:
+        """Return those of the pages that other processes may map."""
+        wanted = frozenset(pages)
+        with self._lock:
+            units = {self._by_page[page] for page in wanted if page in self._by_page}
+            return frozenset(page for unit in units if self._receivers.list_processes(unit) for page in unit.pages) & wanted
+
     def mapped_by_others(self) -> dict[int, list[int]]:
         """Return the pages that other processes may map, and these processes."""
         with self._lock:

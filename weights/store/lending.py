@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from weights.store.memory import UnitMemory
-from weights.store.pages import Cost, Store, give_back, lend, lendable_pages
+from weights.store.pages import Cost, Keep, Store, give_back, keep_none, lend, lendable_pages
 
 log = logging.getLogger(__name__)
 _LOAD_WAITS_S = 20.0
@@ -78,7 +78,7 @@ class LendingDevice(Protocol):
     def changed(self) -> threading.Condition: ...
     def store(self) -> Store: ...
     def replace_store(self, store: Store) -> None: ...
-    def kept_units(self) -> Collection[str]: ...
+    def keep(self) -> Keep: ...
     def cost(self) -> Cost: ...
     def now(self) -> float: ...
 
@@ -135,9 +135,9 @@ class Lender:
             if more <= 0:
                 self.end_shortage(borrower)
                 return ()
-            keep = self.device.kept_units() if more > len(store.free) else ()
+            keep = self.device.keep() if more > len(store.free) else keep_none
             store = self.device.store()  # pages of earlier loaders may be free now
-            more = min(more, lendable_pages(store, keep))
+            more = lendable_pages(store, more, keep)
             self._note_lacking(borrower, len(had) + more, wanted)
             found = lend(store, borrower, more, self.device.cost(), keep) if more > 0 else None
             if found is None:
@@ -184,10 +184,10 @@ class Lender:
         Returns:
             The number of pages that `borrower` still has.
         """
-        mapped = self.memory.mapped_by_others()
         with self.device.changed:
             had = self.device.store().lent.get(borrower, ())
             chosen = had if pages is None else [p for p in had if p in pages]
+            mapped = self.memory.mapped_among(chosen)
             returned = [p for p in chosen if p not in mapped]
             if returned:
                 self.device.replace_store(give_back(self.device.store(), borrower, returned))

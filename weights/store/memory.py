@@ -40,8 +40,14 @@ class UnitMemory(Protocol):
         """Free the memory of pages that are in no unit. Returns the number of freed bytes."""
         ...
 
+    def mapped_among(self, pages: Iterable[int]) -> frozenset[int]:
+        """Return those of the pages that other processes map."""
+        ...
+
     def mapped_by_others(self) -> dict[int, list[int]]:
-        """Return the pages that other processes map, and these processes."""
+        """Return the pages that other processes map, and these processes. May read all mappings of
+        the machine.
+        """
         ...
 
     def close(self, *, unlink: bool = False) -> None:
@@ -117,6 +123,10 @@ class PageMemory:
     def allocated_bytes(self) -> int:
         """Return the bytes of memory that the file uses."""
         return self._pool.count_allocated()
+
+    def mapped_among(self, pages: Iterable[int]) -> frozenset[int]:
+        """Return those of the pages that other processes map."""
+        return self._pool.mapped_among(pages)
 
     def mapped_by_others(self) -> dict[int, list[int]]:
         """Return the pages that other processes map, and these processes."""

@@ -12,7 +12,7 @@ A holder or borrower is removed only after it is proved that its process maps no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weights.store.units import Unit, pages_of
@@ -21,6 +21,8 @@ DAMAGED = "damaged:"
 """Prefix of the keys of units with wrong bytes, which are freed with their last holder."""
 Cost = Callable[["StoredUnit"], float]
 """Expected cost of having to load a unit again (Tangram Eq. 2)."""
+Keep = Callable[["StoredUnit"], bool]
+"""True for a reusable unit that is not reclaimed. Asked only of units that would be."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ class Reservation:
     reclaimed: tuple[str, ...]
 
 
+def keep_none(_: StoredUnit) -> bool:
+    """Let every reusable unit be reclaimed."""
+    return False
+
+
 def missing_bytes(store: Store, units: Iterable[Unit]) -> int:
     """Return the bytes of `units` that a load would have to copy, each unit once."""
     absent = {u.key: u.nbytes for u in units if u.key not in store.units}
@@ -109,7 +116,7 @@ def missing_bytes(store: Store, units: Iterable[Unit]) -> int:
 
 
 def reserve(
-    store: Store, holder: str, model: str, units: Sequence[Unit], now: float, cost: Cost, keep: Collection[str] = ()
+    store: Store, holder: str, model: str, units: Sequence[Unit], now: float, cost: Cost, keep: Keep = keep_none
 ) -> Reservation | None:
     """Give `holder` all of `units`: those in the store as they are, pages for the others.
 
@@ -117,14 +124,14 @@ def reserve(
     filling is shared, and is not in `missing`.
 
     Args:
-        keep: Keys of units that are not reclaimed: pinned, or still mapped by a process.
+        keep: True for units that are not reclaimed: pinned, or still mapped by a process.
 
     Returns:
         None if the pages do not suffice; the store is unchanged then.
     """
     wanted = {u.key: u for u in units}
     absent = {k: u for k, u in wanted.items() if k not in store.units}
-    cleared = _reclaim(store, sum(u.pages for u in absent.values()), {*wanted, *keep}, cost)
+    cleared = _reclaim(store, sum(u.pages for u in absent.values()), lambda u: u.key in wanted or keep(u), cost)
     if cleared is None:
         return None
     store, reclaimed = cleared
@@ -240,11 +247,11 @@ def release(store: Store, holder: str, now: float) -> tuple[Store, Mapping[str, 
     return replace(store, units=stored, free=tuple(free)), handed
 
 
-def lend(store: Store, borrower: str, pages: int, cost: Cost, keep: Collection[str] = ()) -> tuple[Store, tuple[str, ...]] | None:
+def lend(store: Store, borrower: str, pages: int, cost: Cost, keep: Keep = keep_none) -> tuple[Store, tuple[str, ...]] | None:
     """Lend pages to a KV cache, in addition to what it has; reusable units are reclaimed as needed.
 
     Args:
-        keep: Keys of units that are not reclaimed: pinned, or still mapped by a process.
+        keep: True for units that are not reclaimed: pinned, or still mapped by a process.
 
     Returns:
         The changed store and the keys of reclaimed units; None if the pages do not suffice.
@@ -259,9 +266,15 @@ def lend(store: Store, borrower: str, pages: int, cost: Cost, keep: Collection[s
     return replace(store, lent=lent, free=tuple(page for page in store.free if page not in taken)), reclaimed
 
 
-def lendable_pages(store: Store, keep: Collection[str] = ()) -> int:
-    """Return the number of pages that `lend` can lend."""
-    return len(store.free) + sum(len(u.pages) for u in store.units.values() if u.is_reusable and u.key not in keep)
+def lendable_pages(store: Store, wanted: int, keep: Keep = keep_none) -> int:
+    """Return how many of `wanted` pages `lend` can lend."""
+    found = len(store.free)
+    for unit in store.units.values():
+        if found >= wanted:
+            break
+        if unit.is_reusable and not keep(unit):
+            found += len(unit.pages)
+    return min(found, wanted)
 
 
 def give_back(store: Store, borrower: str, pages: Iterable[int]) -> Store:
@@ -279,39 +292,42 @@ def give_back(store: Store, borrower: str, pages: Iterable[int]) -> Store:
     return replace(store, lent=lent, free=(*store.free, *sorted(returned, reverse=True)))
 
 
-def give_up(store: Store, pages: int, cost: Cost, keep: Collection[str] = ()) -> tuple[Store, tuple[str, ...]]:
+def give_up(store: Store, pages: int, cost: Cost, keep: Keep = keep_none) -> tuple[Store, tuple[str, ...]]:
     """Free at least `pages` pages of reusable units, or as many as there are.
 
     Args:
-        keep: Keys of units that stay: pinned, or still mapped by a process.
+        keep: True for units that stay: pinned, or still mapped by a process.
 
     Returns:
         The changed store and the keys of the units.
     """
-    most = sum(len(u.pages) for u in store.units.values() if u.is_reusable and u.key not in keep)
-    found = _reclaim(store, len(store.free) + min(pages, most), keep, cost)
-    assert found is not None
-    return found
+    return _free(store, len(store.free) + pages, keep, cost)
 
 
-def _reclaim(store: Store, pages: int, keep: Iterable[str], cost: Cost) -> tuple[Store, tuple[str, ...]] | None:
-    """Free at least `pages` pages; None if that is impossible.
+def _reclaim(store: Store, pages: int, keep: Keep, cost: Cost) -> tuple[Store, tuple[str, ...]] | None:
+    """Free reusable units until `pages` pages are free; None if that is impossible."""
+    if pages > len(store.free) + sum(len(u.pages) for u in store.units.values() if u.is_reusable):
+        return None
+    cleared = _free(store, pages, keep, cost)
+    return cleared if len(cleared[0].free) >= pages else None
 
-    Units in `keep` are not reclaimed. Of equal cost the least recently used goes first, and of one
+
+def _free(store: Store, pages: int, keep: Keep, cost: Cost) -> tuple[Store, tuple[str, ...]]:
+    """Free reusable units until `pages` pages are free, or there is none.
+
+    Units to `keep` are not reclaimed. Of equal cost the least recently used goes first, and of one
     model the unit nearest to its end: what remains is a prefix.
     """
-    short = pages - len(store.free)
-    if short <= 0:
+    if len(store.free) >= pages:
         return store, ()
-    kept = frozenset(keep)
-    candidates = [u for u in store.units.values() if u.is_reusable and u.key not in kept]
-    if sum(len(u.pages) for u in candidates) < short:
-        return None
     stored, free = dict(store.units), list(store.free)
     reclaimed = []
+    candidates = (u for u in store.units.values() if u.is_reusable)
     for unit in sorted(candidates, key=lambda u: (cost(u), u.used_at, u.model, -u.offset)):
         if len(free) >= pages:
             break
+        if keep(unit):
+            continue
         del stored[unit.key]
         free += reversed(unit.pages)
         reclaimed.append(unit.key)

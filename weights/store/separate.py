@@ -39,7 +39,7 @@ from weights.store.device_pages import DevicePages
 from weights.store.generations import EarlierPages
 from weights.store.lending import Lender
 from weights.store.memory import PageMemory, UnitMemory, extents_of
-from weights.store.pages import Cost, Store, StoredUnit
+from weights.store.pages import Cost, Keep, Store, StoredUnit
 from weights.store.peers import TYPICAL_BYTES_PER_SECOND, PeerLink, PeerThread
 from weights.store.residency import KnownUnits, LoadingWeights, bytes_on_peers, residency
 from weights.store.units import PAGE_BYTES, Unit, cut_units, tensors_of
@@ -229,9 +229,9 @@ class SeparateDevice:
     def replace_store(self, store: Store) -> None:
         self._pages.store = store
 
-    def kept_units(self) -> set[str]:
-        """Return the keys of units that are not to be reclaimed: pinned, or mapped by a process."""
-        return self._pages.kept_units()
+    def keep(self) -> Keep:
+        """Return which units are not to be reclaimed now: pinned, or mapped by a process."""
+        return self._pages.keep()
 
     def cost(self) -> Cost:
         """Return the expected cost of having to load units again."""

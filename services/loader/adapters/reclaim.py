@@ -103,14 +103,15 @@ class Reclaimer:
 
     def _wait_until_unmapped(self, order: Vacate) -> bool:
         deadline = time.monotonic() + self._wait
-        while mappers := self._mappers(order):
+        while self._pool.mapped_among(order.chunks):
             left = deadline - time.monotonic()
             if left <= 0 or self._closing.is_set():
                 return False
-            _await_exit(mappers, min(left, _RESCAN_S))
+            _await_exit(self._mappers(order), min(left, _RESCAN_S))
         return True
 
     def _mappers(self, order: Vacate) -> list[int]:
+        """Return the processes that map its chunks, of those that this one may inspect."""
         mapped = self._pool.mapped_by_others()
         return sorted({pid for chunk in order.chunks for pid in mapped.get(chunk, ())})
 
@@ -121,9 +122,8 @@ class Reclaimer:
                 waiting = list(self._stuck.values())
             if not waiting:
                 continue
-            mapped = self._pool.mapped_by_others()
             for order in waiting:
-                if not any(c in mapped for c in order.chunks):
+                if not self._pool.mapped_among(order.chunks):
                     with self._lock:
                         del self._stuck[order.run]
                     try:

@@ -19,6 +19,7 @@ from shared.contracts.phases import Phase
 from shared.contracts.segment import ByteRange
 from shared.errors import CheckpointInvalid
 from shared.telemetry.timeline import Timeline
+from weights.cache.caching import CachingTier
 from weights.formats.checkpoint import Checkpoint
 from weights.formats.segment import Layout, lay_out, pages
 from weights.pool.memory import PoolMemory
@@ -162,7 +163,8 @@ class Run:
         def work() -> None:
             tier: Tier | None = None
             try:
-                tier = sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
+                follows = self.order.layers is None
+                tier = sources.open(card.info.source, card.info.revision, pinned=card.spec.pin, follows=follows)
                 opened = sources.checkpoint(tier, trust_remote_code=card.spec.trust_remote_code, registered=card.info.revision)
                 found.set_result((tier, *opened))
             except BaseException as e:
@@ -214,6 +216,8 @@ class Run:
         is_part = order.layers is not None
         if not is_part:
             tier.finish(self.cancelled)
+        elif isinstance(tier, CachingTier):
+            tier.finish_part()
         # The checksums of a remote source's files need every byte: only those of tensors are left.
         if context.verify or (is_part and tier.directory is None):
             source = tier.source if tier.directory is None else None

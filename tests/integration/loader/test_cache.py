@@ -349,6 +349,33 @@ def test_follower_reads_the_source_after_its_patience(server: TierServer, cache:
     settle(second)
 
 
+def test_load_of_a_part_does_not_wait_for_the_load_of_another_part(server: TierServer, cache: SsdCache) -> None:
+    first = opened(server, cache)
+    second = CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, follows=False, patience_s=3600.0)
+    found: dict[str, bytes] = {}
+    thread = threading.Thread(target=lambda: found.update(load(second, (SHARD,))), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    first.close()
+    second.close()
+
+
+def test_load_of_a_part_leaves_its_ranges_to_a_load_of_the_whole(server: TierServer, cache: SsdCache) -> None:
+    part = opened(server, cache)
+    load(part, (SHARD,))
+    part.finish_part()
+    assert part.get_settled_event().wait(60)
+    part.close()
+    server.sent.clear()
+    whole = opened(server, cache)
+    assert whole.caches, "the part is no longer being fetched"
+    load(whole)
+    assert server.sent.get(f"/m/{SHARD}", 0) < 200_000
+    settle(whole)
+    assert cache.lookup(whole.revision) is not None
+
+
 def test_load_of_a_model_cached_meanwhile_reads_the_cache(server: TierServer, cache: SsdCache) -> None:
     tier = opened(server, cache)
     load(tier)

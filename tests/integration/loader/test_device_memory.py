@@ -65,7 +65,7 @@ async def test_stopping_status_precedes_the_release_of_device_memory(
     assert isinstance(found.handle, CudaIpcHandle)
     stop.set()
     assert await asyncio.wait_for(running, 60) == 0
-    await mesh.nc.flush()
+    await mesh.flush()
     [warned] = [s for s in statuses if s.stopping]
     assert warned.boot_id == found.boot_id
     assert warned.segments[0].on_devices == {"cuda:0": found.total_bytes}

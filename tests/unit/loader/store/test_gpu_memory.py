@@ -108,9 +108,11 @@ def test_pages_are_mapped_by_a_process_until_it_has_exited(memory: GpuMemory, ot
     assert memory.mapped_by_others() == {}
     os.close(memory.export(stored, other.pid))
     assert memory.mapped_by_others() == {1: [other.pid], 2: [other.pid]}
+    assert memory.mapped_among([0, 1, 3]) == {1}
     other.kill()
     other.wait()
     assert memory.mapped_by_others() == {}
+    assert memory.mapped_among([0, 1, 3]) == set()
     with pytest.raises(EngineFailed, match="has exited"):
         memory.export(stored, other.pid)
 
@@ -197,5 +199,5 @@ def test_giving_units_up_takes_the_cheapest_and_no_more_than_there_are() -> None
     costs = {"a": 3.0, "b": 1.0, "c": 2.0}
     left, units = give_up(store, 1, lambda u: costs[u.key])
     assert (units, audit(left)) == (("b",), [])
-    left, units = give_up(store, 9, lambda u: costs[u.key], {"c"})
+    left, units = give_up(store, 9, lambda u: costs[u.key], lambda u: u.key == "c")
     assert (units, left.reusable_pages, audit(left)) == (("b", "a"), 1, [])

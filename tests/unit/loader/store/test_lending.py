@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InsufficientMemory
+from tests.support.stopping import killed_at_exit
+from tests.unit.loader.pools import ROOT
 from tests.unit.loader.store.test_separate import COUNT, Model, load, made
 from weights.pool.shm import SHM
 from weights.store.lending import Borrower, Turn, shrink_targets
@@ -20,7 +24,10 @@ from weights.store.units import PAGE_BYTES
 
 CLAIM = f"""
 import mmap, os, sys
+from shared.file_locks import lock_mapped
 fd = os.open(sys.argv[1], os.O_RDWR)
+if sys.argv[3:] == ["--lock"]:
+    lock_mapped(fd, int(sys.argv[2]) * {PAGE_BYTES}, {PAGE_BYTES})
 claim = mmap.mmap(fd, {PAGE_BYTES}, prot=0, offset=int(sys.argv[2]) * {PAGE_BYTES})
 print("mapped", flush=True)
 sys.stdin.read()
@@ -143,17 +150,32 @@ def test_borrowers_take_turns_in_the_order_in_which_they_asked(device: SeparateD
         lender.take_back(name)
 
 
+@contextmanager
+def claimed(device: SeparateDevice, page: int, *options: str) -> Iterator[None]:
+    """Start a process that maps a page, and end it."""
+    command = [sys.executable, "-c", CLAIM, f"/dev/shm/{device.file}", str(page), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with killed_at_exit(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == b"mapped\n"
+        yield
+
+
 def test_pages_are_taken_back_only_when_no_process_maps_them(device: SeparateDevice) -> None:
     lender = device.lender
     lender.open("kv", Borrower(0))
     page = lender.lend("kv", 2)[0]
-    path = f"/dev/shm/{device.file}"
-    engine = subprocess.Popen(
-        [sys.executable, "-c", CLAIM, path, str(page)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert engine.stdout is not None
-    assert engine.stdout.readline() == "mapped\n"
-    assert lender.take_back("kv") == 1
-    engine.kill()
-    engine.communicate()
+    with claimed(device, page, "--lock"):
+        assert lender.take_back("kv") == 1
+    assert lender.take_back("kv") == 0
+
+
+def test_an_audit_finds_a_process_that_maps_without_a_lock_and_protects_its_pages(device: SeparateDevice) -> None:
+    """An engine of an earlier version, or a foreign one."""
+    lender = device.lender
+    lender.open("kv", Borrower(0))
+    page = lender.lend("kv", 2)[0]
+    with claimed(device, page):
+        device.audit_mapped()
+        assert lender.take_back("kv") == 1
     assert lender.take_back("kv") == 0

@@ -169,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
         keys = {u.key: u.key if hashed else f"filling:{holder}:{u.key}" for u in MODELS[model]}
         units = [replace(u, key=keys[u.key]) for u in MODELS[model]]
         keep = data.draw(st.sets(st.sampled_from(sorted(before.units)))) if before.units else set()
-        found = reserve(before, holder, model, units, self.now, recency, keep)
+        found = reserve(before, holder, model, units, self.now, recency, lambda u: u.key in keep)
         wanted = {u.key for u in units}
         fits = sum(u.pages for u in units if u.key not in before.units) <= len(before.free) + sum(
             len(s.pages) for s in before.units.values() if s.is_reusable and s.key not in wanted | keep

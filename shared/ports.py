@@ -13,6 +13,8 @@ _FIRST = 20_000
 _EPHEMERAL = 32_768
 # Neighbouring process ids get different ports; nothing picks more than this many at a time.
 _PER_PROCESS = 8
+# The ninth port of a process is far from its first: those in between are for its neighbours.
+_STRIDE = 5_003
 _calls = itertools.count()
 
 
@@ -21,7 +23,7 @@ def free_port(host: str = "127.0.0.1", avoid: Collection[int] = ()) -> int:
 
     The port is below the ephemeral range: the kernel gives ports of that range to any outgoing
     connection, so a server that starts there later, or again, can find its port taken. Processes
-    that pick at the same time pick different ports. If no port below the range is free, the kernel
+    that pick at the same time pick different ports. If it finds none below the range, the kernel
     picks one.
 
     Args:
@@ -33,7 +35,8 @@ def free_port(host: str = "127.0.0.1", avoid: Collection[int] = ()) -> int:
     """
     ports = range(_FIRST, _first_ephemeral())
     for _ in ports:
-        port = ports[(os.getpid() * _PER_PROCESS + next(_calls)) % len(ports)]
+        round_, place = divmod(next(_calls), _PER_PROCESS)
+        port = ports[(os.getpid() * _PER_PROCESS + place + round_ * _STRIDE) % len(ports)]
         if port not in avoid and _is_free(host, port):
             return port
     return _bind_port(host, 0)

@@ -30,11 +30,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+class _MuteConsole(Console):
+    """A console without output. With `quiet` alone rich renders everything, and then drops it."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print nothing."""
+
+
 def screen(as_json: bool) -> Console:
     """Return the console for people; it is mute with `--json`."""
     # Output that is no terminal (a pipe, a log of CI) has no width: tables get the width that they
     # need.
-    return Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 140)
+    kind = _MuteConsole if as_json else Console
+    return kind(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def show_error(error: CommandError, as_json: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 from pathlib import Path
 
@@ -16,6 +18,16 @@ def test_ports_are_different_and_not_ephemeral() -> None:
     picked = [free_port() for _ in range(20)]
     assert len(set(picked)) == 20
     assert max(picked) < ephemeral
+
+
+def test_processes_with_neighbouring_ids_pick_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many each of them has picked before."""
+    picked: list[set[int]] = []
+    for pid in range(5_000, 5_005):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        monkeypatch.setattr(ports, "_calls", itertools.count())
+        picked.append({free_port() for _ in range(80)})
+    assert sum(len(p) for p in picked) == len(set().union(*picked)) == 5 * 80
 
 
 def test_a_port_in_use_or_avoided_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:

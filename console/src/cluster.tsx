@@ -2,7 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { change, inPath } from "./api";
-import { idle, size } from "./format";
+import { counted, idle, size } from "./format";
 import type { Live } from "./live";
 import { logLink } from "./logs";
 import { Action, Badge, Facts, Freshness } from "./parts";
@@ -122,10 +122,10 @@ function Totals({ live }: { live: Live }) {
   const sum = (values: number[]) => values.reduce((a, b) => a + b, 0);
   return (
     <p class="totals">
-      {Object.keys(live.models).length} models, {instances.filter((i) => i.state === "ready").length} ready instances on{" "}
-      {devices.length} devices; {size(sum(devices.map((d) => d.reserved_bytes)))} of {size(sum(devices.map((d) => d.budget_bytes)))}{" "}
-      reserved; {sum(instances.map((i) => i.active))} requests run,{" "}
-      {sum(Object.values(live.models).map((m) => m.waiting)) + sum(instances.map((i) => i.waiting))} wait
+      {counted(Object.keys(live.models).length, "model")}, {counted(instances.filter((i) => i.state === "ready").length, "ready instance")} on{" "}
+      {counted(devices.length, "device")}; {size(sum(devices.map((d) => d.reserved_bytes)))} of {size(sum(devices.map((d) => d.budget_bytes)))}{" "}
+      reserved; requests: {sum(instances.map((i) => i.active))} running,{" "}
+      {sum(Object.values(live.models).map((m) => m.waiting)) + sum(instances.map((i) => i.waiting))} waiting
     </p>
   );
 }

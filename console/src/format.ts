@@ -43,3 +43,6 @@ export function percentile(values: number[], share: number): number | null {
 }
 
 export const words = (name: string): string => name.replaceAll("_", " ");
+
+/** A number of things, by the singular of a regular noun. */
+export const counted = (n: number, noun: string): string => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;

@@ -5,7 +5,7 @@ import { admin, inPath } from "./api";
 import { duration, optional } from "./format";
 import { amount } from "./money";
 import { Lines, Stacks, type Series } from "./series";
-import { usage } from "./usage";
+import { usage, type Cost } from "./usage";
 
 interface Ttft {
   requests: number;
@@ -50,14 +50,15 @@ async function readCosts(name: string): Promise<Costs | null> {
   const hours = Array.from({ length: COST_HOURS }, (_, i) => last - COST_HOURS + 1 + i);
   // A scheduler of another version may answer with all models.
   const costs = new Map(rows.filter((r) => r.model === name && r.cost).map((r) => [r.hour!, r.cost!]));
-  const cold = hours.map((hour) => Number(costs.get(hour)?.cold_starts ?? 0));
-  const tokens = hours.map((hour, i) => Number(costs.get(hour)?.total ?? 0) - cold[i]!);
+  const sums = (...names: (keyof Cost)[]) => hours.map((hour) => names.reduce((sum, name) => sum + Number(costs.get(hour)?.[name] ?? 0), 0));
   return {
     currency,
     at: hours.map((hour) => hour * HOUR_S),
     series: [
-      { label: "tokens", colour: "--weights", values: tokens },
-      { label: "cold starts", colour: "--kv", values: cold },
+      { label: "tokens", colour: "--weights", values: sums("prompt", "cached", "completion") },
+      { label: "computing", colour: "--process", values: sums("compute") },
+      { label: "cold starts", colour: "--kv", values: sums("cold_starts") },
+      { label: "memory", colour: "--parked", values: sums("memory") },
     ],
   };
 }

@@ -19,13 +19,24 @@ interface Counts {
   held_host_byte_s: number;
 }
 
+/** Exact amounts as text, as `Cost` of the admin API. */
+export interface Cost {
+  prompt: string;
+  cached: string;
+  completion: string;
+  compute?: string; // a scheduler of another version leaves it out
+  cold_starts: string;
+  memory: string;
+  total: string;
+}
+
 export interface Row {
   key: string | null;
   model: string | null;
   hour: number | null;
   counts: Counts;
-  /** Exact decimals as text. */
-  cost: { prompt: string; cached: string; completion: string; cold_starts: string; memory: string; total: string } | null;
+  /** null: the mesh has no prices. */
+  cost: Cost | null;
 }
 
 export interface Viewed {
@@ -110,7 +121,7 @@ export function UsagePage() {
           <caption>{note}</caption>
           <thead>
             <tr>
-              {[...titles, ...(currency === null ? [] : [`${currency} for tokens`, `${currency} for cold starts`, `${currency} for memory`, `${currency} in all`])].map((title) => (
+              {[...titles, ...(currency === null ? [] : [`${currency} for tokens`, `${currency} for computing`, `${currency} for cold starts`, `${currency} for memory`, `${currency} in all`])].map((title) => (
                 <th key={title} scope="col">{title}</th>
               ))}
             </tr>
@@ -132,6 +143,7 @@ export function UsagePage() {
                 {currency !== null && (
                   <>
                     <td class="number">{r.cost && amount(Number(r.cost.prompt) + Number(r.cost.cached) + Number(r.cost.completion))}</td>
+                    <td class="number">{r.cost && amount(Number(r.cost.compute ?? 0))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.cold_starts))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.memory))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.total))}</td>

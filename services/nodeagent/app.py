@@ -213,7 +213,7 @@ class Nodeagent:
         self.loop.post(e.LoaderReported(self.meter.on_loader_status(status), units_by_device(status), traffic_of(status)))
 
     async def _on_wanted(self, _: StatusWanted) -> None:
-        self.publisher.notify_changed(urgent=True)
+        self.publisher.want_whole()
 
     async def _on_command(self, command: NodeCommand) -> Done:
         reply, answer = self.effects.expect_reply()

@@ -1,8 +1,9 @@
 """A node: commands to its nodeagent and the status it broadcasts.
 
-`NodeStatus` is the one source of truth about live instances. It is whole (never a difference),
-broadcast on every change and every second, and received by the scheduler and by every gateway: the
-route table is a cache of it. `StatusWanted` makes every nodeagent send one now.
+`NodeStatus` is the one source of truth about live instances. It is whole, broadcast every second
+and on every change, and received by the scheduler and by every gateway: the route table is a cache
+of it. `StatusWanted` makes every nodeagent send one now. Between two statuses, a node with many
+instances sends `NodeChanges`, which a receiver may miss: the next status has them.
 """
 
 from __future__ import annotations
@@ -281,12 +282,27 @@ class NodeStatus(Message):
     labels: dict[str, str] = Field(default_factory=dict)
     devices: tuple[DeviceStatus, ...]
     instances: tuple[InstanceStatus, ...] = Field(
-        default=(), description="Stopped and failed ones stay for a minute, so that a lost message loses nothing."
+        default=(),
+        description="Failed ones stay for a minute and stopped ones for some seconds, so that a lost message loses nothing.",
     )
     stopping: bool = False
     snapshot_bytes: int = Field(default=0, description="Of suspended instances: host memory and swap.")
     snapshot_budget_bytes: int = 0
     capabilities: tuple[Capability, ...] = ()
+
+
+class NodeChanges(Message):
+    """The instances of a node that have changed since its last message.
+
+    Sent instead of a `NodeStatus` by a node with many instances.
+    """
+
+    kind: Literal["node_changes"] = "node_changes"
+    node: str
+    boot_id: str
+    seq: int = Field(description="Of the same count as `NodeStatus.seq`.")
+    devices: tuple[DeviceStatus, ...]
+    instances: tuple[InstanceStatus, ...]
 
 
 class StatusWanted(Message):

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _Given = ParamSpec("_Given")
 _Found = TypeVar("_Found")
 _INTERVAL_S = 5.0
+_EXECUTOR_EVERY_S = 1.0
+"""Reading the memory of a process with hundreds of mappings takes milliseconds."""
 _GONE_POLL_S = 0.01
 _GONE_WITHIN_S = 10.0
 
@@ -57,6 +59,8 @@ class Meter:
         self._used: dict[str, int] = {}
         self._failed: set[tuple[str, str]] = set()
         self._segments: list[_Segment] = []
+        self._held: dict[str, list[_Segment]] = {}
+        self._executors: dict[int, tuple[float, int]] = {}
         self._loader_pid = 0
         self._oom_kills = [oom_kills()] * 2
 
@@ -69,7 +73,7 @@ class Meter:
 
         On a device with its own memory these are the loader's bytes there, if any.
         """
-        held = [s for s in self._segments if instance_id in s.holders]
+        held = self._held.get(instance_id, [])
         devices = self._copied_to(instance_id)
         if devices:
             return sum(s.on_devices.get(device_id, 0) for s in held for device_id in devices)
@@ -86,6 +90,10 @@ class Meter:
     def on_loader_status(self, status: LoaderStatus) -> dict[str, int]:
         """Store the loader's segments, and return the loaded bytes by holder."""
         self._segments = [_Segment(s.loaded_bytes, tuple(map(instance_of, s.holders)), s.on_devices) for s in status.segments]
+        self._held = {}
+        for segment in self._segments:
+            for holder in dict.fromkeys(segment.holders):
+                self._held.setdefault(holder, []).append(segment)
         self._loader_pid = status.pid
         return {holder: s.loaded_bytes for s in status.segments for holder in s.holders}
 
@@ -114,7 +122,7 @@ class Meter:
         for device_id, device in self._devices.items():
             here = [i for i in self._state().instances.values() if device_id in i.command.device_ids and i.ended_at is None]
             ids = {i.instance_id for i in here}
-            shared = sum(s.loaded_bytes for s in self._segments if ids & set(s.holders))
+            shared = sum(s.loaded_bytes for s in self._segments if not ids.isdisjoint(s.holders))
             private = sum(self.get_private(i) for i in ids)
             used = await self._read(device_id, device.used_bytes, private, shared)
             if used is not None:
@@ -141,18 +149,9 @@ class Meter:
         return found
 
     async def measure(self, instance: Instance) -> None:
-        if instance.pid is None:
+        total = await self._read_private(instance)
+        if total is None or instance.pid is None:
             return
-        total, has_host = 0, False
-        for device_id in instance.command.device_ids:
-            device = self._devices.get(device_id)
-            if device is None or (device.info.kind == "cpu" and has_host):
-                continue  # all cpu devices measure the same host memory
-            has_host = has_host or device.info.kind == "cpu"
-            by_process = await self._read(device_id, device.private_bytes, (instance.pid, *instance.engine_pids))
-            if by_process is None:
-                return
-            total += sum(by_process.values())
         if instance.is_shared:  # the executor's memory is divided evenly between its instances
             total //= max(1, sum(i.pid == instance.pid and i.process is Process.ALIVE for i in self._state().instances.values()))
         if instance.stop_asked:  # its exit frees what it had before, not what is left halfway
@@ -162,6 +161,32 @@ class Meter:
             self._private[instance.instance_id] = total
         if total:
             self._measured(instance.instance_id, total + self.weights(instance.instance_id))
+
+    async def _read_private(self, instance: Instance) -> int | None:
+        """Return the private memory of an instance's processes; None: it cannot be read.
+
+        That of an executor is read once for all its instances.
+        """
+        if instance.pid is None:
+            return None
+        at, known = self._executors.get(instance.pid, (float("-inf"), 0))
+        if instance.is_shared and time.monotonic() - at < _EXECUTOR_EVERY_S:
+            return known
+        total, has_host = 0, False
+        for device_id in instance.command.device_ids:
+            device = self._devices.get(device_id)
+            if device is None or (device.info.kind == "cpu" and has_host):
+                continue  # all cpu devices measure the same host memory
+            has_host = has_host or device.info.kind == "cpu"
+            by_process = await self._read(device_id, device.private_bytes, (instance.pid, *instance.engine_pids))
+            if by_process is None:
+                return None
+            total += sum(by_process.values())
+        if instance.is_shared:
+            ids = {i.pid for i in self._state().instances.values()}
+            self._executors = {pid: read for pid, read in self._executors.items() if pid in ids}
+            self._executors[instance.pid] = time.monotonic(), total
+        return total
 
     async def wait_memory_freed(self, instance: Instance) -> int:
         """Wait until no device accounts memory to the instance's processes.

@@ -1,4 +1,7 @@
-"""Publishes the node's status: on change, every second, on request."""
+"""Publishes the node's status: on change, every second, on request.
+
+A node with many instances publishes only what has changed, and its whole status every second.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from nats.errors import Error as NatsError
 
@@ -16,16 +19,18 @@ from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.devices.inventory import device_status
 from services.nodeagent.devices.port import Device
 from services.nodeagent.domain import templates
-from services.nodeagent.domain.state import NodeState
+from services.nodeagent.domain.state import Instance, NodeState
 from services.nodeagent.domain.status import instance_status
 from shared.contracts import subjects
-from shared.contracts.node import STATUS_INTERVAL_S, Capability, NodeStatus
+from shared.contracts.node import STATUS_INTERVAL_S, Capability, DeviceStatus, InstanceStatus, NodeChanges, NodeStatus
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
 _COALESCE_S = 0.005
 _COALESCE_LOADS_S = 0.1
 _CAPABILITIES_EVERY_S = 10.0
+_WHOLE_UP_TO = 16
+"""Instances whose whole status costs no more than to find out what has changed."""
 
 
 class Publisher:
@@ -58,6 +63,9 @@ class Publisher:
         self._looked_at = float("-inf")
         self._boot_id = uuid.uuid4().hex
         self._seq = 0
+        self._whole_at = float("-inf")
+        self._published: Mapping[str, Instance] = {}
+        self._wanted = False
         self._urgent = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -66,19 +74,29 @@ class Publisher:
         if urgent:
             self._urgent.set()
 
+    def want_whole(self) -> None:
+        """Publish the whole status now."""
+        self._wanted = True
+        self.notify_changed(urgent=True)
+
     async def run(self) -> None:
         while True:
-            await self.publish()
-            await _wait_within(self._changed, STATUS_INTERVAL_S)
+            is_due = self._wanted or time.monotonic() - self._whole_at >= STATUS_INTERVAL_S
+            if is_due or len(self._state().instances) <= _WHOLE_UP_TO:
+                await self.publish()
+            else:
+                await self._publish_changes()
+            await _wait_within(self._changed, max(0.0, self._whole_at + STATUS_INTERVAL_S - time.monotonic()))
             if self._changed.is_set() and not self._urgent.is_set():
                 await _wait_within(self._urgent, _COALESCE_LOADS_S)
             if self._urgent.is_set():
                 await asyncio.sleep(_COALESCE_S)
 
     async def publish(self) -> None:
-        self._changed.clear()
-        self._urgent.clear()
-        self._seq += 1
+        """Publish the whole status."""
+        self._begin()
+        self._wanted = False
+        self._whole_at = time.monotonic()
         if time.monotonic() - self._looked_at > _CAPABILITIES_EVERY_S:
             self._looked_at = time.monotonic()
             self._capabilities = await asyncio.to_thread(self._find_capabilities)
@@ -87,35 +105,74 @@ class Publisher:
         except NatsError as e:  # the next status, a second later, has the same content
             log.warning("failed to publish the node's status", extra={"error": repr(e)})
 
+    def _begin(self) -> None:
+        self._changed.clear()
+        self._urgent.clear()
+        self._seq += 1
+
+    async def _publish_changes(self) -> None:
+        """Publish the instances that have changed since the last message.
+
+        Measurements of memory do not count as changes: the next whole status has them.
+        """
+        instances = self._state().instances
+        changed = [i for key, i in instances.items() if self._published.get(key) is not i]
+        self._changed.clear()
+        self._urgent.clear()
+        if not changed:
+            return
+        self._begin()
+        self._published = instances
+        changes = NodeChanges(
+            node=self._node,
+            boot_id=self._boot_id,
+            seq=self._seq,
+            devices=self._list_devices(),
+            instances=self._list_instances(changed),
+        )
+        try:
+            await self._mesh.publish(subjects.node_changes(self._node), changes)
+        except NatsError as e:  # the next whole status has them
+            log.warning("failed to publish the node's changes", extra={"error": repr(e)})
+
     def status(self) -> NodeStatus:
         state = self._state()
-        wall = time.time() - time.monotonic()
-        keys = templates.find_offered(state)
+        self._published = state.instances
         return NodeStatus(
             node=self._node,
             boot_id=self._boot_id,
             seq=self._seq,
             labels=self._labels,
-            devices=tuple(
-                device_status(d, state.ledger.sum_reserved(i), self._meter.get_used(i), state.ledger.executor_bytes(i))
-                for i, d in self._devices.items()
-            ),
-            instances=tuple(
-                instance_status(
-                    state,
-                    instance,
-                    self._meter.get_private(instance.instance_id),
-                    self._meter.weights(instance.instance_id),
-                    self._timelines.spans(instance),
-                    wall,
-                    keys.get(instance.instance_id, ""),
-                )
-                for instance in state.instances.values()
-            ),
+            devices=self._list_devices(),
+            instances=self._list_instances(state.instances.values()),
             stopping=state.stopping,
             snapshot_bytes=state.snapshot_bytes,
             snapshot_budget_bytes=state.snapshot_budget,
             capabilities=self._capabilities,
+        )
+
+    def _list_devices(self) -> tuple[DeviceStatus, ...]:
+        ledger = self._state().ledger
+        return tuple(
+            device_status(d, ledger.sum_reserved(i), self._meter.get_used(i), ledger.executor_bytes(i))
+            for i, d in self._devices.items()
+        )
+
+    def _list_instances(self, instances: Iterable[Instance]) -> tuple[InstanceStatus, ...]:
+        state = self._state()
+        wall = time.time() - time.monotonic()
+        keys = templates.find_offered(state)
+        return tuple(
+            instance_status(
+                state,
+                instance,
+                self._meter.get_private(instance.instance_id),
+                self._meter.weights(instance.instance_id),
+                self._timelines.spans(instance),
+                wall,
+                keys.get(instance.instance_id, ""),
+            )
+            for instance in instances
         )
 
 

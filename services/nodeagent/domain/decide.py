@@ -54,7 +54,7 @@ from services.nodeagent.domain.events import (
     Tick,
     WeightsReleased,
 )
-from services.nodeagent.domain.state import NodeState
+from services.nodeagent.domain.state import NodeState, forget_at
 from services.nodeagent.domain.transition import Transition
 
 
@@ -139,7 +139,7 @@ def _on_tick(transition: Transition) -> None:
     """
     for instance in list(transition.state.instances.values()):
         if instance.ended_at is not None:
-            if transition.now - instance.ended_at >= transition.state.policy.keep_ended_s:
+            if transition.now >= forget_at(transition.state, instance):
                 transition.drop(instance.instance_id)
             continue
         if instance.release_at is not None and instance.release_at <= transition.now:

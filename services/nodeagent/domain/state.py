@@ -181,12 +181,15 @@ class Policy:
     Args:
         kill_grace_s: Seconds from SIGTERM to SIGKILL.
         adopt_s: Seconds that an engine has to report to a new agent.
-        keep_ended_s: Seconds that an ended instance stays in the status.
+        keep_failed_s: Seconds that a failed instance stays in the status, for its error.
+        keep_stopped_s: Seconds that a stopped one stays there. Several whole statuses show it, and
+            a receiver that misses them all sees that it is gone.
     """
 
     kill_grace_s: float = 5.0
     adopt_s: float = 10.0
-    keep_ended_s: float = 60.0
+    keep_failed_s: float = 60.0
+    keep_stopped_s: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -255,5 +258,12 @@ def deadlines(state: NodeState) -> list[float]:
         if i.awaits_progress:
             found.append(i.progress_at + i.command.card.spec.init_timeout)
         if i.ended_at is not None:
-            found.append(i.ended_at + state.policy.keep_ended_s)
+            found.append(forget_at(state, i))
     return found
+
+
+def forget_at(state: NodeState, ended: Instance) -> float:
+    """Return when an ended instance leaves the status."""
+    assert ended.ended_at is not None
+    has_failed = ended.state is InstanceState.FAILED
+    return ended.ended_at + (state.policy.keep_failed_s if has_failed else state.policy.keep_stopped_s)

@@ -73,15 +73,21 @@ def test_memory_is_released_only_after_exit_and_weight_release() -> None:
     assert world["i"].freed_bytes == 15
 
 
-def test_stopped_instance_is_reported_for_a_minute() -> None:
+@pytest.mark.parametrize("has_failed", [False, True], ids=["stopped", "failed"])
+def test_an_ended_instance_leaves_the_status_after_a_time_that_depends_on_its_end(has_failed: bool) -> None:
+    """With many swaps the stopped ones would make up most of each status."""
     world = World()
     ready(world)
-    world.hear(e.StopCommand(stop(), 2))
-    world.hear(e.EngineExited("i", 7, 0, ERROR))
+    if not has_failed:
+        world.hear(e.StopCommand(stop(), 2))
+    world.hear(e.EngineExited("i", 7, 1, ERROR))
     ended(world)
-    world.hear(e.Tick(), after=59)
-    assert "i" in world.state.instances
-    assert e.Forget("i") in world.hear(e.Tick(), after=2)
+    policy = world.state.policy
+    kept_s = policy.keep_failed_s if has_failed else policy.keep_stopped_s
+    assert min(deadlines(world.state)) == world.now + kept_s
+    world.hear(e.Tick(), after=kept_s - 0.1)
+    assert state(world) is (InstanceState.FAILED if has_failed else InstanceState.STOPPED)
+    assert e.Forget("i") in world.hear(e.Tick(), after=0.2)
     assert world.state.instances == {}
     assert deadlines(world.state) == []
 

@@ -1,0 +1,113 @@
+"""What a nodeagent publishes: whole statuses, and changes between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from services.nodeagent.adapters import publisher as module
+from services.nodeagent.adapters.meter import Meter
+from services.nodeagent.adapters.publisher import Publisher
+from services.nodeagent.adapters.timelines import Timelines
+from services.nodeagent.domain.memory import Ledger
+from services.nodeagent.domain.state import Instance, NodeState, Process
+from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
+from shared.messaging import Mesh
+from tests.unit.nodeagent.world import start
+
+WITHIN_S = 20
+MANY = 40
+
+
+class Sent:
+    """Stands for the mesh: collects what is published."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, NodeStatus | NodeChanges]] = []
+        self._changed = asyncio.Condition()
+
+    async def publish(self, subject: str, message: Any) -> None:
+        async with self._changed:
+            self.messages.append((subject.rpartition(".")[2], message))
+            self._changed.notify_all()
+
+    async def until(self, count: int) -> tuple[str, NodeStatus | NodeChanges]:
+        async with asyncio.timeout(WITHIN_S), self._changed:
+            await self._changed.wait_for(lambda: len(self.messages) >= count)
+            return self.messages[count - 1]
+
+
+class Node:
+    """A node's state and its publisher."""
+
+    def __init__(self, count: int) -> None:
+        made = [Instance(command=start(f"i{n}"), token=1, progress_at=0.0, process=Process.ALIVE) for n in range(count)]
+        self.state = NodeState(Ledger({"cpu:0": 100}), instances={i.instance_id: i for i in made})
+        self.sent = Sent()
+        meter = Meter({}, lambda: self.state, lambda: None, lambda *_: None)
+        self.publisher = Publisher(cast(Mesh, self.sent), "n", {}, {}, lambda: self.state, meter, Timelines("agent"), lambda: ())
+
+    def change(self, name: str) -> None:
+        changed = self.state.instances[name].model_copy(update={"state": InstanceState.READY})
+        self.state = replace(self.state, instances={**self.state.instances, name: changed})
+        self.publisher.notify_changed(urgent=True)
+
+
+@asynccontextmanager
+async def running(count: int) -> AsyncIterator[Node]:
+    node = Node(count)
+    task = asyncio.create_task(node.publisher.run())
+    try:
+        await node.sent.until(1)
+        yield node
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.fixture
+def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no whole status be due during the test."""
+    monkeypatch.setattr(module, "STATUS_INTERVAL_S", 1e4)
+
+
+@pytest.mark.usefixtures("seldom")
+async def test_a_node_with_many_instances_publishes_what_has_changed() -> None:
+    async with running(MANY) as node:
+        subject, first = node.sent.messages[0]
+        assert (subject, len(first.instances)) == ("status", MANY)
+        node.change("i7")
+        subject, changes = await node.sent.until(2)
+        assert (subject, [i.instance_id for i in changes.instances]) == ("changes", ["i7"])
+        assert changes.seq == first.seq + 1
+        node.change("i8")
+        _, changes = await node.sent.until(3)
+        assert [i.instance_id for i in changes.instances] == ["i8"]
+
+
+@pytest.mark.usefixtures("seldom")
+async def test_a_whole_status_is_sent_on_request() -> None:
+    async with running(MANY) as node:
+        node.publisher.want_whole()
+        subject, status = await node.sent.until(2)
+        assert (subject, len(status.instances)) == ("status", MANY)
+
+
+@pytest.mark.usefixtures("seldom")
+async def test_a_node_with_few_instances_publishes_its_whole_status() -> None:
+    async with running(3) as node:
+        node.change("i1")
+        subject, status = await node.sent.until(2)
+        assert (subject, len(status.instances)) == ("status", 3)
+
+
+async def test_a_whole_status_follows_within_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STATUS_INTERVAL_S", 0.05)
+    async with running(MANY) as node:
+        subject, status = await node.sent.until(2)
+        assert (subject, len(status.instances)) == ("status", MANY)

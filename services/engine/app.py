@@ -21,6 +21,9 @@ from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Event
 from services.engine.generation.kv_pages import KvPages
+from services.engine.kv_transfer.destination import KvDestination
+from services.engine.kv_transfer.exchange import KvExchange
+from services.engine.kv_transfer.source import KvSource
 from services.engine.later_stage import LaterStage
 from services.engine.loader_client import LoaderClient
 from services.engine.loader_watch import BOUND, LoaderWatch
@@ -49,7 +52,7 @@ from shared.contracts.engine import (
     SleepEngine,
     WakeEngine,
 )
-from shared.contracts.loader import LoaderStatus, WeightsAttached
+from shared.contracts.loader import LoaderProgress, WeightsAttached
 from shared.contracts.loader_socket import loader_socket
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
@@ -134,6 +137,7 @@ class Engine(InstanceProcess):
             self._reporter.hosted = lambda: HostedEngine(pids=stage_pids)
         self._connecting: asyncio.Task[stage_ring.Sockets] | None = None
         self._ring: tuple[Inbound, Outbound] | None = None
+        self._exchange: KvExchange | None = None
 
     def _compute(self, work: Callable[[], R]) -> asyncio.Future[R]:
         """Run `work` on the computing thread, between two steps."""
@@ -283,6 +287,12 @@ class Engine(InstanceProcess):
             source = LoaderLoraSource(self._start.instance_id, self._weights, self._batcher, bind, self._files)
             self._adapters = LoraCache(source, computable.room, self._start.card.spec.keep_alive, self._reporter.notify_changed)
             self._prefetcher.on_model_bound(self._adapters)
+        if computable.runner is not None:
+            revision = self._start.card.info.revision
+            kv_source = KvSource(self._batcher, revision, self._settings.stage_host)
+            self._exchange = KvExchange(kv_source, KvDestination(self._batcher, revision))
+            self._serving.exchange = self._exchange
+            self._migration.open(self._exchange)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
         serving = self._parts.compute.serve(self._start.instance_id, self._batcher)
         self._track(serving)
@@ -332,11 +342,13 @@ class Engine(InstanceProcess):
                 return await self._migration.prepare(command)
         return Done()
 
-    async def on_loader(self, status: LoaderStatus) -> None:
+    async def on_loader(self, status: LoaderProgress) -> None:
         """Handle a status of the node's loader."""
         self._loader.on_status(status)
 
     async def _stop_engine(self) -> None:
+        if self._exchange is not None:
+            await self._exchange.close()
         if self._batcher is not None:
             self._batcher.stop()
         if self._connecting is not None:
@@ -376,7 +388,7 @@ async def run_engine(
         engine = LaterStage(settings, mesh, parts.compute, parts.models, start, stop, timeline)
     else:
         engine = Engine(parts, start, stop, timeline, stage_pids)
-    mesh.listen(subjects.loader_status(start.node), LoaderStatus, engine.on_loader)
+    mesh.listen(subjects.loader_status(start.node), LoaderProgress, engine.on_loader)
     try:
         return await engine.run()
     finally:

@@ -44,7 +44,7 @@ from shared.contracts.executor import (
     InstanceDetached,
     PingExecutor,
 )
-from shared.contracts.loader import LoaderStatus
+from shared.contracts.loader import LoaderProgress
 from shared.errors import EngineFailed, ShuttingDown
 from shared.messaging import Mesh
 from shared.sizing import need_of
@@ -101,7 +101,7 @@ class Executor:
         """Run until a stop signal, and return the exit status."""
         mesh, start = self._parts.mesh, self._start
         mesh.respond(subjects.executor_control(start.executor_id), EXECUTOR_CONTROL, self._control, concurrent=True)
-        mesh.listen(subjects.loader_status(start.node), LoaderStatus, self._on_loader)
+        mesh.listen(subjects.loader_status(start.node), LoaderProgress, self._on_loader)
         try:
             if not await mesh.start_unless(self._stop):
                 return 0
@@ -201,7 +201,7 @@ class Executor:
         log.info("detached", extra={"instance": instance_id})
         return InstanceDetached(freed_bytes=max(0, before - private_bytes()), took_ms=(time.monotonic() - begun) * 1e3)
 
-    async def _on_loader(self, status: LoaderStatus) -> None:
+    async def _on_loader(self, status: LoaderProgress) -> None:
         for attached in list(self._attached.values()):
             if attached.engine is not None:
                 await attached.engine.on_loader(status)

@@ -35,7 +35,7 @@ from shared.contracts.engine import (
     WakeEngine,
 )
 from shared.contracts.inference import InferRequest
-from shared.contracts.loader import LoaderStatus
+from shared.contracts.loader import LoaderProgress
 from shared.contracts.migration import PrepareResume, RequestsListed, TokensRead
 from shared.contracts.phases import Phase
 from shared.engines.instance_process import InstanceProcess
@@ -90,6 +90,10 @@ class _NoMigration:
 
     def read(self, request_id: str) -> TokensRead:
         raise NotFound(f"A later stage of a group has no request {request_id}")
+
+    async def offer_kv(self, read: TokensRead) -> TokensRead:
+        """No-op: the first stage offers keys and values."""
+        return read
 
     def yield_(self, request_id: str) -> None:
         raise NotFound(f"A later stage of a group has no request {request_id}")
@@ -186,7 +190,7 @@ class LaterStage(InstanceProcess):
                 raise NotFound("A later stage of a group serves no requests. Ask its first stage")
         return Done()
 
-    async def on_loader(self, status: LoaderStatus) -> None:
+    async def on_loader(self, status: LoaderProgress) -> None:
         """Handle a status of the node's loader."""
         self._loader.on_status(status)
 

@@ -20,8 +20,9 @@ class EngineSettings(NodeSettings):
     )
     stage_host: str = Field(
         default="127.0.0.1",
-        description="Address on which a pipeline stage listens, and which it publishes to the stage before it. Stages on several machines need "
-        "one that the others reach; 0.0.0.0 and :: stand for the host's name.",
+        description="Address on which a pipeline stage listens, and which it publishes to the stage before it; and on which an engine "
+        "offers the KV cache of requests that move. Engines on several machines need one that the others reach; 0.0.0.0 and :: stand for the "
+        "host's name.",
     )
     stage_result_within: float = Field(
         default=300.0, gt=0, description="Seconds after which a step of a pipeline group without a result ends the group."

@@ -35,7 +35,7 @@ async def run(settings: MigratorSettings, stop: asyncio.Event) -> int:
         metrics.serve(settings.migrator_metrics_host, settings.migrator_metrics_port)
     # Unique per process: a restarted process must not take its predecessor's leases for its own.
     owner = f"{name}-{uuid.uuid4().hex[:8]}"
-    options = Options(settings.migrate_at_once, settings.migrate_pause * 1e3)
+    options = Options(settings.migrate_at_once, settings.migrate_pause * 1e3, settings.migrate_kv)
     migrator = Migrator(Records(mesh, owner), NatsConversations(mesh), metrics, options)
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -19,7 +19,7 @@ from services.migrator.adapters.telemetry import Metrics, MigrationSpan
 from services.migrator.domain.decide import begin, deadline, decide, handed_over
 from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
 from services.migrator.domain.leases import Leases, find_claimable, next_look
-from services.migrator.domain.rounds import Speed
+from services.migrator.domain.rounds import UNKNOWN_LINK, Speed
 from services.migrator.domain.work import Options, Work
 from shared.contracts.base import Message
 from shared.contracts.migration import MigrationRecord
@@ -51,6 +51,7 @@ class Migrator:
         self._leases = Leases()
         self.copy = Copy(self._leases, self._on_changed)
         self._speeds: dict[tuple[str, str], Speed] = {}
+        self._links: dict[tuple[str, str], Speed] = {}
         self._looked = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._held: Held | None = None
@@ -107,7 +108,8 @@ class Migrator:
             "migration started", extra={"migration_id": record.migration_id, "from": record.source_instance, "to": record.node}
         )
         claimed = record.model_copy(update={"traceparent": span.traceparent})
-        work, effects = begin(claimed, self._records.owner, self._speeds.get(model, Speed()), self._options, time.monotonic())
+        speed, link = self._speeds.get(model, Speed()), self._links.get((record.source_node, record.node), UNKNOWN_LINK)
+        work, effects = begin(claimed, self._records.owner, speed, self._options, time.monotonic(), link)
         ended = None
         try:
             while ended is None:
@@ -127,10 +129,14 @@ class Migrator:
         self._on_ended(ended, work, model)
 
     def _on_ended(self, ended: Ended, work: Work, model: tuple[str, str]) -> None:
-        self._speeds.pop(model, None)
-        self._speeds[model] = work.speed
-        while len(self._speeds) > SPEEDS_KEPT:
-            del self._speeds[next(iter(self._speeds))]
+        for speeds, key, speed in (
+            (self._speeds, model, work.speed),
+            (self._links, (work.record.source_node, work.record.node), work.link),
+        ):
+            speeds.pop(key, None)
+            speeds[key] = speed
+            while len(speeds) > SPEEDS_KEPT:
+                del speeds[next(iter(speeds))]
         fields = {"migration_id": ended.record.migration_id, "state": "lost" if ended.lost else ended.record.state}
         if not ended.lost:
             self._leases.forget(ended.record.migration_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from shared.settings import CommonSettings
@@ -14,6 +16,11 @@ class MigratorSettings(CommonSettings):
         default=0.1,
         ge=0,
         description="Longest expected pause of a stream in seconds. Below it a request is handed over when more rounds gain nothing.",
+    )
+    migrate_kv: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="When a migration sends the KV cache instead of recomputing it: auto where that is predicted sooner, always where it is "
+        "possible, or never.",
     )
     migrator_metrics_host: str = Field(default="127.0.0.1", description="Address of the migrator's Prometheus endpoint.")
     migrator_metrics_port: int | None = Field(

@@ -1,6 +1,7 @@
 """Define the messages that move a running request to another engine.
 
-Only the tokens travel (ServerlessLLM §5); see docs/adr/0030-live-migration-by-tokens.md. There are
+The tokens travel (ServerlessLLM §5); see docs/adr/0030-live-migration-by-tokens.md. Keys and values
+may travel too, on a connection between the engines (`shared/contracts/kv_transfer.py`). There are
 three conversations:
 
 - Engines (`EngineControl`): list running requests (`ListRequests`), read the tokens generated so
@@ -19,6 +20,7 @@ from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.inference import FinishReason
+from shared.contracts.kv_transfer import KvOffer
 from shared.contracts.models import ModelCard
 from shared.contracts.states import FINAL as FINAL
 from shared.contracts.states import MigrationState as MigrationState
@@ -68,6 +70,7 @@ class ReadTokens(Request):
 
     kind: Literal["read_tokens"] = "read_tokens"
     request_id: str
+    offer_kv: bool = Field(default=False, description="Permit another engine to read the request's keys and values.")
 
 
 class TokensRead(Message):
@@ -79,6 +82,7 @@ class TokensRead(Message):
     cache_salt: str = Field(
         default="", description="The part of the engine's prefix cache that the request uses; empty: without a salt."
     )
+    kv: KvOffer | None = Field(default=None, description="With `offer_kv`; None: this engine sends no keys and values.")
 
 
 class PrepareResume(Request):
@@ -106,6 +110,10 @@ class PrepareResume(Request):
         gt=0,
         description="Answered after that long with what was computed, if that is not all. Engines may not heed it.",
     )
+    kv: KvOffer | None = Field(
+        default=None,
+        description="Read keys and values from that engine first, and compute the rest. The rest of the resumed request is read too.",
+    )
 
 
 class ResumePrepared(Message):
@@ -113,6 +121,10 @@ class ResumePrepared(Message):
     tokens: int = Field(description="Computed by this call.")
     took_ms: float
     left: int = Field(default=0, description="Tokens of the sequences that are not computed yet.")
+    kv_tokens: int = Field(default=0, ge=0, description="Tokens whose keys and values were received from the source by this call.")
+    kv_bytes: int = Field(default=0, ge=0)
+    kv_ms: float = Field(default=0.0, ge=0, description="The part of `took_ms` that receiving took.")
+    kv_reason: str = Field(default="", description="Why receiving ended early; empty: it did not, or was not asked for.")
 
 
 class ForgetResume(Request):
@@ -185,7 +197,7 @@ class RequestFound(Message):
 
 
 class MigrationRound(Frozen):
-    """One recomputation at the destination. Durations in milliseconds."""
+    """One recomputation or transfer. Durations in milliseconds."""
 
     request_id: str
     number: int
@@ -193,6 +205,11 @@ class MigrationRound(Frozen):
     took_ms: float
     gap: int = Field(description="Tokens that the destination then lacked: generated meanwhile, or not reached.")
     start_ms: float = Field(default=0.0, description="Since the owner had taken the migration up.")
+    kv_tokens: int = Field(default=0, description="Keys and values of so many tokens were sent by the source.")
+    kv_bytes: int = 0
+    kv_reason: str = Field(
+        default="", description="Why fewer were sent than asked for; empty: they were not, or none was asked for."
+    )
 
 
 class MovedRequest(Frozen):
@@ -227,8 +244,11 @@ class MigrationRecord(Message):
     instance_id: str = Field(description="The destination.")
     node: str
     request_id: str | None = Field(default=None, description="None: everything that the source serves.")
-    reason: str = Field(default="", description="operator, drain, placement, preemption, rebalance.")
+    reason: str = Field(default="", description="operator, drain, placement, preemption, rebalance, consolidation.")
     plan_id: str | None = Field(default=None, description="The plan that waits for its end.")
+    at_most: int | None = Field(
+        default=None, gt=0, description="Move so many requests of the source, and leave the others there; None: all."
+    )
     created: float = Field(description="Unix seconds, for people.")
     state: MigrationState = "asked"
     owner: str = ""

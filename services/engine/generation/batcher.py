@@ -14,7 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -30,6 +32,7 @@ from services.engine.generation.commands import (
     SetKvBlocks,
     ShrinkKv,
     Stop,
+    Transfer,
     UnloadLora,
     WarmUp,
     Yield,
@@ -38,6 +41,7 @@ from services.engine.generation.embedding import Embedder
 from services.engine.generation.embedding_jobs import EmbeddingJobs
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.generation.kv_pages import KvPages
+from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.masks import MaskThread, StepMasks
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
@@ -50,6 +54,7 @@ from shared.contracts.inference import ChoiceDelta
 from shared.errors import EngineFailed, ThawError
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 _PAGES_WITHIN_S = 0.05
 """A step waits this long for the loader's reply before it preempts a sequence for lack of pages."""
 
@@ -102,6 +107,12 @@ class Batcher:
         self._unfinished: Counter[str] = Counter()
         self._admitted: set[str] = set()
         self._prepared = PreparedPrefixes(runner)
+        self._transfers = KvTransfers(
+            runner,
+            self._prepared,
+            lambda: (*self._running.values(), *self._waiting),
+            lambda: self._limits.kv_blocks - self._used_blocks(),
+        )
         self._masks = MaskThread()
         self._slots = SlotShares()
         self._costs = StepCosts()
@@ -117,12 +128,26 @@ class Batcher:
         """Drop `request_id` before the next step. No event is delivered for it afterwards."""
         self._send(Cancel(request_id))
 
-    def yield_(self, request_id: str) -> None:
+    def yield_(self, request_id: str, retain_s: float = 0.0) -> None:
         """Stop the request before the next step, and deliver `Yielded` after its tokens.
 
-        Unknown ids are ignored.
+        Unknown ids are ignored. Its keys and values can be read for `retain_s` seconds.
         """
-        self._send(Yield(request_id))
+        self._send(Yield(request_id, retain_s))
+
+    def transfer(self, work: Callable[[KvTransfers], R]) -> Future[R]:
+        """Read or write keys and values between two steps."""
+        done: Future[R] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work(self._transfers))
+                except Exception as e:  # a thread boundary: the caller gets every error
+                    done.set_exception(e)
+
+        self._send(Transfer(run))
+        return done
 
     def prepare(self, order: PrepareOrder) -> None:
         """Prefill sequences in the background, behind running requests."""
@@ -244,13 +269,17 @@ class Batcher:
                         return False
                     case Cancel(request_id):
                         self._forget(request_id)
-                    case Yield(request_id):
+                    case Yield(request_id, retain_s):
                         if request_id in self._unfinished:
+                            if retain_s:
+                                self._transfers.retain(request_id, retain_s)
                             self._forget(request_id)
                             self._pending_events.append(Yielded(request_id))
                     case PrepareOrder():
                         views = (s.view for s in self._running.values()), (s.view for s in self._waiting)
                         self._prepared.order(command, background_prefill.free_blocks(*views, self._limits))
+                    case Transfer(run):
+                        run()
                     case DiscardPrepared(name):
                         self._prepared.forget(name)
                     case UnloadLora(adapter, forgotten):
@@ -354,7 +383,8 @@ class Batcher:
         unfinished = enumerate((c for c in request.choices if c not in finished), first)
         sequences = [Sequence.from_request(key, request, choice, self._tokens) for key, choice in unfinished]
         if request.prepared:
-            parts = self._prepared.claim(request.prepared, request.variant, [tuple(s.tokens) for s in sequences])
+            tokens = [tuple(s.tokens) for s in sequences]
+            parts = self._prepared.claim(request.prepared, request.variant, tokens, request.share.flow)
             for sequence, part in zip(sequences, parts, strict=True):
                 sequence.state, sequence.computed = part.state, part.computed
         self._slots.begin_waiting(sequences, self._running, self._waiting, self._limits.max_sequences)

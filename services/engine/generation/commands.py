@@ -22,9 +22,13 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Yield:
-    """Stop the request, which another engine will resume. Unknown ids are ignored."""
+    """Stop the request, which another engine will resume. Unknown ids are ignored.
+
+    Its keys and values are kept for `retain_s` seconds, for that engine to read.
+    """
 
     request_id: str
+    retain_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,13 @@ class ShrinkKv:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Read or write keys and values (`generation/kv_transfers`). `run` never raises."""
+
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the thread."""
 
@@ -94,5 +105,6 @@ Command = (
     | PagesLent
     | ShrinkKv
     | WarmUp
+    | Transfer
     | Stop
 )

@@ -74,6 +74,16 @@ class SequenceKV:
         return grown
 
     @property
+    def layers(self) -> dict[int, torch.Tensor]:
+        """Memory of each layer that has keys and values: [2, heads, tokens or more, head_dim]."""
+        return dict(sorted(self._layers.items()))
+
+    def copy_range(self, layer: int, start: int, end: int) -> torch.Tensor:
+        """Copy positions [start, end) of a layer to host memory: [2, heads, tokens, head_dim]."""
+        held = self._layers[layer][:, :, start:end]
+        return torch.empty(held.shape, dtype=held.dtype).copy_(held)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory for its blocks."""
         tokens = _whole_blocks(self._length)

@@ -5,9 +5,10 @@ They belong to the computing thread.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +21,14 @@ from shared.errors import Conflict, InsufficientMemory, NotFound, ThawError
 
 @dataclass(frozen=True)
 class Computed:
-    """Tokens that an order has computed, and those still `left`."""
+    """Tokens that an order has computed, and those still `left`.
+
+    `received` tokens were not computed: their keys and values came from another engine.
+    """
 
     tokens: int
     left: int = 0
+    received: int = 0
 
 
 Outcome = Computed | ThawError
@@ -43,6 +48,11 @@ class PrepareOrder:
         within_s: Seconds after which an unfinished order is dropped.
         on_done: Called on the computing thread with the outcome.
         reply_within_s: Seconds after which a partial result is reported.
+        on_accepted: Keys and values of other engines are stored before anything is computed, until
+            `end_receiving`. Called on the computing thread with the order's number and the tokens
+            that each sequence has.
+        computes: The engine computes what it has not received. False: the resumed request does.
+        cache_salt: Of the API key whose request may take the result; None: nothing is received.
     """
 
     name: str
@@ -53,22 +63,29 @@ class PrepareOrder:
     within_s: float
     on_done: Callable[[Outcome], None]
     reply_within_s: float = math.inf
+    on_accepted: Callable[[int, tuple[int, ...]], None] | None = None
+    computes: bool = True
+    cache_salt: str | None = None
 
 
 @dataclass
 class PreparedSequence:
     """One sequence.
 
-    Its last token is left to the request, which needs the logits after it.
+    Its last token is left to the request, which needs the logits after it. Keys and values up to
+    `written` may be in memory; those of the first `computed` tokens are complete. `choice` is that
+    of a sequence that was retained.
     """
 
     tokens: tuple[int, ...]
     state: Any = None
     computed: int = 0
+    written: int = 0
+    choice: int = 0
 
     @property
     def blocks(self) -> int:
-        return blocks_for(self.computed)
+        return blocks_for(max(self.computed, self.written))
 
     @property
     def remaining(self) -> int:
@@ -83,6 +100,10 @@ class _Entry:
     order: PrepareOrder | None = None
     reply_by: float = math.inf
     done: int = 0
+    received: int = 0
+    receiving: int | None = None
+    """The number of the order whose keys and values are received."""
+    cache_salt: str | None = None
 
     @property
     def blocks(self) -> int:
@@ -98,6 +119,7 @@ class PreparedPrefixes:
     """Prepared sequences by name. Owned by the computing thread."""
 
     runner: Runner | None
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _kept: dict[str, _Entry] = field(default_factory=dict)
 
     @property
@@ -111,7 +133,8 @@ class PreparedPrefixes:
 
     @property
     def busy(self) -> bool:
-        return any(k.order is not None for k in self._kept.values())
+        """True if there are tokens to compute."""
+        return any(k.order is not None and k.receiving is None for k in self._kept.values())
 
     def next_expiry(self) -> float | None:
         """Time of the next expiry in seconds of the monotonic clock, or None."""
@@ -129,16 +152,60 @@ class PreparedPrefixes:
             old.order.on_done(Conflict("A newer order for the same sequences replaced this one"))
         need = sum(blocks_for(len(tokens)) for tokens in order.sequences)
         if need > room - self.blocks:
+            if old is not None and not order.computes:
+                self._kept[order.name] = old
             order.on_done(
                 InsufficientMemory(f"The sequences need {need} blocks of KV cache, and {max(0, room - self.blocks)} are free")
             )
             return
         variant = order.variant
-        held = list(old.parts) if old is not None and old.variant == variant else []
+        held: list[PreparedSequence] = []
+        cache_salt = order.cache_salt
+        if old is not None and old.variant == variant and (cache_salt is None or old.cache_salt in (None, cache_salt)):
+            held, cache_salt = list(old.parts), old.cache_salt if cache_salt is None else cache_salt
         now = time.monotonic()
         parts = [self._claim(held, tokens) for tokens in order.sequences]
         kept = self._kept[order.name] = _Entry(variant, parts, now + order.within_s, order, now + order.reply_within_s)
-        self._conclude(kept)
+        kept.cache_salt = cache_salt
+        if order.on_accepted is not None:
+            kept.receiving = next(self._numbers)
+            order.on_accepted(kept.receiving, tuple(p.computed for p in parts))
+        else:
+            self._conclude(kept)
+
+    def _find_receiving(self, number: int) -> _Entry | None:
+        return next((k for k in self._kept.values() if k.receiving == number), None)
+
+    def find_receiving(self, number: int, index: int) -> PreparedSequence | None:
+        """Return a sequence of an order that still receives; None: it does not."""
+        kept = self._find_receiving(number)
+        return kept.parts[index] if kept is not None else None
+
+    def record_received(self, number: int, index: int, end: int) -> None:
+        """Record that a sequence of an order has the keys and values of its first `end` tokens."""
+        if (kept := self._find_receiving(number)) is not None:
+            kept.received += end - kept.parts[index].computed
+            kept.parts[index].computed = end
+
+    def end_receiving(self, number: int) -> None:
+        """Compute the rest, if the order wants that. Numbers of dropped orders are ignored."""
+        kept = self._find_receiving(number)
+        if kept is None:
+            return
+        kept.receiving = None
+        if kept.order is not None and not kept.order.computes:
+            self._report(kept, kept.order, time.monotonic())
+        else:
+            self._conclude(kept)
+
+    def retain(self, name: str, variant: str, parts: list[PreparedSequence], keep_s: float) -> None:
+        """Keep the sequences of a request that continues at another engine, which reads them."""
+        self._kept[name] = _Entry(variant, parts, time.monotonic() + keep_s)
+
+    def find_retained(self, name: str) -> list[PreparedSequence]:
+        """Return what `retain` has kept; nothing if it was dropped."""
+        kept = self._kept.get(name)
+        return kept.parts if kept is not None else []
 
     def _claim(self, held: list[PreparedSequence], tokens: tuple[int, ...]) -> PreparedSequence:
         """Take the sequence of `held` with the longest common prefix.
@@ -152,19 +219,20 @@ class PreparedPrefixes:
         if shared <= 0 or self.runner is None or (shared < best.computed and not self.runner.rewinds):
             return PreparedSequence(tokens)
         held.remove(best)
-        return PreparedSequence(tokens, best.state, shared)
+        return PreparedSequence(tokens, best.state, shared, best.written)
 
-    def claim(self, name: str, variant: str, sequences: Sequence[tuple[int, ...]]) -> list[PreparedSequence]:
+    def claim(self, name: str, variant: str, sequences: Sequence[tuple[int, ...]], cache_salt: str = "") -> list[PreparedSequence]:
         """Hand the sequences kept as `name` to their request.
 
-        One for each of its sequences, empty where none matches.
+        One for each of its sequences, empty where none matches. Received keys and values go only to
+        a request with their `cache_salt`.
         """
         kept = self._kept.pop(name, None)
         if kept is None:
             return [PreparedSequence(tokens) for tokens in sequences]
         if kept.order is not None:
             kept.order.on_done(Conflict("The resumed request arrived before its sequences were computed"))
-        held = kept.parts if kept.variant == variant else []
+        held = kept.parts if kept.variant == variant and kept.cache_salt in (None, cache_salt) else []
         return [self._claim(held, tokens) for tokens in sequences]
 
     def work(self, tokens: int, blocks: int) -> tuple[PreparedSequence, Row] | None:
@@ -175,7 +243,7 @@ class PreparedPrefixes:
             blocks: Blocks that it may take in addition.
         """
         for kept in self._kept.values():
-            if kept.order is None:
+            if kept.order is None or kept.receiving is not None:
                 continue
             for part in kept.parts:
                 count = min(tokens, part.remaining, (part.blocks + blocks) * BLOCK_TOKENS - part.computed)
@@ -196,10 +264,14 @@ class PreparedPrefixes:
 
     def _conclude(self, kept: _Entry) -> None:
         now = time.monotonic()
-        if kept.order is not None and (not kept.left or (kept.done and now >= kept.reply_by)):
-            order, kept.order = kept.order, None
-            kept.expires = now + order.keep_s
-            order.on_done(Computed(kept.done, kept.left))
+        if kept.order is not None and (not kept.left or (kept.done + kept.received and now >= kept.reply_by)):
+            self._report(kept, kept.order, now)
+
+    @staticmethod
+    def _report(kept: _Entry, order: PrepareOrder, now: float) -> None:
+        kept.order = None
+        kept.expires = now + order.keep_s
+        order.on_done(Computed(kept.done, kept.left, kept.received))
 
     def discard_failed(self, part: PreparedSequence, error: ThawError) -> None:
         """Discard the entries of `part`, whose step failed."""

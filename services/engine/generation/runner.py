@@ -74,6 +74,10 @@ class PackedRunner:
         self._context = context
         self._patched = PatchedLayers(model)
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def new_state(self) -> SequenceKV:
         return SequenceKV(self._context)
 

@@ -22,6 +22,7 @@ from services.engine.domain.tool_request import may_be_enforced
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.generation.request import EmbedRequest, GenerationRequest
+from services.engine.kv_transfer.exchange import KvExchange
 from services.engine.lora.cache import LoraCache
 from services.engine.server.bounded_reads import BoundedReads
 from services.engine.server.request_reader import RequestReader
@@ -37,7 +38,6 @@ from shared.contracts.inference import (
     InferYielded,
     Usage,
 )
-from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.engines.request_server import RequestServer
 from shared.errors import (
@@ -76,6 +76,7 @@ class Serving(RequestServer[Stream]):
         self.reader: RequestReader | None = None
         self.batcher: Batcher | None = None
         self.adapters: LoraCache | None = None
+        self.exchange: KvExchange | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._grammars = BoundedReads(_COMPILE_WITHIN_S)
         self._block_bytes = 0
@@ -131,13 +132,13 @@ class Serving(RequestServer[Stream]):
             request, Stream(request.request_id, "", None, Timeline("engine"), time.monotonic(), internal_listener=on_response), 0
         )
 
-    def yield_(self, stream: Stream) -> None:
-        """Stop a request at the next token.
+    def yield_(self, stream: Stream, retain_s: float = 0.0) -> None:
+        """Stop a request at the next token. Its keys and values can be read for `retain_s` seconds.
 
         A request that the computing thread has not seen stops at once.
         """
-        if isinstance(stream.request, GenerationRequest) and stream.loading_lora is None and self.batcher is not None:
-            self.batcher.yield_(stream.request_id)
+        if isinstance(stream.request, GenerationRequest) and stream.submitting is None and self.batcher is not None:
+            self.batcher.yield_(stream.request_id, retain_s)
         else:
             self._send_yielded(stream)
 
@@ -221,27 +222,33 @@ class Serving(RequestServer[Stream]):
     def _submit(self, stream: Stream, request: GenerationRequest | EmbedRequest) -> None:
         assert self.batcher is not None
         stream.take(request)
-        if stream.adapter is None or not isinstance(request, GenerationRequest):
-            self.batcher.submit(request)
+        needs_lora = stream.adapter is not None
+        has_rest = isinstance(request, GenerationRequest) and self.exchange is not None and self.exchange.has_rest(request)
+        if isinstance(request, GenerationRequest) and (needs_lora or has_rest):
+            stream.submitting = asyncio.create_task(self._submit_later(stream, request), name=f"submit {stream.request_id}")
         else:
-            name = f"adapter for {stream.request_id}"
-            stream.loading_lora = asyncio.create_task(self._submit_with(stream.adapter, stream, request), name=name)
+            self.batcher.submit(request)
 
-    async def _submit_with(self, card: ModelCard, stream: Stream, request: GenerationRequest) -> None:
-        """Submit the request once its LoRA adapter is loaded."""
+    async def _submit_later(self, stream: Stream, request: GenerationRequest) -> None:
+        """Submit the request once its LoRA adapter is loaded and its source has sent the rest."""
         assert self.batcher is not None
-        assert self.adapters is not None
-        try:
-            adapter = await self.adapters.acquire(card)
-        except Exception as e:  # a task boundary: the request must get a response
-            if not isinstance(e, ThawError):
-                log.exception("failed to load an adapter", extra={"adapter": card.name})
-                e = EngineFailed(f"The adapter {card.name} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
-            stream.loading_lora = None
-            self._fail(stream, e)
-            return
-        stream.loading_lora, stream.has_lora = None, True
-        self.batcher.submit(replace(request, adapter=adapter, variant=card.info.revision))
+        if stream.adapter is not None:
+            assert self.adapters is not None
+            try:
+                adapter = await self.adapters.acquire(stream.adapter)
+            except Exception as e:  # a task boundary: the request must get a response
+                if not isinstance(e, ThawError):
+                    log.exception("failed to load an adapter", extra={"adapter": stream.adapter.name})
+                    e = EngineFailed(f"The adapter {stream.adapter.name} could not be loaded: {type(e).__name__}: {str(e)[:300]}")
+                stream.submitting = None
+                self._fail(stream, e)
+                return
+            stream.has_lora = True
+            request = replace(request, adapter=adapter, variant=stream.adapter.info.revision)
+        if self.exchange is not None and self.exchange.has_rest(request):
+            await self.exchange.receive_rest(self.batcher, request)
+        stream.submitting = None
+        self.batcher.submit(request)
 
     def _expire(self, stream: Stream) -> None:
         self._cancel_compute(stream)
@@ -297,7 +304,9 @@ class Serving(RequestServer[Stream]):
             started = stream.received if stream.admitted is None else stream.admitted
             if started < self._loaded_at < event.at:  # it computed the first layers while the others arrived
                 started = self._loaded_at
-            stream.timeline.add(Phase.PREFILL, started, event.at, prompt_tokens=request.prompt_tokens)
+            stream.timeline.add(
+                Phase.PREFILL, started, event.at, prompt_tokens=request.prompt_tokens, **self._describe_received(request)
+            )
             phases = tuple(s for s in stream.timeline.spans() if s.phase in _WITH_FIRST_TOKEN)
         if event.deltas:
             self._send(stream, InferChunk(seq=stream.seq, choices=event.deltas, phases=phases, device_s=round(event.device_s, 6)))
@@ -309,6 +318,13 @@ class Serving(RequestServer[Stream]):
             )
             self._send(stream, InferFinished(seq=stream.seq, usage=usage))
             self._finish(stream)
+
+    def _describe_received(self, request: GenerationRequest | EmbedRequest) -> dict[str, int]:
+        """Describe what a resumed request did not compute, because its source sent it."""
+        if self.exchange is None or not isinstance(request, GenerationRequest) or not request.prepared:
+            return {}
+        received = self.exchange.take_received(request.prepared)
+        return {"kv_tokens": received.tokens, "kv_bytes": received.nbytes} if received.nbytes else {}
 
     def _send_embeddings(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
         vectors = tuple(base64.b64encode(v).decode() for v in event.vectors)
@@ -326,6 +342,11 @@ class Serving(RequestServer[Stream]):
         self._completed += 1
         self._remove(stream)
 
+    def _end_drain(self) -> None:
+        """End now, or when the engine that resumes the last request has read what it needs."""
+        if self.exchange is None or not self.exchange.source.call_when_unread(super()._end_drain):
+            super()._end_drain()
+
     def _cancel_compute(self, stream: Stream) -> None:
         if self.batcher is not None:
             self.batcher.cancel(stream.request_id)
@@ -335,8 +356,8 @@ class Serving(RequestServer[Stream]):
             stream.deadline.cancel()
         if stream.reading is not None:
             stream.reading.cancel()
-        if stream.loading_lora is not None:
-            stream.loading_lora.cancel()
+        if stream.submitting is not None:
+            stream.submitting.cancel()
         if stream.has_lora and stream.adapter is not None and self.adapters is not None:
             stream.has_lora, stream.request = False, None
             self.adapters.release(stream.adapter.info.revision)

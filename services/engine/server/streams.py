@@ -38,7 +38,7 @@ class Stream:
     received: float
     request: GenerationRequest | EmbedRequest | None = None
     adapter: ModelCard | None = None
-    loading_lora: asyncio.Task[None] | None = None
+    submitting: asyncio.Task[None] | None = None
     has_lora: bool = False
     reading: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None

@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.engine.domain.stage_frames import HEADER_BYTES, ProtocolError, decode_header, decode_message, encode_head
+from services.engine.domain.frames import HEADER_BYTES, ProtocolError, decode_header, decode_message, encode_head
+from services.engine.domain.stage_frames import STAGES
 from services.engine.generation.runner import RunnerLost
 from shared.contracts.stages import StageMessage
 
@@ -111,8 +112,8 @@ class Inbound(Connection):
     def _receive(self) -> None:
         try:
             while True:
-                lengths = decode_header(bytes(self._read(HEADER_BYTES)), self._max_data_bytes)
-                message = decode_message(bytes(self._read(lengths.message)))
+                lengths = decode_header(STAGES, bytes(self._read(HEADER_BYTES)), self._max_data_bytes)
+                message = decode_message(STAGES, bytes(self._read(lengths.message)))
                 self._put(Frame(message, self._read(lengths.data)))
                 self._on_frame()
         except ProtocolError as e:
@@ -199,7 +200,7 @@ class Outbound(Connection):
     def _send(self) -> None:
         try:
             while (frame := self._frames.get()) is not None:
-                head = encode_head(frame.message, len(frame.data))
+                head = encode_head(STAGES, frame.message, len(frame.data))
                 if len(frame.data) <= _JOINED_BYTES:
                     self._sock.sendall(b"".join((head, frame.data)))
                 else:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from services.engine.domain.frames import ProtocolError
 from services.engine.domain.micro_batches import split_rows
-from services.engine.domain.stage_frames import ProtocolError
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import Row, RunnerLost

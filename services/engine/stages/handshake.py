@@ -8,7 +8,9 @@ import secrets
 import socket
 from typing import Any
 
-from services.engine.domain.stage_frames import GREETING, NONCE_BYTES, PROOF_BYTES, is_proven, prove
+from services.engine.domain.frames import NONCE_BYTES, PROOF_BYTES
+from services.engine.domain.stage_frames import GREETING, is_proven, prove
+from services.engine.peer_sockets import configure
 from shared.contracts.stages import Stage
 
 log = logging.getLogger(__name__)
@@ -16,21 +18,10 @@ WITHIN_S = 5.0
 """Seconds that a peer has for its part of the handshake."""
 MAX_CALLERS = 16
 """Connections without a proof yet; further ones are closed at once."""
-_USER_TIMEOUT_MS = 10_000
-"""A peer whose host is gone is detected after this long."""
 
 
 class NotProven(Exception):
     """The other side does not know the group's secret, or is no stage."""
-
-
-def configure(sock: socket.socket) -> None:
-    """Set the options of a connection: no delay, and early detection of a dead host."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", _USER_TIMEOUT_MS)):
-        if (number := getattr(socket, option, None)) is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, number, value)
 
 
 async def call(host: str, port: int, stage: Stage) -> socket.socket:

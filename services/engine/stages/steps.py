@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from services.engine.domain.stage_frames import ProtocolError
+from services.engine.domain.frames import ProtocolError
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.runner import RunnerLost
 from services.engine.stages.connections import Frame, Inbound, Outbound

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from services.engine.domain.stage_frames import ProtocolError
+from services.engine.domain.frames import ProtocolError
 from services.engine.stages.connections import Frame
 
 

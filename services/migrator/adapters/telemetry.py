@@ -41,6 +41,10 @@ class Metrics:
         )
         self._rounds = meter.create_counter("thaw.migration.rounds", "{round}", "Recomputations at destinations.")
         self._recomputed = meter.create_counter("thaw.migration.tokens", "{token}", "Tokens recomputed at destinations.")
+        self._kv_bytes = meter.create_counter("thaw.migration.kv_bytes", "By", "Keys and values that sources sent to destinations.")
+        self._kv_tokens = meter.create_counter(
+            "thaw.migration.kv_tokens", "{token}", "Tokens whose keys and values were sent instead of recomputed."
+        )
         self._moved = meter.create_counter(
             "thaw.migration.moved_tokens", "{token}", "Tokens that requests had generated when they were moved."
         )
@@ -59,6 +63,8 @@ class Metrics:
             self._duration.record(record.duration_ms / 1e3, names)
         self._rounds.add(len(record.rounds), names)
         self._recomputed.add(sum(r.tokens for r in record.rounds), names)
+        self._kv_bytes.add(sum(r.kv_bytes for r in record.rounds), names)
+        self._kv_tokens.add(sum(r.kv_tokens for r in record.rounds), names)
         self._moved.add(sum(m.tokens for m in record.requests if m.outcome == "moved"), names)
         for moved in record.requests:
             self._requests.add(1, names | {"thaw.outcome": moved.outcome})
@@ -122,7 +128,11 @@ class MigrationSpan:
                 "thaw.round": r.number,
                 "thaw.tokens": r.tokens,
                 "thaw.gap": r.gap,
+                "thaw.kv_tokens": r.kv_tokens,
+                "thaw.kv_bytes": r.kv_bytes,
             }
+            if r.kv_reason:
+                attributes["thaw.kv_reason"] = r.kv_reason
             tracer.start_span("round", context=parent, attributes=attributes, start_time=start).end(start + int(r.took_ms * 1e6))
         for m in record.requests:
             self.span.add_event(m.outcome, {"thaw.request_id": m.request_id, "thaw.pause_ms": m.pause_ms or 0.0})

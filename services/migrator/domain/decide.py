@@ -4,7 +4,7 @@
     predecessor: requests at the destination have moved; requests at neither engine have finished
     (or their gateway resumes them elsewhere).
  2. For each request, a few at a time: read its tokens at the source, let the destination compute
-    their keys and values, read again …
+    their keys and values, or receive them from the source if that is predicted sooner; read again …
  3. … until the gap is small (rounds.py); then ask the gateway to switch the route. A request that
     would not converge stays.
  4. A refusal of the gateway may follow an earlier owner's successful switch: ask the destination
@@ -30,7 +30,7 @@ from services.migrator.domain.requests import (
     read,
     was_moved,
 )
-from services.migrator.domain.rounds import Speed
+from services.migrator.domain.rounds import UNKNOWN_LINK, Speed
 from services.migrator.domain.turn import GIVEN_UP, SOURCE_GONE, Turn
 from services.migrator.domain.work import Options, Work, is_same_request, moved_of
 from shared.contracts.base import ErrorBody
@@ -64,12 +64,14 @@ LATE_S = SLICE_MS / 1e3
 _PROBE = "probe:destination"
 
 
-def begin(record: MigrationRecord, owner: str, speed: Speed, options: Options, now: float) -> tuple[Work, tuple[Effect, ...]]:
+def begin(
+    record: MigrationRecord, owner: str, speed: Speed, options: Options, now: float, link: Speed = UNKNOWN_LINK
+) -> tuple[Work, tuple[Effect, ...]]:
     """Begin work on `record`, which `owner` has just claimed."""
     mine = record.model_copy(update={"owner": owner, "state": "preparing" if record.state == "asked" else record.state})
     if record.ms_per_token is not None and record.ms_fixed is not None and not speed.weight:
         speed = Speed(record.ms_per_token, record.ms_fixed)
-    turn = Turn(Work(mine, now, now + BEAT_S, speed, options), now)
+    turn = Turn(Work(mine, now, now + BEAT_S, speed, options, link), now)
     turn.ask("list:source", "engine", mine.source_instance, ListRequests(deadline_ms=LIST_MS))
     turn.ask("list:destination", "engine", mine.instance_id, ListRequests(deadline_ms=LIST_MS))
     turn.changed = True
@@ -220,6 +222,11 @@ def _take_stock(t: Turn, source: tuple[RunningRequest, ...], destination: tuple[
             t.note(running.request_id, "fixed", reason=running.fixed)
         else:
             fresh.append(running)
+    at_most = t.work.record.at_most
+    if at_most is not None:  # an earlier owner may have begun to move some
+        ids = {r.request_id for r in fresh}
+        done = sum(1 for m in t.work.record.requests if m.outcome == "moved" and m.request_id not in ids)
+        fresh = fresh[: max(0, at_most - done)]
     t.set(queue=tuple(fresh))
 
 
@@ -254,7 +261,8 @@ def _advance(t: Turn) -> None:
     if t.work.jobs or t.work.queue:
         return
     moved = any(m.outcome == "moved" for m in w.record.requests)
-    if w.record.request_id is None and t.work.record.error is None and moved and w.passes < MAX_PASSES and not w.given_up:
+    is_whole = w.record.request_id is None and w.record.at_most is None
+    if is_whole and t.work.record.error is None and moved and w.passes < MAX_PASSES and not w.given_up:
         unmoved = [m for m in t.work.record.requests if m.outcome in ("failed", "fixed")]
         if w.passes == 0 or len(w.source) > len(unmoved):
             t.set(passes=w.passes + 1, source=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.migrator.domain.rounds import learn_speed, next_step
+from services.migrator.domain.rounds import KIB, Speed, Way, choose_way, learn_speed, next_step, transfer_speed
 from services.migrator.domain.turn import GIVEN_UP, SOURCE_GONE, Turn
 from services.migrator.domain.work import Job, is_same_request, sequences_of
 from shared.contracts.base import ErrorBody
@@ -34,6 +34,7 @@ SLICE_MS = 2_000
 """Longest round in milliseconds; a longer one is cut, so that its speed is learned."""
 LIST_MS = 2_000
 FINISHED = "it finished before it could be handed over"
+IGNORED = "the destination did not ask the source for keys and values"
 
 
 def read(t: Turn, name: str, tokens: TokensRead) -> None:
@@ -50,15 +51,16 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
         return
     sequences = sequences_of(tokens)
     total = sum(map(len, sequences))
-    job = t.job(name, running=tokens.running, total=total, read_at=t.now, rate=_rate(job, tokens, total, t.now))
+    kv = tokens.kv if not job.kv_refused else None
+    job = t.job(name, running=tokens.running, total=total, read_at=t.now, rate=_rate(job, tokens, total, t.now), kv=kv)
     if not job.asked_prepare:  # 2
-        t.note(name, "moving", predicted_ms=t.work.speed.predict_ms(total), tokens=tokens.running.generated_tokens)
+        t.note(name, "moving", predicted_ms=_speed(t, job, total).predict_ms(total), tokens=tokens.running.generated_tokens)
         t.job(name, last_gap=total)
         _prepare(t, name, tokens, sequences, total)
         return
     gap = total - job.prepared  # 3
     start_ms = max(0.0, (job.round_began - t.work.began) * 1e3)
-    t.round(name, job.round_tokens, t.now * 1e3 - job.round_began * 1e3, gap, start_ms)
+    t.round(name, job.result, t.now * 1e3 - job.round_began * 1e3, gap, start_ms)
     if job.left and gap < job.last_gap:  # 4
         t.job(name, last_gap=gap)
         _prepare(t, name, tokens, sequences, gap)
@@ -66,7 +68,8 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
     if job.left:
         job = t.job(name, rounds=job.rounds + 1)
     # One late round is no evidence that the destination cannot keep up; two together are.
-    match next_step(gap, max(job.last_gap, job.earlier_gap), job.rounds, t.work.speed, job.rate, t.work.options.pause_ms):
+    speed = _speed(t, job, gap)
+    match next_step(gap, max(job.last_gap, job.earlier_gap), job.rounds, speed, job.rate, t.work.options.pause_ms):
         case "round":
             t.job(name, last_gap=gap, earlier_gap=job.last_gap)
             _prepare(t, name, tokens, sequences, gap)
@@ -75,6 +78,21 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
         case "give_up":
             t.set(given_up=True)
             t.resolve(name, "failed", reason=f"{GIVEN_UP}: {gap} tokens behind after {job.rounds} rounds, which do not shrink")
+
+
+def _way(t: Turn, job: Job, tokens: int) -> Way:
+    """Decide how the destination gets the next `tokens`."""
+    options, token_bytes = t.work.options, job.kv.layout.token_bytes if job.kv is not None else None
+    if options.kv == "always" and token_bytes is not None:
+        return "transfer"
+    return choose_way(tokens, token_bytes, t.work.speed, t.work.link)
+
+
+def _speed(t: Turn, job: Job, tokens: int) -> Speed:
+    """Return the cost of the way that the destination gets the next `tokens`."""
+    if job.kv is None or _way(t, job, tokens) == "recompute":
+        return t.work.speed
+    return transfer_speed(t.work.link, job.kv.layout.token_bytes)
 
 
 def _rate(job: Job, tokens: TokensRead, total: int, now: float) -> float:
@@ -92,7 +110,9 @@ def _rate(job: Job, tokens: TokensRead, total: int, now: float) -> float:
 
 
 def _prepare(t: Turn, name: str, tokens: TokensRead, sequences: tuple[tuple[int, ...], ...], new: int) -> None:
-    t.job(name, stage="preparing", round_began=t.now, round_tokens=new, asked_prepare=True)
+    job = t.work.jobs[name]
+    way = _way(t, job, new)
+    t.job(name, stage="preparing", round_began=t.now, asked_prepare=True, way=way)
     known = t.work.speed.weight > 0
     message = PrepareResume(
         deadline_ms=max(LEAST_MS if known else UNKNOWN_MS, int(PATIENT * t.work.speed.predict_ms(new))),
@@ -102,6 +122,7 @@ def _prepare(t: Turn, name: str, tokens: TokensRead, sequences: tuple[tuple[int,
         sequences=sequences,
         adapter=tokens.adapter,
         cache_salt=tokens.cache_salt,
+        kv=job.kv if way == "transfer" else None,
     )
     t.ask(f"prepare:{name}", "engine", t.work.record.instance_id, message)
 
@@ -110,9 +131,20 @@ def handle_prepared(t: Turn, name: str, result: ResumePrepared) -> None:
     job = t.work.jobs.get(name)
     if job is None:
         return
-    t.set(speed=learn_speed(t.work.speed, result.tokens, result.took_ms))
+    t.set(speed=learn_speed(t.work.speed, result.tokens, max(0.0, result.took_ms - result.kv_ms)))
+    t.set(link=learn_speed(t.work.link, result.kv_bytes // KIB, result.kv_ms))
+    refused = result.kv_reason
+    if job.way == "transfer" and not result.kv_bytes and not refused and result.tokens:
+        refused = IGNORED
     rounds = job.rounds if result.left else job.rounds + 1
-    t.job(name, prepared=job.total - result.left, left=result.left, rounds=rounds, round_tokens=result.tokens)
+    t.job(
+        name,
+        prepared=job.total - result.left,
+        left=result.left,
+        rounds=rounds,
+        result=result.model_copy(update={"kv_reason": refused}),
+        kv_refused=job.kv_refused or refused,
+    )
     t.read(name)
 
 

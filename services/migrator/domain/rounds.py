@@ -72,6 +72,31 @@ def learn_speed(speed: Speed, tokens: int, took_ms: float) -> Speed:
     return replace(s, a=a, b=mean_y - a * mean_x)
 
 
+Way = Literal["recompute", "transfer"]
+KIB = 1024
+UNKNOWN_LINK = Speed(a=KIB / 200e6 * 1e3, b=10.0)
+"""Milliseconds per KiB between two nodes before a transfer was measured: 200 MB/s."""
+
+
+def transfer_speed(link: Speed, token_bytes: int) -> Speed:
+    """Return the cost of sending tokens, from that of sending KiB."""
+    return Speed(a=link.a * token_bytes / KIB, b=link.b)
+
+
+def choose_way(tokens: int, token_bytes: int | None, recompute: Speed, link: Speed) -> Way:
+    """Decide how the destination gets keys and values: the way that is predicted sooner.
+
+    Args:
+        tokens: That it lacks.
+        token_bytes: Bytes of keys and values of a token; None: they cannot be sent.
+        recompute: Milliseconds to compute tokens there.
+        link: Milliseconds to send KiB there.
+    """
+    if token_bytes is None:
+        return "recompute"
+    return "transfer" if transfer_speed(link, token_bytes).predict_ms(tokens) < recompute.predict_ms(tokens) else "recompute"
+
+
 Next = Literal["round", "hand_over", "give_up"]
 
 

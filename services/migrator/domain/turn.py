@@ -8,7 +8,7 @@ from typing import Any, Literal
 from services.migrator.domain.events import Ask, Effect, Ended, Forget, Link, Save
 from services.migrator.domain.work import Asked, Job, Work, is_same_request, moved_of
 from shared.contracts.base import ErrorBody, Request
-from shared.contracts.migration import ForgetResume, MigrationRound, MovedRequest, ReadTokens, RunningRequest
+from shared.contracts.migration import ForgetResume, MigrationRound, MovedRequest, ReadTokens, ResumePrepared, RunningRequest
 
 READ_MS = 2_000
 ROUNDS_KEPT = 400
@@ -68,7 +68,8 @@ class Turn:
 
     def read(self, name: str) -> None:
         self.job(name, stage="reading")
-        message = ReadTokens(deadline_ms=READ_MS, request_id=name)
+        wants_kv = self.work.options.kv != "never" and not self.work.jobs[name].kv_refused
+        message = ReadTokens(deadline_ms=READ_MS, request_id=name, offer_kv=wants_kv)
         self.ask(f"read:{name}", "engine", self.work.record.source_instance, message)
 
     def job(self, name: str, **changes: Any) -> Job:
@@ -112,9 +113,19 @@ class Turn:
         request = next((m.request_id for m in self.work.record.requests if is_same_request(m.request_id, name)), name)
         return f"{self.work.record.migration_id}.{request}"
 
-    def round(self, name: str, tokens: int, took_ms: float, gap: int, start_ms: float) -> None:
+    def round(self, name: str, result: ResumePrepared, took_ms: float, gap: int, start_ms: float) -> None:
         number = 1 + sum(1 for r in self.work.record.rounds if is_same_request(r.request_id, name))
-        made = MigrationRound(request_id=name, number=number, tokens=tokens, took_ms=took_ms, gap=gap, start_ms=start_ms)
+        made = MigrationRound(
+            request_id=name,
+            number=number,
+            tokens=result.tokens,
+            took_ms=took_ms,
+            gap=gap,
+            start_ms=start_ms,
+            kv_tokens=result.kv_tokens,
+            kv_bytes=result.kv_bytes,
+            kv_reason=result.kv_reason,
+        )
         self.record(rounds=(*self.work.record.rounds, made)[-ROUNDS_KEPT:])
 
     # The end

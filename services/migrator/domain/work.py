@@ -6,9 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from services.migrator.domain.events import Ask
-from services.migrator.domain.rounds import Speed
+from services.migrator.domain.rounds import UNKNOWN_LINK, Speed, Way
 from shared.contracts.base import ErrorBody
-from shared.contracts.migration import MigrationRecord, MovedRequest, RunningRequest, TokensRead
+from shared.contracts.kv_transfer import KvOffer
+from shared.contracts.migration import MigrationRecord, MovedRequest, ResumePrepared, RunningRequest, TokensRead
+
+NOTHING = ResumePrepared(tokens=0, took_ms=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +21,13 @@ class Options:
     Attributes:
         at_once: Requests of an instance moved concurrently.
         pause_ms: A pause that clients do not notice.
+        kv: When keys and values are sent: where that is predicted sooner, wherever it is possible,
+            or never.
     """
 
     at_once: int = 4
     pause_ms: float = 100.0
+    kv: Literal["auto", "always", "never"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,9 @@ class Job:
         prepared: Tokens of all its sequences that the destination has computed.
         total: Tokens of all its sequences at the last reading, at `read_at`.
         left: Tokens that its last round did not reach.
+        kv: The source's offer of keys and values, at the last reading.
+        way: Of the last round.
+        kv_refused: Why keys and values are not sent any more; empty: they may be.
     """
 
     running: RunningRequest
@@ -54,10 +63,14 @@ class Job:
     earlier_gap: int = 0
     rounds: int = 0
     round_began: float = 0.0
-    round_tokens: int = 0
+    result: ResumePrepared = NOTHING
+    """Of the last round."""
     read_at: float = 0.0
     rate: float = 0.0
     asked_prepare: bool = False
+    kv: KvOffer | None = None
+    way: Way = "recompute"
+    kv_refused: str = ""
     refusal: str = ""
     """The reason why the gateway refused the move; the destination is asked whether it has the
     request.
@@ -71,6 +84,8 @@ class Work:
     beat_at: float
     speed: Speed
     options: Options = Options()
+    link: Speed = UNKNOWN_LINK
+    """Milliseconds to send KiB of keys and values from the source's node to the destination's."""
     asked: dict[str, Asked] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     """By the request's name at the source."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from services.engine.domain.elastic_kv import Demand, Lease, Need, add_lent, adjust, needed_blocks, shrink
 from services.engine.domain.step_planning import BLOCK_TOKENS, MAX_PREEMPTIONS, Limits, SequenceView, blocks_for, plan_step
 from weights.store.lending import Borrower, Lender, Turn
-from weights.store.pages import Cost, Store, audit, complete, release, reserve
+from weights.store.pages import Cost, Keep, Store, audit, complete, keep_none, release, reserve
 from weights.store.units import PAGE_BYTES, Unit
 
 STEP_S = 0.05
@@ -29,8 +29,8 @@ ROUNDS = 20_000
 class Memory:
     """Page memory of which no process maps anything at the moment of a return."""
 
-    def mapped_by_others(self) -> dict[int, list[int]]:
-        return {}
+    def mapped_among(self, pages: Collection[int]) -> frozenset[int]:
+        return frozenset()
 
     def free(self, pages: Collection[int]) -> int:
         return len(pages)
@@ -50,8 +50,8 @@ class Device:
     def replace_store(self, store: Store) -> None:
         self.pages = store
 
-    def kept_units(self) -> set[str]:
-        return set()
+    def keep(self) -> Keep:
+        return keep_none
 
     def cost(self) -> Cost:
         return lambda _: 0.0

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.engine.domain.stage_frames import GREETING, NONCE_BYTES, encode_head
+from services.engine.domain.frames import NONCE_BYTES, encode_head
+from services.engine.domain.stage_frames import GREETING, STAGES
 from services.engine.generation.runner import RunnerLost
 from services.engine.stages import handshake
 from services.engine.stages.connections import QUEUED_FRAMES, Frame, Inbound, Outbound
@@ -119,8 +120,8 @@ def test_frames_arrive_in_order_with_their_data(pair: tuple[socket.socket, socke
     [
         (b"GET / HTTP/1.1\r\n\r\n", "does not carry"),
         (struct.pack(">2sBBII", b"TS", 1, 0, 20, 2**31), "out of bounds"),
-        (encode_head(StageResult(number=0), 10) + b"12345", "within a frame"),
-        (encode_head(StageResult(number=0), 10)[:7], "within a frame"),
+        (encode_head(STAGES, StageResult(number=0), 10) + b"12345", "within a frame"),
+        (encode_head(STAGES, StageResult(number=0), 10)[:7], "within a frame"),
         (struct.pack(">2sBBII", b"TS", 1, 0, 2, 0) + b"{}", "invalid"),
         (b"", "has ended"),
     ],
@@ -157,7 +158,7 @@ def test_slow_stage_stores_few_frames(pair: tuple[socket.socket, socket.socket])
     losses = Losses()
     inbound = Inbound(pair[1], "stage 0", 1 << 20, losses.put, lambda: None)
     pair[0].settimeout(0.2)
-    frame, sent = encode_head(StageResult(number=0), 1 << 20) + bytes(1 << 20), 0
+    frame, sent = encode_head(STAGES, StageResult(number=0), 1 << 20) + bytes(1 << 20), 0
     with contextlib.suppress(TimeoutError):
         while sent < 100:
             pair[0].sendall(frame)

@@ -6,17 +6,16 @@ import struct
 
 import pytest
 
-from services.engine.domain.micro_batches import LEAST_TOKENS, split_rows
-from services.engine.domain.stage_frames import (
+from services.engine.domain.frames import (
     HEADER_BYTES,
     MAX_MESSAGE_BYTES,
     ProtocolError,
     decode_header,
     decode_message,
     encode_head,
-    is_proven,
-    prove,
 )
+from services.engine.domain.micro_batches import LEAST_TOKENS, split_rows
+from services.engine.domain.stage_frames import STAGES, is_proven, prove
 from shared.contracts.stages import GroupCapacity, LayerRange, Stage, StageRelease, StageRow, StageStep, split_layers
 
 NONCES = b"a" * 32, b"b" * 32
@@ -25,10 +24,10 @@ STAGE = Stage(group_id="g", index=1, count=3, layers=LayerRange(first=2, end=4, 
 
 def test_frame_is_read_as_it_was_written() -> None:
     step = StageStep(number=7, rows=(StageRow(sequence=1, start=0, count=5), StageRow(sequence=2, start=9, count=1)))
-    head = encode_head(step, 1234)
-    lengths = decode_header(head[:HEADER_BYTES], 1234)
+    head = encode_head(STAGES, step, 1234)
+    lengths = decode_header(STAGES, head[:HEADER_BYTES], 1234)
     assert (lengths.message, lengths.data) == (len(head) - HEADER_BYTES, 1234)
-    assert decode_message(head[HEADER_BYTES:]) == step
+    assert decode_message(STAGES, head[HEADER_BYTES:]) == step
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_frame_is_read_as_it_was_written() -> None:
 )
 def test_header_out_of_bounds_is_refused(header: bytes, match: str) -> None:
     with pytest.raises(ProtocolError, match=match):
-        decode_header(header, 1000)
+        decode_header(STAGES, header, 1000)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +52,12 @@ def test_header_out_of_bounds_is_refused(header: bytes, match: str) -> None:
 )
 def test_malformed_message_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="invalid"):
-        decode_message(body)
+        decode_message(STAGES, body)
 
 
 def test_message_longer_than_a_frame_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="longer"):
-        encode_head(StageRelease(sequences=tuple(range(10**6))), 0)
+        encode_head(STAGES, StageRelease(sequences=tuple(range(10**6))), 0)
 
 
 def test_proof_is_bound_to_secret_group_role_edge_and_nonces() -> None:
@@ -113,4 +112,4 @@ def test_only_large_steps_are_divided_and_never_within_a_row(
 
 
 def test_capacity_is_a_message() -> None:
-    assert decode_message(GroupCapacity(kv_blocks=3).model_dump_json().encode()) == GroupCapacity(kv_blocks=3)
+    assert decode_message(STAGES, GroupCapacity(kv_blocks=3).model_dump_json().encode()) == GroupCapacity(kv_blocks=3)

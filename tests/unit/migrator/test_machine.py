@@ -185,6 +185,31 @@ def test_an_engine_dies_in_each_step(step: type, victim: str) -> None:
     assert world.engines["b"].prepared == {}
 
 
+def test_share_of_an_instance_moves_and_the_others_stay() -> None:
+    world = World()
+    requests = [world.request() for _ in range(5)]
+    world.migrator()
+    order = world.order(at_most=2)
+    until(world, MoveRequest)
+    requests.append(world.request())
+    world.settle()
+    assert world.record(order).state == "done"
+    assert sorted(str(r.at) for r in requests) == ["a"] * 4 + ["b"] * 2
+
+
+@pytest.mark.parametrize("step", [ReadTokens, PrepareResume, MoveRequest])
+def test_share_is_not_larger_after_the_owner_dies(step: type) -> None:
+    world = World()
+    requests = [world.request() for _ in range(5)]
+    first, second = world.migrator(), world.migrator()
+    order = world.order(at_most=2)
+    until(world, step)
+    (first if first.work is not None else second).alive = False
+    world.settle()
+    assert world.record(order).state == "done"
+    assert sum(r.at == "b" for r in requests) == 2
+
+
 @pytest.mark.parametrize("step", [ReadTokens, PrepareResume, MoveRequest])
 def test_second_migrator_finishes_after_the_owner_dies_in_any_step(step: type) -> None:
     world = World()

@@ -14,6 +14,7 @@ from services.migrator.domain.leases import Leases, find_claimable
 from services.migrator.domain.rounds import Speed
 from services.migrator.domain.work import Options, Work, base_of
 from shared.contracts.base import ErrorBody, Message
+from shared.contracts.kv_transfer import KvLayer, KvLayout, KvOffer
 from shared.contracts.migration import (
     ListRequests,
     MigrationRecord,
@@ -69,11 +70,21 @@ class Engine:
     ms_fixed: float = 10.0
     room: bool = True
     prepares: bool = True
+    offers: bool = False
+    token_bytes: int = 1024
+    ms_per_kib: float = 0.01
+    receives: bool = True
+    refusal: str = ""
+    """Why it cannot receive keys and values."""
 
     def computes(self, order: PrepareResume) -> int:
         """Return the number of new tokens that the order's time allows."""
         new = max(0, sum(map(len, order.sequences)) - self.prepared.get(order.prepared, 0))
         return min(new, max(1, int(order.within_ms / self.ms_per_token))) if order.within_ms else new
+
+    def receive(self, order: PrepareResume) -> int:
+        """Return the tokens whose keys and values it receives."""
+        return self.computes(order) if order.kv is not None and self.receives and not self.refusal else 0
 
     def took_ms(self, tokens: int) -> float:
         return self.ms_per_token * tokens + self.ms_fixed
@@ -196,7 +207,12 @@ class World:
         return made
 
     def order(
-        self, request: Request | None = None, source: str = "a", destination: str = "b", revision: str = "r1"
+        self,
+        request: Request | None = None,
+        source: str = "a",
+        destination: str = "b",
+        revision: str = "r1",
+        at_most: int | None = None,
     ) -> MigrationRecord:
         number = len(self.bucket) + 1
         record = MigrationRecord(
@@ -209,6 +225,7 @@ class World:
             instance_id=destination,
             node="n",
             request_id=request.name if request else None,
+            at_most=at_most,
             created=self.now,
         )
         self.put(record)
@@ -237,8 +254,13 @@ class World:
     def takes(self, ask: Ask) -> float:
         if isinstance(ask.message, PrepareResume):
             engine = self.engines[ask.address]
+            if received := engine.receive(ask.message):
+                return self.link_ms(engine, received) / 1e3
             return engine.took_ms(engine.computes(ask.message)) / 1e3
         return 0.001
+
+    def link_ms(self, engine: Engine, tokens: int) -> float:
+        return 2.0 + engine.ms_per_kib * tokens * engine.token_bytes / 1024
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -324,7 +346,11 @@ class World:
                 made = RunningChoice(token_ids=tuple(range(int(here[name].tokens))))
                 prompt = (tuple(range(PROMPT)),)
                 return TokensRead(
-                    running=self._running(here[name]), prompt_token_ids=prompt, choices=(made,), cache_salt=f"salt of {name}"
+                    running=self._running(here[name]),
+                    prompt_token_ids=prompt,
+                    choices=(made,),
+                    cache_salt=f"salt of {name}",
+                    kv=offer_of(engine) if message.offer_kv and engine.offers else None,
                 )
             case PrepareResume():
                 if message.revision != engine.revision:
@@ -334,8 +360,16 @@ class World:
                 if not engine.room:
                     raise InsufficientMemory("no room")
                 new, total = engine.computes(message), sum(map(len, message.sequences))
+                received = engine.receive(message)
                 done = engine.prepared[message.prepared] = engine.prepared.get(message.prepared, 0) + new
-                return ResumePrepared(tokens=new, took_ms=engine.took_ms(new), left=total - done)
+                if received:
+                    took = self.link_ms(engine, received)
+                    nbytes = received * engine.token_bytes
+                    return ResumePrepared(
+                        tokens=0, took_ms=took, left=total - done, kv_tokens=received, kv_bytes=nbytes, kv_ms=took
+                    )
+                reason = engine.refusal if message.kv is not None else ""
+                return ResumePrepared(tokens=new, took_ms=engine.took_ms(new), left=total - done, kv_reason=reason)
         raise AssertionError(message)
 
     def _running(self, r: Request) -> RunningRequest:
@@ -367,6 +401,12 @@ class World:
         request.moves.append(m.instance_id)
         self.resume(request, m.instance_id)
         return RequestMoved(instance_id=m.instance_id, tokens=int(request.tokens), pause_ms=12.0)
+
+
+def offer_of(engine: Engine) -> KvOffer:
+    heads = engine.token_bytes // 16
+    layout = KvLayout(dtype="float32", itemsize=4, layers=(KvLayer(layer=0, heads=heads, head_size=2),))
+    return KvOffer(host="h", port=1, ticket="0" * 32, secret="s" * 43, layout=layout)
 
 
 class ErrorOfInstance(ThawError):

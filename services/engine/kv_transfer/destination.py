@@ -1,0 +1,288 @@
+"""The destination of a transfer: connects to the source, and stores what it can verify.
+
+Whatever fails, the rest of the sequences is computed: no error leaves this module.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import time
+import zlib
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import dataclass
+from functools import partial
+
+from services.engine.domain.frames import NONCE_BYTES, PROOF_BYTES, ProtocolError
+from services.engine.domain.kv_frames import GREETING, prove_ticket
+from services.engine.domain.kv_pieces import PIECE_BYTES, KvIdentity, Piece, PrefixHash, pull_tokens
+from services.engine.domain.step_planning import BLOCK_TOKENS
+from services.engine.generation.kv_transfers import KvTransfers
+from services.engine.kv_transfer.connection import KvConnection, KvFrame
+from services.engine.kv_transfer.source import Transferring, layout_difference
+from services.engine.peer_sockets import configure, receive
+from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPiece, KvPull, KvPulled
+from shared.errors import ThawError
+
+log = logging.getLogger(__name__)
+CONNECT_WITHIN_S = 1.0
+STALL_S = 2.0
+"""A source that sends nothing for this long is given up."""
+KEPT_CONNECTIONS = 64
+_STORES_AHEAD = 4
+_STEP_WITHIN_S = 10.0
+"""A step of this engine may take so long."""
+
+
+class NotTransferred(Exception):
+    """The source sent something that must not be used, or nothing."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One sequence of an order.
+
+    Attributes:
+        choice: Its choice in the request.
+        tokens: Of which all but the last need keys and values.
+        computed: Tokens that it has already.
+    """
+
+    choice: int
+    tokens: tuple[int, ...]
+    computed: int
+
+    @property
+    def end(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass
+class Transfer:
+    """The transfer for one order.
+
+    Attributes:
+        name: Of the prepared sequences.
+        number: Of the order.
+        variant: Revision of the LoRA adapter.
+        within_s: Seconds after which no further range is asked for.
+        stall_s: Seconds that the source may send nothing.
+        tokens: Received so far.
+        nbytes: Received so far.
+    """
+
+    name: str
+    number: int
+    variant: str
+    within_s: float
+    stall_s: float = STALL_S
+    tokens: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Received:
+    """The outcome of a transfer.
+
+    Attributes:
+        reason: Why it ended early; empty: it did not.
+    """
+
+    tokens: int = 0
+    nbytes: int = 0
+    took_ms: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An offer that was checked, and a connection to the engine that made it."""
+
+    offer: KvOffer
+    identity: KvIdentity
+    connection: KvConnection
+
+
+class KvDestination:
+    """Receives keys and values for prepared sequences. `receive` runs in a thread of its own."""
+
+    def __init__(self, batcher: Transferring, revision: str) -> None:
+        self._batcher, self._revision = batcher, revision
+        self._kept: dict[str, Source] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def has_source(self, name: str) -> bool:
+        """True if more can be received for the sequences of this name."""
+        return name in self._kept
+
+    def receive(self, transfer: Transfer, wanted: list[Wanted], offer: KvOffer | None) -> Received:
+        """Receive what the sequences lack. Never raises.
+
+        Args:
+            transfer: The order that they belong to.
+            wanted: Its sequences, in their order.
+            offer: Of the source; None: the one of the last call for this name.
+        """
+        began = time.monotonic()
+        reason, source = "", self._take(transfer.name)
+        try:
+            if all(w.computed >= w.end for w in wanted):
+                return Received()
+            if source is None:
+                if offer is None:
+                    raise NotTransferred("there is no source")
+                source = self._connect(offer, transfer.variant)
+            for index, sequence in enumerate(wanted):
+                self._receive_sequence(source, transfer, index, sequence, began + transfer.within_s)
+        except (NotTransferred, ProtocolError, NotInTime, OSError, EOFError, ThawError) as e:
+            reason = str(e) or type(e).__name__
+            log.info("keys and values are computed, not received", extra={"prepared": transfer.name, "reason": reason})
+        finally:
+            if source is not None:
+                self._keep_or_close(transfer.name, source, is_usable=not reason)
+        return Received(transfer.tokens, transfer.nbytes, (time.monotonic() - began) * 1e3, reason)
+
+    def forget(self, name: str) -> None:
+        """Close the connection that was kept for the sequences of this name."""
+        source = self._take(name)
+        if source is not None:
+            source.connection.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            self._is_closed = True
+            sources, self._kept = list(self._kept.values()), {}
+        for source in sources:
+            source.connection.close()
+
+    # Connections
+
+    def _take(self, name: str) -> Source | None:
+        with self._lock:
+            return self._kept.pop(name, None)
+
+    def _keep_or_close(self, name: str, source: Source, *, is_usable: bool) -> None:
+        """Keep a connection for the rest of the sequences, which is generated meanwhile."""
+        dropped = [source]
+        with self._lock:
+            if is_usable and not self._is_closed:
+                self._kept[name] = source
+                oldest = list(self._kept)[: max(0, len(self._kept) - KEPT_CONNECTIONS)]
+                dropped = [self._kept.pop(n) for n in oldest]
+        for each in dropped:
+            each.connection.close()
+
+    def _connect(self, offer: KvOffer, variant: str) -> Source:
+        layout = self._batcher.transfer(KvTransfers.layout).result(_STEP_WITHIN_S)
+        if difference := layout_difference(layout, offer.layout):
+            raise NotTransferred(difference)
+        sock = socket.create_connection((offer.host, offer.port), timeout=CONNECT_WITHIN_S)
+        try:
+            configure(sock)
+            greeting = bytes(receive(sock, len(GREETING) + NONCE_BYTES))
+            if not greeting.startswith(GREETING):
+                raise NotTransferred(f"{offer.host}:{offer.port} is no engine of this version")
+            nonces = greeting[len(GREETING) :], secrets.token_bytes(NONCE_BYTES)
+            proof = prove_ticket("caller", offer.ticket, offer.secret, nonces)
+            sock.sendall(bytes.fromhex(offer.ticket) + nonces[1] + proof)
+            expected = prove_ticket("listener", offer.ticket, offer.secret, nonces)
+            if not hmac.compare_digest(bytes(receive(sock, PROOF_BYTES)), expected):
+                raise NotTransferred(f"{offer.host}:{offer.port} does not know the secret of the offer")
+        except BaseException:
+            sock.close()
+            raise
+        return Source(offer, KvIdentity(self._revision, variant, offer.cache_salt, layout), KvConnection(sock))
+
+    # Pieces
+
+    def _receive_sequence(self, source: Source, transfer: Transfer, index: int, wanted: Wanted, deadline: float) -> None:
+        hashes = PrefixHash(source.identity, wanted.tokens)
+        most, at = pull_tokens(source.identity.layout), wanted.computed
+        while at < wanted.end and (time.monotonic() < deadline or not transfer.nbytes):
+            until = min(wanted.end, (at // BLOCK_TOKENS) * BLOCK_TOKENS + most)
+            asked = KvPull(choice=wanted.choice, start=at, end=until)
+            source.connection.send(asked)
+            reached = self._receive_range(source, transfer, index, asked, hashes)
+            transfer.tokens += reached - at
+            if reached < until:
+                return  # the source computes its prompt, or was preempted: the rest is computed here
+            at = reached
+
+    def _receive_range(self, source: Source, transfer: Transfer, index: int, asked: KvPull, hashes: PrefixHash) -> int:
+        """Store the pieces of a range, and return the token up to which they reach."""
+        layout = source.identity.layout
+        most_bytes = max(PIECE_BYTES, max(layout.layer_bytes) * BLOCK_TOKENS)
+        expected = _Expected(layout, asked.choice, asked.start, asked.end)
+        stores: deque[Future[None]] = deque()
+        try:
+            while True:
+                frame = source.connection.get(most_bytes, transfer.stall_s)
+                if isinstance(frame.message, KvPulled):
+                    while stores:
+                        stores.popleft().result(_STEP_WITHIN_S)
+                    return expected.start
+                piece = expected.take(frame)
+                _verify_content(frame, hashes.up_to(piece.end))
+                storing = partial(KvTransfers.store, number=transfer.number, index=index, piece=piece, data=frame.data)
+                stores.append(self._batcher.transfer(storing))
+                transfer.nbytes += len(frame.data)
+                while len(stores) > _STORES_AHEAD:
+                    stores.popleft().result(_STEP_WITHIN_S)
+        finally:
+            for future in stores:
+                future.cancel()
+
+
+@dataclass
+class _Expected:
+    """The place of the next piece: tokens from `start`, layers from `layer`.
+
+    `until` is the end of a block of which some layers have arrived, or of the range.
+    """
+
+    layout: KvLayout
+    choice: int
+    start: int
+    until: int
+    layer: int = 0
+    block_end: int | None = None
+
+    def take(self, frame: KvFrame) -> Piece:
+        """Return the piece of a frame.
+
+        Raises:
+            NotTransferred: It does not follow the pieces before.
+            ProtocolError: The frame is no piece.
+        """
+        m = frame.message
+        if not isinstance(m, KvPiece):
+            raise ProtocolError(f"The source sent {m.kind!r}")
+        follows = (m.choice, m.start, m.first_layer) == (self.choice, self.start, self.layer)
+        is_whole = m.end == self.block_end if self.block_end is not None else self.start < m.end <= self.until
+        piece = Piece(m.start, m.end, m.first_layer, m.layer_count)
+        if not follows or not is_whole or m.first_layer + m.layer_count > len(self.layout.layers):
+            raise NotTransferred("a piece is not of the range that was asked for")
+        if len(frame.data) != piece.size_bytes(self.layout):
+            raise NotTransferred(f"a piece has {len(frame.data)} bytes, not {piece.size_bytes(self.layout)}")
+        self.layer = (m.first_layer + m.layer_count) % len(self.layout.layers)
+        if self.layer:
+            self.block_end = m.end
+        else:
+            self.start, self.block_end = m.end, None
+        return piece
+
+
+def _verify_content(frame: KvFrame, prefix_hash: str) -> None:
+    """Raise `NotTransferred` if a piece is of other tokens or another model, or was damaged."""
+    assert isinstance(frame.message, KvPiece)
+    if not hmac.compare_digest(frame.message.prefix_hash, prefix_hash):
+        raise NotTransferred("a piece is of other tokens, or of another model")
+    if zlib.crc32(frame.data) != frame.message.checksum:
+        raise NotTransferred("a piece was damaged on its way")

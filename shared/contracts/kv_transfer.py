@@ -1,0 +1,119 @@
+"""Keys and values of a running request, sent from its engine to the engine that will resume it.
+
+The migrator gets a `KvOffer` with the request's tokens (`TokensRead`), and passes it on with
+`PrepareResume`. The destination then connects to the source over TCP: bulk data never travels on
+NATS. On the connection the destination asks, and the source answers:
+
+    `KvPull`     tokens [start, end) of one choice, please.
+    `KvPiece`    keys and values of some of these tokens in some layers; the bytes follow.
+    `KvPulled`   there are no more pieces: all are sent, or the source has no more.
+
+`services/engine/domain/kv_pieces.py` divides a range into pieces, and computes the hash that binds
+a piece to its tokens. ADR 0084 has the reasons.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from shared.contracts.base import Frozen, Message
+
+KV_LAYOUT_VERSION = 1
+"""Of the bytes of a piece: for each layer [2, heads, tokens, head size], keys before values."""
+
+
+class KvLayer(Frozen):
+    """Keys and values of one layer."""
+
+    layer: int = Field(ge=0)
+    heads: int = Field(gt=0)
+    head_size: int = Field(gt=0)
+
+
+class KvLayout(Frozen):
+    """How an engine stores keys and values. Only engines with equal layouts exchange them.
+
+    Attributes:
+        dtype: Name of the element type, as `float32`.
+    """
+
+    version: int = KV_LAYOUT_VERSION
+    dtype: str
+    itemsize: int = Field(gt=0)
+    byte_order: Literal["little", "big"] = "little"
+    layers: tuple[KvLayer, ...] = Field(min_length=1)
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of one token in each layer."""
+        return tuple(2 * x.heads * x.head_size * self.itemsize for x in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token in all layers."""
+        return sum(self.layer_bytes)
+
+
+class KvOffer(Frozen):
+    """The permission to read the keys and values of one request, and where.
+
+    Attributes:
+        ticket: Names the permission on a connection.
+        secret: Both sides of a connection prove that they know it.
+        cache_salt: Of the API key: the destination gives the keys and values to no other key's
+            request.
+    """
+
+    host: str
+    port: int = Field(gt=0, lt=65536)
+    ticket: str = Field(pattern=r"^[0-9a-f]{32}$")
+    secret: str = Field(min_length=32, repr=False)
+    layout: KvLayout
+    cache_salt: str = ""
+
+
+class KvPull(Message):
+    """Ask for tokens [start, end) of a choice."""
+
+    kind: Literal["pull"] = "pull"
+    choice: int = Field(ge=0)
+    start: int = Field(ge=0)
+    end: int = Field(gt=0)
+
+
+class KvPiece(Message):
+    """Keys and values follow: of tokens [start, end), for `layer_count` layers of the layout.
+
+    Attributes:
+        prefix_hash: Of the model, its layout, the key's salt and the tokens up to `end`.
+        checksum: CRC-32 of the bytes.
+    """
+
+    kind: Literal["piece"] = "piece"
+    choice: int = Field(ge=0)
+    start: int = Field(ge=0)
+    end: int = Field(gt=0)
+    first_layer: int = Field(ge=0, description="Position in the layout.")
+    layer_count: int = Field(gt=0)
+    prefix_hash: str
+    checksum: int = Field(ge=0)
+
+
+class KvPulled(Message):
+    """The answer to a `KvPull` is complete.
+
+    Attributes:
+        end: The pieces reach up to this token.
+        reason: Why they do not reach the end that was asked for; empty: they do.
+    """
+
+    kind: Literal["pulled"] = "pulled"
+    choice: int = Field(ge=0)
+    end: int = Field(ge=0)
+    reason: str = ""
+
+
+KvMessage = Annotated[KvPull | KvPiece | KvPulled, Field(discriminator="kind")]
+KV_MESSAGE: TypeAdapter[KvMessage] = TypeAdapter(KvMessage)

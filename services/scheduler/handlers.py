@@ -58,11 +58,12 @@ from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import Demand
 from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
 from shared.contracts.models import ModelInfo, ModelSpec
-from shared.contracts.node import InstanceState, NodeStatus
+from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
 from shared.contracts.objectives import ReportObjectives
 from shared.contracts.usage import ReportUsage, ViewSpending, ViewUsage
 from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
+from shared.node_statuses import NodeStatuses
 
 log = logging.getLogger(__name__)
 DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
@@ -99,6 +100,7 @@ class Handlers:
         self._ledger = ledger
         self.spending = Spending(ledger)
         self._held = held
+        self._statuses = NodeStatuses()
         self._policy = policy
         self._name = name
         self._explainer = Explainer(mesh, loop.state, repository, policy, migrations)
@@ -112,6 +114,7 @@ class Handlers:
         """Subscribe to node status first, then to requests."""
         self._responders = [
             self._mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, self._node_status),
+            self._mesh.listen(subjects.ALL_NODE_CHANGES, NodeChanges, self._node_changes),
             self._mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, self._loader_status),
             self._mesh.respond(subjects.DEMAND, DEMAND, self._demand, concurrent=True),
             self._mesh.respond(subjects.OBJECTIVES, OBJECTIVES, self._objectives, concurrent=True),
@@ -120,7 +123,7 @@ class Handlers:
         ]
         for responder in self._responders:
             await responder.start()
-        await self._mesh.nc.flush()
+        await self._mesh.flush()
 
     async def stop(self) -> None:
         """Stop listening; pending requests get a retryable error."""
@@ -157,8 +160,16 @@ class Handlers:
 
     async def _node_status(self, status: NodeStatus) -> None:
         now = clock.now()
+        self._statuses.on_status(status)
         self._held.on_status(status, now)
         self._loop.post(NodeStatusReceived(now, status))
+
+    async def _node_changes(self, changes: NodeChanges) -> None:
+        now = clock.now()
+        status = self._statuses.on_changes(changes)
+        if status is not None:
+            self._held.on_status(status, now)
+            self._loop.post(NodeStatusReceived(now, status, frozenset(i.instance_id for i in changes.instances)))
 
     async def _loader_status(self, status: LoaderStatus) -> None:
         self._loop.post(LoaderStatusReceived(clock.now(), status))

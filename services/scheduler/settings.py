@@ -55,6 +55,10 @@ class SchedulerSettings(CommonSettings):
         ge=0,
         description="Period in seconds of spreading hot models and packing cold ones by migrating requests; 0: never.",
     )
+    consolidate: bool = Field(
+        default=True,
+        description="Make one instance of a pipeline group that the scheduler chose, while it serves, as soon as a device has room.",
+    )
     prefetch: bool = Field(default=True, description="Prefetch weights of models that are likely to be requested to idle nodes.")
     command_timeout: float = Field(
         default=5.0, gt=0, description="Seconds a nodeagent may be unreachable before a start on it counts as failed."
@@ -106,4 +110,5 @@ class SchedulerSettings(CommonSettings):
             park_concurrency=self.park_at_once,
             prefetch=self.prefetch,
             rebalance_period_s=self.rebalance_every,
+            consolidate=self.consolidate,
         )

@@ -1,7 +1,6 @@
 """The scheduler chooses the number of stages, through `thaw up`: where the objective needs a group.
 
-Two nodes fetch from a server that is paced for each connection, and each loader has one connection:
-so the link of each node is paced. Predictions are the scheduler's own, learned from a first load.
+Predictions are the scheduler's own, learned from a first load.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from shared.contracts.models import ModelSpec
-from shared.sizing import MIB, need_of
+from tests.e2e.paced_nodes import NODES, paced_nodes, paced_server, predicted_ms, register, register_for_group, stages_of
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
-from thaw.cli.demo import card_of
-from thaw.demo.models import Shape, make_demo_model
+from thaw.demo.models import Shape
 
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
-NODES = ("node-0", "node-1")
 OPTIONS: dict[str, Any] = {"max_concurrency": 4, "keep_alive": -1}
 SHAPE = Shape(1024, 128, 512, 8, 4, 2, 1024, "float32", 0.0)
 PIECE_DELAY_S = 0.06
@@ -30,76 +26,18 @@ PIECE_DELAY_S = 0.06
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
-    directory = tmp_path_factory.mktemp("www")
-    for seed, name in enumerate(("far", "near", "tight", "loose", *(f"probe-{n}" for n in NODES))):
-        make_demo_model(directory / name, SHAPE, seed=seed)
-    found = TierServer(directory)
-    found.faults.piece_delay_s = PIECE_DELAY_S
-    yield found
-    found.close()
+    with paced_server(tmp_path_factory.mktemp("www"), ("far", "near", "tight", "loose"), SHAPE, PIECE_DELAY_S) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def mesh(server: TierServer) -> Iterator[Roomy]:
-    """Start two nodes with paced links, which have measured them, and one beside."""
-    thaw = Roomy(THAW_DRAM_BYTES="0", THAW_LOADER_REMOTE_THREADS="1")
-    source = server.directory / "far"
-    need = 2 * need_of(card_of(ModelSpec(name="single", source=str(source), max_concurrency=4))).total + 16 * MIB
-    probes = [{"name": f"probe-{n}", "source": f"{server.url}/probe-{n}", "placement": {"devices": [f"{n}/*"]}} for n in NODES]
-    config = {
-        "mesh": {"port": thaw.port, "nodes": {**{n: {"cpu:0": need} for n in NODES}, "beside": {"cpu:0": need}}},
-        "defaults": OPTIONS,
-        "models": [*probes, {"name": "single", "source": str(source), "placement": {"devices": ["beside/*"]}}],
-    }
-    (thaw.home / "thaw.yaml").write_text(json.dumps(config))
-    try:
-        thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
-        for n in NODES:
-            thaw.json("wake", f"probe-{n}")
-            thaw.json("sleep", f"probe-{n}")
-        until(lambda: all(has_measured(thaw, n) for n in NODES), what="the loaders report their links")
-        yield thaw
-    finally:
-        thaw.close()
-
-
-def has_measured(mesh: Roomy, node: str) -> bool:
-    [view] = [n for n in mesh.cluster()["nodes"] if n["node"] == node]
-    links = view["loader"]["links"] if view["loader"] else []
-    return any(x["link"].startswith("remote:") and x["bytes_per_second"] for x in links)
-
-
-def register(mesh: Roomy, server: TierServer, name: str, ttft: float | None, devices: str = "node-*/*") -> None:
-    """Register a remote model with an objective, or change its objective."""
-    model = {"name": name, "source": f"{server.url}/{name}", "slo": {"ttft": ttft}, "placement": {"devices": [devices]}}
-    path = mesh.home / f"{name}.yaml"
-    path.write_text(json.dumps({"defaults": OPTIONS, "models": [model]}))
-    mesh.json("models", "add", "--config", str(path))
-
-
-def predicted_ms(mesh: Roomy, name: str) -> dict[int, float]:
-    """Return the predicted start of the model by number of stages, as `thaw explain` shows it."""
-    plan = mesh.json("explain", name, "--what-if", "drop-node=beside")
-    found = {c["stages"]: c["predicted_ms"] for c in plan["candidates"] if c["predicted_ms"]}
-    assert sorted(found) == [1, 2], plan
-    return found
-
-
-def stages_of(mesh: Roomy, name: str) -> dict[int, str]:
-    """Return the node of each ready stage of a group, by index."""
-    return {
-        i["group"]["index"]: n["node"]
-        for n in mesh.cluster()["nodes"]
-        for i in n["instances"]
-        if i["model"] == name and i["state"] == "ready" and i["group"] is not None
-    }
+    with paced_nodes(server, OPTIONS, THAW_CONSOLIDATE="false") as found:
+        yield found
 
 
 def test_objective_that_one_node_misses_is_met_by_a_group_that_answers_as_one_engine(mesh: Roomy, server: TierServer) -> None:
-    register(mesh, server, "far", 0.001)
-    by_stages = predicted_ms(mesh, "far")
-    assert by_stages[2] < by_stages[1]
-    register(mesh, server, "far", (by_stages[1] + by_stages[2]) / 2e3)
+    register_for_group(mesh, server, "far", OPTIONS)
     answer = Stream(mesh.url, body("far", **LONG)).start().result()
     plan = mesh.json("explain", "far")
     assert (plan["chosen"]["ready_by"], plan["chosen"]["stages"]) == ("pipeline", 2), plan
@@ -113,8 +51,8 @@ def test_objective_that_one_node_misses_is_met_by_a_group_that_answers_as_one_en
 
 
 def test_objective_that_one_node_meets_gets_one_engine(mesh: Roomy, server: TierServer) -> None:
-    register(mesh, server, "near", 0.001)
-    register(mesh, server, "near", 10 * predicted_ms(mesh, "near")[1] / 1e3)
+    register(mesh, server, "near", 0.001, OPTIONS)
+    register(mesh, server, "near", 10 * predicted_ms(mesh, "near")[1] / 1e3, OPTIONS)
     Stream(mesh.url, body("near", **LONG)).start().result()
     plan = mesh.json("explain", "near")
     assert plan["chosen"]["stages"] == 1, plan
@@ -124,21 +62,27 @@ def test_objective_that_one_node_meets_gets_one_engine(mesh: Roomy, server: Tier
 
 
 def test_fetch_waits_while_it_would_make_another_one_miss_its_objective(mesh: Roomy, server: TierServer) -> None:
-    register(mesh, server, "loose", None, "node-0/*")
-    register(mesh, server, "tight", 0.001, "node-0/*")
+    register(mesh, server, "loose", None, OPTIONS, "node-0/*")
+    register(mesh, server, "tight", 0.001, OPTIONS, "node-0/*")
     [alone_ms] = [
         c["predicted_ms"] for c in mesh.json("explain", "tight", "--what-if", "drop-node=beside")["candidates"] if c["predicted_ms"]
     ]
-    register(mesh, server, "tight", 1.25 * alone_ms / 1e3, "node-0/*")
+    register(mesh, server, "tight", 1.25 * alone_ms / 1e3, OPTIONS, "node-0/*")
     tight = Stream(mesh.url, body("tight", **LONG)).start()
     until(lambda: is_starting(mesh, "tight"), what="the first model fetches")
     loose = Stream(mesh.url, body("loose", **LONG)).start()
     until(
-        lambda: "node-0's link: one fetch would miss its objective (tight)" in mesh.json("explain", "loose")["reason"],
+        lambda: "node-0's link: one fetch would miss its objective (tight)" in latest_reason(mesh, "loose"),
         what="the second fetch waits for the link",
     )
     assert tight.result().text
     assert loose.result().text
+
+
+def latest_reason(mesh: Roomy, model: str) -> str:
+    """Return the reason of the model's latest plan; empty before there is one."""
+    status, out = mesh.inside("explain", model, "--json")
+    return str(json.loads(out)["reason"]) if status == 0 else ""
 
 
 def is_starting(mesh: Roomy, model: str) -> bool:

@@ -33,8 +33,14 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="module")
 def mesh(receiver: OtlpReceiver) -> Iterator[Roomy]:
+    """Three nodes whose migrations transfer keys and values, even where computing is sooner."""
     port = str(free_port())
-    thaw = Roomy(THAW_OTLP_ENDPOINT=receiver.grpc_url, OTEL_BSP_SCHEDULE_DELAY="200", THAW_MIGRATOR_METRICS_PORT=port)
+    thaw = Roomy(
+        THAW_OTLP_ENDPOINT=receiver.grpc_url,
+        OTEL_BSP_SCHEDULE_DELAY="200",
+        THAW_MIGRATOR_METRICS_PORT=port,
+        THAW_MIGRATE_KV="always",
+    )
     try:
         thaw.begin(3, room=1.5, positions=4096, max_model_len=2560, max_concurrency=8)
         thaw.json("wake", "one")
@@ -108,8 +114,17 @@ def test_a_migration_is_shown_by_every_command(mesh: Roomy, receiver: OtlpReceiv
     gateway = httpx.get(f"{mesh.url}/metrics", timeout=120).text
     assert re.search(r'thaw_requests_pause_seconds_count\{.*thaw_kind="move".*\} [1-9]', gateway)
     migrator = httpx.get(f"http://127.0.0.1:{mesh.environment['THAW_MIGRATOR_METRICS_PORT']}/metrics", timeout=120).text
-    for name in ("pause_seconds_count", "rounds_total", "tokens_total", "moved_tokens_total", "requests_total"):
+    for name in (
+        "pause_seconds_count",
+        "rounds_total",
+        "kv_tokens_total",
+        "kv_bytes_total",
+        "moved_tokens_total",
+        "requests_total",
+    ):
         assert re.search(rf"thaw_migration_{name}\{{.*\}} [1-9]", migrator), name
+    assert re.search(r"thaw_migration_tokens_total\{.*\} [0-9]", migrator)
+    assert " received (" in drawn
 
 
 def test_migration_of_a_finished_request_is_refused(mesh: Roomy, undisturbed: list[Stream]) -> None:

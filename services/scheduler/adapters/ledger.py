@@ -42,7 +42,7 @@ _COUNTS = (
 )
 Tokens = tuple[int, int, int]
 """Prompt, cached and completion tokens."""
-_UNASKED = ("min_replicas", "park", "wake")
+_UNASKED = ("consolidation", "min_replicas", "park", "wake")
 """Triggers of starts that are made without a request."""
 _SPOOL_HOURS = 40 * 24
 """A spool that was silent for so long is forgotten."""
@@ -131,6 +131,12 @@ class Ledger:
                 (row["key"], row["model"]): (int(row["prompt_tokens"]), int(row["cached_tokens"]), int(row["completion_tokens"]))
                 for row in rows
             }
+
+    async def sum_compute_us(self, since: int) -> dict[str, dict[str, int]]:
+        """Sum up the microseconds of computing from an hour on, by key and kind of device."""
+        async with self._engine.connect() as connection:
+            rows = (await connection.execute(_sums(ViewUsage(since=since), ("key",)))).mappings()
+            return {row["key"]: compute_us(row) for row in rows}
 
     async def sum_device_s(self, since: int) -> dict[str, dict[str, float]]:
         """Sum up the device-seconds of cold starts from an hour on, by key and kind of device."""
@@ -262,7 +268,12 @@ class _Sum:
 def _cost(found: _Sum, model: str, prices: Prices) -> Cost:
     counts = found.counts
     tokens = (counts.get("prompt_tokens", 0), counts.get("cached_tokens", 0), counts.get("completion_tokens", 0))
-    return prices.cost(model, tokens, found.device_s, found.byte_s)
+    return prices.cost(model, tokens, found.device_s, found.byte_s, compute_us(counts))
+
+
+def compute_us(counts: Mapping[str, Any]) -> dict[str, int]:
+    """Return the microseconds of computing by kind of device, of sums by the names of `Counts`."""
+    return {"cpu": int(counts.get("compute_cpu_us") or 0), "cuda": int(counts.get("compute_cuda_us") or 0)}
 
 
 async def _add_rows(connection: AsyncConnection, report: ReportUsage) -> None:

@@ -12,22 +12,30 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from services.scheduler.adapters.ledger import Ledger, Tokens
-from shared.contracts.usage import Counts, Period, ReportUsage, SpendingViewed, Spent, UsageRecorded, ViewSpending
+from shared.contracts.usage import Counts, Period, ReportUsage, SpendingViewed, Spent, UsageRecorded, UsageRow, ViewSpending
 
 
 @dataclass(slots=True)
 class _Sums:
     """Sums since `since`.
 
-    Tokens by key and model; device-seconds of starts, and byte-seconds held, by key and kind.
+    Tokens by key and model; microseconds of computing, device-seconds of starts, and byte-seconds
+    held, by key and kind.
     """
 
     since: int
     tokens: dict[str, dict[str, Tokens]] = field(default_factory=dict)
+    compute_us: dict[str, dict[str, int]] = field(default_factory=dict)
     device_s: dict[str, dict[str, float]] = field(default_factory=dict)
     byte_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def add(self, key: str, model: str, more: Tokens) -> None:
+    def add(self, row: UsageRow) -> None:
+        self.add_tokens(row.key, row.model, _tokens(row.counts))
+        of_key = self.compute_us.setdefault(row.key, {"cpu": 0, "cuda": 0})
+        of_key["cpu"] += row.counts.compute_cpu_us
+        of_key["cuda"] += row.counts.compute_cuda_us
+
+    def add_tokens(self, key: str, model: str, more: Tokens) -> None:
         of_key = self.tokens.setdefault(key, {})
         prompt, cached, completion = of_key.get(model, (0, 0, 0))
         of_key[model] = (prompt + more[0], cached + more[1], completion + more[2])
@@ -61,7 +69,7 @@ class Spending:
         for row in report.rows:
             for sums in (self._day, self._month):
                 if row.hour >= sums.since:
-                    sums.add(row.key, row.model, _tokens(row.counts))
+                    sums.add(row)
         self._has_new_starts = self._has_new_starts or bool(report.waits)
 
     async def view(self, query: ViewSpending, hour: int) -> SpendingViewed:
@@ -84,9 +92,9 @@ class Spending:
         )
 
     async def _read(self, since: int) -> _Sums:
-        sums = _Sums(since)
+        sums = _Sums(since, compute_us=await self._ledger.sum_compute_us(since))
         for (key, model), tokens in (await self._ledger.sum_tokens(since)).items():
-            sums.add(key, model, tokens)
+            sums.add_tokens(key, model, tokens)
         return sums
 
     def _spent(self, key: str) -> Spent:
@@ -100,7 +108,7 @@ class Spending:
     def _cost(self, sums: _Sums, key: str) -> Decimal:
         if self._prices is None:
             return Decimal(0)
-        others = self._prices.cost("", (0, 0, 0), sums.device_s.get(key), sums.byte_s.get(key)).total
+        others = self._prices.cost("", (0, 0, 0), sums.device_s.get(key), sums.byte_s.get(key), sums.compute_us.get(key)).total
         return sum((self._prices.cost(m, tokens).total for m, tokens in sums.tokens.get(key, {}).items()), others)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from math import isinf
 
+from services.scheduler.domain.migration.consolidation import is_consolidation_due
 from services.scheduler.domain.policies.torpor_queue import PERIOD_S
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.prefetch import AT_A_TIME
@@ -25,6 +26,7 @@ def is_busy(state: ClusterState, now: float, policy: Policy, within_s: float) ->
     4. A model is to be parked.
     5. A Tick examines only a part of the models that may be prefetched.
     6. The SLO queue is about to adapt.
+    7. A pipeline group may be consolidated.
 
     Silent nodes are found by `is_node_lost_soon`.
     """
@@ -47,6 +49,7 @@ def is_busy(state: ClusterState, now: float, policy: Policy, within_s: float) ->
         or any(not (known := state.park_failures.get(name)) or not known.final for name in state.to_park)  # 4
         or (policy.prefetch and len(state.usage_history) > AT_A_TIME)  # 5
         or _is_slo_queue_due(state, now, policy, within_s)  # 6
+        or is_consolidation_due(state, now, policy, within_s)  # 7
     )
 
 

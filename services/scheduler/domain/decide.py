@@ -35,6 +35,7 @@ from services.scheduler.domain.lifecycle.fetches import apply_fetch_status, end_
 from services.scheduler.domain.lifecycle.groups import on_stage_refused, settle_groups
 from services.scheduler.domain.lifecycle.node_status import apply_node_status, expire_silent_nodes, stop_stalled_starts
 from services.scheduler.domain.lifecycle.transitions import release_weights
+from services.scheduler.domain.migration.consolidation import consolidate
 from services.scheduler.domain.migration.orders import apply_migration_record, cancel_waiter, drain_node, request_migration
 from services.scheduler.domain.migration.rebalance import rebalance
 from services.scheduler.domain.policy import Policy
@@ -97,6 +98,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
                 if node.drain_since is not None:
                     drain_node(tx, node.name)
             rebalance(tx)
+            consolidate(tx)
             send_expectations(tx)
         case DemandReceived():
             apply_demand(tx, event)
@@ -105,8 +107,8 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
                 apply_demand(tx, each)
         case ObjectivesReported():
             apply_objectives(tx, event)
-        case NodeStatusReceived(status=status):
-            apply_node_status(tx, status)
+        case NodeStatusReceived(status=status, changed=changed):
+            apply_node_status(tx, status, changed)
         case LoaderStatusReceived(status=loader):
             tx.put(LoaderPresence(loader.node, now, loader))
             apply_fetch_status(tx, loader)

@@ -48,8 +48,14 @@ class ObjectivesReported:
 
 @value(frozen=True, slots=True)
 class NodeStatusReceived:
+    """A node's whole status.
+
+    `changed`: the instances that differ from the last one; None: any may.
+    """
+
     at: float
     status: NodeStatus
+    changed: frozenset[str] | None = None
 
 
 @value(frozen=True, slots=True)

@@ -59,6 +59,10 @@ class Policy:
     """A stop without effect in the node's status is sent again after this."""
     rebalance_period_s: float = 0.0
     """Period of the background rebalancing; 0: never."""
+    consolidate: bool = True
+    """Make one instance of a pipeline group that the scheduler chose (ADR 0062)."""
+    consolidate_after_s: float = 2.0
+    """A group serves this long first: the requests that started it are on their way."""
     backoff_first_s: float = 1.0
     backoff_limit_s: float = 30.0
     init_grace_s: float = 30.0

@@ -171,7 +171,7 @@ class Groups(RuleBasedStateMachine):
     def indexes_are_what_the_tables_say(self) -> None:
         kept = self.w.state
         rebuilt = ClusterState(epoch=kept.epoch, keep_alive_rule=kept.keep_alive_rule)
-        tables = (kept.models, kept.nodes, kept.presence, kept.reports, kept.later_stages, kept.instances)
+        tables = (kept.models, kept.nodes, kept.presence, kept.reports, kept.loaders, kept.later_stages, kept.instances)
         apply(rebuilt, [Put(e) for table in tables for e in table.values()])
         assert rebuilt.bookings == kept.bookings
         assert rebuilt.claimed == kept.claimed

@@ -6,7 +6,7 @@ from services.scheduler.domain.policies.port import Demand
 from services.scheduler.domain.state.entities import Instance, Model
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Overload
-from services.scheduler.domain.values import value
+from services.scheduler.domain.values import replace, value
 
 
 @value(frozen=True, slots=True)
@@ -58,15 +58,39 @@ def next_scale_up(tx: Transaction, model: Model) -> ScaleUp | None:
 def _request_replica(tx: Transaction, model: Model, running: list[Instance]) -> ScaleUp | None:
     """Return one more replica if the profile's target has exceeded the replicas for long enough."""
     name = model.key
-    if not running or len(running) >= model.card.spec.replicas.max:
+    lasting = list_lasting(tx, model, running)
+    if not running or len(lasting) >= model.card.spec.replicas.max:
         tx.drop(Overload, name)
         return None
+    if len(lasting) < len(running) and any(i.stages > 1 and i.ready_at is None for i in running):
+        return None  # the group's stages have the links until it is ready
+    enough = max(len(lasting), 1)  # a group is replaced under load if that needs several instances
+    if tx.policy.profile.scale(replace(measure_demand(tx, model, running), live=len(lasting))) <= enough:
+        tx.drop(Overload, name)
+        return None
+    overload = tx.state.overload.get(name) or Overload(name, tx.now)
+    tx.put(overload)
+    if tx.now - overload.since <= tx.policy.scale_up_after_s:
+        return None
+    return ScaleUp(model, "replicas", overload.since, tx.now, is_extra=True)
+
+
+def list_lasting(tx: Transaction, model: Model, running: list[Instance]) -> list[Instance]:
+    """Return the instances without the groups that whole instances replace (ADR 0062)."""
+    if not tx.policy.consolidate or model.card.spec.stages > 1:
+        return running
+    return [i for i in running if i.stages == 1]
+
+
+def measure_demand(tx: Transaction, model: Model, running: list[Instance]) -> Demand:
+    """Return the model's load as a policy sees it, and the capacity of one of its instances."""
+    name = model.key
     demand = tx.state.demand.get(name)
     capacity = 0
     for i in running:
         report = tx.state.reports.get(i.instance_id)
         capacity += report.status.capacity if report and i.ready_at is not None else model.card.spec.max_concurrency
-    asked = Demand(
+    return Demand(
         model=name,
         waiting=demand.waiting if demand else 0,
         running=demand.in_flight if demand else 0,
@@ -77,11 +101,3 @@ def _request_replica(tx: Transaction, model: Model, running: list[Instance]) -> 
         max_replicas=model.card.spec.replicas.max,
         peak_requests=demand.peak if demand else 0,
     )
-    if tx.policy.profile.scale(asked) <= len(running):
-        tx.drop(Overload, name)
-        return None
-    overload = tx.state.overload.get(name) or Overload(name, tx.now)
-    tx.put(overload)
-    if tx.now - overload.since <= tx.policy.scale_up_after_s:
-        return None
-    return ScaleUp(model, "replicas", overload.since, tx.now, is_extra=True)

@@ -11,9 +11,17 @@ from services.scheduler.domain.lifecycle.transitions import (
     remove_instance,
     stop_instance,
 )
-from services.scheduler.domain.state.entities import Instance, Model
+from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Model
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import Cooldown, FailureHistory, ModelDemand, Overload, Unschedulable, Waiter
+from services.scheduler.domain.state.volatile import (
+    ConsolidationFailures,
+    Cooldown,
+    FailureHistory,
+    ModelDemand,
+    Overload,
+    Unschedulable,
+    Waiter,
+)
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import LoadFailed
@@ -53,6 +61,11 @@ def on_start_stalled(tx: Transaction, i: Instance, error: ErrorBody, at: str | N
 def _count_failure(tx: Transaction, i: Instance, error: ErrorBody, at: str | None = None) -> None:
     model = tx.state.models.get(i.model)
     if model is None or i.leaving != "no" or i.generation != model.card.generation:
+        return
+    if i.trigger == CONSOLIDATION:  # the group serves on
+        failed = tx.state.consolidation_failures.get(i.model) or ConsolidationFailures(i.model)
+        here = tuple(f"{i.node}/{device}" for device in i.device_ids)
+        tx.put(replace(failed, failed_devices=failed.failed_devices + here))
         return
     failure_history = tx.state.failures.get(i.model) or FailureHistory(i.model)
     plan = tx.state.plans.get(i.plan_id)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from services.scheduler.domain.cost.formulas import AFTER
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Instance, Model
+from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Model
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Fetch
 from shared.contracts.loader import LoaderStatus, SegmentStatus
@@ -32,9 +32,12 @@ def record_fetch(tx: Transaction, i: Instance, node: str, holder: str, card: Mod
 
 
 def _compute_deadline(tx: Transaction, i: Instance, model: Model) -> float | None:
-    """Return when its bytes must be there for a first token in time; None: no objective."""
+    """Return when its bytes must be there for a first token in time.
+
+    None: it has no objective, or no request waits for it.
+    """
     objective = model.card.spec.slo.ttft
-    if objective is None:
+    if objective is None or i.trigger == CONSOLIDATION:
         return None
     plan = tx.state.plans.get(i.plan_id)
     predicted = plan.chosen.predicted if plan is not None and plan.chosen is not None else {}

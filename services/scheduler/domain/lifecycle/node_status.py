@@ -6,6 +6,8 @@
    device that its node has bound it to.
 4. An unknown running instance is adopted if its model needs it, otherwise stopped.
 5. A known instance that a report omits is gone, unless its start may not have arrived yet.
+
+A report of changes examines only the instances that have changed.
 """
 
 from __future__ import annotations
@@ -43,9 +45,12 @@ _BEFORE_READY = (InstanceState.PREPARING, InstanceState.LOADING)
 """Of starts: the node's report of the device is followed. A resumption has promised devices."""
 
 
-def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
+def apply_node_status(tx: Transaction, status: NodeStatus, changed: frozenset[str] | None = None) -> None:
+    """Apply a node's status; `changed`: the instances that differ from the last one, or None."""
     previous = tx.state.presence.get(status.node)
     old = previous.status if previous else None
+    if previous is None or old is None or not previous.alive:
+        changed = None  # its instances may have been given up meanwhile
     if old is not None and old.boot_id == status.boot_id and status.seq < old.seq:  # 1
         return
     newest = max((i.token // TOKENS_PER_EPOCH for i in status.instances), default=0)
@@ -62,11 +67,13 @@ def apply_node_status(tx: Transaction, status: NodeStatus) -> None:
         if s.is_later_stage:
             continue
         reported.add(s.instance_id)
+        if changed is not None and s.instance_id not in changed:
+            continue
         instance = tx.state.instances.get(s.instance_id)
         if instance is not None and instance.is_resume_claim:
             _update_resume_claim(tx, instance, s)
         elif instance is not None and not instance.is_claim:
-            if previous is not None:
+            if previous is not None and changed is None:  # its load has lasted since the last status
                 learn_token_time(tx, instance, s.load, tx.now - previous.last_message_at)
             _update_known(tx, instance, s)  # 3
         elif instance is None and (s.state.holds_memory or s.state.parked):

@@ -6,6 +6,7 @@ from services.scheduler.domain.demand.replica_targets import ScaleUp
 from services.scheduler.domain.lifecycle.failures import fail_demand
 from services.scheduler.domain.lifecycle.transitions import start_instance
 from services.scheduler.domain.placement.place import Placement, place
+from services.scheduler.domain.placement.whole_worker import place_whole_worker
 from services.scheduler.domain.state.entities import Model
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Unschedulable
@@ -41,9 +42,15 @@ def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
 
 
 def _place_replica(tx: Transaction, model: Model, needed: ScaleUp) -> Placement:
-    """Place a replica on a node without the model, if possible: for availability and bandwidth."""
+    """Place a replica on a node without the model, if possible: for availability and bandwidth.
+
+    The replicas that replace a group take the devices of its stages first.
+    """
     waited, kept = needed.waited_s(tx.now), needed.trigger == "min_replicas"
-    if tx.state.live_instances(model):
+    if live := tx.state.live_instances(model):
+        group = next((i for i in live if i.stages > 1), None) if model.card.spec.stages == 1 and tx.policy.consolidate else None
+        if group is not None and (whole := place_whole_worker(tx, model, group)).chosen is not None:
+            return whole
         alone = place(tx, model, waited, extra=needed.is_extra, min_replicas_only=kept, spread=True)
         if alone.chosen is not None:
             return alone

@@ -23,7 +23,7 @@ from services.scheduler.domain.placement.grants import granted_devices
 from services.scheduler.domain.placement.options import Shortfalls
 from services.scheduler.domain.placement.place import Placement
 from services.scheduler.domain.state.device_memory import resume_need_bytes
-from services.scheduler.domain.state.entities import Instance, Leaving, Model
+from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Leaving, Model
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import (
@@ -223,6 +223,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
                 traceparent=sent.traceparent,
                 device=sent.device_ids[index] if maps_units else None,
                 layers=layers,
+                background=sent.trigger == CONSOLIDATION,
             )
             tx.emit(SendPrepare(sent.node, prepare))
     command = StartInstance(

@@ -1,7 +1,7 @@
 """Migrations of requests between instances. The steps of an order (`Migration`):
 
 1. Requested: by an operator (`MigrationRequested`), for a drained node, for memory that another
-   model needs, or to rebalance.
+   model needs, to rebalance, or to make one instance of a pipeline group (consolidation.py).
 2. Destination: a ready instance with the same weights, else one that is starting, else a new one
    that is placed like any other.
 3. Ordered: the record is written for the migrators (`OrderMigration`). A source that stops in any
@@ -20,10 +20,11 @@ from services.scheduler.domain.estimates.migration_times import learn_migration_
 from services.scheduler.domain.events import MigrationRequested
 from services.scheduler.domain.lifecycle.transitions import start_instance, stop_instance
 from services.scheduler.domain.placement.place import place
-from services.scheduler.domain.state.entities import Instance, Model
+from services.scheduler.domain.placement.whole_worker import place_whole_worker
+from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Model
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import Cooldown
+from services.scheduler.domain.state.volatile import ConsolidationFailures, Cooldown
 from services.scheduler.domain.values import replace
 from shared.contracts.admin import MigrationsViewed
 from shared.contracts.base import ErrorBody
@@ -37,6 +38,8 @@ TRIGGER = "migrate"
 UNCLAIMED_S = 10.0
 """An order that no migrator has claimed by then is cancelled."""
 NO_MIGRATOR = "no migrator claims the order. Start one: python -m services.migrator"
+SHARE_S = 1.0
+"""After a share of a group's requests has moved, the next one waits for this long."""
 RETRY_S = 5.0
 """A drained node's instance is not asked to migrate again before this."""
 
@@ -159,12 +162,17 @@ def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
     source = tx.state.instances.get(record.source_instance)
     if source is not None and move.is_whole_instance and record.state != "done":
         tx.put(Cooldown(_cooldown_key(record.source_instance), tx.now + RETRY_S))
+        _count_failure(tx, move)
+    elif record.state == "done" and move.reason == CONSOLIDATION:
+        tx.drop(ConsolidationFailures, move.model)
+        if record.at_most is not None:  # the next share waits for reports of the instances' load
+            tx.put(Cooldown(_cooldown_key(record.source_instance), tx.now + SHARE_S))
     if source is not None and _is_source_empty(record):
         stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
 
 
 def _is_source_empty(record: MigrationRecord) -> bool:
-    return record.state == "done" and record.request_id is None
+    return record.state == "done" and record.request_id is None and record.at_most is None
 
 
 def _migration_of(tx: Transaction, record: MigrationRecord) -> Migration:
@@ -205,7 +213,8 @@ def _advance(tx: Transaction, move: Migration) -> None:
     if source is None or model is None or source.generation != model.card.generation:
         _fail_migration(tx, move, NotFound(f"The instance {move.source} has gone").body())
         return
-    if move.waiter is None and tx.idle_since(move.source) is not None:
+    is_idle = tx.idle_since(move.source) is not None
+    if move.waiter is None and is_idle and move.reason != CONSOLIDATION:
         tx.drop(Migration, move.migration_id)  # nothing is left to migrate; the source stops by itself
         return
     destination = _find_destination(tx, move, source) or _start_destination(tx, move, source, model)
@@ -214,7 +223,11 @@ def _advance(tx: Transaction, move: Migration) -> None:
     if destination.instance_id != move.destination:
         move = replace(move, destination=destination.instance_id, waiting_reason="")
         tx.put(move)
-    if destination.state is InstanceState.READY:
+    if destination.state is InstanceState.READY and is_idle and move.reason == CONSOLIDATION:
+        tx.drop(Migration, move.migration_id)
+        tx.drop(ConsolidationFailures, move.model)
+        stop_instance(tx, source, "drain", f"{destination.instance_id} serves instead")
+    elif destination.state is InstanceState.READY:
         _order(tx, move, source, destination)
 
 
@@ -230,6 +243,7 @@ def _find_destination(tx: Transaction, move: Migration, source: Instance) -> Ins
 def _can_be_destination(tx: Transaction, move: Migration, source: Instance, i: Instance) -> bool:
     if (
         i.instance_id == source.instance_id
+        or (i.stages > 1 and move.reason == CONSOLIDATION)
         or i.leaving != "no"
         or i.generation != source.generation
         or i.revision != source.revision
@@ -252,21 +266,33 @@ def _start_destination(tx: Transaction, move: Migration, source: Instance, model
     """Start a new destination. Without room an operator's request fails, and a drain waits."""
     if move.destination:  # it was started, and has gone since
         why = model.error or "it did not become ready"
+        _count_failure(tx, move)
         if _refuse(tx, move, Unavailable(f"{model.key} could not be started at the destination: {why}").body()):
             return None
         move = replace(move, destination="", waiting_reason=why)
         tx.put(move)
     if tx.is_cooling_down(_cooldown_key(move.source)):
         return None
-    placement = place(tx, model, 0.0, only=(move.node, move.device) if move.node else None)
+    if move.reason == CONSOLIDATION:
+        placement = place_whole_worker(tx, model, source)
+    else:
+        placement = place(tx, model, 0.0, only=(move.node, move.device) if move.node else None)
     if placement.chosen is None:
         if not _refuse(tx, move, InsufficientMemory(f"{model.key} has no room at the destination: {placement.reason}").body()):
             tx.put(replace(move, waiting_reason=placement.reason))
             tx.put(Cooldown(_cooldown_key(move.source), tx.now + tx.policy.refusal_cooldown_s))
         return None
-    start_instance(tx, model, placement, TRIGGER, tx.now)
+    start_instance(tx, model, placement, CONSOLIDATION if move.reason == CONSOLIDATION else TRIGGER, tx.now)
     plan = tx.plans[-1]
     return tx.state.instances[plan.instance_id or ""]
+
+
+def _count_failure(tx: Transaction, move: Migration) -> None:
+    """Back off before a group is consolidated again."""
+    if move.reason == CONSOLIDATION:
+        known = tx.state.consolidation_failures.get(move.model) or ConsolidationFailures(move.model)
+        attempts = known.attempts + 1
+        tx.put(replace(known, attempts=attempts, not_before=tx.now + tx.policy.backoff_s(attempts)))
 
 
 def _refuse(tx: Transaction, move: Migration, error: ErrorBody) -> bool:
@@ -299,6 +325,7 @@ def _order(tx: Transaction, move: Migration, source: Instance, destination: Inst
         request_id=move.request_id,
         reason=move.reason,
         plan_id=move.plan_id,
+        at_most=_compute_share(tx, source, destination) if move.reason == CONSOLIDATION else None,
         created=tx.now,
         ms_per_token=known.per_token.value * 1e3 if known else None,
         ms_fixed=known.fixed.value * 1e3 if known else None,
@@ -309,6 +336,18 @@ def _order(tx: Transaction, move: Migration, source: Instance, destination: Inst
         stop_instance(tx, source, "drain", f"moving to {destination.instance_id}")
     if move.waiter is not None and not move.wait:
         tx.emit(ReplyTo(move.waiter, MigrationsViewed(migrations=(record,))))
+
+
+def _compute_share(tx: Transaction, source: Instance, destination: Instance) -> int | None:
+    """Return how many requests of a group the destination gets of several ready instances.
+
+    None: all that are left.
+    """
+    model = tx.state.models[source.model]
+    ready = [i for i in tx.state.live_instances(model) if i.stages == 1 and i.state is InstanceState.READY]
+    left = _load(tx, source)
+    share = max(1, -(-(left + sum(_load(tx, i) for i in ready)) // max(1, len(ready))) - _load(tx, destination))
+    return share if share < left else None
 
 
 def cancel_waiter(tx: Transaction, waiter: str) -> None:

@@ -47,6 +47,13 @@ def placement_rule(state: ClusterState, model: Model, *, spread: bool = False) -
     return excludes
 
 
+def combine_rules(first: Excludes | None, second: Excludes | None) -> Excludes | None:
+    """Return the check that applies both."""
+    if first is None or second is None:
+        return first or second
+    return lambda b: first(b) or second(b)
+
+
 def confine_to(node: str, device: str, further: Excludes | None) -> Excludes:
     """Return a check that allows one node, or one `device` of it, and applies `further`."""
 

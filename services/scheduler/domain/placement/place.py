@@ -27,7 +27,7 @@ from operator import attrgetter
 from services.scheduler.domain.estimates.memory_needs import device_count, start_bytes
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
-from services.scheduler.domain.placement.constraints import confine_to, placement_rule
+from services.scheduler.domain.placement.constraints import Excludes, combine_rules, confine_to, placement_rule
 from services.scheduler.domain.placement.groups import group_options
 from services.scheduler.domain.placement.link_rule import link_rule
 from services.scheduler.domain.placement.options import (
@@ -83,6 +83,7 @@ def place(
     min_replicas_only: bool = False,
     only: tuple[str, str] | None = None,
     spread: bool = False,
+    rule: Excludes | None = None,
 ) -> Placement:
     """Decide for `model`.
 
@@ -94,6 +95,7 @@ def place(
         min_replicas_only: Only `replicas.min` needs it.
         only: The node and device (empty: any of the node) that it is confined to.
         spread: Not on a node that runs an instance of it.
+        rule: One more check of devices.
     """
     failure_history = tx.state.failures.get(model.key)
     if min_replicas_only and failure_history and failure_history.not_before > tx.now:  # 1
@@ -108,7 +110,7 @@ def place(
     devices = device_count(model.card)
     whole = start_bytes(tx.state, model.card)
     need = -(-whole // devices)
-    excludes = placement_rule(tx.state, model, spread=spread)
+    excludes = combine_rules(placement_rule(tx.state, model, spread=spread), rule)
     forecast, starves = Forecast(tx.state, model.card, tx.now), is_starving(tx, waited)
     request = PlacementRequest(
         model,

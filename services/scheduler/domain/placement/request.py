@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.domain.estimates.start_times import Forecast
-from services.scheduler.domain.placement.constraints import Excludes
+from services.scheduler.domain.placement.constraints import Excludes, combine_rules
 from services.scheduler.domain.policies.port import Ask, Profile
 from services.scheduler.domain.state.entities import Model
 from services.scheduler.domain.values import value
@@ -42,7 +42,4 @@ class PlacementRequest:
     @property
     def refuses(self) -> Excludes | None:
         """Return the check for a start that brings the weights: placement rules and links."""
-        rules, link = self.excludes, self.link
-        if rules is None or link is None:
-            return rules or link
-        return lambda b: rules(b) or link(b)
+        return combine_rules(self.excludes, self.link)

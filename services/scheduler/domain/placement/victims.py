@@ -17,7 +17,7 @@ from services.scheduler.domain.policies.port import Clearance, DeviceView, Resid
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.device_memory import can_suspend, held_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance, Model
-from services.scheduler.domain.state.shared_weights import kv_lacking_bytes
+from services.scheduler.domain.state.shared_weights import kv_lacking_bytes, weights_of
 from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.node import InstanceState
 
@@ -85,7 +85,7 @@ def _describe_resident(tx: Transaction, i: Instance, request: PlacementRequest, 
     return Resident(
         key=i.instance_id,
         model=i.model,
-        nbytes=held_bytes(tx.state, i),
+        nbytes=held_bytes(tx.state, i) + (_rounding_bytes(tx, i) if b.is_separate else 0),
         state=state,  # type: ignore[arg-type]  # one of the literals above
         last_used=used,
         ready_at=ready_at,
@@ -100,6 +100,15 @@ def _describe_resident(tx: Transaction, i: Instance, request: PlacementRequest, 
         replicas=_copies(tx, owner),
         protected_reason=_explain_protected(tx, i, owner, request, wanted=wanted, moves=bool(moves)) or "",
     )
+
+
+def _rounding_bytes(tx: Transaction, i: Instance) -> int:
+    """Return what an instance's whole pages take beyond its booked weights.
+
+    What a new instance lacks includes its own, so that a model could not replace an equal one.
+    """
+    weights = weights_of(tx.state, i)
+    return weights.rounding_bytes if weights is not None else 0
 
 
 def _copies(tx: Transaction, owner: Model | None) -> int:

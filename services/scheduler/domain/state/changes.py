@@ -11,6 +11,7 @@ from services.scheduler.domain.state.indexes import index
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
+    ConsolidationFailures,
     Cooldown,
     Counter,
     Delivery,
@@ -79,6 +80,7 @@ _TABLES: dict[type[Any], str] = {
     Overload: "overload",
     FailureHistory: "failures",
     ParkFailures: "park_failures",
+    ConsolidationFailures: "consolidation_failures",
     MeasuredMemory: "measured",
     Cooldown: "cooldowns",
     Estimate: "estimates",

@@ -15,6 +15,7 @@ from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.overlay import Overlay
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
+    ConsolidationFailures,
     Cooldown,
     Counter,
     Delivery,
@@ -63,6 +64,7 @@ class ClusterState:
     overload: Table[Overload] = field(default_factory=dict)
     failures: Table[FailureHistory] = field(default_factory=dict)
     park_failures: Table[ParkFailures] = field(default_factory=dict)
+    consolidation_failures: Table[ConsolidationFailures] = field(default_factory=dict)
     measured: Table[MeasuredMemory] = field(default_factory=dict)
     cooldowns: Table[Cooldown] = field(default_factory=dict)
     estimates: Table[Estimate] = field(default_factory=dict)

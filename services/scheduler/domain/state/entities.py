@@ -13,6 +13,7 @@ from typing import Literal
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
+    ConsolidationFailures,
     Cooldown,
     Counter,
     Delivery,
@@ -38,6 +39,8 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
 
+CONSOLIDATION = "consolidation"
+"""Trigger of an instance that takes over from a pipeline group, and reason of its migration."""
 Leaving = Literal["no", "if_idle", "drain", "suspend_if_idle", "suspend"]
 
 
@@ -150,6 +153,7 @@ Volatile = (
     | Overload
     | FailureHistory
     | ParkFailures
+    | ConsolidationFailures
     | Cooldown
     | Counter
     | UsageHistory

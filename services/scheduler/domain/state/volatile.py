@@ -296,6 +296,23 @@ class ParkFailures:
         return self.model
 
 
+@value(frozen=True, slots=True)
+class ConsolidationFailures:
+    """Failed attempts in a row to make a pipeline group of a model one instance (ADR 0062).
+
+    `failed_devices`: the devices of those starts, as node/device.
+    """
+
+    model: str
+    attempts: int = 0
+    not_before: float = 0.0
+    failed_devices: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
 class MemoryProfile(Frozen):
     """Measured bytes: in all, of weights, per token of KV cache, and of the engine's runtime."""
 

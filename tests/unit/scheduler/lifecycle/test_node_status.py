@@ -153,3 +153,28 @@ def test_a_node_silent_for_a_day_is_forgotten(w: World) -> None:
     w.agents["n1"] = agent
     w.hear("n1")
     assert set(w.state.nodes) == {"n1", "n2"}
+
+
+def test_a_report_of_changes_examines_only_these(w: World) -> None:
+    agent = w.node()
+    for model in ("a", "b"):
+        w.model(model)
+        w.up(model)
+    by_model = {r.command.card.name: key for key, r in agent.instances.items()}
+    for running in agent.instances.values():
+        running.state, running.error = InstanceState.FAILED, EngineFailed("gone").body()
+    status = agent.status(w.now)
+    w.send(NodeStatusReceived(w.now, status, frozenset({by_model["a"]})))
+    assert [i.model for i in w.state.instances.values()] == ["b"]
+    w.send(NodeStatusReceived(w.now, status))
+    assert not w.state.instances
+
+
+def test_changes_of_a_node_that_was_silent_are_taken_as_a_whole(w: World) -> None:
+    agent = w.node()
+    w.model("a")
+    w.up("a")
+    w.tick(w.policy.node_lost_after_s + 1, nodes_report=False)
+    assert not w.state.instances
+    w.send(NodeStatusReceived(w.now, agent.status(w.now), frozenset()))
+    assert [i.model for i in w.state.instances.values()] == ["a"], "its instances were adopted"

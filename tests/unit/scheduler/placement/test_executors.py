@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from services.scheduler.domain.effects import SendStop
 from services.scheduler.domain.state.accounting import booking_of
+from services.scheduler.domain.values import replace
+from shared.contracts.loader import DeviceMemory, WeightsOnDevice
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState
 from shared.sizing import ATTACHED_BYTES, Need, need_of
@@ -63,3 +65,37 @@ def test_a_device_without_room_for_an_executor_is_not_chosen(w: World) -> None:
 def one_need() -> Need:
     spec = ModelSpec(name="a", source="/m/a", isolation="shared")
     return need_of(ModelCard(spec=spec, info=model_info(spec.source, 10 * MIB), created=0))
+
+
+def test_a_model_replaces_an_equal_one_whose_units_are_rounded_to_pages(w: World) -> None:
+    """The missing bytes are whole pages; a victim counts with its own whole pages."""
+    w.node(budget=512 * MIB)
+    for name in "ab":
+        w.model(name, weights=9 * MIB, isolation="shared", engine_args={"kv_cache_bytes": 2 * MIB})
+        model = w.state.models[name]
+        info = model.card.info.model_copy(update={"page_bytes": 14 * MIB})
+        w.state.models[name] = replace(model, card=model.card.model_copy(update={"info": info}))
+    need = need_of(w.state.models["a"].card)
+    budget = need.executor + need.total + 5 * MIB
+    w.agents["n1"].budget = budget
+    revision = w.state.models["a"].card.info.revision
+    figures = {
+        "device_id": "cpu:0",
+        "total_bytes": budget,
+        "reusable_bytes": 0,
+        "lent_bytes": 0,
+        "copied_bytes": 0,
+        "reused_bytes": 0,
+    }
+    empty = DeviceMemory(**figures, free_bytes=budget, mapped_bytes=0, is_lending=True)
+    w.loader("n1", (empty,))
+    w.up("a")
+    there = WeightsOnDevice(
+        weights_id=revision, total_bytes=14 * MIB, missing_bytes=0, read_bytes=0, unmapped_bytes=0, exclusive_bytes=14 * MIB
+    )
+    w.loader("n1", (empty.model_copy(update={"mapped_bytes": 14 * MIB, "weights": (there,)}),))
+    w.tick(5)
+    w.demand("b")
+    assert [e.command.instance_id for e in w.sent(SendStop)] == [
+        i.instance_id for i in w.state.instances.values() if i.model == "a"
+    ]

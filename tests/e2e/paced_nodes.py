@@ -1,0 +1,130 @@
+"""A mesh whose two nodes fetch over paced links, which they have measured, and a third node.
+
+The server paces each connection, and each loader has one: so the link of each node is paced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shared.contracts.models import ModelSpec
+from shared.sizing import MIB, need_of
+from tests.integration.loader.tiers_server import TierServer
+from tests.support.launcher import until
+from tests.support.moving import Roomy
+from thaw.cli.demo import card_of
+from thaw.demo.models import Shape, make_demo_model
+
+NODES = ("node-0", "node-1")
+PROBES = tuple(f"probe-{node}" for node in NODES)
+
+
+@contextmanager
+def paced_server(directory: Path, names: tuple[str, ...], shape: Shape, piece_delay_s: float) -> Iterator[TierServer]:
+    """Serve models of one shape, and one for each node to measure its link with.
+
+    Args:
+        directory: For the models' files.
+        names: Of the models.
+        shape: Of all of them.
+        piece_delay_s: Seconds for each 64 KiB of a connection.
+    """
+    for seed, name in enumerate((*names, *PROBES)):
+        make_demo_model(directory / name, shape, seed=seed)
+    server = TierServer(directory)
+    server.faults.piece_delay_s = piece_delay_s
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def paced_nodes(server: TierServer, defaults: Mapping[str, Any], **environment: str) -> Iterator[Roomy]:
+    """Start a mesh whose nodes have room for two instances of the server's model `far`.
+
+    The node `beside` serves the same weights from its disk, as `single`.
+    """
+    mesh = Roomy(THAW_DRAM_BYTES="0", THAW_LOADER_REMOTE_THREADS="1", **environment)
+    source = server.directory / "far"
+    sizes = {name: value for name, value in defaults.items() if name != "keep_alive"}
+    need = 2 * need_of(card_of(ModelSpec(name="single", source=str(source), **sizes))).total + 16 * MIB
+    probes = [
+        {"name": probe, "source": f"{server.url}/{probe}", "placement": {"devices": [f"{node}/*"]}}
+        for node, probe in zip(NODES, PROBES, strict=True)
+    ]
+    config = {
+        "mesh": {"port": mesh.port, "nodes": {node: {"cpu:0": need} for node in (*NODES, "beside")}},
+        "defaults": dict(defaults),
+        "models": [*probes, {"name": "single", "source": str(source), "placement": {"devices": ["beside/*"]}}],
+    }
+    (mesh.home / "thaw.yaml").write_text(json.dumps(config))
+    try:
+        mesh.json("up", "--detach", "--config", str(mesh.home / "thaw.yaml"))
+        for probe in PROBES:
+            mesh.json("wake", probe)
+            mesh.json("sleep", probe)
+        until(lambda: all(has_measured(mesh, node) for node in NODES), what="the loaders report their links")
+        yield mesh
+    finally:
+        mesh.close()
+
+
+def has_measured(mesh: Roomy, node: str) -> bool:
+    [view] = [n for n in mesh.cluster()["nodes"] if n["node"] == node]
+    links = view["loader"]["links"] if view["loader"] else []
+    return any(x["link"].startswith("remote:") and x["bytes_per_second"] for x in links)
+
+
+def register(
+    mesh: Roomy,
+    server: TierServer,
+    name: str,
+    ttft: float | None,
+    options: Mapping[str, Any],
+    devices: str = "node-*/*",
+) -> None:
+    """Register a remote model with an objective, or change its objective."""
+    model = {"name": name, "source": f"{server.url}/{name}", "slo": {"ttft": ttft}, "placement": {"devices": [devices]}}
+    path = mesh.home / f"{name}.yaml"
+    path.write_text(json.dumps({"defaults": dict(options), "models": [model]}))
+    mesh.json("models", "add", "--config", str(path))
+
+
+def register_for_group(mesh: Roomy, server: TierServer, name: str, options: Mapping[str, Any]) -> dict[int, float]:
+    """Register the model with an objective that one node misses and two meet.
+
+    It is nearer to what one node takes: the time that a request has waited when it is placed counts
+    too, and a busy machine must not use up what the group has.
+
+    Returns:
+        The predicted start in milliseconds by number of stages.
+    """
+    register(mesh, server, name, 0.001, options)
+    by_stages = predicted_ms(mesh, name)
+    assert by_stages[2] < by_stages[1]
+    register(mesh, server, name, (0.2 * by_stages[2] + 0.8 * by_stages[1]) / 1e3, options)
+    return by_stages
+
+
+def predicted_ms(mesh: Roomy, name: str) -> dict[int, float]:
+    """Return the soonest start of the model by number of stages, as `thaw explain` predicts it."""
+    plan = mesh.json("explain", name, "--what-if", "drop-node=beside")
+    possible = [c for c in plan["candidates"] if c["predicted_ms"]]
+    found = {s: min(c["predicted_ms"] for c in possible if c["stages"] == s) for s in {c["stages"] for c in possible}}
+    assert sorted(found) == [1, 2], plan
+    return found
+
+
+def stages_of(mesh: Roomy, name: str) -> dict[int, str]:
+    """Return the node of each ready stage of a group, by index."""
+    return {
+        i["group"]["index"]: n["node"]
+        for n in mesh.cluster()["nodes"]
+        for i in n["instances"]
+        if i["model"] == name and i["state"] == "ready" and i["group"] is not None
+    }

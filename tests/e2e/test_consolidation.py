@@ -1,0 +1,179 @@
+"""A group that the scheduler chose becomes one instance while a client reads, through `thaw up`.
+
+Two nodes fetch over paced links. A third one computes the answer of one
+engine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.contracts.migration import MigrationRecord
+from tests.e2e.paced_nodes import NODES, paced_nodes, paced_server, register_for_group, stages_of
+from tests.integration.loader.tiers_server import TierServer
+from tests.support.launcher import until
+from tests.support.mesh import held
+from tests.support.moving import Roomy, Stream, body
+from thaw.demo.models import Shape
+
+CONTEXT = 4_096
+TOKENS = 2_000
+"""Of a stream that is longer than the start of a group, of its successor, and the migration."""
+LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
+STREAMS = 6
+"""Under load: two run in the group, two wait in its queue, and two at the gateway."""
+OPTIONS: dict[str, Any] = {"max_concurrency": 2, "max_model_len": 2_500, "keep_alive": -1}
+SHAPE = Shape(1024, 128, 512, 8, 4, 2, CONTEXT, "float32", 0.0)
+PIECE_DELAY_S = 0.02
+"""For each 64 KiB: some 3 s for the model's 9 MB, half of it for a stage."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
+    with paced_server(tmp_path_factory.mktemp("www"), ("far",), SHAPE, PIECE_DELAY_S) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def mesh(server: TierServer) -> Iterator[Roomy]:
+    with paced_nodes(server, OPTIONS, THAW_CACHE_BYTES="0") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected(mesh: Roomy) -> Stream:
+    return Stream(mesh.url, body("single", **LONG)).start().result()
+
+
+def forget(mesh: Roomy) -> None:
+    """Remove the model, and wait until the nodes have their memory back."""
+    mesh.json("sleep", "far")
+    mesh.json("models", "rm", "far")
+    until(lambda: not any(reserved(mesh)[n] for n in NODES), what="the memory of the model is given back")
+
+
+def reserved(mesh: Roomy) -> dict[str, int]:
+    """Return the reserved bytes of each node."""
+    return {n["node"]: sum(d["reserved_bytes"] for d in n["devices"]) for n in mesh.cluster()["nodes"]}
+
+
+@pytest.fixture
+def grouped(mesh: Roomy, server: TierServer, expected: Stream) -> Iterator[Stream]:
+    """Start a stream for which the scheduler chooses a group, and wait until that serves."""
+    register_for_group(mesh, server, "far", OPTIONS)
+    stream = Stream(mesh.url, body("far", **LONG)).start()
+    try:
+        assert stream.opened.wait(120)
+        until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
+        yield stream
+    finally:
+        stream.leave()
+        forget(mesh)
+
+
+def instances(mesh: Roomy) -> list[dict[str, Any]]:
+    """Return the model's instances and stages that hold memory, each with its node."""
+    states = ("preparing", "loading", "ready", "draining")
+    found = [(n["node"], i) for n in mesh.cluster()["nodes"] for i in n["instances"]]
+    return [{**i, "node": node} for node, i in found if i["model"] == "far" and i["state"] in states]
+
+
+def whole(mesh: Roomy, *states: str) -> list[dict[str, Any]]:
+    return [i for i in instances(mesh) if i["group"] is None and i["state"] in states]
+
+
+def consolidations(mesh: Roomy) -> list[MigrationRecord]:
+    return [r for r in mesh.records().values() if r.reason == "consolidation" and r.model == "far"]
+
+
+def is_one_instance(mesh: Roomy) -> bool:
+    found = instances(mesh)
+    return len(found) == 1 and found[0]["group"] is None and found[0]["state"] == "ready"
+
+
+def test_stream_runs_through_consolidation_and_the_memory_of_the_group_is_given_back(
+    mesh: Roomy, grouped: Stream, expected: Stream
+) -> None:
+    before = set(mesh.records())
+    nodes = set(stages_of(mesh, "far").values())
+    until(lambda: bool(whole(mesh, "preparing", "loading", "ready")), what="a whole instance starts")
+    until(lambda: is_one_instance(mesh), what="the group has stopped")
+    assert not grouped.done, "the client still reads"
+    [one] = instances(mesh)
+    assert one["node"] in nodes
+    grouped.result().assert_same(expected)
+    [record] = [r for r in consolidations(mesh) if r.migration_id not in before]
+    assert (record.state, record.instance_id) == ("done", one["instance_id"])
+    assert [m.outcome for m in record.requests] == ["moved"]
+    plan = mesh.json("explain", "far")
+    assert plan["trigger"] == "consolidation"
+    assert "becomes one instance" in plan["reason"]
+    mesh.assert_settled()
+    held_there = reserved(mesh)
+    assert held_there[one["node"]] == one["memory"]["reserved"]
+    assert held_there[next(n for n in NODES if n != one["node"])] == 0
+
+
+def test_death_of_the_successor_during_its_start_leaves_the_group_and_it_is_tried_again(
+    mesh: Roomy, grouped: Stream, expected: Stream
+) -> None:
+    killed: list[int] = []
+
+    def is_killed() -> bool:
+        pids = [pid for i in whole(mesh, "preparing", "loading") for pid in i["pids"]]
+        for pid in pids:
+            psutil.Process(pid).kill()
+        killed.extend(pids)
+        return bool(pids)
+
+    until(is_killed, what="the successor's process starts")
+    until(lambda: not whole(mesh, "preparing", "loading"), what="its start has failed")
+    assert sorted(stages_of(mesh, "far")) == [0, 1], "the group serves on"
+    grouped.result().assert_same(expected)
+    until(lambda: is_one_instance(mesh), what="the group is consolidated in the end")
+    mesh.assert_settled()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_death_of_a_stage_during_the_migration(mesh: Roomy, grouped: Stream, expected: Stream, victim: int) -> None:
+    """The migrator is stopped until the stage is gone."""
+    before = set(mesh.records())
+    with held(mesh.pid("migrator")):
+        until(lambda: bool({r.migration_id for r in consolidations(mesh)} - before), what="the order is written")
+        pids = {i["group"]["index"]: i["pids"][0] for i in instances(mesh) if i["group"] is not None}
+        processes = [psutil.Process(pid) for pid in pids.values()]
+        os.kill(pids[victim], signal.SIGKILL)
+        assert not psutil.wait_procs(processes, timeout=60)[1], "no half group is left"
+    grouped.result().assert_same(expected)
+    until(lambda: is_one_instance(mesh), what="the successor serves alone")
+    mesh.assert_settled()
+
+
+def test_under_load_every_stage_becomes_a_whole_instance_and_no_request_restarts(mesh: Roomy, server: TierServer) -> None:
+    asked: list[dict[str, Any]] = [
+        {"prompt": f"Once upon a time {n}", "max_tokens": 1_000, "ignore_eos": True} for n in range(STREAMS)
+    ]
+    undisturbed = [Stream(mesh.url, body("single", **one)).start() for one in asked]
+    for stream in undisturbed:
+        stream.result()
+    register_for_group(mesh, server, "far", OPTIONS | {"replicas": {"min": 0, "max": 2}})
+    before = set(mesh.records())
+    try:
+        streams = [Stream(mesh.url, body("far", **one)).start() for one in asked]
+        until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
+        until(lambda: {i["node"] for i in whole(mesh, "ready")} == set(NODES), what="each node has a whole instance")
+        until(lambda: all(i["load"]["active"] for i in whole(mesh, "ready")), what="both serve")
+        for stream, alone in zip(streams, undisturbed, strict=True):
+            stream.result().assert_same(alone)
+        until(lambda: not any(i["group"] for i in instances(mesh)), what="the group has stopped")
+        assert len(whole(mesh, "ready")) == 2
+        moved = [m for r in consolidations(mesh) if r.migration_id not in before for m in r.requests]
+        assert "moved" in {m.outcome for m in moved}
+    finally:
+        forget(mesh)

@@ -27,7 +27,7 @@ from bench.loader_case import checksum
 from shared.contracts.loader_socket import loader_socket
 from shared.errors import Unreachable
 from shared.ports import free_port
-from weights.client import Weights, attach
+from weights.client import LoaderConnection, Weights, attach
 
 _RANGE_BYTES = 16 * 1024 * 1024
 _CONNECTIONS = 8
@@ -51,7 +51,7 @@ def loader(disk: Path, **environment: str) -> Iterator[tuple[Path, int]]:
         path = loader_socket(Path(home) / "nodes" / "bench")
         try:
             deadline = time.monotonic() + 30
-            while not path.exists():
+            while not _listens(path):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError("the loader did not start")
                 time.sleep(0.01)
@@ -59,6 +59,15 @@ def loader(disk: Path, **environment: str) -> Iterator[tuple[Path, int]]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
+
+
+def _listens(path: Path) -> bool:
+    """True if the loader accepts connections: its socket exists a moment before."""
+    try:
+        LoaderConnection(path, timeout=30).close()
+    except Unreachable:
+        return False
+    return True
 
 
 @contextmanager

@@ -14,11 +14,12 @@ from shared.ports import free_port
 
 
 @contextmanager
-def own_mesh(*options: str) -> Iterator[dict[str, str]]:
+def own_mesh(*options: str, port: int | None = None) -> Iterator[dict[str, str]]:
     """Start `thaw up` in the background, and stop it at the end.
 
     Args:
         options: More options of `thaw up`.
+        port: Of its gateway; a free one by default.
 
     Yields:
         The environment in which `thaw` finds this mesh.
@@ -26,7 +27,7 @@ def own_mesh(*options: str) -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")}
         environment["THAW_HOME"] = str(Path(directory) / "home")
-        up = [sys.executable, "-m", "thaw", "up", "--detach", "--port", str(free_port()), *options]
+        up = [sys.executable, "-m", "thaw", "up", "--detach", "--port", str(port or free_port()), *options]
         try:
             subprocess.run(up, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=600)
             yield environment

@@ -51,6 +51,7 @@ from shared.contracts.base import Done
 from shared.contracts.demand import Demand
 from shared.contracts.subjects import PREFIX
 from shared.messaging import Mesh
+from shared.messaging.mesh import flush
 from shared.settings import CommonSettings
 from tests.support.servers import NatsServer, PostgresServer
 
@@ -85,7 +86,7 @@ async def obey(url: str) -> None:
     for part in ("node", "loader"):
         await client.subscribe(f"{PREFIX}.{part}.*.command", cb=answer)
     await client.subscribe(COUNT, cb=count)
-    await client.flush()
+    await flush(client)
     print("ready", flush=True)
     await asyncio.Event().wait()
 

@@ -66,7 +66,7 @@ from shared.contracts import subjects
 from shared.contracts.demand import LoadFailed
 from shared.contracts.limits import GatewayPresent
 from shared.contracts.migration import GATEWAY_CONTROL
-from shared.contracts.node import NodeStatus, StatusWanted
+from shared.contracts.node import NodeChanges, NodeStatus, StatusWanted
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import batches_bucket, catalog_bucket, keys_bucket
@@ -199,9 +199,10 @@ async def app(settings: GatewaySettings, stop: asyncio.Event) -> int:
         return 1
     mesh, metrics = Mesh(settings, "gateway"), Metrics()
     gateway = Gateway(mesh, settings, RequestLog(mesh, metrics), is_exposed=is_exposed(settings, listener))
-    metrics.observe(gateway.dispatcher)
+    metrics.observe(gateway.dispatcher, gateway.admission, gateway.held_admission)
     try:
         mesh.listen(subjects.ALL_NODE_STATUS, NodeStatus, gateway.on_status)
+        mesh.listen(subjects.ALL_NODE_CHANGES, NodeChanges, gateway.on_changes)
         mesh.respond(subjects.gateway_control(gateway.id), GATEWAY_CONTROL, MoveRequestHandler(gateway).handle, concurrent=True)
         mesh.respond(subjects.gateway_limits(gateway.id), LEASE_LIMITS, gateway.rate_limits.on_lease)
         mesh.listen(subjects.GATEWAY_PRESENT, GatewayPresent, gateway.rate_limits.on_presence)

@@ -46,9 +46,10 @@ from services.gateway.telemetry.request_log import RequestLog, RequestOrigin
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.latencies import LatenciesViewed
 from shared.contracts.models import ModelCard
-from shared.contracts.node import InstanceState, NodeStatus
+from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
 from shared.errors import AuthenticationFailed, ModelNotFound, ShuttingDown, ThawError, Unavailable
 from shared.messaging import Mesh
+from shared.node_statuses import NodeStatuses
 from shared.tasks import end
 from shared.telemetry.tracing import traceparent
 
@@ -120,6 +121,7 @@ class Gateway:
         self.objectives = ObjectivePublisher(mesh, ObjectiveCounter(self.id))
         self.usage = UsageMeter(mesh, self.id, settings.state / "gateway" / "usage")
         self.budgets = BudgetKeeper(mesh, key_store, self.usage.unreported, self.usage.reporting)
+        self._statuses = NodeStatuses()
         self._lora_prefetch = LoraPrefetch()
         self._latencies = LatencyLog(_minute())
         self._requests: dict[str, ActiveRequest] = {}
@@ -281,7 +283,16 @@ class Gateway:
             request.idempotency.catch_up()
 
     async def on_status(self, status: NodeStatus) -> None:
-        self.dispatcher.on_status(status, time.monotonic())
+        self._statuses.on_status(status)
+        self._apply_status(status)
+
+    async def on_changes(self, changes: NodeChanges) -> None:
+        status = self._statuses.on_changes(changes)
+        if status is not None:
+            self._apply_status(status, frozenset(i.instance_id for i in changes.instances))
+
+    def _apply_status(self, status: NodeStatus, changed: frozenset[str] | None = None) -> None:
+        self.dispatcher.on_status(status, time.monotonic(), changed)
         self._load_adapters(self._lora_prefetch.on_status(status, self.dispatcher.count_waiting))
 
     async def on_load_failed(self, event: LoadFailed) -> None:

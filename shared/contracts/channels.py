@@ -127,6 +127,13 @@ CHANNELS: tuple[Channel, ...] = (
         (node.NodeStatus,),
     ),
     Channel(
+        "nodeChanges",
+        f"{_P}.node.{{node}}.changes",
+        "scheduler, gateway",
+        "The changes of a node with many instances, between two statuses.",
+        (node.NodeChanges,),
+    ),
+    Channel(
         "nodeLogs",
         f"{_P}.node.{{node}}.logs",
         "nodeagent",

@@ -220,6 +220,24 @@ class SegmentStatus(Frozen):
     )
 
 
+class SegmentProgress(Frozen):
+    weights_id: str
+    total_bytes: int
+    loaded_bytes: int
+
+
+class LoaderProgress(Message):
+    """The part of a `LoaderStatus` that engines use.
+
+    A receiver reads a status as this, so that its cost does not depend on all the models that the
+    loader knows.
+    """
+
+    boot_id: str
+    stopping: bool = False
+    segments: tuple[SegmentProgress, ...] = ()
+
+
 class LinkStatus(Frozen):
     """A resource that loads share: a disk, a remote host, a peer, a device's bus.
 

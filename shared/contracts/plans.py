@@ -93,7 +93,7 @@ class PlanRecord(Frozen):
     plan_id: str
     model: str
     created: float = Field(description="Unix seconds, for people.")
-    trigger: str = Field(description="What asked: demand, wake, min_replicas, replicas, retry, park.")
+    trigger: str = Field(description="What asked: demand, wake, min_replicas, replicas, retry, park, migrate, consolidation.")
     way: Way
     chosen: Candidate | None = None
     candidates: tuple[Candidate, ...] = ()

@@ -38,12 +38,14 @@ class TokenPrices(Frozen):
 class Cost(Frozen):
     """An amount of money by what it is for.
 
-    `cold_starts`: device-seconds of cold starts; `memory`: GiB-hours held.
+    `compute`: device-seconds of computing; `cold_starts`: those of cold starts; `memory`: GiB-hours
+    held.
     """
 
     prompt: Decimal = Decimal(0)
     cached: Decimal = Decimal(0)
     completion: Decimal = Decimal(0)
+    compute: Decimal = Decimal(0)
     cold_starts: Decimal = Decimal(0)
     memory: Decimal = Decimal(0)
     total: Decimal = Decimal(0)
@@ -58,7 +60,8 @@ class Prices(Frozen):
     Attributes:
         currency: Its name, as ISO 4217 has it (`EUR`), or an internal one (`credits`).
         tokens: Prices of a million tokens of every model.
-        device_seconds: Price of a second of one device, by the device's kind.
+        compute_seconds: Price of a second that one device computed for requests, by its kind.
+        device_seconds: Price of a second of one device in a cold start, by its kind.
         gib_hours: Price of a GiB held for an hour, by the kind of the memory: of devices (cpu,
             cuda), or host memory and swap that suspended engines take (host).
         models: Other prices of tokens for models by name or pattern; the first that matches holds.
@@ -68,6 +71,7 @@ class Prices(Frozen):
 
     currency: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9 _-]{0,31}$")
     tokens: TokenPrices = TokenPrices()
+    compute_seconds: dict[DeviceKind, Amount] = Field(default_factory=dict)
     device_seconds: dict[DeviceKind, Amount] = Field(default_factory=dict)
     gib_hours: dict[MemoryKind, Amount] = Field(default_factory=dict)
     models: dict[str, TokenPrices] = Field(default_factory=dict, max_length=1_000)
@@ -90,6 +94,7 @@ class Prices(Frozen):
         tokens: tuple[int, int, int],
         device_s: Mapping[str, float] | None = None,
         byte_s: Mapping[str, float] | None = None,
+        compute_us: Mapping[str, int] | None = None,
     ) -> Cost:
         """Price an amount of usage.
 
@@ -97,6 +102,7 @@ class Prices(Frozen):
             tokens: Prompt tokens with those from a cache, tokens from a cache, completion tokens.
             device_s: Device-seconds of cold starts by the kind of the device.
             byte_s: Byte-seconds held by the kind of the memory.
+            compute_us: Device-microseconds of computing by the kind of the device.
         """
         prompt_tokens, cached_tokens, completion_tokens = tokens
         prices = self.of_model(model)
@@ -107,19 +113,21 @@ class Prices(Frozen):
         prompt = prices.prompt * (prompt_tokens - cached_tokens) / _MILLION
         cached = prices.cached * cached_tokens / _MILLION
         completion = prices.completion * completion_tokens / _MILLION
+        compute = _price({kind: us * _MILLIONTH for kind, us in (compute_us or {}).items()}, self.compute_seconds)
         cold = _price(device_s or {}, self.device_seconds)
         memory = _price({kind: amount / GIB_HOUR for kind, amount in (byte_s or {}).items()}, self.gib_hours)
         return Cost(
             prompt=prompt,
             cached=cached,
             completion=completion,
+            compute=compute,
             cold_starts=cold,
             memory=memory,
-            total=prompt + cached + completion + cold + memory,
+            total=prompt + cached + completion + compute + cold + memory,
         )
 
 
-def _price(measured: Mapping[str, float], prices: Mapping[Any, Decimal]) -> Decimal:
+def _price(measured: Mapping[str, float | Decimal], prices: Mapping[Any, Decimal]) -> Decimal:
     """Price measured amounts by kind, rounded to millionths; a kind without a price is free."""
     return sum((Decimal(n).quantize(_MILLIONTH) * prices[kind] for kind, n in measured.items() if kind in prices), Decimal(0))
 

@@ -20,6 +20,7 @@ USAGE = f"{PREFIX}.scheduler.usage"
 LOAD_FAILED = f"{PREFIX}.events.load_failed"
 STATUS_WANTED = f"{PREFIX}.events.status_wanted"
 ALL_NODE_STATUS = f"{PREFIX}.node.*.status"
+ALL_NODE_CHANGES = f"{PREFIX}.node.*.changes"
 ALL_LOADER_STATUS = f"{PREFIX}.loader.*.status"
 
 # JetStream.
@@ -59,6 +60,11 @@ def node_command(node: str) -> str:
 
 def node_status(node: str) -> str:
     return f"{PREFIX}.node.{token(node)}.status"
+
+
+def node_changes(node: str) -> str:
+    """Subject of the changes that a node reports between two statuses."""
+    return f"{PREFIX}.node.{token(node)}.changes"
 
 
 def node_logs(node: str) -> str:

@@ -46,10 +46,14 @@ _FLUSH_WITHIN_S = 2.0
 
 
 class RequestMigration(Protocol):
-    """The migrator's commands to an instance, except `PrepareResume`."""
+    """The migrator's commands to an instance, except `PrepareResume`.
+
+    - `offer_kv`: add the permission to read the request's keys and values, if they can be sent.
+    """
 
     def list(self) -> RequestsListed: ...
     def read(self, request_id: str) -> TokensRead: ...
+    async def offer_kv(self, read: TokensRead) -> TokensRead: ...
     def yield_(self, request_id: str) -> None: ...
     def forget(self, name: str) -> None: ...
 
@@ -243,7 +247,7 @@ class InstanceProcess(ABC):
         self._reporter.enter("failed", error=error.body())
         await self._reporter.publish()
         with contextlib.suppress(NatsError, OSError):
-            await self._mesh.nc.flush(timeout=int(_FLUSH_WITHIN_S))
+            await self._mesh.flush(int(_FLUSH_WITHIN_S))
         return 1
 
     async def _control(self, command: EngineControl) -> Message:
@@ -258,8 +262,9 @@ class InstanceProcess(ABC):
                 self._reporter.enter("draining")
             case ListRequests():
                 return self._migration.list()
-            case ReadTokens(request_id=request_id):
-                return self._migration.read(request_id)
+            case ReadTokens(request_id=request_id, offer_kv=offer_kv):
+                read = self._migration.read(request_id)
+                return await self._migration.offer_kv(read) if offer_kv else read
             case YieldInfer(request_id=request_id):
                 self._migration.yield_(request_id)
             case ForgetResume(prepared=name):
@@ -300,5 +305,5 @@ class InstanceProcess(ABC):
         with contextlib.suppress(TimeoutError, OSError, NatsError):
             async with asyncio.timeout(_FLUSH_WITHIN_S):
                 await self._reporter.publish()
-                await (self._mesh.stop() if self._owns_mesh else self._mesh.nc.flush())
+                await (self._mesh.stop() if self._owns_mesh else self._mesh.flush())
         return 0

@@ -151,7 +151,11 @@ class RequestServer(ABC, Generic[S]):
             self._idle_since = time.monotonic()
             self.changed()
             if self.draining:
-                self.drained.set()
+                self._end_drain()
+
+    def _end_drain(self) -> None:
+        """The last request of a draining instance has ended."""
+        self.drained.set()
 
     def _reject(self, reply: str, error: ThawError) -> None:
         self._outbox.put_nowait((reply, InferFailed(seq=0, error=error.body()).model_dump_json().encode()))

@@ -25,6 +25,7 @@ from shared.contracts.subjects import token
 from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, ThawError, Unreachable, from_body
 from shared.messaging.progress import reports, request_with_reports
 from shared.messaging.responders import DrainingResponder, HandlerReference, Responder
+from shared.nats_urls import inbox_prefix, requires_tls
 from shared.settings import CommonSettings
 from shared.tasks import end
 from shared.telemetry.logs import LogRateLimit
@@ -125,17 +126,8 @@ class Mesh:
         return self._broker.connection
 
     async def flush(self, within: int = 10) -> None:
-        """Wait until the server has processed all subscriptions and messages so far.
-
-        nats-py's flush sends its ping ahead of the data in its buffer, so the server may answer the
-        ping before it has that data. The first flush empties the buffer; the second follows the
-        data.
-
-        Args:
-            within: Seconds after which NATS's error is raised.
-        """
-        await self.nc.flush(timeout=within)
-        await self.nc.flush(timeout=within)
+        """Wait until the server has processed what was sent so far: see `flush`."""
+        await flush(self.nc, within)
 
     @property
     def max_body(self) -> int:
@@ -271,6 +263,19 @@ class Mesh:
             self.lost.set()
 
 
+async def flush(client: Client, within: int = 10) -> None:
+    """Wait until the server has processed all subscriptions and messages of a client so far.
+
+    nats-py's flush sends its ping ahead of the data in its buffer, so the server may answer the
+    ping before it has that data. The first flush empties the buffer; the second follows the data.
+
+    Args:
+        within: Seconds for each ping, after which NATS's error is raised.
+    """
+    await client.flush(timeout=within)
+    await client.flush(timeout=within)
+
+
 def survive_cancelled_flushes(client: Client) -> None:
     """Keep the client's read loop alive after a cancelled or timed-out flush.
 
@@ -301,24 +306,6 @@ def yield_between_reads(client: Client) -> None:
             await asyncio.sleep(0)
 
     client._ps.parse = parse_and_yield  # type: ignore[method-assign]
-
-
-def requires_tls(urls: list[str]) -> bool:
-    """True if TLS must begin before any other data (`handshake_first`).
-
-    Every `tls://` server must allow that. nats-py otherwise speaks TLS only if the server asks for
-    it in clear text: a man in the middle could omit that request and read the password.
-    """
-    return any(urlsplit(url).scheme == "tls" for url in urls)
-
-
-def inbox_prefix(url: str) -> str:
-    """Return the prefix of this process's reply subjects: one per NATS user.
-
-    Permissions can thus keep users out of each other's inboxes.
-    """
-    user = urlsplit(url).username
-    return f"_INBOX_{user}" if user else "_INBOX"
 
 
 def faults_of(error: ValidationError) -> str:

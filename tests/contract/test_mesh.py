@@ -116,13 +116,13 @@ async def test_request_to_a_stopping_responder_is_answered_or_unreachable(mesh: 
     await responder.start()
     before = [asyncio.create_task(mesh.request(subject, Ask(value=n), Answer)) for n in range(3)]
     await received.wait()
-    await mesh.nc.flush()
+    await mesh.flush()
     stopping = asyncio.create_task(responder.stop())
     late = []
     for n in range(3, 9):
-        await mesh.nc.flush()
+        await mesh.flush()
         late.append(asyncio.create_task(mesh.request(subject, Ask(value=n, deadline_ms=2000), Answer)))
-    await mesh.nc.flush()
+    await mesh.flush()
     proceed.set()
     assert [a.value for a in await asyncio.gather(*before)] == [0, 1, 2]
     assert all(isinstance(a, Answer | Unreachable) for a in await asyncio.gather(*late, return_exceptions=True))
@@ -138,7 +138,7 @@ async def test_requests_that_arrive_during_a_stop_are_answered(mesh: Mesh, concu
         subject = f"t.moment.{concurrent}.{moment}"
         responder = mesh.respond(subject, ASK, handle, concurrent=concurrent)
         await responder.start()
-        await mesh.nc.flush()
+        await mesh.flush()
         asked = [asyncio.create_task(mesh.request(subject, Ask(value=n, deadline_ms=2000), Answer)) for n in range(5)]
         for _ in range(moment):
             await asyncio.sleep(0)
@@ -156,7 +156,7 @@ async def test_events_arrive_in_order(mesh: Mesh) -> None:
             done.set()
 
     await mesh.listen("t.events", Answer, hear).start()
-    await mesh.nc.flush()
+    await mesh.flush()
     for i in range(100):
         await mesh.publish("t.events", Answer(value=i))
     await asyncio.wait_for(done.wait(), 5)
@@ -177,7 +177,7 @@ async def test_a_status_in_another_nodes_name_is_dropped(mesh: Mesh) -> None:
             done.set()
 
     await mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, hear).start()
-    await mesh.nc.flush()
+    await mesh.flush()
     await mesh.publish(subjects.loader_status("node-0"), LoaderStatus(node="node-0", boot_id="b"))
     await mesh.publish(subjects.loader_status("node-1"), LoaderStatus(node="node-0", boot_id="forged"))
     await mesh.publish(subjects.loader_status("node-1"), LoaderStatus(node="node-1", boot_id="last"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import nats
 from nats.aio.client import Client
 
-from shared.messaging.mesh import inbox_prefix
+from shared.nats_urls import inbox_prefix
 from shared.ports import free_port
 from tests.docker.engine import ROOT
 from tests.support.servers import wait_for_port, wheel_script

@@ -21,6 +21,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 
 from shared.contracts import subjects
+from shared.messaging.mesh import flush
 from shared.messaging.streams import catalog_bucket, ensure_keyed_stream, ensure_trace_stream, idempotency_bucket, keys_bucket
 from tests.docker.guarded import COMPOSE, Guarded
 from thaw.secrets import make_secrets
@@ -299,8 +300,7 @@ async def test_node_may_send_one_delayed_reply(guarded: Guarded) -> None:
             await message.respond(b"2")
 
         await node.subscribe(subjects.node_command("node-0"), cb=answer)
-        for _ in range(2):  # nats-py may send its first ping before the subscription
-            await node.flush()
+        await flush(node)
         assert (await scheduler.request(subjects.node_command("node-0"), b"", timeout=5)).data == b"1"
         assert "permissions violation for publish" in await asyncio.wait_for(refused.get(), 5)
 

@@ -22,6 +22,7 @@ from nats.aio.msg import Msg
 
 from shared.contracts import subjects
 from shared.contracts.channels import CHANNELS
+from shared.messaging.mesh import flush
 from shared.ports import free_port
 from tests.docker.guarded import NODES, Guarded
 from tests.support.launcher import ROOT, until
@@ -41,6 +42,7 @@ MAY_PUBLISH = {
     "nodeCommand": {"scheduler"},
     "nodeLogs": {"gateway"},
     "nodeStatus": {"node"},
+    "nodeChanges": {"node"},
     "engineReport": {"node"},
     "loaderCommand": {"scheduler", "node"},
     "loaderFiles": {"gateway"},
@@ -71,6 +73,7 @@ MAY_HEAR = {
     "nodeCommand": {"node"},
     "nodeLogs": {"node"},
     "nodeStatus": {"gateway", "scheduler", "node"},
+    "nodeChanges": {"gateway", "scheduler"},
     "engineReport": {"node"},
     "loaderCommand": {"node"},
     "loaderFiles": {"node"},
@@ -134,7 +137,7 @@ async def test_a_node_reads_bodies_that_a_gateway_holds(guarded: Guarded) -> Non
             await message.respond(b"part of " + message.data)
 
         await gateway.subscribe(subjects.body_parts("g"), cb=answer)
-        await gateway.flush()
+        await flush(gateway)
         for name in (b"one", b"another"):
             assert (await node.request(subjects.body_parts("g"), name, timeout=10)).data == b"part of " + name
 
@@ -148,7 +151,7 @@ async def test_the_scheduler_answers_after_it_has_reported_its_progress(guarded:
             await message.respond(b"done")
 
         await scheduler.subscribe(subjects.ADMIN, cb=answer)
-        await scheduler.flush()
+        await flush(scheduler)
         inbox = gateway.new_inbox()
         replies = await gateway.subscribe(inbox)
         await gateway.publish(subjects.ADMIN, b"wake", reply=inbox)

@@ -125,7 +125,7 @@ class Engines:
 
     async def start(self) -> None:
         await self.mesh.listen(subjects.engine_report(self.node), EngineReport, self._hear).start()
-        await self.mesh.nc.flush()
+        await self.mesh.flush()
 
     async def _hear(self, report: EngineReport) -> None:
         async with self._reported:

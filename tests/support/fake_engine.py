@@ -200,7 +200,7 @@ class FakeEngine:
         self._subscriptions = []
         for task in list(self._tasks):
             task.cancel()
-        await self.nc.flush()
+        await self.mesh.flush()
 
     async def _on_request(self, message: Msg) -> None:
         run = Run(self, InferRequest.model_validate_json(message.data), message.reply)
@@ -286,7 +286,7 @@ class FakeNode:
             await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
         if scheduler:
             await self.mesh.respond(subjects.DEMAND, TypeAdapter(Demand), self._demand, concurrent=True).start()
-            await self.mesh.nc.flush()
+            await self.mesh.flush()
         self._task = asyncio.create_task(self._heartbeat())
 
     async def stop(self) -> None:
@@ -324,11 +324,11 @@ class FakeNode:
         instances = tuple(e.status() for e in self.engines.values())
         status = NodeStatus(node=self.name, boot_id="boot", seq=self._seq, devices=(device,), instances=instances)
         await self.mesh.publish(subjects.node_status(self.name), status)
-        await self.mesh.nc.flush()
+        await self.mesh.flush()
 
     async def load_failed(self, model: str, error: ThawError) -> None:
         await self.mesh.publish(subjects.LOAD_FAILED, LoadFailed(model=model, error=error.body()))
-        await self.mesh.nc.flush()
+        await self.mesh.flush()
 
     async def _heartbeat(self) -> None:
         while True:

@@ -17,6 +17,7 @@ import nats
 
 from shared.contracts import subjects
 from shared.contracts.migration import MigrationRecord
+from shared.messaging.mesh import flush
 from tests.support.launcher import until
 from tests.support.mesh import Brake, held
 from tests.support.moving import Roomy
@@ -99,14 +100,14 @@ async def _begin_round(nats_url: str, instance_id: str, migrator: Brake, destina
     nc = await nats.connect(nats_url)
     try:
         requests = await nc.subscribe(subjects.engine_control(instance_id))
-        await nc.flush()
+        await flush(nc)
         migrator.resume()
         while (kind := json.loads((asked := await requests.next_msg(_MESSAGE_WITHIN_S)).data)["kind"]) != "prepare_resume":
             if kind != "list_requests":
                 continue
             migrator.stop()
             replies = await nc.subscribe(asked.reply)
-            await nc.flush()
+            await flush(nc)
             destination.resume()
             await replies.next_msg(_MESSAGE_WITHIN_S)
             destination.stop()

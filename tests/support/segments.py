@@ -152,7 +152,7 @@ class FakeLoader:
 
     async def start(self) -> None:
         await self._mesh.respond(subjects.loader_command(self._node), LOADER_COMMAND, self._answer, concurrent=True).start()
-        await self._mesh.nc.flush()
+        await self._mesh.flush()
 
     async def held(self, holders: set[str]) -> None:
         """Return when all of them have requested weights."""

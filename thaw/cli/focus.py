@@ -69,6 +69,13 @@ def _charges(row: UsageSum) -> Iterator[dict[str, str]]:
         ("cached-tokens", Decimal(counts.prompt_tokens - uncached), "Tokens", cost.cached, "Prompt tokens from a cache"),
         ("completion-tokens", Decimal(counts.completion_tokens), "Tokens", cost.completion, "Generated tokens"),
         (
+            "compute-device-seconds",
+            Decimal(counts.compute_cpu_us + counts.compute_cuda_us) / 1_000_000,
+            "Seconds",
+            cost.compute,
+            "Computing, in seconds of a device",
+        ),
+        (
             "cold-start-device-seconds",
             Decimal(counts.cold_device_s).quantize(Decimal("0.000001")),
             "Seconds",

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from shared.contracts.migration import MigrationRecord, MigrationRound
 from shared.contracts.traces import HandoverTrace, RequestTrace
+from thaw.units import format_size
 
 SERVED, PAUSED, IDLE = "█", "░", " "
 _COLOURS = {"done": "green", "given_up": "yellow", "failed": "red", "cancelled": "yellow"}
@@ -126,7 +127,9 @@ def migration_lines(record: MigrationRecord, request_id: str) -> list[str]:
 def _round(x: MigrationRound, among: Sequence[MigrationRound]) -> str:
     longest = max(r.took_ms for r in among)
     bar = SERVED * max(1, round(10 * x.took_ms / longest)) if longest else ""
-    return f"  round {x.number}: {x.tokens} tokens in {x.took_ms:.0f} ms, {x.gap} more meanwhile [cyan]{bar}[/]"
+    received = f"KV of {x.kv_tokens} received ({format_size(x.kv_bytes)}), " if x.kv_tokens else ""
+    why = f" [dim](KV not received: {escape(x.kv_reason)})[/]" if x.kv_reason else ""
+    return f"  round {x.number}: {received}{x.tokens} tokens in {x.took_ms:.0f} ms, {x.gap} more meanwhile{why} [cyan]{bar}[/]"
 
 
 def is_attempt_of(attempt: str, request_id: str) -> bool:

@@ -32,7 +32,7 @@ async def check_nats(url: str, timeout_s: int = _CONNECT_S) -> Finding:
     from nats.errors import Error
     from nats.js.errors import Error as JetStreamError
 
-    from shared.messaging.mesh import requires_tls
+    from shared.nats_urls import requires_tls
 
     place = _without_secrets(url)
     errors: list[Exception] = []

@@ -54,6 +54,10 @@ class HostMigration:
             cache_salt=stream.cache_salt,
         )
 
+    async def offer_kv(self, read: TokensRead) -> TokensRead:
+        """Return `read`: hosted engines send no keys and values."""
+        return read
+
     def yield_(self, request_id: str) -> None:
         """Stop a request, which another engine will resume.
 

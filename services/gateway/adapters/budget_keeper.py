@@ -97,9 +97,14 @@ class BudgetKeeper:
         """A request of the key ended, and is not in the ledger yet."""
         if key is None or not key.has_budget:
             return
-        tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
-        money = self._prices.cost(record.model, tokens).total if self._prices is not None else Decimal(0)
+        money = self._cost(record)
         self._unreported.add(record.key, record.prompt_tokens + record.completion_tokens, money)
+
+    def _cost(self, record: UsageRecord) -> Decimal:
+        if self._prices is None:
+            return Decimal(0)
+        tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
+        return self._prices.cost(record.model, tokens, compute_us={record.compute_kind: record.compute_us}).total
 
     def list_spending(self) -> dict[str, KeySpending]:
         """Return what the keys with budgets have used, as far as this gateway knows."""

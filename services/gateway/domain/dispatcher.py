@@ -247,8 +247,9 @@ class Dispatcher:
 
     # Events of the mesh.
 
-    def on_status(self, status: NodeStatus, now: float) -> None:
-        for model in self.routes.on_status(status, now):
+    def on_status(self, status: NodeStatus, now: float, changed: frozenset[str] | None = None) -> None:
+        """Apply a node's status; `changed`: the instances that differ from the last, or None."""
+        for model in self.routes.on_status(status, now, changed):
             self._pump(model, now)
 
     def on_demand_reply(self, model: str, reply: DemandNoted, now: float) -> None:

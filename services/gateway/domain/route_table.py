@@ -95,11 +95,17 @@ class RouteTable:
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._by_id: dict[str, Route] = {}
+        self._by_model: dict[str, dict[str, Route]] = {}
         self._own: Counter[str] = Counter()
         self._shared: set[str] = set()
 
-    def on_status(self, status: NodeStatus, now: float) -> frozenset[str]:
+    def on_status(self, status: NodeStatus, now: float, changed: frozenset[str] | None = None) -> frozenset[str]:
         """Apply a node's status; one that was overtaken by a newer one is dropped.
+
+        Args:
+            status: The whole status.
+            now: Monotonic seconds.
+            changed: The instances that differ from the last status; None: any may.
 
         Returns:
             The models whose routes may have changed.
@@ -108,16 +114,28 @@ class RouteTable:
         if node is not None and node.boot_id == status.boot_id and status.seq < node.seq:
             return frozenset()
         before = node.instances if node is not None else {}
-        after = {
+        known = changed if node is not None else None
+        merged = {
             i.instance_id: self._merge(before.get(i.instance_id), i, status.node, now)
             for i in status.instances
-            if not i.is_later_stage
+            if not i.is_later_stage and (known is None or i.instance_id in known)
         }
+        after = merged if known is None else before | merged
         self._nodes[status.node] = _Node(status.boot_id, status.seq, now, tuple(d.device_id for d in status.devices), after)
-        for gone in before.keys() - after.keys():
-            self._by_id.pop(gone, None)
-        self._by_id.update(after)
-        return frozenset(r.status.model for r in (*before.values(), *after.values()))
+        gone = [before[key] for key in before.keys() - after.keys()]
+        for route in gone:
+            self._remove(route)
+        for route in merged.values():
+            self._by_id[route.status.instance_id] = route
+            self._by_model.setdefault(route.status.model, {})[route.status.instance_id] = route
+        return frozenset(r.status.model for r in (*gone, *merged.values()))
+
+    def _remove(self, route: Route) -> None:
+        self._by_id.pop(route.status.instance_id, None)
+        siblings = self._by_model.get(route.status.model, {})
+        siblings.pop(route.status.instance_id, None)
+        if not siblings:
+            self._by_model.pop(route.status.model, None)
 
     def _merge(self, old: Route | None, status: InstanceStatus, node: str, now: float) -> Route:
         route = old or Route(status, node, own=self._own[status.instance_id])
@@ -135,8 +153,8 @@ class RouteTable:
     def on_tick(self, now: float) -> None:
         """Remove nodes whose status is overdue."""
         for name in [n for n, node in self._nodes.items() if now - node.last_status_at > NODE_LOST_AFTER_S]:
-            for instance_id in self._nodes.pop(name).instances:
-                self._by_id.pop(instance_id, None)
+            for route in self._nodes.pop(name).instances.values():
+                self._remove(route)
 
     def get(self, instance_id: str) -> Route | None:
         return self._by_id.get(instance_id)
@@ -172,7 +190,7 @@ class RouteTable:
             route.own = self._own[instance_id]
 
     def iter_routes(self, model: str) -> Iterator[Route]:
-        return (r for r in self._by_id.values() if r.status.model == model)
+        return iter(self._by_model.get(model, {}).values())
 
     def iter_all(self) -> Iterator[Route]:
         return iter(self._by_id.values())

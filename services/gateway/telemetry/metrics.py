@@ -9,6 +9,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest
 
+from services.gateway.domain.admission import Admission
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
@@ -74,8 +75,13 @@ class Metrics:
         self.batches = meter.create_counter("thaw.batches", "{batch}", "Batches that have ended, by status.")
         self.batch_requests = meter.create_counter("thaw.batch.requests", "{request}", "Stored results of batches, by HTTP status.")
 
-    def observe(self, dispatcher: Dispatcher) -> None:
-        """Export the dispatcher's queue lengths and requests in flight."""
+    def observe(self, dispatcher: Dispatcher, bodies: Admission, held: Admission) -> None:
+        """Export the dispatcher's queue lengths and requests in flight, and the bytes of requests.
+
+        Args:
+            bodies: Those in memory.
+            held: Those in files, which exceed a message.
+        """
 
         def observe_waiting(_: CallbackOptions) -> Iterable[Observation]:
             return [Observation(dispatcher.count_waiting(m), {"gen_ai.request.model": m}) for m in dispatcher.models()]
@@ -88,6 +94,13 @@ class Metrics:
         )
         self._meter.create_observable_gauge(
             "thaw.requests.in_flight", [observe_in_flight], "{request}", "Requests sent to engines."
+        )
+
+        def observe_bytes(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(a.total, {"thaw.place": place}) for place, a in (("memory", bodies), ("file", held))]
+
+        self._meter.create_observable_gauge(
+            "thaw.requests.bytes", [observe_bytes], "By", "Bytes of active requests, by thaw.place: memory or file."
         )
 
     def record(self, request: ActiveRequest, status: int, now: float) -> None:

@@ -5,6 +5,7 @@ Their memory is proved free, and the tokens stay the same.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -130,8 +131,11 @@ async def swapped_without_growth(node: Node, name: str, swaps: int) -> None:
     assert node.instance(name).pids == pids
     assert set(psutil.Process(pids[0]).children(recursive=True)) <= {psutil.Process(p) for p in pids}
     assert await generate(node, name) == text
-    early, late = slice(0, max(2, swaps // 4)), slice(swaps // 2, None)
-    assert max(open_files[late]) <= max(open_files[early]) + ROOM_FOR_A_CONNECTION
+    early = slice(0, max(2, swaps // 4))
+    # What leaked stays open. A health check's connections, which a sample may count, are closed.
+    async with asyncio.timeout(60):
+        while descriptors((*pids, agent)) > max(open_files[early]) + ROOM_FOR_A_CONNECTION:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.1)
     assert max(sizes[-3:]) <= 1.1 * max(sizes[early])
     assert max(agents[-3:]) <= 1.1 * max(agents[early]) + 4 * MIB
     suspension = node.instance(name).suspension

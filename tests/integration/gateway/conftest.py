@@ -109,6 +109,15 @@ async def until_listed(served: Served, cards: tuple[ModelCard, ...]) -> None:
     await until(lambda: _listed(served, len(cards)))
 
 
+async def until_running(served: Served, model: str) -> None:
+    """Wait until the gateway knows a ready instance of the model."""
+    await until(lambda: _running(served, model))
+
+
+async def _running(served: Served, model: str) -> bool:
+    return any(m["name"].startswith(model) for m in (await served.http.get("/api/ps")).json()["models"])
+
+
 async def _listed(served: Served, count: int) -> bool:
     return len((await served.http.get("/v1/models")).json()["data"]) >= count
 

@@ -325,7 +325,7 @@ async def test_slow_reader_is_cancelled_at_the_stream_buffer_limit(node: FakeNod
         await run.start()
         while not run.cancelled.is_set():
             await run.text("x" * 50_000)
-            await run.engine.nc.flush()
+            await run.engine.mesh.flush()
 
     async with serve(stream_buffer_bytes=1024 * 1024) as gateway:
         await until_listed(gateway, CARDS)

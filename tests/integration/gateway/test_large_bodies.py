@@ -54,6 +54,13 @@ def answering(mesh: Mesh, bodies: list[bytes]) -> Callable[[Run], Awaitable[None
     return answer
 
 
+async def bytes_in_files(http: httpx.AsyncClient) -> float:
+    """Return the gateway's metric of the bytes that it holds in files."""
+    lines = (await http.get("/metrics")).text.splitlines()
+    (line,) = [line for line in lines if line.startswith('thaw_requests_bytes{thaw_place="file"}')]
+    return float(line.rpartition(" ")[2])
+
+
 async def register(gateway: Served, node: FakeNode) -> None:
     bucket = await catalog_bucket(node.mesh.nc.jetstream())
     await bucket.put(subjects.token(OWN.name), OWN.model_dump_json().encode())
@@ -100,15 +107,23 @@ def with_image(url: str = IMAGE, **fields: Any) -> dict[str, Any]:
 
 async def test_a_large_form_reaches_the_engine_unchanged(gateway: Served, http: httpx.AsyncClient, node: FakeNode) -> None:
     bodies: list[bytes] = []
-    engine = await node.engine("own", answering(node.mesh, bodies))
+    shown: list[float] = []
+
+    async def answer(run: Run) -> None:
+        shown.append(await bytes_in_files(http))
+        await answering(node.mesh, bodies)(run)
+
+    engine = await node.engine("own", answer)
     request = upload(http, language="fr")
-    answer = await send(http, request)
-    assert answer.json() == {"text": hashlib.sha256(request.content).hexdigest()}
+    response = await send(http, request)
+    assert response.json() == {"text": hashlib.sha256(request.content).hexdigest()}
     assert bodies == [request.content]
+    assert shown == [len(request.content)]
     asked = engine.requests[0].request
     assert (asked.kind, asked.data, asked.body) == ("infer_held", None, {})
     assert asked.content_type == request.headers["content-type"]
     await all_closed(gateway)
+    assert await bytes_in_files(http) == 0
 
 
 async def test_a_chat_with_large_images_reaches_the_engine_unchanged(

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.authorization import hash_key
 from shared.contracts.latencies import LatencyHistory
-from tests.integration.gateway.conftest import Served, ServeFn, chat, until_listed
+from tests.integration.gateway.conftest import Served, ServeFn, chat, until_listed, until_running
 from tests.support.fake_engine import FakeNode, card_of
 from tests.support.servers import NatsServer
 
@@ -45,6 +45,7 @@ async def test_latencies_of_all_gateways_add_up(node: FakeNode, serve: ServeFn, 
         await node.until_demand(lambda: any(d.model == "judged" for d in node.demand))
         await node.engine("judged")
         ttft_ms = await cold
+        await until_running(second, "judged")
         warm = [await ask(served, "judged") for served in (first, second, second)]
         for served in (first, second):
             found = await read(served, "judged")
@@ -57,6 +58,7 @@ async def test_latencies_of_all_gateways_add_up(node: FakeNode, serve: ServeFn, 
             assert sum(p.judged for p in found.points) == 4
             assert len(found.points) == 12
         await node.engine("late")
+        await until_running(second, "late")
         await ask(second, "late")
         late = (await read(first, "late", "?step=60")).whole
         assert (late.judged, late.met, late.warm.requests) == (1, 0, 1)

@@ -114,12 +114,12 @@ class Node:
     async def loader_on(self) -> None:
         self._loader = self.mesh.respond(subjects.loader_command(self.name), LOADER_COMMAND, self._on_loader, concurrent=True)
         await self._loader.start()
-        await self.mesh.nc.flush()
+        await self.mesh.flush()
 
     async def loader_off(self) -> None:
         assert self._loader is not None
         await self._loader.stop()
-        await self.mesh.nc.flush()
+        await self.mesh.flush()
 
     async def _on_loader(self, command: LoaderCommand) -> Message:
         match command:

@@ -63,7 +63,7 @@ class Site:
         Repeats a request without effect if no reply arrives: the server may be too slow on a busy
         machine.
         """
-        async with asyncio.timeout(30 if isinstance(message, QUESTIONS) else 15):
+        async with asyncio.timeout(60):  # with the start of a database, beside other suites
             while True:
                 try:
                     return await self.mesh.request(subjects.ADMIN, message, reply)

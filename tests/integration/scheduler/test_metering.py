@@ -24,8 +24,9 @@ from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.repository import StaleEpoch
+from services.scheduler.adapters.spending import Spending
 from shared.contracts.prices import Prices, TokenPrices
-from shared.contracts.usage import RETENTION_HOURS, ColdWait, Counts, ReportUsage, UsageRow, UsageViewed, ViewUsage
+from shared.contracts.usage import RETENTION_HOURS, ColdWait, Counts, ReportUsage, UsageRow, UsageViewed, ViewSpending, ViewUsage
 from shared.ports import free_port
 from tests.integration.gateway.conftest import Served, until
 from tests.integration.gateway.test_key_scopes import add
@@ -39,6 +40,7 @@ HOUR = int(time.time() // 3600)
 PRICES = Prices(
     currency="EUR",
     tokens=TokenPrices(prompt=Decimal(100), completion=Decimal(400)),
+    compute_seconds={"cpu": Decimal(3)},
     device_seconds={"cpu": Decimal("0.5")},
     models={"b": TokenPrices(completion=Decimal(800))},
 )
@@ -212,7 +214,7 @@ async def test_the_ledger_records_a_spool_in_order_and_once(database_url: str) -
 
 
 def _used(model: str, tokens: int, end: int, **wait: Any) -> ReportUsage:
-    counts = Counts(requests=1, prompt_tokens=tokens, completion_tokens=tokens)
+    counts = Counts(requests=1, prompt_tokens=tokens, completion_tokens=tokens, compute_cpu_us=2 * tokens)
     rows = tuple(UsageRow(hour=HOUR, key=key, model=model, counts=counts) for key in ("k", "l"))
     waits = tuple(ColdWait(plan_id="p", hour=HOUR, key=key, model=model, requests=1, start_s=8.0, **wait) for key in ("k", "l"))
     return ReportUsage(spool=f"spool of {model}", start=0, end=end, rows=rows, waits=waits if wait else ())
@@ -228,15 +230,21 @@ async def test_sums_over_models_cost_what_each_model_costs(database_url: str) ->
             await ledger.record(term.epoch, _used("b", 1_000_000, 10), HOUR)
             for by in ("key",), ("key", "hour"):
                 viewed = await ledger.view(ViewUsage(since=0, by=by))
-                # Prompts of both, answers of both, and half of 8 s on two devices.
-                assert [row.cost.total for row in viewed.rows if row.cost] == [100 + 100 + 400 + 800 + Decimal("0.5") * 8] * 2
+                # Prompts, answers and 2 s of computing of both, and half of 8 s on two devices.
+                each = 100 + 100 + 400 + 800 + 2 * 6 + Decimal("0.5") * 8
+                assert [row.cost.total for row in viewed.rows if row.cost] == [each] * 2
             assert viewed.currency == "EUR"
             (one,) = (await ledger.view(ViewUsage(since=0, model="a", by=("hour",)))).rows
             assert one.cost is not None
+            assert (one.cost.compute, one.counts.compute_s) == (Decimal(12), 4.0)
             assert (one.cost.cold_starts, one.counts.cold_start_s, one.counts.prompt_tokens) == (Decimal(8), 8.0, 2_000_000)
             (total,) = (await ledger.view(ViewUsage(since=0, by=()))).rows
             assert total.cost is not None
             assert (total.cost.cold_starts, total.counts.cold_device_s, total.counts.prompt_tokens) == (Decimal(8), 16.0, 4_000_000)
+            spending, keys = Spending(ledger), ViewSpending(keys=("k",))
+            assert (await spending.view(keys, HOUR)).keys["k"].day_money == each
+            await spending.record(term.epoch, _used("a", 1_000_000, 20).model_copy(update={"start": 10}), HOUR)
+            assert (await spending.view(keys, HOUR)).keys["k"].day_money == each + 100 + 400 + 6
     finally:
         await engine.dispose()
 
@@ -264,6 +272,7 @@ async def test_the_command_prints_json_and_csv(served: Served) -> None:
     assert "REQUESTS" in table
     assert "EUR" in table
     charges = list(csv.DictReader(io.StringIO(await run("--focus"))))
-    assert [c["SkuId"] for c in charges] == ["prompt-tokens", "completion-tokens", "cold-start-device-seconds"]
+    skus = ["prompt-tokens", "completion-tokens", "compute-device-seconds", "cold-start-device-seconds"]
+    assert [c["SkuId"] for c in charges] == skus
     assert sum(Decimal(c["BilledCost"]) for c in charges) == Decimal(row["cost"]["total"])
     assert {c["ResourceId"] for c in charges} == {"a"}

@@ -50,7 +50,7 @@ class Agents:
 
         self._responder = self._mesh.respond(subjects.node_command("n1"), NODE_COMMAND, on_command, concurrent=True)
         await self._responder.start()
-        await self._mesh.nc.flush()
+        await self._mesh.flush()
 
 
 class Setup:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,10 +22,11 @@ from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.app import run
 from services.scheduler.domain.state.changes import Drop
 from services.scheduler.domain.state.entities import Model
-from shared.contracts.admin import ModelAwake, WakeModel
+from shared.contracts.admin import ClusterView, ModelAwake, ViewCluster, WakeModel
 from shared.contracts.node import InstanceState
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
-from shared.errors import StaleToken, Unavailable
+from shared.errors import StaleToken, ThawError, Unavailable
+from shared.tasks import end
 from tests.integration.scheduler.conftest import Site, process, spec, standby
 from tests.integration.scheduler.test_flow import catalogue, ready
 from tests.support.fake_node import FakeNode
@@ -31,8 +35,33 @@ from tests.support.servers import NatsServer, PostgresServer
 log = logging.getLogger(__name__)
 
 
+LOST_MS = 500
+"""After this long a message to a killed leader is sent again."""
+
+
 async def leader(site: Site) -> str:
-    return (await site.view()).scheduler
+    view: ClusterView = await site.ask(ViewCluster(deadline_ms=LOST_MS), ClusterView)
+    return view.scheduler
+
+
+@asynccontextmanager
+async def demanded(site: Site, model: str) -> AsyncIterator[None]:
+    """Report demand as a gateway does: again and again, and with the next message if one is lost.
+
+    A leader cancels a start that no gateway asks for.
+    """
+
+    async def report() -> None:
+        while True:
+            with contextlib.suppress(ThawError):
+                await site.demand(model, 1, deadline_ms=LOST_MS)
+            await asyncio.sleep(0.1)
+
+    reporting = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        await end(reporting)
 
 
 async def test_a_killed_leader_is_replaced(site: Site) -> None:
@@ -47,17 +76,17 @@ async def test_a_killed_leader_is_replaced(site: Site) -> None:
             node.hold_starts = asyncio.Event()
             await site.demand("b", 1)
             await site.until(lambda: bool(node.of("b")))
-            killed = time.monotonic()
-            first.send_signal(signal.SIGKILL)
-            await first.wait()
-            while await leader(site) != "second":
-                pass
-            took = time.monotonic() - killed
-            log.info("takeover after kill -9: %.3f s", took)
-            assert took < 30
-            node.hold_starts.set()
-            await site.demand("b", 1)
-            await site.until(lambda: ready(node, "b"))
+            async with demanded(site, "b"):
+                killed = time.monotonic()
+                first.send_signal(signal.SIGKILL)
+                await first.wait()
+                while await leader(site) != "second":
+                    pass
+                took = time.monotonic() - killed
+                log.info("takeover after kill -9: %.3f s", took)
+                assert took < 30
+                node.hold_starts.set()
+                await site.until(lambda: ready(node, "b"))
             assert (await site.demand("a", 1)).outlook == "ready"
             assert len(node.started("a")) == len(node.started("b")) == 1
         finally:

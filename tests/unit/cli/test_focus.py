@@ -21,19 +21,28 @@ def _charges(*rows: UsageSum) -> list[dict[str, str]]:
 
 
 def test_each_kind_of_consumption_is_a_charge_of_its_own() -> None:
-    counts = Counts(requests=2, prompt_tokens=1_000_000, cached_tokens=400_000, completion_tokens=10, cold_device_s=2.5)
+    counts = Counts(
+        requests=2,
+        prompt_tokens=1_000_000,
+        cached_tokens=400_000,
+        completion_tokens=10,
+        cold_device_s=2.5,
+        compute_cpu_us=1_500_000,
+    )
     cost = Cost(
         prompt=Decimal("0.06"),
         cached=Decimal("0.008"),
         completion=Decimal("4E-6"),
+        compute=Decimal("0.03"),
         cold_starts=Decimal("0.002"),
-        total=Decimal("0.070004"),
+        total=Decimal("0.100004"),
     )
     charges = _charges(UsageSum(key="alice", model="m", adapter="sql", hour=HOUR, counts=counts, cost=cost))
     assert [(c["SkuId"], c["BilledCost"], c["ConsumedQuantity"], c["ConsumedUnit"], c["PricingQuantity"]) for c in charges] == [
         ("prompt-tokens", "0.06", "600000", "Tokens", "0.6"),
         ("cached-tokens", "0.008", "400000", "Tokens", "0.4"),
         ("completion-tokens", "0.000004", "10", "Tokens", "0.00001"),
+        ("compute-device-seconds", "0.03", "1.5", "Seconds", "1.5"),
         ("cold-start-device-seconds", "0.002", "2.5", "Seconds", "2.5"),
     ]
     assert sum(Decimal(c["BilledCost"]) for c in charges) == cost.total

@@ -15,6 +15,7 @@ PRICES = Prices.model_validate(
     {
         "currency": "EUR",
         "tokens": {"prompt": 0.1, "cached": 0.02, "completion": 0.4},
+        "compute_seconds": {"cuda": 3, "cpu": 0.5},
         "device_seconds": {"cuda": 0.5},
         "models": {"big": {"prompt": 1}, "*-mini": {"completion": 0.05}},
     }
@@ -31,16 +32,23 @@ def test_seconds_of_a_kind_of_device_without_a_price_are_free() -> None:
     assert PRICES.cost("m", (0, 0, 0), {"cuda": 1.5, "cpu": 100.0, "": 3.0}).cold_starts == Decimal("0.75")
 
 
-USES = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 10**9)), max_size=20)
+def test_computing_costs_by_the_kind_of_its_devices() -> None:
+    cost = PRICES.cost("m", (0, 0, 0), compute_us={"cuda": 1, "cpu": 2_000_000, "": 5})
+    assert (cost.compute, cost.total) == (Decimal("1.000003"), Decimal("1.000003"))
+
+
+AMOUNT = st.integers(0, 10**9)
+USES = st.lists(st.tuples(AMOUNT, AMOUNT, AMOUNT, AMOUNT), max_size=20)
 
 
 @given(USES)
-def test_the_cost_of_a_sum_is_the_sum_of_the_costs(uses: list[tuple[int, int, int]]) -> None:
-    uses = [(max(prompt, cached), cached, completion) for prompt, cached, completion in uses]
+def test_the_cost_of_a_sum_is_the_sum_of_the_costs(uses: list[tuple[int, int, int, int]]) -> None:
+    uses = [(max(prompt, cached), cached, completion, us) for prompt, cached, completion, us in uses]
     apart = Cost()
-    for use in uses:
-        apart = apart.plus(PRICES.cost("m", use))
-    together = PRICES.cost("m", (sum(u[0] for u in uses), sum(u[1] for u in uses), sum(u[2] for u in uses)))
+    for *tokens, us in uses:
+        apart = apart.plus(PRICES.cost("m", (tokens[0], tokens[1], tokens[2]), compute_us={"cuda": us}))
+    prompt, cached, completion, us = (sum(use[i] for use in uses) for i in range(4))
+    together = PRICES.cost("m", (prompt, cached, completion), compute_us={"cuda": us})
     assert apart == together
 
 

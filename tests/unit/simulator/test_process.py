@@ -80,7 +80,7 @@ def test_the_process_ends_with_its_input(tmp_path: Path) -> None:
         assert child.wait(60) == 1
 
 
-@pytest.mark.parametrize(("limits", "ended"), [({"memory_bytes": 256 * 1024**2}, "memory"), ({"cpu_s": 3}, "time")])
+@pytest.mark.parametrize(("limits", "ended"), [({"memory_bytes": 128 * 1024**2}, "memory"), ({"cpu_s": 3}, "time")])
 def test_the_process_keeps_its_limits(tmp_path: Path, limits: dict[str, int], ended: str) -> None:
     with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         assert child.stdin is not None

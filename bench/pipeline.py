@@ -1,0 +1,259 @@
+"""Pipeline groups: time to first token by stages, time per token, and the pause of consolidation.
+
+    python -m bench.pipeline [--size 60m] [--pace-mib 20] [--stages 1,2,4] [--rounds N]
+        [--parts start,consolidation] [--json PATH [--add]]
+
+A mesh of real processes on this machine: as many nodes as the largest group has stages, and one
+beside. Every loader has one connection to a web server that sends `--pace-mib` MiB/s on each. So
+each node's link is paced, and the nodes' links do not share. Nothing is kept in host memory, on
+disk or taken from peers: every start fetches.
+
+start          one request to a cold model, by its stages: the time to its first token, and the
+               median time between further ones. Beside it fetch-then-start: the time to download
+               the files on one paced connection, plus a cold start of the same model from disk.
+consolidation  a model with an objective that one node misses: the scheduler takes two nodes, and
+               makes one instance of them while a client reads. The gap is the longest time between
+               two of its tokens from the start of the migration to its end. Reported beside the
+               time per token before and after, and that of one engine on the node beside.
+
+All processes share the cores of this machine: stages of a group do not compute on hardware of
+their own, as they would on several machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from bench.moving import Bed, Timed, Values, await_tokens, completion
+from bench.report import spread, write
+from bench.slow_source import slow_source
+from shared.contracts.models import ModelSpec
+from shared.sizing import MIB, need_of
+from tests.support.launcher import until
+from thaw.cli.demo import card_of
+from thaw.demo.models import make_demo_model
+
+PARTS = ("start", "consolidation")
+BESIDE = "beside"
+PROMPT = 32
+TOKENS = 64
+"""Of a request in `start`; the first `SETTLED` are no sample of the time per token."""
+SETTLED = 8
+CONTEXT = 8192
+READS = 7000
+"""Tokens that the client of `consolidation` reads at most."""
+AFTER = 200
+"""Tokens after the migration, before the client leaves."""
+OPTIONS = {"max_concurrency": 2, "max_model_len": CONTEXT}
+GOAL_TTFT, GOAL_TPOT, GOAL_GAP_MS = 0.35, 1.2, 100.0
+"""Of the issue: TTFT at s = 4 by that of one worker, TPOT of a group by that of one engine, and the
+longest gap: this and twice the TPOT.
+"""
+
+
+class Groups(Bed):
+    """The mesh, with a model for each number of stages."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            THAW_PEERS="false",
+            THAW_CACHE_BYTES="0",
+            THAW_PREFETCH="false",
+            THAW_DRAM_BYTES="0",
+            THAW_LOADER_REMOTE_THREADS="1",
+        )
+
+    def raise_up(self, url: str, directory: Path, stages: list[int]) -> None:
+        card = card_of(ModelSpec(name="one", source=str(directory), **OPTIONS))
+        room = 2 * need_of(card).total + 64 * MIB
+        self.nodes = [f"node-{n}" for n in range(max(2, *stages))]
+        far = {"source": f"{url}/m", "placement": {"devices": ["node-*/*"]}}
+        document = {
+            "mesh": {"port": self.port, "nodes": {n: {"cpu:0": room} for n in (*self.nodes, BESIDE)}},
+            "defaults": {"keep_alive": -1, **OPTIONS},
+            "models": [
+                *({"name": f"s{s}", **far, "stages": s} for s in stages),
+                *({"name": f"probe-{n}", **far, "placement": {"devices": [f"{n}/*"]}} for n in self.nodes),
+                {"name": "local", "source": str(directory), "placement": {"devices": [f"{BESIDE}/*"]}},
+                {"name": "far", **far, "slo": {"ttft": 0.001}},
+            ],
+        }
+        path = self.home / "thaw.yaml"
+        path.write_text(json.dumps(document))
+        self.json("up", "--detach", "--config", str(path))
+
+    def measure_links(self) -> None:
+        """Let each node fetch once, so that the scheduler knows its link."""
+        for node in self.nodes:
+            self.json("wake", f"probe-{node}")
+            self.json("sleep", f"probe-{node}")
+
+
+def start(mesh: Groups, url: str, directory: Path, stages: list[int], rounds: int, figures: Values) -> None:
+    """Part 1, the numbers of stages in turn."""
+    for _ in range(rounds):
+        for s in stages:
+            _ask(mesh, f"s{s}", f"s{s}", figures)
+        began = time.monotonic()
+        download(f"{url}/m", directory)
+        fetched_ms = (time.monotonic() - began) * 1e3
+        _ask(mesh, "local", "local", figures)
+        figures["then_start.ttft_ms"].append(fetched_ms + figures["local.ttft_ms"][-1])
+
+
+def _ask(mesh: Groups, model: str, key: str, figures: Values) -> None:
+    stream = Timed(mesh.url, completion(model, PROMPT, TOKENS)).start()
+    stream.result()
+    if stream.error:
+        raise RuntimeError(stream.error)
+    figures[f"{key}.ttft_ms"].append((stream.first - stream.began) * 1e3)
+    figures[f"{key}.tpot_ms"].append(tpot_ms(stream.at[SETTLED:]))  # type: ignore[attr-defined]  # a Timed
+    mesh.json("sleep", model)
+    mesh.await_settled()
+
+
+def download(url: str, directory: Path) -> None:
+    """Read all files of a model on one connection, as before a start from disk."""
+    with httpx.Client(trust_env=False, timeout=600) as client:
+        for path in sorted(directory.iterdir()):
+            with client.stream("GET", f"{url}/{path.name}") as answer:
+                answer.raise_for_status()
+                for _ in answer.iter_bytes():
+                    pass
+
+
+def tpot_ms(at: list[float]) -> float:
+    """Return the median time between tokens."""
+    return median(b - a for a, b in pairwise(at)) * 1e3
+
+
+def consolidation(mesh: Groups, rounds: int, figures: Values) -> None:
+    """Part 2."""
+    candidates = mesh.json("explain", "far", "--what-if", f"drop-node={BESIDE}")["candidates"]
+    predicted = {c["stages"]: c["predicted_ms"] for c in candidates if c["predicted_ms"]}
+    mesh.change("far", slo={"ttft": (predicted[1] + predicted[2]) / 2e3})
+    for _ in range(rounds):
+        before = set(mesh.records())
+        stream = Timed(mesh.url, completion("far", PROMPT, READS))
+        stream.start()
+        await_tokens(stream, SETTLED)
+        found: list[float] = []
+
+        def is_ordered(known: set[str] = before, times: list[float] = found) -> bool:
+            if new := [r for key, r in mesh.records().items() if key not in known]:
+                times.append(time.monotonic() - (new[0].duration_ms or 0.0) / 1e3)
+            return bool(new)
+
+        until(is_ordered, 120, "the migration of the group is ordered")
+        until(lambda known=before: all(r.over for k, r in mesh.records().items() if k not in known), 120, "it is over")  # type: ignore[misc]
+        await_tokens(stream, len(stream.tokens) + AFTER)
+        stream.leave()
+        stream.result()
+        [record] = [r for key, r in mesh.records().items() if key not in before]
+        if record.state != "done":
+            print(f"a consolidation is {record.state}: {record.error}", flush=True)
+            figures["consolidation.not_done"].append(1.0)
+        else:
+            _note(stream, found[0], record.requests[0].tokens, record.requests[0].pause_ms or 0.0, figures)
+        mesh.json("sleep", "far")
+        mesh.await_settled()
+    _ask(mesh, "local", "local_now", figures)
+
+
+def _note(stream: Timed, began: float, moved_at: int, gateway_ms: float, figures: Values) -> None:
+    """Record one run.
+
+    Args:
+        stream: Its client.
+        began: When the migration was ordered.
+        moved_at: Tokens that the group had generated.
+        gateway_ms: The pause as the gateway measured it.
+    """
+    first = next((n for n, t in enumerate(stream.at) if t >= began), moved_at)
+    during = stream.at[max(0, min(first, moved_at) - 1) : moved_at + AFTER // 2]
+    figures["consolidation.gap_ms"].append(max(b - a for a, b in pairwise(during)) * 1e3)
+    figures["consolidation.gateway_pause_ms"].append(gateway_ms)
+    figures["consolidation.tokens"].append(moved_at)
+    figures["consolidation.before_ms"].append(tpot_ms(stream.at[SETTLED : max(SETTLED + 2, min(first, moved_at))]))
+    figures["consolidation.after_ms"].append(tpot_ms(stream.at[moved_at + AFTER // 2 :]))
+
+
+def start_table(stages: list[int], figures: Values) -> Table:
+    table = Table("start", "first token ms", "by one worker", "ms per token", "by one engine", title="Cold starts of one request")
+    for key in (*(f"s{s}" for s in stages), "then_start"):
+        ttft, each = figures[f"{key}.ttft_ms"], figures.get(f"{key}.tpot_ms")
+        row = [spread(ttft), _ratio(ttft, figures["s1.ttft_ms"]) if "s1.ttft_ms" in figures else "-"]
+        row += [f"{median(each):.2f}", _ratio(each, figures["s1.tpot_ms"])] if each and "s1.tpot_ms" in figures else ["-", "-"]
+        table.add_row(key if key != "then_start" else "fetch, then start", *row)
+    return table
+
+
+def _ratio(values: list[float], base: list[float]) -> str:
+    return f"{median(values) / median(base):.2f}"
+
+
+def goals(figures: Values) -> list[str]:
+    """Return a line for each goal of the issue that was measured."""
+    lines = []
+    if figures.get("s4.ttft_ms") and figures.get("s1.ttft_ms"):
+        ratio = median(figures["s4.ttft_ms"]) / median(figures["s1.ttft_ms"])
+        lines.append(f"first token of 4 stages by one worker: {ratio:.2f} (goal: at most {GOAL_TTFT})")
+    for s in (2, 4):
+        if figures.get(f"s{s}.tpot_ms") and figures.get("s1.tpot_ms"):
+            ratio = median(figures[f"s{s}.tpot_ms"]) / median(figures["s1.tpot_ms"])
+            lines.append(f"time per token of {s} stages by one engine: {ratio:.2f} (goal: at most {GOAL_TPOT})")
+    if gaps := figures.get("consolidation.gap_ms"):
+        limit = GOAL_GAP_MS + 2 * median(figures["consolidation.before_ms"])
+        lines.append(f"longest gap of consolidation: {spread(gaps)} ms (goal: at most {limit:.0f} ms)")
+        after = median(figures["consolidation.after_ms"]) / median(figures["consolidation.before_ms"])
+        lines.append(f"time per token after consolidation by before: {after:.2f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="60m")
+    parser.add_argument("--pace-mib", type=float, default=20.0)
+    parser.add_argument("--stages", default="1,2,4")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--add", action="store_true", help="Keep what the file has of other parts.")
+    options = parser.parse_args()
+    stages, parts = [int(s) for s in options.stages.split(",")], set(options.parts.split(","))
+    if unknown := parts - set(PARTS):
+        parser.error(f"there are no parts {', '.join(sorted(unknown))}")
+    figures: Values = defaultdict(list)
+    mesh, shown = Groups(), Console(width=130)
+    try:
+        directory = make_demo_model(mesh.home / "models" / "m", options.size)
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+        with slow_source(directory.parent, int(options.pace_mib * MIB)) as url:
+            mesh.raise_up(url, directory, stages)
+            mesh.measure_links()
+            if "start" in parts:
+                start(mesh, url, directory, stages, options.rounds, figures)
+                shown.print(start_table(stages, figures))
+            if "consolidation" in parts:
+                consolidation(mesh, options.rounds, figures)
+    finally:
+        mesh.close()
+    for line in goals(figures):
+        print(line)
+    medians = {f"{name}.p50": median(values) for name, values in figures.items()}
+    write(options.json, medians | {"pace_mib": options.pace_mib}, add=options.add)
+
+
+if __name__ == "__main__":
+    main()

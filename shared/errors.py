@@ -318,6 +318,15 @@ class Unreachable(Unavailable):
     code = "unreachable"
 
 
+class ReplyLost(Unavailable):
+    """The reports on a long request have stopped: its responder has ended, or NATS lost it.
+
+    The request may have been performed.
+    """
+
+    code, retry = "reply_lost", True
+
+
 class InsufficientMemory(Unavailable):
     """The model does not fit any device."""
 

@@ -61,7 +61,7 @@ from shared.contracts.models import ModelInfo, ModelSpec
 from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
 from shared.contracts.objectives import ReportObjectives
 from shared.contracts.usage import ReportUsage, ViewSpending, ViewUsage
-from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
+from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, ReplyLost, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
 from shared.node_statuses import NodeStatuses
 
@@ -70,6 +70,8 @@ DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
 USAGE: TypeAdapter[ReportUsage | ViewSpending] = TypeAdapter(Annotated[ReportUsage | ViewSpending, Field(discriminator="kind")])
 OBJECTIVES: TypeAdapter[ReportObjectives] = TypeAdapter(ReportObjectives)
 _FIND_LOADER_S = 10.0
+_INSPECTIONS = 2
+"""Times that a loader is asked to inspect a model: NATS may lose the first request or its reply."""
 
 
 @contextmanager
@@ -263,10 +265,14 @@ class Handlers:
         missing: Exception | None = None
         command = InspectModel(spec=spec, deadline_ms=min(InspectModel.usual_ms(), deadline_ms))
         for node in await self._loaders():
-            try:
-                return (await self._mesh.request(subjects.loader_command(node), command, Inspected)).info
-            except (Unreachable, DeadlineExceeded) as e:
-                missing = e
+            for _ in range(_INSPECTIONS):
+                try:
+                    return (await self._mesh.request(subjects.loader_command(node), command, Inspected, with_reports=True)).info
+                except ReplyLost as e:
+                    missing = e
+                except (Unreachable, DeadlineExceeded) as e:
+                    missing = e
+                    break
         raise Unavailable(f"No loader could read {spec.public_source} for {spec.name}", should_retry=True) from missing
 
     async def _loaders(self) -> list[str]:

@@ -144,7 +144,7 @@ class Mesh:
         and any `ThawError` that the other side answered with.
 
         Args:
-            with_reports: The responder reports its progress; `Unavailable` is raised soon after it
+            with_reports: The responder reports its progress; `ReplyLost` is raised soon after it
                 has ended, or the request or reply was lost.
         """
         return decode_reply(await self.fetch(subject, message, with_reports=with_reports), reply)

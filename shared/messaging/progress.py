@@ -18,7 +18,7 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from shared.errors import Unavailable
+from shared.errors import ReplyLost
 from shared.tasks import end
 
 _HEADER = "Thaw-Progress"
@@ -36,7 +36,7 @@ async def request_with_reports(
     Raises:
         NoRespondersError: No process subscribes to the subject.
         nats.errors.TimeoutError: No reply within `timeout_s`.
-        Unavailable: The reports have stopped. The request may have been performed.
+        ReplyLost: The reports have stopped. The request may have been performed.
     """
     inbox = client.new_inbox()
     subscription = await client.subscribe(inbox)
@@ -50,7 +50,7 @@ async def request_with_reports(
                 if _HEADER not in (message.headers or {}):
                     return message
     except NatsTimeoutError as e:
-        raise Unavailable(
+        raise ReplyLost(
             f"The process that works on the request has sent no report for {_SILENT_S:g} s: it has ended, or NATS lost the "
             "request. It may have been performed; repeat it"
         ) from e

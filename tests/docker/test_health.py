@@ -35,7 +35,7 @@ async def health(service: str, **environment: str) -> tuple[int | None, str]:
         env={**os.environ, **environment},
         stderr=asyncio.subprocess.PIPE,
     )
-    _, output = await asyncio.wait_for(process.communicate(), 30)
+    _, output = await asyncio.wait_for(process.communicate(), 60)
     return process.returncode, output.decode()
 
 

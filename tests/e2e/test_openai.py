@@ -236,7 +236,7 @@ async def test_a_second_gateway_started_by_hand(mesh: Thaw, clients: openai.Asyn
     )
     other = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120, max_retries=0)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while await _status(f"http://127.0.0.1:{port}/ready") != 200:  # noqa: ASYNC110 - what is waited for is behind HTTP
                 await asyncio.sleep(0.05)
         asked: dict[str, Any] = {"model": "one", "messages": HELLO, "max_tokens": 100, "extra_headers": {"idempotency-key": "two"}}

@@ -97,6 +97,8 @@ class FakeNode:
     fail_starts: list[ErrorBody] = field(default_factory=list)
     refuse_starts: list[ErrorBody] = field(default_factory=list)
     hold_starts: asyncio.Event | None = None
+    hold_inspection: asyncio.Event | None = None
+    """The next inspection is answered only after this is set."""
     loads: bool = True
     """True if it is the node's loader too, instead of a real one."""
     memory: tuple[DeviceMemory, ...] = ()
@@ -276,6 +278,9 @@ class FakeNode:
             case InspectModel(spec=spec):
                 if spec.source.endswith("broken"):
                     raise CheckpointInvalid(f"{spec.source}: a shard is missing")
+                if (hold := self.hold_inspection) is not None:
+                    self.hold_inspection = None
+                    await hold.wait()
                 if spec.source in self.out_of_reach:
                     raise Unavailable(f"{spec.source} cannot be reached", should_retry=True)
                 return Inspected(info=model_info(spec.source, self.sizes.get(spec.source, 64 * MIB)))

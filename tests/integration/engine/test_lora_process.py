@@ -55,7 +55,7 @@ async def test_adapters_are_loaded_once_shared_and_evicted(
     assert 20_000 < cards[0].info.weights_bytes < 30_000
     alone = [await answer(engines, instance, card) for card in (None, *cards)]
     assert len(set(alone)) == 4
-    assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, 1)
+    assert await asyncio.wait_for(loader.released.get(), 60) == adapter_holder(instance, 1)
     together = await asyncio.gather(*(answer(engines, instance, card) for card in (None, *cards, *cards)))
     assert together == [*alone, *alone[1:]]
     report = await engines.mesh.request(subjects.engine_control(instance), PingEngine(), EngineReport)
@@ -66,7 +66,7 @@ async def test_adapters_are_loaded_once_shared_and_evicted(
 async def test_a_dropped_adapter_is_released(engines: Engines, loader: FakeLoader, instance: str, cards: list[ModelCard]) -> None:
     await answer(engines, instance, cards[0])
     await engines.mesh.request(subjects.engine_control(instance), DropAdapter(name="a"), Done)
-    assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, 1)
+    assert await asyncio.wait_for(loader.released.get(), 60) == adapter_holder(instance, 1)
     assert await answer(engines, instance, cards[0])
     assert loader.holders[-1] == adapter_holder(instance, 2)
 
@@ -86,7 +86,7 @@ async def test_an_unusable_adapter_is_a_typed_error_and_the_engine_continues(
     failed = await failure(engines, instance, misfit)
     assert failed.error.code == "checkpoint_invalid"
     assert "does not fit model.layers.0.self_attn.q_proj" in failed.error.message
-    assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, 1)
+    assert await asyncio.wait_for(loader.released.get(), 60) == adapter_holder(instance, 1)
     large = adapter_card(write_adapter(tmp_path / "l", demo_directory, rank=64), "l")
     failed = await failure(engines, instance, large)
     assert failed.error.code == "insufficient_memory"
@@ -147,13 +147,13 @@ async def test_adapters_load_concurrently_with_their_base(
     loader, instance = starting
     await notify(engines, instance, cards[0], cards[0], cards[1])
     early = {adapter_holder(instance, 0), adapter_holder(instance, -1)}
-    await asyncio.wait_for(loader.held(early), 30)
+    await asyncio.wait_for(loader.held(early), 60)
     assert not engines.is_ready(instance), "the base's bytes are not loaded"
     loader.release_data()
     assert (await engines.settled(instance)).state == "ready"
     attached = await engines.reported(instance, lambda r: len(r.load.adapters) == 2)
     assert {a.name for a in attached.load.adapters} == {"a", "b"}, "attached without a request"
-    assert {await asyncio.wait_for(loader.released.get(), 30) for _ in early} == early
+    assert {await asyncio.wait_for(loader.released.get(), 60) for _ in early} == early
     assert len({await answer(engines, instance, card) for card in (None, *cards[:2])}) == 3
     assert set(loader.holders) == {instance, *early, adapter_holder(instance, 1), adapter_holder(instance, 2)}
 
@@ -164,12 +164,12 @@ async def test_failed_adapter_prefetch_is_retried_by_the_request(
     loader, instance = starting
     large = adapter_card(write_adapter(tmp_path / "l", demo_directory, rank=64), "l")
     await notify(engines, instance, cards[0], large)
-    await asyncio.wait_for(loader.held({adapter_holder(instance, -1)}), 30)
+    await asyncio.wait_for(loader.held({adapter_holder(instance, -1)}), 60)
     await engines.mesh.request(subjects.engine_control(instance), DropAdapter(name="a"), Done)
-    assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, 0)
+    assert await asyncio.wait_for(loader.released.get(), 60) == adapter_holder(instance, 0)
     loader.release_data()
     assert (await engines.settled(instance)).state == "ready"
-    assert await asyncio.wait_for(loader.released.get(), 30) == adapter_holder(instance, -1), "larger than the room"
+    assert await asyncio.wait_for(loader.released.get(), 60) == adapter_holder(instance, -1), "larger than the room"
     assert (await failure(engines, instance, large)).error.code == "insufficient_memory"
     assert await answer(engines, instance, cards[0])
 

@@ -150,7 +150,7 @@ async def test_a_load_that_fails_midway_fails_its_requests_with_the_error(
     if followed.device is not None:
         assert followed.arena is not None
         followed.arena.release()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:  # until the engine's connection has ended
                 if not followed.device.pages().lent_bytes:
                     break

@@ -56,7 +56,7 @@ def thief() -> Iterator[list[Any]]:
 
 async def asked(place: Path, known: set[str]) -> str:
     """Return the next port that the engine is given."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             for path in place.glob("*.asked"):
                 if path.stem not in known:

@@ -22,7 +22,7 @@ from shared.contracts.engine import EngineStart
 from shared.contracts.models import ModelCard
 from tests.support.hosted import MIB, Hosts, hosted_card
 
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 _VLLM = """
 import os, sys, time
 with open({imports!r}, "a") as file:

@@ -53,7 +53,7 @@ async def test_lost_messages_are_found_while_the_stream_stores_others(mesh: Mesh
 
     others = asyncio.create_task(store_others())
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert not await store.wait_until_captured(REPLY, 5)
             assert await store.wait_until_captured(REPLY, 3)
     finally:
@@ -66,7 +66,7 @@ async def test_messages_that_arrive_after_the_marker_still_count(mesh: Mesh) -> 
     await send(mesh, REPLY, 0, 3)
     waiting = asyncio.create_task(store.wait_until_captured(REPLY, 5))
     marker = subjects.keyed_marker("g")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not await store.captured_messages(marker):  # noqa: ASYNC110 - the stream reports no event
             await asyncio.sleep(0.02)
     await send(mesh, REPLY, 3, 2)

@@ -37,8 +37,11 @@ GIB = 1 << 30
 async def status_where(client: Client, node: str, wanted: Callable[[LoaderStatus], bool]) -> LoaderStatus:
     """Wait for the first received status that is `wanted`."""
     found: asyncio.Future[LoaderStatus] = asyncio.get_running_loop().create_future()
+    latest: LoaderStatus | None = None
 
     async def hear(status: LoaderStatus) -> None:
+        nonlocal latest
+        latest = status
         if wanted(status) and not found.done():
             found.set_result(status)
 
@@ -46,6 +49,8 @@ async def status_where(client: Client, node: str, wanted: Callable[[LoaderStatus
     await responder.start()
     try:
         return await asyncio.wait_for(found, 60)
+    except TimeoutError:
+        raise AssertionError(f"no such status; the latest: {latest.model_dump_json(indent=1) if latest else 'none'}") from None
     finally:
         await responder.stop()
 

@@ -30,7 +30,7 @@ from shared.messaging import Mesh
 from shared.ports import free_port
 from tests.support.launcher import ROOT
 
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 REFUSED = "NATS error"
 Service = Callable[[Any, asyncio.Event], Coroutine[Any, Any, int]]
 SERVICES: dict[str, tuple[Service, type[Any]]] = {

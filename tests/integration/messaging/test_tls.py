@@ -62,7 +62,7 @@ def mesh(port: int) -> Mesh:
 @pytest.mark.parametrize("named", ["localhost"])
 async def test_server_with_a_valid_certificate_is_used(server: NatsServer) -> None:
     connection = mesh(server.port)
-    await asyncio.wait_for(connection.start(), 15)
+    await asyncio.wait_for(connection.start(), 60)
     try:
         subscription = await connection.nc.subscribe("greeting")
         await connection.nc.publish("greeting", b"hello")
@@ -83,7 +83,7 @@ async def test_a_certificate_of_another_name_is_refused(server: NatsServer) -> N
     watch = Watch()
     logging.getLogger("shared.messaging").addHandler(watch)
     try:
-        connected = await asyncio.wait_for(mesh(server.port).start_unless(refused), 30)
+        connected = await asyncio.wait_for(mesh(server.port).start_unless(refused), 60)
     finally:
         logging.getLogger("shared.messaging").removeHandler(watch)
     assert refused.is_set()
@@ -108,7 +108,7 @@ async def test_a_server_without_tls_gets_no_password() -> None:
     done = asyncio.Event()
     first.add_done_callback(lambda _: done.set())
     async with listener:
-        connected = await asyncio.wait_for(mesh(listener.sockets[0].getsockname()[1]).start_unless(done), 15)
+        connected = await asyncio.wait_for(mesh(listener.sockets[0].getsockname()[1]).start_unless(done), 60)
     assert not connected
     assert first.result().startswith(TLS_HANDSHAKE)
     assert PASSWORD.encode() not in first.result()

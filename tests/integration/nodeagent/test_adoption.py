@@ -46,7 +46,7 @@ async def test_streams_survive_a_killed_nodeagent_and_engines_are_adopted(node: 
     assert [s.phase for s in after.phases] == [s.phase for s in before.phases]
     assert node.latest.devices[0].reserved_bytes == 100 * MIB
     assert node.statuses[0].boot_id != node.latest.boot_id
-    await asyncio.wait_for(finished.wait(), 10)
+    await asyncio.wait_for(finished.wait(), 60)
     assert len(chunks) == 62
     await node.stop(instance_id)
     await node.reaches(instance_id, STOPPED)

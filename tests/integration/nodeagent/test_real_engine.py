@@ -39,7 +39,7 @@ async def inspected(node: Node, spec: ModelSpec) -> ModelCard:
         ready.set()
 
     await node.mesh.listen(subjects.loader_status(node.name), LoaderStatus, on_status).start()
-    await asyncio.wait_for(ready.wait(), 30)
+    await asyncio.wait_for(ready.wait(), 60)
     answer = await node.mesh.request(subjects.loader_command(node.name), InspectModel(spec=spec), Inspected)
     return ModelCard(spec=spec, info=answer.info, created=0)
 

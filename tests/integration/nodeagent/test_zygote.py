@@ -113,8 +113,8 @@ async def test_launcher_is_warm_once_its_zygote_is_ready_or_has_failed(tmp_path:
     with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:  # a socket path must be short
         zygotes = ZygoteLauncher(Path(directory) / "z", tmp_path / "zygote.log", {}, module)
         running = asyncio.create_task(zygotes.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await zygotes.until_warm()
         assert zygotes.name_for(cast("EngineStart", None)) == launcher
         await zygotes.close()
-        await asyncio.wait_for(running, 30)
+        await asyncio.wait_for(running, 60)

@@ -38,6 +38,7 @@ from shared.errors import (
     NotFound,
     Unavailable,
 )
+from shared.messaging import progress
 from tests.integration.scheduler.conftest import Site, spec
 from tests.support.fake_node import MIB, FakeNode
 
@@ -220,6 +221,18 @@ async def test_registration_of_several_models_is_all_or_nothing(site: Site) -> N
     changed: ModelsAdded = await site.ask(AddModels(specs=(spec("a", max_model_len=512),), prune=True), ModelsAdded)
     assert (changed.changed, changed.removed) == (("a",), ("b",))
     await catalogue_has(site, lambda cards: set(cards) == {"a"} and cards["a"].generation == 2)
+
+
+async def test_inspection_lost_by_nats_is_repeated(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SILENT_S", 2.0)
+    monkeypatch.setattr(progress, "_REPORTS_EVERY_S", 60.0)
+    site.scheduler()
+    node = await site.node()
+    node.hold_inspection = lost = asyncio.Event()
+    added: ModelsAdded = await site.ask(AddModels(specs=(spec("a"),)), ModelsAdded)
+    lost.set()
+    assert added.added == ("a",)
+    assert [c.kind for c in node.commands].count("inspect") == 2
 
 
 async def test_registration_with_another_source_is_refused(site: Site) -> None:

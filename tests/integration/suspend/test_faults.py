@@ -138,7 +138,8 @@ async def test_an_orphan_without_a_record_is_reaped(node: Node) -> None:
 
 
 async def test_leaking_engine_is_eventually_stopped(node: Node) -> None:
-    instance_id = await ready(node, {**BIG, "leak_mib": 200}, mib=900)
+    # An engine that resumes no faster than it starts is stopped too: its start takes much longer.
+    instance_id = await ready(node, {**BIG, "leak_mib": 200, "ready_after": 10.0}, mib=900)
     for _ in range(8):
         await node.suspend(instance_id)
         status = await node.reaches(instance_id, SUSPENDED, STOPPED)

@@ -28,7 +28,7 @@ async def test_slow_read_times_out_and_later_reads_do_not_wait_for_it() -> None:
     reads, ended = BoundedReads(0.05), threading.Event()
     with pytest.raises(TimeoutError):
         await reads.run(ended.wait, prepare=lambda: None)
-    assert await asyncio.wait_for(reads.run(lambda: 2, prepare=lambda: None), 30) == 2
+    assert await asyncio.wait_for(reads.run(lambda: 2, prepare=lambda: None), 60) == 2
     ended.set()
     reads.close()
 

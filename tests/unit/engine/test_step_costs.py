@@ -155,7 +155,7 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
             batcher.submit(_request(name, draw))
             if draw.random() < 0.3:
                 with grew:
-                    assert grew.wait_for(lambda: len(charged) >= len(cancelled) + 1, 30)
+                    assert grew.wait_for(lambda: len(charged) >= len(cancelled) + 1, 60)
                     victim = draw.choice(sorted(charged))
                 batcher.cancel(victim)
                 cancelled.add(victim)

@@ -98,7 +98,7 @@ async def test_the_server_sees_the_close_and_pieces_arrive_as_sent() -> None:
         response = await client.send(GET)
         assert await response.read() == b"one"
         response.close()
-        await asyncio.wait_for(left.wait(), 5)
+        await asyncio.wait_for(left.wait(), 60)
 
 
 async def test_slow_reader_applies_backpressure_to_the_sender() -> None:

@@ -44,7 +44,7 @@ async def parsing(parsers: ParserProcess, body: bytes) -> asyncio.Task[ParsedReq
     assert parsers.pid is not None
     stop(parsers.pid)
     task = asyncio.create_task(ask(parsers, body))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not parsers._turn.locked():  # noqa: ASYNC110 - the worker has the body
             await asyncio.sleep(0)
     return task
@@ -176,7 +176,7 @@ async def test_worker_exits_when_idle_or_when_its_gateway_closes() -> None:
         await ask(parsers, chat())
         worker = parsers._worker
         assert worker is not None
-        assert await asyncio.wait_for(worker.wait(), 30) == 0
+        assert await asyncio.wait_for(worker.wait(), 60) == 0
         assert (await ask(parsers, chat())).request.model == "one"
     finally:
         await parsers.close()

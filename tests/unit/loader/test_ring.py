@@ -23,7 +23,7 @@ from weights.pool.ring import Ring
 from weights.streaming import WINDOW_CHUNKS, TensorStream
 from weights.tiers.port import Cancelled
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 class Rings:

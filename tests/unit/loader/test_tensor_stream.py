@@ -23,7 +23,7 @@ from weights.transfer.fill import Filling
 from weights.transfer.pieces import Piece
 from weights.transfer.reader import FilesReader, ReadOptions
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 class Held:

@@ -46,7 +46,7 @@ async def test_process_exit_is_reported_with_its_instance(sleeper: subprocess.Po
     processes = Processes(lambda instance, pid: ends.put_nowait((instance, pid)))
     assert processes.watch("i", sleeper.pid) == process_start(sleeper.pid)
     processes.send("i", "term")
-    assert await asyncio.wait_for(ends.get(), 5) == ("i", sleeper.pid)
+    assert await asyncio.wait_for(ends.get(), 60) == ("i", sleeper.pid)
     assert process_start(sleeper.pid) is None  # a zombie until the test waits for it
     processes.send("i", "kill")  # gone: no bytes
     processes.close()

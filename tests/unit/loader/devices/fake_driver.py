@@ -163,7 +163,7 @@ class FakeDriver:
 
     def await_copies(self, count: int) -> None:
         with self.issued:
-            assert self.issued.wait_for(lambda: len(self.copies) >= count, 10), self.copies
+            assert self.issued.wait_for(lambda: len(self.copies) >= count, 60), self.copies
 
     def _start(self, call: str, address: int, nbytes: int, *, writable: bool) -> int:
         """Return the start of the device memory that has the range."""

@@ -125,7 +125,7 @@ async def test_whole_chunks_are_copied_from_pinned_memory(bench: GpuBench, card:
 
 def _two_busy(driver: FakeDriver) -> None:
     with driver.issued:
-        assert driver.issued.wait_for(lambda: sum(s.work.qsize() > 0 for s in driver.streams) >= 2, 10)
+        assert driver.issued.wait_for(lambda: sum(s.work.qsize() > 0 for s in driver.streams) >= 2, 60)
 
 
 async def test_devices_copy_in_parallel_to_their_own_memory(bench: GpuBench, card: ModelCard) -> None:

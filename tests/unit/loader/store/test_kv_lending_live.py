@@ -24,7 +24,7 @@ from weights.store.lending import Borrower
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
 
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 ENGINE = """
 import sys
 from pathlib import Path

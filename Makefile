@@ -4,8 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
 # An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=
-# Test processes at a time. Most tests wait for processes and time-outs, so five are worth it on two cores.
-WORKERS ?= 5
+# Test processes at a time. Two cores are busy with four: with more, each test only takes longer, and its time-outs come sooner.
+WORKERS ?= 4
 # Of these, how many run the tests of whole meshes first, each of which computes.
 MESH_WORKERS ?= 2
 # How long `make soak` takes.

@@ -11,6 +11,8 @@ models (at most 1,000) of 8 GiB. Garbage collection as in the service.
            their bytes claimed.
 - status:  a node's status in which nothing has changed but the time.
 - tick:    the timer's look at everything.
+- waiting: the same on a full cluster whose instances all serve, while ten models a device (at most
+           320) wait for room.
 
 Each decision is timed with the applying of its changes, in CPU time, so that other work on the
 machine does not count. What a decision began is undone outside the clock, so that every one meets
@@ -161,6 +163,20 @@ class Cluster:
                 assert status is not None
                 yield NodeStatusReceived(NOW, status.model_copy(update={"seq": seq}))
 
+    def fill_with_waiting(self) -> None:
+        """Let every instance serve, and every model without an instance wait for room."""
+        for name in self.nodes:
+            status = self.state.presence[name].status
+            assert status is not None
+            serving = tuple(i.model_copy(update={"load": EngineLoad(active=1, completed=5)}) for i in status.instances)
+            changed = status.model_copy(update={"seq": 3, "instances": serving})
+            apply(self.state, decide(self.state, NodeStatusReceived(NOW, changed), NOW, POLICY).changes)
+        for name in self.cold:
+            wanted = DemandReceived(NOW, Demand(gateway="g", model=name, waiting=1), "w")
+            apply(self.state, decide(self.state, wanted, NOW, POLICY).changes)
+        if len(self.state.unschedulable) < len(self.cold) // 2:  # the first take the room that migrations make
+            raise RuntimeError("models have room that were to wait")
+
     def ticks(self) -> Iterator[Event]:
         while True:
             yield Tick(NOW)
@@ -186,20 +202,22 @@ def run(state: ClusterState, events: Iterator[Event], seconds: float, expected: 
 
 
 def measure(devices: int, seconds: float) -> dict[str, list[float]]:
-    part, full = Cluster(devices, 2), Cluster(devices, 3)
+    part, full, waiting = Cluster(devices, 2), Cluster(devices, 3), Cluster(devices, 3, cold=min(10 * devices, 320))
+    waiting.fill_with_waiting()
     freeze_heap()  # as the service does
     try:
-        return _measure_parts(part, full, seconds)
+        return _measure_parts(part, full, waiting, seconds)
     finally:
         unfreeze_heap()
 
 
-def _measure_parts(part: Cluster, full: Cluster, seconds: float) -> dict[str, list[float]]:
+def _measure_parts(part: Cluster, full: Cluster, waiting: Cluster, seconds: float) -> dict[str, list[float]]:
     return {
         "demand": run(part.state, part.demands(), seconds, lambda e: isinstance(e, SendStart)),
         "evict": run(full.state, full.demands(), seconds, lambda e: isinstance(e, SendStop)),
         "status": run(part.state, part.statuses(), seconds, None),
         "tick": run(part.state, part.ticks(), seconds, None),
+        "waiting": run(waiting.state, waiting.ticks(), seconds, None),
     }
 
 

@@ -18,12 +18,19 @@ SAME_TIME_S = 1.0
 AT_ONCE = 16
 """At most this many placements are ordered by regret."""
 
+EXAMINED = 64
+"""Of more models that wait for room, one decision places the first half of this many, and as many
+of the others.
+"""
+_TURNS_PER_S = 4
+"""As many as Ticks."""
+
 
 def scale_up_queue(tx: Transaction, names: Iterable[str]) -> list[ScaleUp]:
     """Return the needed instances of these models in the order in which they are placed.
 
     Starving models go first, the longest-waiting before others; the rest follow the profile's
-    order.
+    order. Of many that wait for room, only some are returned: see `_limit_examined`.
     """
     found: dict[str, ScaleUp] = {}
     for name in sorted(names):
@@ -33,7 +40,23 @@ def scale_up_queue(tx: Transaction, names: Iterable[str]) -> list[ScaleUp]:
             found[name] = needed
         elif name in tx.state.unschedulable:
             _clear_unschedulable(tx, name)
-    return _order_scale_ups(tx, found) if len(found) > 1 else list(found.values())
+    return _limit_examined(tx, _order_scale_ups(tx, found)) if len(found) > 1 else list(found.values())
+
+
+def _limit_examined(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
+    """Return the models to place now, of more than `EXAMINED` that wait for room.
+
+    The first of the order keep their precedence. The others, which find no room before them unless
+    they need less memory, take turns, so that a decision's cost does not grow with their number.
+    """
+    known = [w.model.key for w in ordered if w.model.key in tx.state.unschedulable]
+    if len(known) <= EXAMINED:
+        return ordered
+    size = EXAMINED // 2
+    later = known[size:]
+    turn = int(tx.now * _TURNS_PER_S) % -(-len(later) // size)
+    skipped = {*later[: turn * size], *later[(turn + 1) * size :]}
+    return [w for w in ordered if w.model.key not in skipped]
 
 
 def _order_scale_ups(tx: Transaction, found: dict[str, ScaleUp]) -> list[ScaleUp]:

@@ -19,6 +19,7 @@ from services.scheduler.domain.state.device_memory import can_suspend, held_byte
 from services.scheduler.domain.state.entities import Instance, Model
 from services.scheduler.domain.state.shared_weights import kv_lacking_bytes, weights_of
 from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
 
@@ -52,19 +53,27 @@ NOISE_S = 0.05
 """Two measurements of one start differ by this much: of equal instances the longest idle goes."""
 
 
+@value(frozen=True, slots=True)
+class _Terms:
+    """What of a request the description of residents depends on."""
+
+    may_preempt: bool
+    is_extra: bool
+
+
 def list_residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[Resident, ...]:
     """Return the instances that hold memory of the device and could leave, as one or as a stage."""
+    terms = _Terms(request.may_preempt, request.ask.is_extra)
+    residents = tx.memoize(("residents", b.key, terms), lambda: _describe_residents(tx, terms, b))
+    return tuple([r for r in residents if r.model != request.model.key])
+
+
+def _describe_residents(tx: Transaction, terms: _Terms, b: Booking) -> list[Resident]:
     there = tx.state.holders_on(b.node, b.device_id)
-    return tuple(
-        [
-            _describe_resident(tx, i, request, b)
-            for i in there
-            if not i.is_claim and i.leaving == "no" and i.model != request.model.key
-        ]
-    )
+    return [_describe_resident(tx, i, terms, b) for i in there if not i.is_claim and i.leaving == "no"]
 
 
-def _describe_resident(tx: Transaction, i: Instance, request: PlacementRequest, b: Booking) -> Resident:
+def _describe_resident(tx: Transaction, i: Instance, terms: _Terms, b: Booking) -> Resident:
     owner = tx.state.models.get(i.model)
     report = tx.state.reports.get(i.instance_id)
     load = report.status.load if report is not None else None
@@ -81,7 +90,7 @@ def _describe_resident(tx: Transaction, i: Instance, request: PlacementRequest, 
         state, used = "idle", idle
     waiting = tx.state.waiting_count(i.model)
     wanted = waiting > 0
-    moves = migration_targets(tx, i, owner, b) if state == "serving" and owner is not None and not request.ask.is_extra else ()
+    moves = migration_targets(tx, i, owner, b) if state == "serving" and owner is not None and not terms.is_extra else ()
     return Resident(
         key=i.instance_id,
         model=i.model,
@@ -98,7 +107,7 @@ def _describe_resident(tx: Transaction, i: Instance, request: PlacementRequest, 
         resume_s=resume_requests_s(tx.state, i) if state == "serving" else None,
         moves=moves,
         replicas=_copies(tx, owner),
-        protected_reason=_explain_protected(tx, i, owner, request, wanted=wanted, moves=bool(moves)) or "",
+        protected_reason=_explain_protected(tx, i, owner, terms, wanted=wanted, moves=bool(moves)) or "",
     )
 
 
@@ -131,7 +140,7 @@ def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
 
 
 def _explain_protected(
-    tx: Transaction, i: Instance, owner: Model | None, request: PlacementRequest, *, wanted: bool, moves: bool
+    tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, *, wanted: bool, moves: bool
 ) -> str | None:
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
@@ -148,13 +157,13 @@ def _explain_protected(
         ready = sum(1 for other in tx.state.live_instances(owner) if other.state is InstanceState.READY)
         if ready <= owner.card.spec.replicas.min:
             return "is kept by replicas.min"
-    if not request.may_preempt and not moves and tx.is_cooling_down(i.instance_id):
+    if not terms.may_preempt and not moves and tx.is_cooling_down(i.instance_id):
         return "is serving"
-    if request.ask.is_extra and wanted:
+    if terms.is_extra and wanted:
         return "is wanted"
     if i.trigger != "park" and tx.now - i.ready_at < tx.policy.min_active_s and (wanted or _never_served(tx, i)):
         return "has just become ready for its waiting requests"
-    if not request.may_preempt and not moves and tx.idle_since(i.instance_id) is None:
+    if not terms.may_preempt and not moves and tx.idle_since(i.instance_id) is None:
         return "is serving"
     return None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from services.scheduler.domain.effects import Effect
 from services.scheduler.domain.policy import Policy
@@ -14,11 +15,14 @@ from services.scheduler.domain.state.changes import Change, Drop, Put, apply, pu
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity, Instance, key_of
 from services.scheduler.domain.state.overlay import Overlay
-from services.scheduler.domain.state.volatile import Counter, InstanceReport
+from services.scheduler.domain.state.volatile import Counter, InstanceReport, Unschedulable
 from shared.contracts.plans import PlanRecord
 
+T = TypeVar("T")
 TOKENS_PER_EPOCH = 2**32
 MAX_KEY = "\U0010ffff"
+_RECORDS: tuple[type[Entity], ...] = (PlanRecord, Unschedulable)
+"""What is noted about a model that waits; no placement depends on it."""
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Transaction:
     changes: list[Put | Drop] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     plans: list[PlanRecord] = field(default_factory=list)
+    _memo: dict[Hashable, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.state = self.origin.overlay()
@@ -36,6 +41,7 @@ class Transaction:
     def put(self, entity: Entity) -> None:
         if put(self.state, entity):
             self.changes.append(Put(entity))
+            self._forget(type(entity))
 
     def drop(self, kind: type[Entity], key: str) -> None:
         if key not in table(self.state, kind):
@@ -43,6 +49,22 @@ class Transaction:
         change = Drop(kind, key)
         apply(self.state, (change,))
         self.changes.append(change)
+        self._forget(kind)
+
+    def memoize(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return `compute()`, computed once for each key until this decision changes the state.
+
+        `compute` depends on the state, the time, the policy and the key, not on plans and on which
+        models wait for room. Many waiting models are placed in one decision, most without success.
+        """
+        if key not in self._memo:
+            self._memo[key] = compute()
+        found: T = self._memo[key]
+        return found
+
+    def _forget(self, kind: type[Entity]) -> None:
+        if self._memo and not issubclass(kind, _RECORDS):
+            self._memo.clear()
 
     def net_changes(self) -> tuple[Change, ...]:
         """Return the changes, only the last one of each entity."""

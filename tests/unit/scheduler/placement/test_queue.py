@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.domain.events import DemandBatch, DemandReceived, LoaderStatusReceived, Tick
+from services.scheduler.domain.placement.queue import EXAMINED
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.indexes import with_keep_alive
 from services.scheduler.loop import merge_demand
@@ -114,6 +115,50 @@ def test_no_model_starves_under_demand_for_other_models(places: int, turns: list
     served, policy = waits_for("thaw", lambda step: sorted(turns[step % len(turns)]), places, others)
     turn = policy.min_active_s + policy.drain_timeout_s + 1.0
     assert served <= policy.starve_after_s + turn * (1 + len(others))
+
+
+def test_small_model_behind_many_large_ones_is_placed_once_it_has_room() -> None:
+    """It is examined within a second, although those before it in the order find no room."""
+    w = World()
+    w.node("n", 900 * MIB)
+    for name in ("a", "b"):
+        w.model(name)
+        w.up(name).active = 1
+    w.hear()
+    large = [f"large{n}" for n in range(2 * EXAMINED)]
+    for name in large:
+        w.model(name, 500 * MIB, priority=10)
+    w.model("small")
+    for name in (*large, "small"):
+        w.demand(name)
+    assert set(w.state.unschedulable) == {*large, "small"}
+    w.of("a")[0].active = 0
+    for _ in range(4):
+        w.tick(0.25)
+    assert not w.starts("small"), "`a` has just become ready"
+    w.now += w.policy.min_active_s
+    for _ in range(4):
+        w.tick(0.25)
+        w.finish_stops()
+    assert w.starts("small")
+    assert not any(w.starts(name) for name in large)
+
+
+def test_first_of_many_waiting_models_takes_the_room() -> None:
+    w = World()
+    w.node("n", ONE)
+    w.model("a")
+    w.up("a").active = 1
+    w.hear()
+    names = [f"m{n}" for n in range(2 * EXAMINED)]
+    for name in names:
+        w.model(name, priority=10 if name == names[-1] else 0)
+        w.demand(name)
+    w.of("a")[0].active = 0
+    w.tick(w.policy.min_active_s + 1)
+    w.finish_stops()
+    w.tick(0.25)
+    assert [name for name in names if w.starts(name)] == [names[-1]]
 
 
 def test_only_demand_in_a_row_is_decided_together() -> None:

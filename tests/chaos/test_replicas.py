@@ -26,7 +26,7 @@ from tests.support.outcomes import QUESTION, ask
 from tests.support.servers import NatsCluster, PostgresServer, StandbyServer
 
 log = logging.getLogger(__name__)
-RESUMED_WITHIN_S = 30.0
+RESUMED_WITHIN_S = 60.0
 TRIED_EVERY_S = 0.1
 WRITTEN_EVERY_S = 0.5
 

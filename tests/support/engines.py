@@ -35,7 +35,7 @@ from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
 
 _numbers = itertools.count(1)
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 
 class ZygoteProcess:

@@ -39,7 +39,7 @@ _LIBRARIES = "tests.support.engine_libraries"
 _READ_BY_PYTHON = ("PYTHON", "LD_")
 _READ_BY_TORCH = ("OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "HF_", "TRANSFORMERS_")
 """Prefixes of environment variables that are read at the start and during imports."""
-_READY_WITHIN_S = 60.0
+_READY_WITHIN_S = 120.0
 _execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # no public hook has its place
 _servers: dict[bool, ForkServer] = {}
 """This test process's fork servers: without torch, and with it."""
@@ -147,7 +147,7 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
             modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_STUBS, *(ENGINES if has_torch else ()))
             server = ForkServer(modules, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT, program=SERVER)
             _servers[has_torch] = server
-            assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for a minute"
+            assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for two minutes"
         return _servers[has_torch]
 
 

@@ -106,6 +106,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
                       ) : (
                         <Action label="Sleep" description={`Put ${name} to sleep`} run={() => change(`models/${inPath(name)}/sleep`)} />
                       ))}
+                      {mayChange && !m.base && m.source.includes("://") && <Download name={name} live={live} />}
                     </td>
                   </tr>
                 );
@@ -122,6 +123,39 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
         )}
       </div>
       {selected !== null && chosen && <ModelHistory key={selected} name={selected} />}
+    </>
+  );
+}
+
+/** Brings the weights to the disk of the node that the scheduler chooses, without starting the model. */
+function Download({ name, live }: { name: string; live: Live }) {
+  const [busy, setBusy] = useState(false);
+  const [result, setResult] = useState("");
+  const run = async () => {
+    setBusy(true);
+    setResult("");
+    try {
+      const { node, was_there }: { node: string; was_there: boolean } = await change(`models/${inPath(name)}/pull`);
+      setResult(was_there ? `${node} has it on its disk already.` : `It is on the disk of ${node}.`);
+    } finally {
+      setBusy(false);
+    }
+  };
+  const loads = busy ? Object.entries(live.nodes).flatMap(([node, n]) => n.loads.filter((l) => l.model === name).map((l) => ({ node, ...l }))) : [];
+  return (
+    <>
+      {" "}
+      <Action label="Download" description={`Download ${name} to a node's disk`} run={run} />
+      <span role="status" aria-label={`Download of ${name}`}>
+        {result}
+        {loads.map((l) => (
+          <span key={l.node}>
+            {" "}
+            {l.node}: {size(l.loaded_bytes)} of {size(l.total_bytes)}{" "}
+            <meter min={0} max={l.total_bytes || 1} value={l.loaded_bytes} aria-label={`Downloaded to ${l.node}`} />
+          </span>
+        ))}
+      </span>
     </>
   );
 }

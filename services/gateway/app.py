@@ -43,6 +43,7 @@ from services.gateway.http.endpoints.info import Info
 from services.gateway.http.endpoints.logs import Logs
 from services.gateway.http.endpoints.messages import ROUTE as MESSAGES
 from services.gateway.http.endpoints.messages import Messages
+from services.gateway.http.endpoints.model_pulls import ModelPulls
 from services.gateway.http.endpoints.model_settings import ModelSettings
 from services.gateway.http.endpoints.ollama import Ollama
 from services.gateway.http.endpoints.responses import ROUTE as RESPONSES
@@ -103,6 +104,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
         *Doctor(gateway).routes(),
         *Logs(gateway).routes(),
         *ModelSettings(gateway).routes(),
+        *ModelPulls(gateway).routes(),
         *Admin(gateway).routes(),
         *SimulationRoutes(gateway).routes(),
         *Ollama(gateway, parsers).routes(),

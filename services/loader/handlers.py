@@ -16,6 +16,7 @@ from typing import Any
 from services.loader import status_publisher
 from services.loader.adapters.arrivals import Arrival, Arrivals
 from services.loader.adapters.cards import card_for, minimal_card
+from services.loader.adapters.disk_copies import DiskCopies
 from services.loader.adapters.inspection import describe_model
 from services.loader.adapters.peer_sharing import Shared
 from services.loader.adapters.reclaim import Reclaimer
@@ -95,7 +96,7 @@ class Loader:
         self._node, self._boot_id, self._sources = node, boot_id, sources
         self._shares, self._pretouch = False, pretouch
         self._auditor = Auditor(self._loop)
-        self._prefetching = Prefetching(self._prefetch, self._end_hold)
+        self._prefetching = Prefetching(self._load_ahead, DiskCopies(sources, self._loop.runs), self._end_hold)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
         copies = self._loop.runs.copies
         self._expectations = Expectations(copies.separate, copies.known, sources, self._inspections) if copies is not None else None
@@ -225,11 +226,8 @@ class Loader:
         await asyncio.to_thread(self._loop.runs.close)
         await asyncio.to_thread(self._loop.reclaimer.close)
 
-    async def _prefetch(self, holder: str, command: PrefetchWeights) -> Message:
-        there = await self._loop.ask(lambda n: Attach(n, holder, command.card, "complete", None, local=True, background=True))
-        if command.tier == "ssd":  # the copy to the disk reads from this memory
-            await asyncio.to_thread(self._loop.runs.wait_until_settled, command.card.info.revision)
-        return there
+    async def _load_ahead(self, holder: str, card: ModelCard) -> Message:
+        return await self._loop.ask(lambda n: Attach(n, holder, card, "complete", None, local=True, background=True))
 
     def _end_hold(self, holder: str, keep: bool) -> None:
         self._loop.dispatch(Release(self._loop.number(), holder, keep))
@@ -391,7 +389,8 @@ class Loader:
         memory = status_publisher.memory(copies.pages(), self._auditor.violations) if copies is not None else ()
         speed, links = self._loop.runs.bytes_per_second, self._loop.runs.links()
         pretouch = status_publisher.pretouch(self._pretouch())
-        found = {"bytes_per_second": speed, "links": links, "memory": memory, "pretouch": pretouch}
+        found: dict[str, object] = {"bytes_per_second": speed, "links": links, "memory": memory, "pretouch": pretouch}
+        found["prefetches"] = self._prefetching.statuses()
         return status.model_copy(update={**found, "read_bytes": self._loop.runs.read_bytes})
 
 

@@ -30,6 +30,7 @@ from services.scheduler.domain.events import (
     MigrationRequested,
     NodeStatusReceived,
     ObjectivesReported,
+    PullRequested,
     RemoveModelRequested,
     SleepRequested,
     WaiterCancelled,
@@ -48,6 +49,7 @@ from shared.contracts.admin import (
     ExplainPlan,
     Migrate,
     MigrationsViewed,
+    PullModel,
     RemoveModel,
     SleepModel,
     ViewCluster,
@@ -208,6 +210,8 @@ class Handlers:
                 return await self._ask(lambda w: WakeRequested(at, w, name))
             case SleepModel(name=name):
                 return await self._ask(lambda w: SleepRequested(at, w, name))
+            case PullModel(name=name, options=options):
+                return await self._ask(lambda w: PullRequested(at, w, name, options.node, options.tier))
             case ChangeNode(node=node, action=action):
                 return await self._ask(lambda w: ChangeNodeRequested(at, w, node, action))
             case ExplainPlan():

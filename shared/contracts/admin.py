@@ -113,6 +113,49 @@ class ModelAsleep(Message):
     freed_bytes: int = 0
 
 
+class PullOptions(Frozen):
+    """The body of a pull.
+
+    Attributes:
+        node: None: the scheduler chooses.
+        tier: Disk cache (ssd) or host memory (dram) of the node.
+    """
+
+    node: str | None = Field(default=None, min_length=1)
+    tier: Literal["ssd", "dram"] = "ssd"
+
+
+class PullModel(Request):
+    """Bring a model's weights to a tier of a node, without starting an instance.
+
+    Answers when they are there (`ModelPulled`), or why not. The pull continues after the deadline.
+    The request is idempotent: a repeated one waits for the same pull.
+    """
+
+    deadline_ms: Deadline = 600_000
+    kind: Literal["pull"] = "pull"
+    name: str
+    options: PullOptions = PullOptions()
+
+
+class ModelPulled(Message):
+    """Where the weights are now.
+
+    Attributes:
+        tiers: All tiers of the node that have them.
+        took_ms: Since the first request for this pull; 0 if the weights were there.
+    """
+
+    kind: Literal["pulled"] = "pulled"
+    name: str
+    node: str
+    tier: Literal["ssd", "dram"]
+    tiers: tuple[Literal["ssd", "dram"], ...] = ()
+    nbytes: int = 0
+    took_ms: float = 0.0
+    was_there: bool = False
+
+
 class AssumeNode(Frozen):
     """A hypothetical additional node.
 
@@ -341,6 +384,7 @@ AdminRequest = Annotated[
     | RemoveModel
     | WakeModel
     | SleepModel
+    | PullModel
     | ExplainPlan
     | ChangeNode
     | ViewCluster

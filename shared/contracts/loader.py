@@ -130,9 +130,9 @@ class WeightsReleased(Message):
 class PrefetchWeights(Request):
     """Prefetch weights into a tier before a request needs them.
 
-    The reply is an immediate `Done`. All other loads precede a prefetch. The loader drops a
-    prefetch as soon as a request waits for other weights, or if the node's memory has no room. The
-    request is idempotent.
+    The reply is an immediate `Done`; `LoaderStatus.prefetches` has the outcome. All other loads
+    precede a prefetch. The loader drops a prefetch as soon as a request waits for other weights, or
+    if the node has no room. The request is idempotent.
     """
 
     kind: Literal["prefetch"] = "prefetch"
@@ -350,6 +350,19 @@ class PretouchStatus(Frozen):
     reason: str = Field(default="", description="Why it is skipped.")
 
 
+class PrefetchStatus(Frozen):
+    """A prefetch that runs, or one of the latest that ended.
+
+    States:
+        preempted: The loader dropped it, because a request waited for other weights.
+    """
+
+    token: int = Field(description="Of its `PrefetchWeights`.")
+    weights_id: str
+    state: Literal["running", "complete", "preempted", "failed"]
+    error: ErrorBody | None = Field(default=None, description="Why it failed.")
+
+
 class LoaderStatus(Message):
     """Broadcast on every change and every second."""
 
@@ -364,6 +377,7 @@ class LoaderStatus(Message):
     links: tuple[LinkStatus, ...] = ()
     memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of cpu devices with memory of their own.")
     cached: tuple[CachedModel, ...] = ()
+    prefetches: tuple[PrefetchStatus, ...] = ()
     dram_bytes: int = Field(
         default=0, description="Of the pool, beyond what instances hold: cached, spare, and not proved free yet."
     )

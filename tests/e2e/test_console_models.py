@@ -91,6 +91,23 @@ def test_model_of_a_url_is_followed_while_it_is_downloaded_until_it_is_ready(pag
     assert (spec["pin"], spec["aliases"], spec["memory"]) == (True, ["far-alias", "other-alias"], 2**28)
 
 
+def test_model_is_downloaded_without_a_start(page: Page, mesh: Thaw, server: TierServer) -> None:
+    server.faults.stall_after = STALL_BYTES
+    page.get_by_role("form", name="Add a model").get_by_label("Start it at once").uncheck()
+    submit(page, "pulled", f"{server.url}/remote")
+    expect(page.get_by_role("status", name="Progress of the model")).to_contain_text("pulled is added.")
+    page.get_by_role("button", name="Download pulled to a node's disk").click()
+    progress = page.get_by_role("status", name="Download of pulled")
+    assert server.stalled.wait(60)
+    expect(progress.get_by_role("meter", name="Downloaded to node-0")).to_be_visible()
+    assert serious_findings(page) == []
+    server.unblocked.set()
+    expect(progress).to_contain_text("It is on the disk of node-0.")
+    page.get_by_role("button", name="Download pulled to a node's disk").click()
+    expect(progress).to_contain_text("node-0 has it on its disk already.")
+    assert mesh.instances("pulled") == []
+
+
 def test_model_of_a_directory_is_added_without_a_start_by_keyboard(page: Page, mesh: Thaw, tmp_path: Path) -> None:
     source = make_demo_model(tmp_path / "near", "test", seed=8)
     form = page.get_by_role("form", name="Add a model")

@@ -17,8 +17,10 @@ from shared.contracts.admin import (
     MigrationsViewed,
     ModelAsleep,
     ModelAwake,
+    ModelPulled,
     ModelsAdded,
     PlanExplained,
+    PullOptions,
     SleepModel,
     WakeModel,
 )
@@ -30,6 +32,7 @@ from thaw.cli.gateway import Gateway
 from thaw.errors import CommandError
 
 M = TypeVar("M", bound=BaseModel)
+_DAY_S = 86_400.0
 _TIMEOUT = httpx.Timeout(15.0, connect=3.0)
 
 
@@ -66,6 +69,10 @@ class Api(Gateway):
     def cluster(self) -> ClusterView:
         return self._get(ClusterView, "GET", "/admin/v1/cluster")
 
+    def brief_cluster(self) -> ClusterView:
+        """Return the cluster without candidates and measurements of plans."""
+        return self._get(ClusterView, "GET", "/admin/v1/cluster?brief=true")
+
     def add_models(
         self, specs: tuple[ModelSpec, ...], *, prune: bool = False, reread: bool = False, replace: bool = False
     ) -> ModelsAdded:
@@ -82,6 +89,10 @@ class Api(Gateway):
 
     def sleep(self, name: str) -> ModelAsleep:
         return self._get(ModelAsleep, "POST", f"/admin/v1/models/{quote(name, safe='')}/sleep", timeout=SleepModel.usual_ms() / 1e3)
+
+    def pull(self, name: str, options: PullOptions) -> ModelPulled:
+        """Wait for a pull, at most a day."""
+        return self._get(ModelPulled, "POST", f"/admin/v1/models/{quote(name, safe='')}/pull", options, timeout=_DAY_S)
 
     def explain(self, asked: ExplainPlan) -> PlanExplained:
         return self._get(PlanExplained, "POST", "/admin/v1/explain", asked)

@@ -35,6 +35,12 @@ COMMANDS = (
     Entry("usage", "usage", "usage", "Show requests, tokens, cold starts, memory held and their cost by API key and model."),
     Entry("wake", "wake", "wake", "Start or resume a model, and wait until it is ready."),
     Entry("sleep", "wake", "sleep", "Free a model's devices after its running requests."),
+    Entry(
+        "pull",
+        "pull",
+        "pull",
+        "Download a model's weights to a node's disk, or load them into its host memory.",
+    ),
     Entry("chat", "chat", "chat", "Chat with a model; it is started or resumed first if necessary."),
     Entry(
         "trace",

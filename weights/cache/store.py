@@ -163,6 +163,19 @@ class SsdCache:
     def get_partial_path(self, revision: str) -> Path:
         return self._partial / check_revision(revision)
 
+    def can_hold(self, revision: str, nbytes: int) -> bool:
+        """True if `nbytes` of this revision would fit after evictions; nothing is evicted.
+
+        Entries in use count as evictable.
+        """
+        try:
+            own = sum_allocated(self.get_partial_path(revision))
+            disk = shutil.disk_usage(self._find_existing())
+            others = [e for e in self.entries() if e.revision != revision]
+        except OSError:
+            return False
+        return plan_eviction(others, nbytes, self.budget, disk.free + own - int(disk.total * _KEPT_FREE)) is not None
+
     def make_room(self, revision: str, nbytes: int) -> bool:
         """Evict until `nbytes` more fit, and reserve them for this revision.
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from services.loader.domain.effects import StartRun
+from shared.contracts.models import ModelCard
 from shared.errors import ThawError
 from weights.cache.caching import CachingTier
 from weights.sources.sources import Sources
@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class _Fill:
     """The fetching of one model. Its reads are background transfers of the link."""
 
-    def __init__(self, order: StartRun) -> None:
-        self.order = order
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
+        self.done: Future[None] = Future()
         self.cancelled = threading.Event()
         self._lock = threading.Lock()
         self._waiting: tuple[Link, Transfer] | None = None
@@ -60,13 +61,18 @@ class CacheFill:
         self._fills: dict[str, _Fill] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cache-fill")
 
-    def begin(self, order: StartRun) -> None:
-        """Fetch the missing ranges of the model, unless they are being fetched."""
+    def begin(self, card: ModelCard) -> Future[None]:
+        """Fetch the missing ranges of the model, unless they are being fetched.
+
+        The result follows when that has ended, well or not.
+        """
         with self._lock:
-            if order.weights_id in self._fills:
-                return
-            fill = self._fills[order.weights_id] = _Fill(order)
+            fill = self._fills.get(card.info.revision)
+            if fill is not None and not fill.cancelled.is_set():
+                return fill.done
+            fill = self._fills[card.info.revision] = _Fill(card)
         self._pool.submit(self._run, fill)
+        return fill.done
 
     def cancel(self, weights_id: str) -> None:
         """Cancel the fetching of a model, because a load of it begins."""
@@ -84,7 +90,7 @@ class CacheFill:
         self._pool.shutdown(cancel_futures=True)
 
     def _run(self, fill: _Fill) -> None:
-        name = fill.order.card.name
+        name = fill.card.name
         try:
             if not fill.cancelled.is_set():
                 self._complete(fill)
@@ -94,10 +100,13 @@ class CacheFill:
             log.exception("failed to complete a model in the SSD cache", extra={"model": name})
         finally:
             with self._lock:
-                self._fills.pop(fill.order.weights_id, None)
+                if self._fills.get(fill.card.info.revision) is fill:
+                    del self._fills[fill.card.info.revision]
+            if not fill.done.done():
+                fill.done.set_result(None)
 
     def _complete(self, fill: _Fill) -> None:
-        card = fill.order.card
+        card = fill.card
         tier = self._sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
         try:
             if not isinstance(tier, CachingTier) or not tier.caches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from services.loader.adapters.arrivals import Arrivals
 from services.loader.adapters.cache_fill import CacheFill
@@ -15,6 +15,7 @@ from services.loader.adapters.run import Run, RunContext, Threads
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Completed, Ended, Event, Failed
 from shared.contracts.loader import LinkStatus
+from shared.contracts.models import ModelCard
 from shared.errors import ThawError
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
@@ -126,6 +127,16 @@ class Runs:
             if tier is not None:
                 tier.get_settled_event().wait()
 
+    def complete_on_disk(self, card: ModelCard) -> Future[None]:
+        """Fetch what the SSD cache lacks of a remote model, without a load of it.
+
+        The result follows when that has ended, well or not.
+        """
+        return self._fill.begin(card)
+
+    def cancel_on_disk(self, weights_id: str) -> None:
+        self._fill.cancel(weights_id)
+
     def remove(self, run: int) -> Callable[[], int]:
         """Remove the run.
 
@@ -189,7 +200,7 @@ class Runs:
         self._context.emit(Completed(order.weights_id, order.run, run.kept_bytes))
         self._settle(run)
         if run.kept_bytes is not None and is_remote(order.card.info.source):
-            self._fill.begin(order)
+            self._fill.begin(order.card)
 
     def _settle(self, run: Run) -> None:
         """Close the tier after its copy to the disk, and unmap the loaded bytes.

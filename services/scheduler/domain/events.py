@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from services.scheduler.domain.values import value
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import Demand
@@ -125,6 +127,17 @@ class SleepRequested:
 
 
 @value(frozen=True, slots=True)
+class PullRequested:
+    """Bring the weights of a model to a tier of a node. `node` None: the scheduler chooses."""
+
+    at: float
+    waiter: str
+    name: str
+    node: str | None = None
+    tier: Literal["ssd", "dram"] = "ssd"
+
+
+@value(frozen=True, slots=True)
 class ChangeNodeRequested:
     at: float
     waiter: str
@@ -177,6 +190,7 @@ Event = (
     | StopRefused
     | CommandAccepted
     | AdminRequested
+    | PullRequested
     | MigrationRequested
     | MigrationUpdated
     | WaiterCancelled

@@ -8,6 +8,7 @@
 4. Place models that need more instances, in the profile's order.
 5. Without waiting requests, start the models that are to be parked (prewarm/parking.py).
 6. Without waiting requests, prefetch weights (prewarm/prefetch.py).
+7. Begin, repeat and answer operators' pulls (prewarm/pulls.py).
 
 Each event examines only what it affects (affected.py), so that the cost of a decision does not
 grow with the cluster. A Tick examines what follows from the passing of time.
@@ -29,6 +30,7 @@ from services.scheduler.domain.migration.orders import advance_migrations
 from services.scheduler.domain.placement.queue import scale_up_queue
 from services.scheduler.domain.prewarm.parking import promote_parked_starts, start_parking
 from services.scheduler.domain.prewarm.prefetch import start_prefetches
+from services.scheduler.domain.prewarm.pulls import advance_pulls
 from services.scheduler.domain.state.accounting import booking_of, claims_on
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.device_memory import suspended_bytes
@@ -66,6 +68,7 @@ def reconcile(tx: Transaction, *, everything: bool, only_due: bool = False) -> N
         if only_due:
             start_prefetches(tx)  # 6
         start_claims(tx, scope.list_claimed())
+    advance_pulls(tx)  # 7
     reply_to_waiters(tx)
 
 
@@ -83,7 +86,7 @@ def reply_to_waiters(tx: Transaction) -> None:
             ready = next((i for i in tx.state.live_instances(model) if i.state is InstanceState.READY), None) if model else None
             if ready is not None:
                 reply_awake(tx, w, ready)
-        elif set(w.instances) <= set(w.stopped):
+        elif w.kind == "sleep" and set(w.instances) <= set(w.stopped):
             tx.drop(Waiter, w.waiter)
             tx.emit(ReplyTo(w.waiter, ModelAsleep(instances=w.instances, freed_bytes=w.freed_bytes)))
 

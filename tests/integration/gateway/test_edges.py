@@ -12,11 +12,20 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
-from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelAwake, ModelsAdded
+from shared.contracts.admin import (
+    ADMIN_REQUEST,
+    AdminRequest,
+    ClusterView,
+    ModelAwake,
+    ModelPulled,
+    ModelsAdded,
+    PullModel,
+    PullOptions,
+)
 from shared.contracts.base import Message
 from shared.contracts.inference import ChoiceDelta, InferChunk, TokenLogprob, TopLogprob
 from shared.contracts.models import ModelCard
-from shared.errors import Conflict, ModelNotFound
+from shared.errors import Conflict, DeadlineExceeded, ModelNotFound, NotFound, ReplyLost, ThawError, Unavailable
 from shared.messaging.streams import catalog_bucket
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, hang
@@ -371,7 +380,39 @@ async def test_a_wake_is_interrupted_by_a_shutdown(node: FakeNode, serve: ServeF
     assert answer.headers["x-should-retry"] == "true"
 
 
-async def test_pending_wake_does_not_delay_the_shutdown(node: FakeNode, serve: ServeFn) -> None:
+async def test_a_pull_is_repeated_until_the_scheduler_answers_it(gateway: Served, node: FakeNode) -> None:
+    asked: list[PullModel] = []
+    errors: list[ThawError] = [
+        DeadlineExceeded("not done"),
+        Unavailable("no longer the leader", retry_after_ms=1, should_retry=True),
+        ReplyLost("lost"),
+    ]
+
+    async def answer(request: AdminRequest) -> Message:
+        assert isinstance(request, PullModel)
+        asked.append(request)
+        if errors:
+            raise errors.pop(0)
+        if request.options.node == "n9":
+            raise NotFound("No node 'n9'", param="node")
+        return ModelPulled(name="org/x", node="n", tier="dram", tiers=("dram",), nbytes=7)
+
+    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, answer).start()
+    await node.mesh.flush()
+    url = "/admin/v1/models/org/x/pull"
+    pulled = await gateway.http.post(url, json={"node": "n", "tier": "dram"})
+    assert (pulled.status_code, pulled.json()["node"], pulled.json()["nbytes"]) == (200, "n", 7), pulled.text
+    assert asked == [PullModel(name="org/x", options=PullOptions(node="n", tier="dram"))] * 4
+    assert (await gateway.http.post(url)).status_code == 200, "the body may be left out"
+    assert asked[-1].options == PullOptions()
+    assert (await gateway.http.post(url, json={"node": "n9"})).status_code == 404
+    for bad in ({"tier": "tape"}, {"node": ""}):
+        assert (await gateway.http.post(url, json=bad)).status_code == 400
+    assert (await gateway.http.post(f"{url}?timeout=x")).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["wake", "pull"])
+async def test_pending_wake_or_pull_does_not_delay_the_shutdown(node: FakeNode, serve: ServeFn, path: str) -> None:
     asked = asyncio.Event()
 
     async def never(request: AdminRequest) -> Message:
@@ -381,7 +422,7 @@ async def test_pending_wake_does_not_delay_the_shutdown(node: FakeNode, serve: S
 
     await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, never, concurrent=True).start()
     async with serve(drain_timeout=600) as served:
-        waiting = asyncio.create_task(served.http.post("/admin/v1/models/alpha/wake"))
+        waiting = asyncio.create_task(served.http.post(f"/admin/v1/models/alpha/{path}"))
         await asked.wait()
         served.stop.set()
         answer = await waiting

@@ -61,6 +61,7 @@ async def test_read_only_key_sees_everything_and_changes_nothing(pair: tuple[Ser
         ("POST", "models/alpha/wake"),
         ("PATCH", "models/alpha/settings"),
         ("POST", "models/alpha/sleep"),
+        ("POST", "models/alpha/pull"),
         ("POST", "nodes/n/drain"),
         ("POST", "nodes/n/cordon"),
         ("POST", "nodes/n/uncordon"),

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from shared.contracts.base import Done
-from shared.contracts.loader import CancelPrefetch, LoaderStatus, PrefetchWeights
+from shared.contracts.loader import CancelPrefetch, LoaderStatus, PrefetchStatus, PrefetchWeights
 from shared.contracts.models import ModelCard
 from shared.errors import StaleToken
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.test_dram import loader
 from tests.integration.loader.test_service import client_card_of_sparse, status_where
+from tests.integration.loader.tiers_server import Faults, TierServer
+from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.segments import assert_same
 
 GIB = 1 << 30
+MB = 1_000_000
 __all__ = ["loader"]
 
 
-async def prefetch(client: Client, card: ModelCard, token: int = 2 << 32) -> None:
-    await client.mesh.request(client._subject, PrefetchWeights(token=token, card=card), Done)
+async def prefetch(client: Client, card: ModelCard, token: int = 2 << 32, tier: Literal["ssd", "dram"] = "dram") -> None:
+    await client.mesh.request(client._subject, PrefetchWeights(token=token, card=card, tier=tier), Done)
 
 
 def in_memory(card: ModelCard, status: LoaderStatus) -> bool:
     return any(c.weights_id == card.info.revision and c.tier == "dram" for c in status.cached)
+
+
+def on_disk(card: ModelCard, status: LoaderStatus) -> bool:
+    return any(c.weights_id == card.info.revision and c.tier == "ssd" for c in status.cached)
+
+
+def is_over(token: int, state: str) -> Callable[[LoaderStatus], bool]:
+    """Return whether a prefetch has that outcome in a status."""
+    return lambda status: any(p.token == token and p.state == state for p in status.prefetches)
+
+
+def outcome(token: int, status: LoaderStatus) -> PrefetchStatus:
+    return next(p for p in status.prefetches if p.token == token)
+
+
+@pytest.fixture
+def www(tmp_path: Path) -> Iterator[TierServer]:
+    """An HTTP server with the model `far`, of 20 MB."""
+    write_checkpoint(tmp_path / "www" / "far", tensors(megabytes=20))
+    server = TierServer(tmp_path / "www")
+    yield server
+    server.close()
 
 
 async def test_prefetched_weights_attach_without_a_read(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
@@ -47,6 +74,7 @@ async def test_prefetch_yields_to_a_load_for_a_request(loader: LoaderProcess, cl
     await client.attach("i1", card)
     gone = await status_where(client, loader.node, lambda s: [x.weights_id for x in s.segments] == [card.info.revision])
     assert not in_memory(large, gone)
+    assert outcome(2 << 32, gone).state == "preempted"
 
 
 async def test_a_prefetch_of_requested_weights_continues(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
@@ -79,5 +107,53 @@ async def test_prefetch_of_unreadable_weights_is_forgotten(loader: LoaderProcess
     [file] = (tmp_path / "m").glob("*.safetensors")
     file.unlink()
     await prefetch(client, card)
-    await status_where(client, loader.node, lambda s: not s.segments and not in_memory(card, s))
+    status = await status_where(client, loader.node, is_over(2 << 32, "failed"))
+    assert not status.segments
+    assert not in_memory(card, status)
+    error = outcome(2 << 32, status).error
+    assert error is not None
+    assert error.code == "checkpoint_invalid"
     await client.release("nobody")
+
+
+async def test_commands_for_the_same_weights_share_a_prefetch_to_both_tiers(
+    loader: LoaderProcess, client: Client, www: TierServer
+) -> None:
+    www.faults = Faults(suffix="model.safetensors", stall_from=4 * MB)
+    card = await client.card(f"{www.url}/far")
+    await prefetch(client, card, 1, "ssd")
+    await prefetch(client, card, 2, "dram")
+    await status_where(client, loader.node, lambda s: is_over(1, "running")(s) and is_over(2, "running")(s))
+    www.faults = Faults()
+    www.unblocked.set()
+    await status_where(client, loader.node, lambda s: is_over(1, "complete")(s) and is_over(2, "complete")(s))
+    await status_where(client, loader.node, lambda s: in_memory(card, s) and on_disk(card, s))
+
+
+async def test_weights_that_only_memory_has_are_fetched_to_the_disk(loader: LoaderProcess, client: Client, www: TierServer) -> None:
+    card = await client.card(f"{www.url}/far")
+    await client.attach("i1", card)
+    await status_where(client, loader.node, lambda s: on_disk(card, s))
+    entry = loader.home / "cache" / "entries" / card.info.revision
+    assert (entry / "entry.json").is_file()
+    (entry / "entry.json").unlink()  # as an eviction does first
+    await status_where(client, loader.node, lambda s: not on_disk(card, s))
+    await prefetch(client, card, tier="ssd")
+    await status_where(client, loader.node, lambda s: is_over(2 << 32, "complete")(s) and on_disk(card, s))
+
+
+async def test_prefetch_to_a_disk_without_room_fails_before_it_downloads(
+    nats_server: NatsServer, client: Client, loader: LoaderProcess, www: TierServer
+) -> None:
+    loader.end()
+    loader.environment["THAW_CACHE_BYTES"] = str(5 * MB)
+    loader.start()
+    await client.until_served(loader)
+    card = await client.card(f"{www.url}/far")
+    sent = sum(www.sent.values())
+    await prefetch(client, card, tier="ssd")
+    status = await status_where(client, loader.node, is_over(2 << 32, "failed"))
+    error = outcome(2 << 32, status).error
+    assert error is not None
+    assert (error.code, "THAW_CACHE_BYTES" in error.message) == ("store_full", True)
+    assert sum(www.sent.values()) == sent

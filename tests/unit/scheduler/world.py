@@ -382,7 +382,7 @@ class World:
     def model(self, name: str, weights: int = 100 * MIB, **options: Any) -> None:
         """Register a model; `shape` is that of its files."""
         shape = options.pop("shape", "")
-        spec = ModelSpec(name=name, source=f"/m/{name}", **options)
+        spec = ModelSpec(name=name, **{"source": f"/m/{name}"} | options)
         info = model_info(spec.source, weights).model_copy(update={"shape": shape})
         answer = self.admin(AddModelsRequested(self.now, self._waiter(), (spec,), {name: info}, False))
         assert not isinstance(answer, ErrorBody), answer

@@ -102,6 +102,8 @@ def _is_wanted(state: ClusterState, model: Model) -> bool:
     card = model.card
     if card.spec.base is not None or card.spec.loads_itself or model.error is not None:
         return False
+    if any(p.model == model.key for p in state.pulls.values()):
+        return False
     return not state.by_model.get(model.key) and not state.in_memory.get(card.info.revision) and model.key not in state.prefetches
 
 

@@ -9,7 +9,7 @@ from services.scheduler.domain.state.cluster import ClusterState, Table
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
 from services.scheduler.domain.state.indexes import index
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
-from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
+from services.scheduler.domain.state.usage_history import Prefetch, Pull, UsageHistory
 from services.scheduler.domain.state.volatile import (
     ConsolidationFailures,
     Cooldown,
@@ -87,6 +87,7 @@ _TABLES: dict[type[Any], str] = {
     Counter: "counter",
     UsageHistory: "usage_history",
     Prefetch: "prefetches",
+    Pull: "pulls",
     ExpectationSent: "expectations",
     SloCounts: "slo_counts",
     SloQueue: "slo_queue",

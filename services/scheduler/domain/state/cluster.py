@@ -13,7 +13,7 @@ from services.scheduler.domain.state.booking_index import BookingTable, DueTimes
 from services.scheduler.domain.state.entities import Instance, Model, Node
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.overlay import Overlay
-from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
+from services.scheduler.domain.state.usage_history import Prefetch, Pull, UsageHistory
 from services.scheduler.domain.state.volatile import (
     ConsolidationFailures,
     Cooldown,
@@ -71,6 +71,7 @@ class ClusterState:
     counter: Table[Counter] = field(default_factory=dict)
     usage_history: Table[UsageHistory] = field(default_factory=dict)
     prefetches: Table[Prefetch] = field(default_factory=dict)
+    pulls: Table[Pull] = field(default_factory=dict)
     expectations: Table[ExpectationSent] = field(default_factory=dict)
     slo_counts: Table[SloCounts] = field(default_factory=dict)
     slo_queue: Table[SloQueue] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import Literal
 
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
-from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
+from services.scheduler.domain.state.usage_history import Prefetch, Pull, UsageHistory
 from services.scheduler.domain.state.volatile import (
     ConsolidationFailures,
     Cooldown,
@@ -158,6 +158,7 @@ Volatile = (
     | Counter
     | UsageHistory
     | Prefetch
+    | Pull
     | ExpectationSent
     | SloQueue
     | Migration

@@ -1,6 +1,8 @@
-"""Times of requests for models, and prefetches in progress, both for one term only."""
+"""Times of requests for models, and prefetches and pulls in progress, for one term only."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from services.scheduler.domain.values import value
 
@@ -51,3 +53,23 @@ class Prefetch:
     @property
     def key(self) -> str:
         return self.model
+
+
+@value(frozen=True, slots=True)
+class Pull:
+    """Weights that an operator has ordered to a tier of a node.
+
+    `token`: of the last prefetch command for it, sent at `sent_at`; 0: none is sent yet.
+    """
+
+    model: str
+    node: str
+    tier: Literal["ssd", "dram"]
+    weights_id: str
+    since: float
+    token: int = 0
+    sent_at: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.model}\0{self.node}\0{self.tier}"

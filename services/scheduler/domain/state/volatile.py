@@ -211,16 +211,18 @@ class Fetch:
 class Waiter:
     """An operator's request that is answered later.
 
-    For a sleep: the `instances` it waits for, those `stopped` so far, and the bytes they freed.
+    For a sleep: the `instances` it waits for, those `stopped` so far, and the bytes they freed. For
+    a pull: its key.
     """
 
     waiter: str
-    kind: Literal["wake", "sleep"]
+    kind: Literal["wake", "sleep", "pull"]
     model: str
     since: float
     instances: tuple[str, ...] = ()
     stopped: tuple[str, ...] = ()
     freed_bytes: int = 0
+    pull: str = ""
 
     @property
     def key(self) -> str:

@@ -1,0 +1,54 @@
+"""Copies of remote models on the node's disk, for prefetches."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.loader.adapters.runs import Runs
+from shared.contracts.models import ModelCard
+from shared.errors import StoreFull
+from weights.sources.open import is_remote
+from weights.sources.sources import Sources
+
+
+class DiskCopies:
+    """The SSD cache, filled from loads in progress or from the source."""
+
+    def __init__(self, sources: Sources, runs: Runs) -> None:
+        self._sources, self._runs = sources, runs
+
+    async def check_room(self, card: ModelCard) -> None:
+        """Raise `StoreFull` if the cache could not hold the model even after evictions."""
+        if not is_remote(card.info.source) or await asyncio.to_thread(self._is_here, card):
+            return
+        if not await asyncio.to_thread(self._sources.cache.can_hold, card.info.revision, card.info.weights_bytes):
+            raise self._full(card)
+
+    async def write(self, card: ModelCard) -> None:
+        """Return when the cache has the model. What its loads have not written is fetched.
+
+        A local directory needs no copy. Raises `StoreFull` if the cache does not have it in the
+        end.
+        """
+        if not is_remote(card.info.source):
+            return
+        await asyncio.to_thread(self._runs.wait_until_settled, card.info.revision)
+        if await asyncio.to_thread(self._is_here, card):
+            return
+        try:
+            await asyncio.wrap_future(self._runs.complete_on_disk(card))
+        except asyncio.CancelledError:
+            self._runs.cancel_on_disk(card.info.revision)
+            raise
+        if not await asyncio.to_thread(self._is_here, card):
+            raise self._full(card)
+
+    def _is_here(self, card: ModelCard) -> bool:
+        with self._sources.whole(card.info.revision) as found:
+            return found is not None
+
+    def _full(self, card: ModelCard) -> StoreFull:
+        return StoreFull(
+            f"{card.name} was not kept in the disk cache {self._sources.cache.root}: it has no room, or cannot be written. "
+            "Free space on the disk, or raise THAW_CACHE_BYTES; `thaw logs loader` says more"
+        )

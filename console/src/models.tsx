@@ -32,6 +32,8 @@ export function latencies(requests: RequestRecord[]): Map<string, Latency> {
   return found;
 }
 
+/** Engines whose weights the loader can bring. The others download what they need themselves. */
+const LOADED = new Set(["builtin", "vllm"]);
 const COST_HOURS = 24;
 const COST_REFRESH_MS = 60_000;
 
@@ -106,7 +108,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
                       ) : (
                         <Action label="Sleep" description={`Put ${name} to sleep`} run={() => change(`models/${inPath(name)}/sleep`)} />
                       ))}
-                      {mayChange && !m.base && m.source.includes("://") && <Download name={name} live={live} />}
+                      {mayChange && !m.base && LOADED.has(m.engine) && m.source.includes("://") && <Download name={name} live={live} />}
                     </td>
                   </tr>
                 );

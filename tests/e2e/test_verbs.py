@@ -35,6 +35,7 @@ CASES: dict[str, Case] = {
     "models add": (("four", "{home}/models/one"), {"added", "changed", "unchanged", "removed"}),
     "models list": ((), {"models"}),
     "models show": (("four",), {"card", "waiting", "last_plan", "error", "park", "needs"}),
+    "pull": (("four", "--to", "dram"), {"model", "node", "tier", "tiers", "bytes", "seconds", "was_there"}),
     "models rm": (("four",), {"removed"}),
     "wake": (("one",), {"model", "instance_id", "plan_id", "took_ms"}),
     "chat": (

@@ -1,0 +1,111 @@
+"""Prefetches in progress: their tiers, outcomes, and the way without memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from services.loader.prefetching import OUTCOMES_KEPT, Prefetching
+from shared.contracts.loader import PrefetchWeights
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.errors import InsufficientMemory, StoreFull, ThawError
+from tests.support.fake_node import model_info
+
+
+class Node:
+    """Loads that end when the test says so, and a disk."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.load_ends, self.write_ends = asyncio.Event(), asyncio.Event()
+        self.load_error: ThawError | None = None
+        self.room_error: ThawError | None = None
+        self.prefetching = Prefetching(self.load, self, self.release)
+
+    async def load(self, holder: str, card: ModelCard) -> None:
+        self.calls.append(f"load {card.name}")
+        await self.load_ends.wait()
+        if self.load_error is not None:
+            raise self.load_error
+
+    async def check_room(self, card: ModelCard) -> None:
+        if self.room_error is not None:
+            raise self.room_error
+
+    async def write(self, card: ModelCard) -> None:
+        self.calls.append(f"write {card.name}")
+        await self.write_ends.wait()
+
+    def release(self, holder: str, keep: bool) -> None:
+        self.calls.append(f"release {'and keep' if keep else ''}".strip())
+
+    def begin(self, token: int, tier: Literal["ssd", "dram"] = "ssd", name: str = "m") -> None:
+        card = ModelCard(spec=ModelSpec(name=name, source=f"s3://b/{name}"), info=model_info(f"s3://b/{name}"), created=0)
+        self.prefetching.begin(PrefetchWeights(token=token, card=card, tier=tier))
+
+    def states(self) -> list[tuple[int, str]]:
+        return [(s.token, s.state) for s in self.prefetching.statuses()]
+
+    async def settle(self) -> None:
+        """Let all prefetches end."""
+        self.load_ends.set()
+        self.write_ends.set()
+        running = [t for t in asyncio.all_tasks() if t.get_name().startswith("prefetch ")]
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_commands_join_a_prefetch_and_its_weights_stay_in_all_wanted_tiers() -> None:
+    node = Node()
+    node.begin(1, "ssd")
+    node.begin(2, "dram")
+    assert node.states() == [(1, "running"), (2, "running")]
+    await node.settle()
+    assert node.states() == [(1, "complete"), (2, "complete")]
+    assert node.calls == ["load m", "write m", "release and keep"]
+
+
+async def test_weights_for_the_disk_without_room_in_memory_are_written_without_a_load() -> None:
+    node = Node()
+    node.load_error = InsufficientMemory("no room")
+    node.begin(1, "ssd")
+    await node.settle()
+    assert node.states() == [(1, "complete")]
+    assert node.calls == ["load m", "write m", "release"]
+    node.begin(2, "dram")
+    await node.settle()
+    assert node.states()[-1] == (2, "failed")
+    error = node.prefetching.statuses()[-1].error
+    assert error is not None
+    assert error.code == "insufficient_memory"
+
+
+async def test_a_disk_without_room_is_found_before_the_load() -> None:
+    node = Node()
+    node.room_error = StoreFull("full")
+    node.begin(1, "ssd")
+    await node.settle()
+    assert node.states() == [(1, "failed")]
+    assert node.calls == ["release"]
+
+
+async def test_prefetches_yield_to_other_weights_and_a_cancelled_one_is_forgotten() -> None:
+    node = Node()
+    node.begin(1)
+    node.begin(2, name="k")
+    node.prefetching.yield_to("rev-s3://b/k")
+    assert node.states() == [(1, "preempted"), (2, "running")]
+    node.prefetching.cancel("rev-s3://b/k")
+    assert node.states() == [(1, "preempted")]
+    node.begin(3)
+    assert node.states() == [(1, "preempted"), (3, "running")]
+    await node.settle()
+    assert node.states() == [(1, "preempted"), (3, "complete")]
+    await node.prefetching.stop()
+
+
+async def test_the_latest_outcomes_are_kept() -> None:
+    node = Node()
+    for token in range(1, OUTCOMES_KEPT + 3):
+        node.begin(token)
+        await node.settle()
+    assert [token for token, _ in node.states()] == list(range(3, OUTCOMES_KEPT + 3))

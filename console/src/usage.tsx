@@ -17,6 +17,8 @@ interface Counts {
   held_cpu_byte_s: number;
   held_cuda_byte_s: number;
   held_host_byte_s: number;
+  victims?: number; // a scheduler of another version leaves them out
+  clearing_s?: number;
 }
 
 /** Exact amounts as text, as `Cost` of the admin API. */
@@ -27,6 +29,7 @@ export interface Cost {
   compute?: string; // a scheduler of another version leaves it out
   cold_starts: string;
   memory: string;
+  clearing?: string;
   total: string;
 }
 
@@ -97,7 +100,7 @@ export function UsagePage() {
   const { shown, field } = useFilter(rows ?? [], (r) => `${r.key} ${r.model}`);
   const count = (value: number) => value.toLocaleString();
   const total = (rows ?? []).reduce((sum, r) => sum + Number(r.cost?.total ?? 0), 0);
-  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Seconds of cold starts", "GiB hours held", "Parked"];
+  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Seconds of cold starts", "Victims", "Seconds of clearing", "GiB hours held", "Parked"];
   return (
     <>
       <h1>Usage</h1>
@@ -121,7 +124,7 @@ export function UsagePage() {
           <caption>{note}</caption>
           <thead>
             <tr>
-              {[...titles, ...(currency === null ? [] : [`${currency} for tokens`, `${currency} for computing`, `${currency} for cold starts`, `${currency} for memory`, `${currency} in all`])].map((title) => (
+              {[...titles, ...(currency === null ? [] : [`${currency} for tokens`, `${currency} for computing`, `${currency} for cold starts`, `${currency} for clearing`, `${currency} for memory`, `${currency} in all`])].map((title) => (
                 <th key={title} scope="col">{title}</th>
               ))}
             </tr>
@@ -138,6 +141,8 @@ export function UsagePage() {
                 <td class="number">{count(r.counts.completion_tokens)}</td>
                 <td class="number">{count(r.counts.cold_requests)}</td>
                 <td class="number">{r.counts.cold_start_s.toFixed(1)}</td>
+                <td class="number">{(r.counts.victims ?? 0).toFixed(1)}</td>
+                <td class="number">{(r.counts.clearing_s ?? 0).toFixed(1)}</td>
                 <td class="number">{gibHours(r.counts.held_cpu_byte_s + r.counts.held_cuda_byte_s)}</td>
                 <td class="number">{gibHours(r.counts.held_host_byte_s)}</td>
                 {currency !== null && (
@@ -145,6 +150,7 @@ export function UsagePage() {
                     <td class="number">{r.cost && amount(Number(r.cost.prompt) + Number(r.cost.cached) + Number(r.cost.completion))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.compute ?? 0))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.cold_starts))}</td>
+                    <td class="number">{r.cost && amount(Number(r.cost.clearing ?? 0))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.memory))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.total))}</td>
                   </>

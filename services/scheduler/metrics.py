@@ -49,6 +49,9 @@ class Metrics:
         self._error = seconds("thaw.plan.error", "Absolute difference between the two.")
         self._bias = meter.create_counter("thaw.plan.late", "s", "Time by which plans took longer than predicted.")
         self._outcomes = meter.create_counter("thaw.plan.outcomes", "{plan}", "Finished plans, by outcome.")
+        self._victims = meter.create_counter("thaw.plan.victims", "{instance}", "Instances that left for starts.")
+        self._clearing = meter.create_counter("thaw.plan.clearing", "s", "From decisions until their victims' memory was free.")
+        self._restarts = meter.create_counter("thaw.plan.restarts", "s", "Starts that preemptions or migrations for others caused.")
         self._phases = seconds("thaw.plan.phase", "Measured phases of plans.")
         meter.create_observable_gauge("thaw.device.memory", [self._memory], "By", "Pages of a device, by state.")
         meter.create_observable_gauge(
@@ -86,6 +89,11 @@ class Metrics:
         if chosen is not None:
             names |= {"thaw.way": chosen.ready_by, "thaw.clearing": chosen.clearing, "thaw.source": chosen.source}
         self._outcomes.add(1, {**names, "thaw.outcome": plan.outcome})
+        if chosen is not None and chosen.cleared_ms is not None:
+            self._victims.add(len(chosen.victims), names)
+            self._clearing.add(chosen.cleared_ms / 1e3, names)
+        if plan.caused_by is not None and plan.measured_ms is not None:
+            self._restarts.add(plan.measured_ms / 1e3, names)
         if plan.outcome != "ready" or chosen is None:
             return
         for phase, ms in plan.measured_phases.items():

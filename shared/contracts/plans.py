@@ -66,6 +66,9 @@ class Candidate(Frozen):
     )
     template: str | None = Field(default=None, description="With `template`: the suspended instance whose engine it takes.")
     took_ms: float | None = Field(default=None, description="Of the chosen one that became ready: from the decision until then.")
+    cleared_ms: float | None = Field(
+        default=None, description="Of the chosen one with victims: from the decision until their memory was free."
+    )
 
     @property
     def already_there(self) -> str:
@@ -89,6 +92,18 @@ class Candidate(Frozen):
         return None if self.took_ms is None or self.predicted_ms is None else self.took_ms - self.predicted_ms
 
 
+class Preemption(Frozen):
+    """The preemption of an instance that served.
+
+    Attributes:
+        plan_id: The plan of the start that needed its memory.
+        at: Unix seconds of the decision.
+    """
+
+    plan_id: str
+    at: float
+
+
 class PlanRecord(Frozen):
     plan_id: str
     model: str
@@ -104,6 +119,10 @@ class PlanRecord(Frozen):
     measured_ms: float | None = Field(default=None, description="From the demand until ready.")
     error: ErrorBody | None = None
     traceparent: str | None = None
+    preempted: Preemption | None = Field(default=None, description="Of the started instance, if that may cause a restart.")
+    caused_by: str | None = Field(
+        default=None, description="The plan whose preemption or migration made this start necessary, and whose requests pay for it."
+    )
 
     @property
     def measured_phases(self) -> dict[str, float]:

@@ -39,7 +39,7 @@ class Cost(Frozen):
     """An amount of money by what it is for.
 
     `compute`: device-seconds of computing; `cold_starts`: those of cold starts; `memory`: GiB-hours
-    held.
+    held; `clearing`: device-seconds until the memory of starts was free.
     """
 
     prompt: Decimal = Decimal(0)
@@ -48,6 +48,7 @@ class Cost(Frozen):
     compute: Decimal = Decimal(0)
     cold_starts: Decimal = Decimal(0)
     memory: Decimal = Decimal(0)
+    clearing: Decimal = Decimal(0)
     total: Decimal = Decimal(0)
 
     def plus(self, other: Cost) -> Cost:
@@ -62,6 +63,8 @@ class Prices(Frozen):
         tokens: Prices of a million tokens of every model.
         compute_seconds: Price of a second that one device computed for requests, by its kind.
         device_seconds: Price of a second of one device in a cold start, by its kind.
+        clearing_seconds: Price of a second of one device while a start waits for its victims to
+            leave, beside `device_seconds`, by its kind.
         gib_hours: Price of a GiB held for an hour, by the kind of the memory: of devices (cpu,
             cuda), or host memory and swap that suspended engines take (host).
         models: Other prices of tokens for models by name or pattern; the first that matches holds.
@@ -73,6 +76,7 @@ class Prices(Frozen):
     tokens: TokenPrices = TokenPrices()
     compute_seconds: dict[DeviceKind, Amount] = Field(default_factory=dict)
     device_seconds: dict[DeviceKind, Amount] = Field(default_factory=dict)
+    clearing_seconds: dict[DeviceKind, Amount] = Field(default_factory=dict, exclude_if=lambda prices: not prices)
     gib_hours: dict[MemoryKind, Amount] = Field(default_factory=dict)
     models: dict[str, TokenPrices] = Field(default_factory=dict, max_length=1_000)
 
@@ -95,6 +99,7 @@ class Prices(Frozen):
         device_s: Mapping[str, float] | None = None,
         byte_s: Mapping[str, float] | None = None,
         compute_us: Mapping[str, int] | None = None,
+        clearing_s: Mapping[str, float] | None = None,
     ) -> Cost:
         """Price an amount of usage.
 
@@ -103,6 +108,7 @@ class Prices(Frozen):
             device_s: Device-seconds of cold starts by the kind of the device.
             byte_s: Byte-seconds held by the kind of the memory.
             compute_us: Device-microseconds of computing by the kind of the device.
+            clearing_s: Device-seconds of clearing by the kind of the device.
         """
         prompt_tokens, cached_tokens, completion_tokens = tokens
         prices = self.of_model(model)
@@ -115,6 +121,7 @@ class Prices(Frozen):
         completion = prices.completion * completion_tokens / _MILLION
         compute = _price({kind: us * _MILLIONTH for kind, us in (compute_us or {}).items()}, self.compute_seconds)
         cold = _price(device_s or {}, self.device_seconds)
+        clearing = _price(clearing_s or {}, self.clearing_seconds)
         memory = _price({kind: amount / GIB_HOUR for kind, amount in (byte_s or {}).items()}, self.gib_hours)
         return Cost(
             prompt=prompt,
@@ -123,7 +130,8 @@ class Prices(Frozen):
             compute=compute,
             cold_starts=cold,
             memory=memory,
-            total=prompt + cached + completion + compute + cold + memory,
+            clearing=clearing,
+            total=prompt + cached + completion + compute + cold + memory + clearing,
         )
 
 

@@ -41,14 +41,20 @@ class Counts(Frozen):
             not measure it.
         compute_cuda_us: The same of cuda devices.
         cold_requests: Requests that waited for a cold start.
-        cold_start_s: Their shares of the seconds of these starts. The requests that waited for a
-            start share it equally.
+        cold_start_s: Their shares of the seconds of these starts, and of the restarts that these
+            caused. The requests that waited for a start share it equally.
         cold_device_s: The same, times the devices of the instance that started.
         held_cpu_byte_s: Bytes that models had reserved on cpu devices, times seconds. Charged to
             the owner of the model, whether it was used, kept alive, prewarmed or pinned.
         held_cuda_byte_s: The same of cuda devices.
         held_host_byte_s: Bytes of snapshots of suspended engines in host memory and swap, times
             seconds.
+        victims: Shares of the instances that left for these starts: evicted, preempted, or with
+            their requests migrated.
+        clearing_s: Shares of the seconds from the decision until the victims' memory was free.
+        clearing_device_s: The same, times the devices of the instance that started.
+        restart_s: The part of `cold_start_s` for restarts of models that these starts preempted,
+            and for starts of destinations of migrated requests.
     """
 
     requests: int = Field(default=0, ge=0, le=MAX_COUNT)
@@ -64,6 +70,10 @@ class Counts(Frozen):
     held_cpu_byte_s: float = Field(default=0.0, ge=0)
     held_cuda_byte_s: float = Field(default=0.0, ge=0)
     held_host_byte_s: float = Field(default=0.0, ge=0)
+    victims: float = Field(default=0.0, ge=0)
+    clearing_s: float = Field(default=0.0, ge=0)
+    clearing_device_s: float = Field(default=0.0, ge=0)
+    restart_s: float = Field(default=0.0, ge=0)
 
     @property
     def compute_s(self) -> float:
@@ -156,8 +166,8 @@ class Period(Frozen):
 class Spent(KeySpending):
     """What the ledger has of a key in the present day and month.
 
-    Tokens are those of prompts and completions. Money is their cost, and that of cold starts and of
-    memory held; 0 without prices.
+    Tokens are those of prompts and completions. Money is their cost, and that of starts, of
+    clearing and of memory held; 0 without prices.
     """
 
 

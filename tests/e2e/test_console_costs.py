@@ -79,7 +79,7 @@ def test_usage_shows_costs_of_the_ledger_and_budgets_with_what_is_spent(page: Pa
     expect(row).to_have_count(1)
     cost = spent["rows"][0]["cost"]
     expect(page.get_by_role("columnheader", name="EUR in all")).to_be_visible()
-    tokens, compute, cold, memory, total = (amount(cell) for cell in row.locator("td").all_inner_texts()[-5:])
+    tokens, compute, cold, clearing, memory, total = (amount(cell) for cell in row.locator("td").all_inner_texts()[-6:])
     shown = Decimal("0.01")
     assert abs(total - Decimal(cost["total"])) <= shown
     assert abs(cold - Decimal(cost["cold_starts"])) <= shown
@@ -87,6 +87,7 @@ def test_usage_shows_costs_of_the_ledger_and_budgets_with_what_is_spent(page: Pa
     assert abs(tokens - sum(Decimal(cost[name]) for name in ("prompt", "cached", "completion"))) <= shown
     assert min(cold, compute, tokens) > 0
     assert memory == 0, "the model has no owner"
+    assert clearing == 0, "nothing left for it"
     expect(page.get_by_text("Cost at the present prices:")).to_contain_text(row.locator("td").last.inner_text())
     budgets = page.get_by_role("region", name="Budgets of keys")
     by_tokens = budgets.get_by_role("row", name=re.compile("spender tokens of a day"))

@@ -165,6 +165,11 @@ def outcome(plan: PlanRecord) -> str:
         if (error := _error_ms(plan)) is not None:
             text += f", {format_duration(abs(error) / 1e3)} {'too little' if error > 0 else 'too much'}"
         text += ")[/]"
+    if plan.chosen is not None and plan.chosen.cleared_ms is not None:
+        count, seconds = len(plan.chosen.victims), format_duration(plan.chosen.cleared_ms / 1e3)
+        text += f"\n  cleared: {count} instance{'s' if count > 1 else ''} left for it within {seconds}"
+    if plan.caused_by is not None:
+        text += f"\n  caused by: {escape(plan.caused_by)}, which took the memory of {escape(plan.model)}"
     measured = plan.measured_phases
     if measured:
         text += f"\n  measured: [dim]{_phases(measured)}[/]"

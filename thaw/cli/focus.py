@@ -83,6 +83,13 @@ def _charges(row: UsageSum) -> Iterator[dict[str, str]]:
             "Share of cold starts, in seconds of a device",
         ),
         (
+            "clearing-device-seconds",
+            Decimal(counts.clearing_device_s).quantize(Decimal("0.000001")),
+            "Seconds",
+            cost.clearing,
+            "Share of waiting for victims to leave, in seconds of a device",
+        ),
+        (
             "memory-gib-hours",
             Decimal(counts.held_gib_h + counts.parked_gib_h).quantize(Decimal("0.000001")),
             "GiB-Hours",

@@ -20,6 +20,20 @@ from thaw.units import parse_duration
 _ABSENT = {"key": "(no key)", "model": "(no model)"}
 """Model: memory of devices without instances."""
 _HOUR_S = 3600
+_COLUMNS = (
+    "REQUESTS",
+    "FAILED",
+    "PROMPT",
+    "CACHED",
+    "COMPLETION",
+    "COMPUTE S",
+    "COLD",
+    "COLD S",
+    "VICTIMS",
+    "CLEARING S",
+    "GIB H",
+    "PARKED GIB H",
+)
 
 
 @verb
@@ -80,7 +94,7 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
     table = Table(box=None, header_style="dim")
     for name in dimensions:
         table.add_column(name.upper())
-    for name in ("REQUESTS", "FAILED", "PROMPT", "CACHED", "COMPLETION", "COMPUTE S", "COLD", "COLD S", "GIB H", "PARKED GIB H"):
+    for name in _COLUMNS:
         table.add_column(name, justify="right")
     if viewed.currency is not None:
         table.add_column(viewed.currency.upper(), justify="right")
@@ -101,6 +115,8 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
             f"{counts.compute_s:,.1f}",
             f"{counts.cold_requests:,}",
             f"{counts.cold_start_s:,.1f}",
+            f"{counts.victims:,.1f}",
+            f"{counts.clearing_s:,.1f}",
             f"{counts.held_gib_h:,.2f}",
             f"{counts.parked_gib_h:,.2f}",
             *([f"{row.cost.total:,.4f}"] if row.cost is not None else []),

@@ -81,7 +81,8 @@ class HeldMemory:
     async def flush(self, now: float) -> None:
         """Record what was charged since the last time; a batch that failed goes first.
 
-        Starts that no request asked for are charged to the owners of their models.
+        Starts that no request asked for are charged to the owners of their models, and what starts
+        took from others is recorded.
 
         Raises:
             StaleEpoch: Another leader was elected.
@@ -92,7 +93,7 @@ class HeldMemory:
         if self._pending:
             await self._ledger.record_held(self._epoch, self._pending)
             self._pending = ()
-        await self._ledger.record_unasked_starts(self._epoch, now - self._plans_since_s, self._owner)
+        await self._ledger.record_starts(self._epoch, now - self._plans_since_s, self._owner)
         self._plans_since_s = _PLANS_SINCE_S
 
     def _take(self) -> tuple[HeldBatch, ...]:

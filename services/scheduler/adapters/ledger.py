@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, Table, delete, func, literal, select
+from sqlalchemy import RowMapping, Select, delete, func, literal, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
 from services.scheduler.adapters.repository import require_epoch
+from services.scheduler.adapters.start_charges import inside, record_displacements, select_start_charges
 from shared.contracts.prices import Cost, Prices
 from shared.contracts.usage import (
     MAX_ROWS_VIEWED,
@@ -40,6 +41,7 @@ _COUNTS = (
     "compute_cpu_us",
     "compute_cuda_us",
 )
+_STARTS = ("cold_start_s", "restart_s", "victims", "clearing_s")
 Tokens = tuple[int, int, int]
 """Prompt, cached and completion tokens."""
 _UNASKED = ("consolidation", "min_replicas", "park", "wake")
@@ -92,10 +94,8 @@ class Ledger:
         async with self._engine.connect() as connection:
             for row in (await connection.execute(_sums(query, by))).mappings():
                 sums[tuple(row[name] for name in by)] = _Sum({name: int(row[name] or 0) for name in _COUNTS})
-            for row in (await connection.execute(_shares(query, by))).mappings():
-                found = sums.setdefault(tuple(row[name] for name in by), _Sum())
-                found.cold_start_s += float(row["cold_start_s"] or 0.0)
-                found.device_s[row["device_kind"]] = found.device_s.get(row["device_kind"], 0.0) + float(row["device_s"] or 0.0)
+            for row in (await connection.execute(select_start_charges(query, by))).mappings():
+                sums.setdefault(tuple(row[name] for name in by), _Sum()).add_starts(row)
             for row in (await connection.execute(_select_held(query, by))).mappings():
                 found = sums.setdefault(tuple(row[name] for name in by), _Sum())
                 found.byte_s[row["kind"]] = found.byte_s.get(row["kind"], 0.0) + float(row["byte_s"] or 0.0)
@@ -110,8 +110,9 @@ class Ledger:
                 **dict(zip(query.by, name, strict=True)),
                 counts=Counts(
                     **{n: total.counts.get(n, 0) for n in _COUNTS},
-                    cold_start_s=total.cold_start_s,
+                    **total.starts,
                     cold_device_s=sum(total.device_s.values()),
+                    clearing_device_s=sum(total.clearing_s.values()),
                     **{f"held_{kind}_byte_s": amount for kind, amount in total.byte_s.items()},
                 ),
                 cost=total.cost if self.prices is not None else None,
@@ -138,12 +139,14 @@ class Ledger:
             rows = (await connection.execute(_sums(ViewUsage(since=since), ("key",)))).mappings()
             return {row["key"]: compute_us(row) for row in rows}
 
-    async def sum_device_s(self, since: int) -> dict[str, dict[str, float]]:
-        """Sum up the device-seconds of cold starts from an hour on, by key and kind of device."""
-        found: dict[str, dict[str, float]] = {}
+    async def sum_starts(self, since: int) -> dict[str, StartSeconds]:
+        """Sum up what keys pay for starts from an hour on."""
+        found: dict[str, StartSeconds] = {}
         async with self._engine.connect() as connection:
-            for row in (await connection.execute(_shares(ViewUsage(since=since), ("key",)))).mappings():
-                found.setdefault(row["key"], {})[row["device_kind"]] = float(row["device_s"] or 0.0)
+            for row in (await connection.execute(select_start_charges(ViewUsage(since=since), ("key",)))).mappings():
+                of_key = found.setdefault(row["key"], StartSeconds())
+                of_key.cold[row["device_kind"]] = float(row["cold_device_s"])
+                of_key.clearing[row["device_kind"]] = float(row["clearing_device_s"])
         return found
 
     async def record_held(self, epoch: int, batches: Iterable[HeldBatch]) -> None:
@@ -176,11 +179,12 @@ class Ledger:
                     [{"node": b.node, "until": b.end} for b in new],
                 )
 
-    async def record_unasked_starts(self, epoch: int, since: float, owner: Callable[[str], str]) -> None:
+    async def record_starts(self, epoch: int, since: float, owner: Callable[[str], str]) -> None:
         """Charge starts that no request asked for to their models' owners.
 
-        Requests that waited for such a start share it with the owner, who counts as one of them. A
-        start that was recorded before changes nothing.
+        Requests that waited for such a start share it with the owner, who counts as one of them.
+        What starts took from others is recorded as well. A start that was recorded before changes
+        nothing.
 
         Args:
             epoch: The leader's epoch.
@@ -199,6 +203,7 @@ class Ledger:
             if waits := [_wait_of_owner(row, owner(row["model"])) for row in found if row["chosen"] is not None]:
                 starts = insert(tables.cold_waits).on_conflict_do_nothing(index_elements=["plan_id", "key", "model", "adapter"])
                 await connection.execute(starts, [wait.model_dump() for wait in waits])
+            await record_displacements(connection, since, owner)
 
     async def read_held_clocks(self) -> dict[str, float]:
         """Return the time up to which each node's memory is recorded, in Unix seconds."""
@@ -221,7 +226,7 @@ class Ledger:
         """
         async with self._engine.begin() as connection:
             await require_epoch(connection, epoch)
-            for table in (tables.usage, tables.cold_waits, tables.held_memory):
+            for table in (tables.usage, tables.displacements, tables.cold_waits, tables.held_memory):
                 await connection.execute(delete(table).where(table.c.hour < hour - RETENTION_HOURS))
             clocks = tables.held_clocks
             await connection.execute(delete(clocks).where(clocks.c.until < (hour - _SPOOL_HOURS) * 3600.0))
@@ -245,30 +250,51 @@ class HeldBatch:
 class _Sum:
     """Sums of one combination of the dimensions.
 
-    `device_s`: by the kind of the device; `byte_s`: by the kind of the memory.
+    `starts`: by the names of `Counts`. `device_s`, `clearing_s`: device-seconds of starts and of
+    clearing by the kind of the device. `byte_s`: by the kind of the memory.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
-    cold_start_s: float = 0.0
+    starts: dict[str, float] = field(default_factory=dict)
     device_s: dict[str, float] = field(default_factory=dict)
+    clearing_s: dict[str, float] = field(default_factory=dict)
     byte_s: dict[str, float] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
 
     def add(self, other: _Sum) -> None:
         for name, count in other.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
-        for kind, seconds in other.device_s.items():
-            self.device_s[kind] = self.device_s.get(kind, 0.0) + seconds
-        for kind, amount in other.byte_s.items():
-            self.byte_s[kind] = self.byte_s.get(kind, 0.0) + amount
-        self.cold_start_s += other.cold_start_s
+        for mine, others in (
+            (self.starts, other.starts),
+            (self.device_s, other.device_s),
+            (self.clearing_s, other.clearing_s),
+            (self.byte_s, other.byte_s),
+        ):
+            for name, amount in others.items():
+                mine[name] = mine.get(name, 0.0) + amount
         self.cost = self.cost.plus(other.cost)
+
+    def add_starts(self, row: RowMapping) -> None:
+        """Add a row of `select_start_charges`."""
+        kind = row["device_kind"]
+        for name in _STARTS:
+            self.starts[name] = self.starts.get(name, 0.0) + float(row[name])
+        self.device_s[kind] = self.device_s.get(kind, 0.0) + float(row["cold_device_s"])
+        self.clearing_s[kind] = self.clearing_s.get(kind, 0.0) + float(row["clearing_device_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class StartSeconds:
+    """Device-seconds of starts and of clearing that a key pays, by the kind of the device."""
+
+    cold: dict[str, float] = field(default_factory=dict)
+    clearing: dict[str, float] = field(default_factory=dict)
 
 
 def _cost(found: _Sum, model: str, prices: Prices) -> Cost:
     counts = found.counts
     tokens = (counts.get("prompt_tokens", 0), counts.get("cached_tokens", 0), counts.get("completion_tokens", 0))
-    return prices.cost(model, tokens, found.device_s, found.byte_s, compute_us(counts))
+    return prices.cost(model, tokens, found.device_s, found.byte_s, compute_us(counts), found.clearing_s)
 
 
 def compute_us(counts: Mapping[str, Any]) -> dict[str, int]:
@@ -298,37 +324,11 @@ async def _add_rows(connection: AsyncConnection, report: ReportUsage) -> None:
         )
 
 
-def _inside(query: ViewUsage, table: Table) -> list[ColumnElement[bool]]:
-    """Return the conditions of a row that the query asks for."""
-    conditions = [table.c.hour >= query.since]
-    if query.until is not None:
-        conditions.append(table.c.hour < query.until)
-    if query.model is not None:
-        conditions.append(table.c.model == query.model)
-    return conditions
-
-
 def _sums(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     table = tables.usage
     by = [table.c[name] for name in dimensions]
-    statement = select(*by, *(func.sum(table.c[name]).label(name) for name in _COUNTS)).where(*_inside(query, table))
+    statement = select(*by, *(func.sum(table.c[name]).label(name) for name in _COUNTS)).where(*inside(query, table))
     return statement.group_by(*by) if by else statement
-
-
-def _shares(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
-    """Split each start among all requests that waited for it, whenever they ended."""
-    table = tables.cold_waits
-    inside = _inside(query, table)
-    everyone = (
-        select(table.c.plan_id, func.sum(table.c.requests).label("all"), func.max(table.c.start_s).label("start_s"))
-        .where(table.c.plan_id.in_(select(table.c.plan_id).where(*inside)))  # the retention is over a year
-        .group_by(table.c.plan_id)
-        .subquery()
-    )
-    by = [*(table.c[name] for name in dimensions), table.c.device_kind]
-    share = everyone.c.start_s * table.c.requests / everyone.c.all
-    shares = (func.sum(share).label("cold_start_s"), func.sum(share * table.c.devices).label("device_s"))
-    return select(*by, *shares).join(everyone, everyone.c.plan_id == table.c.plan_id).where(*inside).group_by(*by)
 
 
 async def _read_clocks(connection: AsyncConnection) -> dict[str, float]:
@@ -361,5 +361,5 @@ def _sum_up(batches: Iterable[HeldBatch]) -> dict[tuple[int, str, str, str], flo
 def _select_held(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     table = tables.held_memory
     by = [literal("").label(name) if name == "adapter" else table.c[name] for name in dimensions]
-    statement = select(*by, table.c.kind, func.sum(table.c.byte_s).label("byte_s")).where(*_inside(query, table))
+    statement = select(*by, table.c.kind, func.sum(table.c.byte_s).label("byte_s")).where(*inside(query, table))
     return statement.group_by(*(table.c[name] for name in dimensions if name != "adapter"), table.c.kind)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from services.scheduler.adapters.ledger import Ledger, Tokens
+from services.scheduler.adapters.ledger import Ledger, StartSeconds, Tokens
 from shared.contracts.usage import Counts, Period, ReportUsage, SpendingViewed, Spent, UsageRecorded, UsageRow, ViewSpending
 
 
@@ -19,14 +19,14 @@ from shared.contracts.usage import Counts, Period, ReportUsage, SpendingViewed, 
 class _Sums:
     """Sums since `since`.
 
-    Tokens by key and model; microseconds of computing, device-seconds of starts, and byte-seconds
-    held, by key and kind.
+    Tokens by key and model; microseconds of computing and byte-seconds held, by key and kind; what
+    starts cost by key.
     """
 
     since: int
     tokens: dict[str, dict[str, Tokens]] = field(default_factory=dict)
     compute_us: dict[str, dict[str, int]] = field(default_factory=dict)
-    device_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    starts: dict[str, StartSeconds] = field(default_factory=dict)
     byte_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, row: UsageRow) -> None:
@@ -60,8 +60,8 @@ class Spending:
             raise
 
     def note_held(self) -> None:
-        """Read the memory held again: more of it was recorded."""
-        self._has_new_memory = True
+        """Read the memory held and the starts again: more of them were recorded."""
+        self._has_new_starts = self._has_new_memory = True
 
     def _add(self, report: ReportUsage) -> None:
         if self._period is None:
@@ -79,9 +79,9 @@ class Spending:
             self._period = None
             self._day, self._month = await self._read(period.day), await self._read(period.month)
             self._period, self._has_new_starts, self._has_new_memory = period, True, True
-        if self._has_new_starts and self._prices is not None and self._prices.device_seconds:
+        if self._has_new_starts and self._prices is not None and (self._prices.device_seconds or self._prices.clearing_seconds):
             for sums in (self._day, self._month):
-                sums.device_s = await self._ledger.sum_device_s(sums.since)
+                sums.starts = await self._ledger.sum_starts(sums.since)
             self._has_new_starts = False
         if self._has_new_memory and self._prices is not None and self._prices.gib_hours:
             for sums in (self._day, self._month):
@@ -108,7 +108,8 @@ class Spending:
     def _cost(self, sums: _Sums, key: str) -> Decimal:
         if self._prices is None:
             return Decimal(0)
-        others = self._prices.cost("", (0, 0, 0), sums.device_s.get(key), sums.byte_s.get(key), sums.compute_us.get(key)).total
+        starts, byte_s, us = sums.starts.get(key, StartSeconds()), sums.byte_s.get(key), sums.compute_us.get(key)
+        others = self._prices.cost("", (0, 0, 0), starts.cold, byte_s, us, starts.clearing).total
         return sum((self._prices.cost(m, tokens).total for m, tokens in sums.tokens.get(key, {}).items()), others)
 
 

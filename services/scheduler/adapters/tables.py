@@ -78,6 +78,8 @@ plans = Table(
     Column("traceparent", Text),
     Column("predicted_ms", Float),
     Column("error_ms", Float),
+    Column("preempted", JSONB),
+    Column("caused_by", Text),
     Index("plans_by_model", "model", "created"),
     Index("plans_by_age", "created"),
     Index("plans_by_instance", "instance_id", "created"),
@@ -164,6 +166,25 @@ cold_waits = Table(
     Index("cold_waits_by_hour", "hour"),
 )
 """Requests that waited for a start, which share its seconds."""
+displacements = Table(
+    "displacements",
+    metadata,
+    Column("plan_id", Text, primary_key=True),
+    Column("payer", Text, primary_key=True),
+    Column("hour", Integer, nullable=False),
+    Column("key", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("victims", Integer, nullable=False),
+    Column("clearing_s", Float, nullable=False),
+    Column("restart_s", Float, nullable=False),
+    Column("device_kind", Text, nullable=False),
+    Column("devices", Integer, nullable=False),
+    Index("displacements_by_payer", "payer"),
+    Index("displacements_by_hour", "hour"),
+)
+"""What starts took from others. The requests that waited for the plan `payer` share it; without
+such requests `key` pays, the owner of the payer's model.
+"""
 usage_spools = Table(
     "usage_spools",
     metadata,

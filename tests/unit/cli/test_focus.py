@@ -27,6 +27,7 @@ def test_each_kind_of_consumption_is_a_charge_of_its_own() -> None:
         cached_tokens=400_000,
         completion_tokens=10,
         cold_device_s=2.5,
+        clearing_device_s=1.25,
         compute_cpu_us=1_500_000,
     )
     cost = Cost(
@@ -35,7 +36,8 @@ def test_each_kind_of_consumption_is_a_charge_of_its_own() -> None:
         completion=Decimal("4E-6"),
         compute=Decimal("0.03"),
         cold_starts=Decimal("0.002"),
-        total=Decimal("0.100004"),
+        clearing=Decimal("0.001"),
+        total=Decimal("0.101004"),
     )
     charges = _charges(UsageSum(key="alice", model="m", adapter="sql", hour=HOUR, counts=counts, cost=cost))
     assert [(c["SkuId"], c["BilledCost"], c["ConsumedQuantity"], c["ConsumedUnit"], c["PricingQuantity"]) for c in charges] == [
@@ -44,6 +46,7 @@ def test_each_kind_of_consumption_is_a_charge_of_its_own() -> None:
         ("completion-tokens", "0.000004", "10", "Tokens", "0.00001"),
         ("compute-device-seconds", "0.03", "1.5", "Seconds", "1.5"),
         ("cold-start-device-seconds", "0.002", "2.5", "Seconds", "2.5"),
+        ("clearing-device-seconds", "0.001", "1.25", "Seconds", "1.25"),
     ]
     assert sum(Decimal(c["BilledCost"]) for c in charges) == cost.total
     first = charges[0]

@@ -46,6 +46,14 @@ def test_failed_plan_is_counted_without_a_duration(metrics: Metrics) -> None:
     assert "thaw_plan_took" not in text
 
 
+def test_victims_clearing_and_restarts_are_counted(metrics: Metrics) -> None:
+    metrics.plan(plan("failed", victims=("b (b-1)", "c (c-1)"), cleared_ms=1500.0))
+    metrics.plan(plan().model_copy(update={"caused_by": "p", "measured_ms": 4000.0}))
+    found = figures(metrics.render())
+    names = ("thaw_plan_victims_total", "thaw_plan_clearing_seconds_total", "thaw_plan_restarts_seconds_total")
+    assert [found[name] for name in names] == [2, 1.5, 4]
+
+
 def test_metrics_are_served_over_http(metrics: Metrics) -> None:
     metrics.plan(plan(took_ms=1500.0))
     with metrics.served("127.0.0.1", 0) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:

@@ -30,6 +30,12 @@ def test_tokens_cost_what_the_model_or_the_mesh_asks() -> None:
 
 def test_seconds_of_a_kind_of_device_without_a_price_are_free() -> None:
     assert PRICES.cost("m", (0, 0, 0), {"cuda": 1.5, "cpu": 100.0, "": 3.0}).cold_starts == Decimal("0.75")
+    assert PRICES.cost("m", (0, 0, 0), clearing_s={"cuda": 1.5}).total == 0
+    cost = PRICES.model_copy(update={"clearing_seconds": {"cuda": Decimal(2)}}).cost(
+        "m", (0, 0, 0), clearing_s={"cuda": 1.5, "cpu": 1.0}
+    )
+    assert (cost.clearing, cost.total) == (3, 3)
+    assert "clearing_seconds" not in PRICES.model_dump(), "gateways of version 0.1 refuse it"
 
 
 def test_computing_costs_by_the_kind_of_its_devices() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.scheduler.domain.demand.replica_targets import ScaleUp
 from services.scheduler.domain.lifecycle.failures import fail_demand
+from services.scheduler.domain.lifecycle.preemption import find_cause
 from services.scheduler.domain.lifecycle.transitions import start_instance
 from services.scheduler.domain.placement.place import Placement, place
 from services.scheduler.domain.placement.whole_worker import place_whole_worker
@@ -69,6 +70,7 @@ def _note(tx: Transaction, needed: ScaleUp, placement: Placement) -> PlanRecord:
         way=placement.way,
         candidates=placement.candidates,
         reason=placement.reason,
+        caused_by=find_cause(tx, needed.model, needed.trigger, needed.first_message_at),
     )
     tx.put(record)
     return record

@@ -18,6 +18,7 @@ from services.scheduler.domain.estimates.start_learning import stage_estimates, 
 from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster
 from services.scheduler.domain.lifecycle.deliveries import mark_queued
 from services.scheduler.domain.lifecycle.fetches import record_fetch
+from services.scheduler.domain.lifecycle.preemption import cleared_ms, find_cause, mark_preempted, record_cleared
 from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
 from services.scheduler.domain.placement.grants import granted_devices
 from services.scheduler.domain.placement.options import Shortfalls
@@ -48,11 +49,21 @@ from shared.contracts.stages import GroupPlace, stage_holder
 from shared.sizing import need_of
 
 
-def start_instance(tx: Transaction, model: Model, placement: Placement, trigger: str, since: float) -> None:
+def start_instance(
+    tx: Transaction, model: Model, placement: Placement, trigger: str, since: float, caused_by: str | None = None
+) -> None:
     """Promise the chosen device's memory to an instance, stop its victims, and start it.
 
     Without victims the start is sent at once; otherwise it is a claim. A group on several nodes is
     one claim of the memory of all its stages.
+
+    Args:
+        tx: The decision's transaction.
+        model: The model.
+        placement: Where, and the victims.
+        trigger: What asked.
+        since: Time of the demand.
+        caused_by: The plan whose migration makes the start necessary.
     """
     chosen = placement.chosen
     if chosen is None:
@@ -82,6 +93,8 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
             "measured_ms": None,
             "error": None,
             "traceparent": None,
+            "preempted": None,
+            "caused_by": caused_by or find_cause(tx, model, trigger, since),
         },
     )
     tx.put(plan)
@@ -96,7 +109,7 @@ def start_instance(tx: Transaction, model: Model, placement: Placement, trigger:
         reason = f"its engine is taken by {model.key}"
         tx.put(replace(template, leaving="drain", leave_reason=reason, stop_at=tx.now))
     if placement.victims:
-        _stop_victims(tx, [tx.state.instances[v] for v in placement.victims], placement.shortfalls, f"makes room for {model.key}")
+        _stop_victims(tx, [tx.state.instances[v] for v in placement.victims], placement.shortfalls, plan)
     for victim, device in placement.migrations:
         node, _, device_id = device.partition("/")
         source = tx.state.instances[victim]
@@ -163,7 +176,7 @@ def _claim_suspended(
     )
 
 
-def _stop_victims(tx: Transaction, victims: list[Instance], shortfalls: Shortfalls, reason: str) -> None:
+def _stop_victims(tx: Transaction, victims: list[Instance], shortfalls: Shortfalls, plan: PlanRecord) -> None:
     """Stop `victims`: suspend those that resume sooner than they restart, if that frees enough on
     each device.
     """
@@ -177,7 +190,10 @@ def _stop_victims(tx: Transaction, victims: list[Instance], shortfalls: Shortfal
         # `if_idle` it would refuse again.
         idle = tx.idle_since(victim.instance_id) is not None and not tx.is_cooling_down(victim.instance_id)
         how: Leaving = "if_idle" if idle else "drain"
-        stop_instance(tx, victim, prefer_suspend(tx, victim, how) if suspended[victim.instance_id] else how, reason)
+        if not idle:
+            mark_preempted(tx, victim, plan.plan_id)
+        order = prefer_suspend(tx, victim, how) if suspended[victim.instance_id] else how
+        stop_instance(tx, victim, order, f"makes room for {plan.model}")
 
 
 def send_start(tx: Transaction, instance: Instance) -> None:
@@ -190,6 +206,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     sent = replace(instance, sent_at=tx.now, token=tx.next_token())
     tx.put(sent)
     mark_queued(tx, sent.instance_id)
+    record_cleared(tx, sent)
     beside = (i for device in sent.device_ids for i in tx.state.on_device(sent.node, device))
     wait_ms = int(tx.policy.grant_wait_s * 1e3) if any(i.leaving != "no" for i in beside) else 0
     if sent.state is InstanceState.RESUMING:
@@ -340,7 +357,10 @@ def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
     plan = tx.state.plans.get(i.plan_id)
     measured = on_plan_clock(status.phases, tx.now - i.requested_at)
     if plan is not None and plan.outcome == "pending":
-        chosen = plan.chosen.model_copy(update={"took_ms": (tx.now - i.planned_at) * 1e3}) if plan.chosen is not None else None
+        chosen = plan.chosen
+        if chosen is not None:
+            times = {"took_ms": (tx.now - i.planned_at) * 1e3, "cleared_ms": cleared_ms(i, chosen, measured)}
+            chosen = chosen.model_copy(update=times)
         done = {"outcome": "ready", "chosen": chosen, "measured": measured, "measured_ms": (tx.now - i.requested_at) * 1e3}
         ended = plan.model_copy(update=done)
         if chosen is None or not chosen.later_devices:

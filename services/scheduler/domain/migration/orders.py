@@ -282,7 +282,7 @@ def _start_destination(tx: Transaction, move: Migration, source: Instance, model
             tx.put(replace(move, waiting_reason=placement.reason))
             tx.put(Cooldown(_cooldown_key(move.source), tx.now + tx.policy.refusal_cooldown_s))
         return None
-    start_instance(tx, model, placement, CONSOLIDATION if move.reason == CONSOLIDATION else TRIGGER, tx.now)
+    start_instance(tx, model, placement, CONSOLIDATION if move.reason == CONSOLIDATION else TRIGGER, tx.now, move.plan_id)
     plan = tx.plans[-1]
     return tx.state.instances[plan.instance_id or ""]
 

@@ -302,6 +302,7 @@ def _record_candidate(p: FeasiblePlacement) -> Candidate:
             "others_ms": clearance.penalty_s * 1e3,
             "template": p.template,
             "took_ms": None,
+            "cleared_ms": None,
         },
     )
 

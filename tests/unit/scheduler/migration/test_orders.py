@@ -343,6 +343,9 @@ def test_requests_migrate_to_make_room_for_a_larger_model() -> None:
     world.get_ready("small")
     (record,) = orders(world)
     assert (record.reason, record.plan_id, record.node) == ("placement", plan.plan_id, "little")
+    destination = world.state.last_plan_of("small")
+    assert destination is not None
+    assert (destination.trigger, destination.caused_by) == ("migrate", plan.plan_id)
     small.active = 0
     world.finish_stops()
     end(world, record)

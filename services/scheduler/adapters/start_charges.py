@@ -83,7 +83,7 @@ def select_start_charges(query: ViewUsage, dimensions: tuple[str, ...]) -> Selec
     The columns: `cold_start_s` with its part `restart_s`, `victims` and `clearing_s`, as in
     `Counts`, and seconds times devices as `cold_device_s` and `clearing_device_s`.
     """
-    charges = union_all(_own_starts(query), _displaced(query), _displaced_for_owners(query)).subquery()
+    charges = union_all(_charge_own_starts(query), _charge_waiters(query), _charge_owners(query)).subquery()
     by = [*(charges.c[name] for name in dimensions), charges.c.device_kind]
     sums = [func.sum(charges.c[name]).label(name) for name in ("cold_start_s", "restart_s", "victims", "clearing_s")]
     sums += [func.sum(charges.c[n] * charges.c.devices).label(label) for n, label in _TIMES_DEVICES]
@@ -93,7 +93,7 @@ def select_start_charges(query: ViewUsage, dimensions: tuple[str, ...]) -> Selec
 _TIMES_DEVICES = (("cold_start_s", "cold_device_s"), ("clearing_s", "clearing_device_s"))
 
 
-def _own_starts(query: ViewUsage) -> Select[Any]:
+def _charge_own_starts(query: ViewUsage) -> Select[Any]:
     """Split each start that no other one caused among all requests that waited for it."""
     waits, rows = tables.cold_waits, tables.displacements
     everyone = _everyone(query)
@@ -103,7 +103,7 @@ def _own_starts(query: ViewUsage) -> Select[Any]:
     return select(*charged).join(everyone, everyone.c.plan_id == waits.c.plan_id).where(*inside(query, waits), ~is_restart)
 
 
-def _displaced(query: ViewUsage) -> Select[Any]:
+def _charge_waiters(query: ViewUsage) -> Select[Any]:
     """Split what starts took from others among all requests that waited for the payer."""
     waits, rows = tables.cold_waits, tables.displacements
     everyone = _everyone(query)
@@ -113,7 +113,7 @@ def _displaced(query: ViewUsage) -> Select[Any]:
     return joined.where(*inside(query, waits))
 
 
-def _displaced_for_owners(query: ViewUsage) -> Select[Any]:
+def _charge_owners(query: ViewUsage) -> Select[Any]:
     """Charge owners for what starts took from others while no request has waited for the payer."""
     waits, rows = tables.cold_waits, tables.displacements
     charged = _columns(

@@ -75,9 +75,7 @@ async def by_key(ledger: Ledger) -> dict[str, Counts]:
     return {str(row.key): row.counts for row in await view(ledger, "key")}
 
 
-async def test_victims_and_clearing_are_shared_by_who_waited_and_restarts_are_not_paid_by_victims(
-    engine: AsyncEngine, database_url: str
-) -> None:
+async def test_clearing_is_shared_by_who_waited_and_victims_do_not_pay_for_restarts(engine: AsyncEngine, database_url: str) -> None:
     ledger, repository = Ledger(engine, PRICES), Repository(engine)
     preempting = plan("p", "large", victims=2, cleared_s=3.0, devices=2)
     restart = plan("r", "small", victims=1, cleared_s=1.0, measured_ms=6000.0, caused_by="p")

@@ -34,7 +34,7 @@ def test_seconds_of_a_kind_of_device_without_a_price_are_free() -> None:
     cost = PRICES.model_copy(update={"clearing_seconds": {"cuda": Decimal(2)}}).cost(
         "m", (0, 0, 0), clearing_s={"cuda": 1.5, "cpu": 1.0}
     )
-    assert (cost.clearing, cost.total) == (3, 3)
+    assert cost.clearing == cost.total == 3
     assert "clearing_seconds" not in PRICES.model_dump(), "gateways of version 0.1 refuse it"
 
 

@@ -5,7 +5,7 @@ preempted model is a restart if the model would still be ready without the preem
 
 1. The victim served when it was preempted, and was the model's only instance.
 2. Requests ask for the start (no operator, and not `replicas.min`), and no instance is left.
-3. The first of them came within the model's keep-alive, and within five minutes.
+3. The first of them arrived within the model's keep-alive, and within five minutes.
 4. No start of the model has succeeded in between.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shared.contracts.node import InstanceState
@@ -26,7 +28,7 @@ def cleared_s(plan: PlanRecord) -> float | None:
     return None if plan.chosen.cleared_ms is None else plan.chosen.cleared_ms / 1e3
 
 
-def two(w: World, **options: object) -> None:
+def two(w: World, **options: Any) -> None:
     w.node(budget=ONE)
     w.model("a", **options)
     w.model("b", keep_alive=-1)

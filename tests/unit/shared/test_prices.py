@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from shared.contracts.plans import PlanRecord
 from shared.contracts.prices import Cost, Prices
+from shared.contracts.usage import Counts
 
 PRICES = Prices.model_validate(
     {
@@ -62,3 +64,11 @@ def test_the_cost_of_a_sum_is_the_sum_of_the_costs(uses: list[tuple[int, int, in
 def test_wrong_prices_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Prices.model_validate({"currency": "EUR", "tokens": bad})
+
+
+def test_messages_of_version_01_have_no_victims_and_no_clearing() -> None:
+    counts = Counts.model_validate({"requests": 1, "cold_start_s": 2.0})
+    assert (counts.victims, counts.clearing_s, counts.clearing_device_s, counts.restart_s) == (0, 0, 0, 0)
+    assert Cost.model_validate({"prompt": "1", "total": "1"}).clearing == 0
+    plan = PlanRecord.model_validate({"plan_id": "p", "model": "m", "created": 0, "trigger": "demand", "way": "load"})
+    assert (plan.preempted, plan.caused_by) == (None, None)

@@ -54,6 +54,14 @@ def test_the_outcome_compares_prediction_and_measurement(measured_ms: float, exp
     assert expected in outcome(plan)
 
 
+def test_the_outcome_has_the_victims_and_the_cause_of_a_restart() -> None:
+    chosen = Candidate(node="n", device_ids=("cpu:0",), way="evict_then_load", victims=("b (b-1)", "c (c-1)"), cleared_ms=1500.0)
+    plan = PlanRecord(plan_id="p", model="a", created=0, trigger="demand", way="evict_then_load", chosen=chosen, caused_by="plan-7")
+    text = outcome(plan)
+    assert "cleared: 2 instances left for it within 1.5" in text
+    assert "caused by: plan-7, which took the memory of a" in text
+
+
 @pytest.mark.parametrize(
     ("position", "length", "waiting", "text"),
     [

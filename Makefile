@@ -21,7 +21,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help console up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines peers lock
+.PHONY: help console up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines peers clients lock
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into
 
 peers: $(STAMP) ## Install the loaders that `python -m bench.loader` compares with, once, into the cache directory, and print their Python
 	@$(BIN)/python -m bench.peers
+
+clients: $(STAMP) ## Try client libraries (LangChain, LiteLLM and others) with a demo model; installs them once into the cache directory
+	@$(BIN)/python -m bench.clients
 
 lock: $(STAMP) ## Lock what the images install, after a change of pyproject.toml or constraints.txt (asks the package index)
 	@$(BIN)/python compose/lock.py

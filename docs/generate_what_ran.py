@@ -1,7 +1,8 @@
 """Write the table of what was run where: `python docs/generate_what_ran.py > docs/what-ran.md`.
 
 Its rows are results of tests on real machines, in docs/what-ran.d/*.json: one file for each
-machine, written by `pytest --what-ran FILE` (tests/support/what_ran.py).
+machine, written by `pytest --what-ran FILE` (tests/support/what_ran.py). Results of client
+libraries are in docs/what-ran.d/clients, written by `python -m bench.clients --json FILE`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.clients.results import remarks, table
 from shared.contracts.engines import Engine
 
 RESULTS = Path(__file__).resolve().parent / "what-ran.d"
 _INTRODUCTION = """\
 # What was run where
 
-Use this page to see on which engines, versions, processors and model families Thaw's tests have run.
+Use this page to see on which engines, versions, processors and model families Thaw's tests have run,
+and which [client libraries](#client-libraries) were tried.
 `docs/generate_what_ran.py` generates it from results of tests in `docs/what-ran.d`. To add a machine, run
 
 ```sh
@@ -34,6 +37,21 @@ A row counts the tests that ran the real engine with a small model of the family
 weights. `test_families` compares the builtin engine's tokens with those of transformers' `generate`.
 [engines.md](engines.md) describes the engines.
 """
+_CLIENTS = """
+## Client libraries
+
+Each library in its newest version with the gateway and a demo model of the builtin engine, on {cores} cores
+({cpu}), Python {python}. The results are those of the latest run of each library (`--only LIBRARY` runs one):
+
+```sh
+{command}
+```
+
+A number is how many of the library's APIs worked in that case; "-" means that the library has none for it.
+The model has random weights, so the probes in `bench/clients/probes` check the protocol: types, JSON
+valid by its schema, finish reasons, token counts, and the library's own exceptions.
+
+"""
 _HEAD = "| engine | version | model family | tests | in |\n| --- | --- | --- | --- | --- |\n"
 
 
@@ -47,7 +65,20 @@ def page() -> str:
         + "| every engine | NVIDIA GPUs ([gpu.md](gpu.md)) | not run |\n"
         + (f"| {', '.join(missing)} | every processor | not run |\n" if missing else "")
     )
-    return _INTRODUCTION + "".join(_section(machine) for machine in machines) + not_run
+    return _INTRODUCTION + "".join(_section(machine) for machine in machines) + not_run + _clients()
+
+
+def _clients() -> str:
+    return "".join(_client_section(json.loads(path.read_text())) for path in sorted((RESULTS / "clients").glob("*.json")))
+
+
+def _client_section(found: dict[str, Any]) -> str:
+    about = _CLIENTS.format(command=found["command"], **{key: found["machine"][key] for key in ("cores", "cpu", "python")})
+    head, *lines = table(found["libraries"])
+    rows = [head, ["---"] * len(head), *lines]
+    reasons = [f"- {library}, {way}: {outcome}. {reason}\n" for library, way, outcome, reason in remarks(found["libraries"])]
+    limits = "\nWhat was not offered or failed, with the reason:\n\n" + "".join(reasons) if reasons else ""
+    return about + "".join(f"| {' | '.join(row)} |\n" for row in rows) + limits
 
 
 def _section(found: dict[str, Any]) -> str:

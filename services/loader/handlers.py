@@ -17,7 +17,7 @@ from services.loader import status_publisher
 from services.loader.adapters.arrivals import Arrival, Arrivals
 from services.loader.adapters.cards import card_for, minimal_card
 from services.loader.adapters.disk_copies import DiskCopies
-from services.loader.adapters.inspection import describe_model
+from services.loader.adapters.inspection import Inspections
 from services.loader.adapters.peer_sharing import Shared
 from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.records import Records, WeightsRecord
@@ -98,6 +98,7 @@ class Loader:
         self._auditor = Auditor(self._loop)
         self._prefetching = Prefetching(self._load_ahead, DiskCopies(sources, self._loop.runs), self._end_hold)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
+        self._inspecting = Inspections(sources, self._inspections)
         copies = self._loop.runs.copies
         self._expectations = Expectations(copies.separate, copies.known, sources, self._inspections) if copies is not None else None
 
@@ -112,7 +113,7 @@ class Loader:
         """Return the reply to one command. Raises the `ThawError` that refuses it."""
         match command:
             case InspectModel():
-                return await self._inspect(command)
+                return Inspected(info=await self._inspecting.describe(command.spec))
             case PrefetchWeights():
                 self._refuse_stale("A prefetch", command.token)
                 self._prefetching.begin(command)
@@ -231,11 +232,6 @@ class Loader:
 
     def _end_hold(self, holder: str, keep: bool) -> None:
         self._loop.dispatch(Release(self._loop.number(), holder, keep))
-
-    async def _inspect(self, command: InspectModel) -> Inspected:
-        return Inspected(
-            info=await asyncio.get_running_loop().run_in_executor(self._inspections, describe_model, command.spec, self._sources)
-        )
 
     async def read_file(self, request: ReadModelFile) -> ModelFilePart:
         """Read a part of a small file, for a gateway that counts tokens.

@@ -63,7 +63,7 @@ from shared.contracts.models import ModelInfo, ModelSpec
 from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
 from shared.contracts.objectives import ReportObjectives
 from shared.contracts.usage import ReportUsage, ViewSpending, ViewUsage
-from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, ReplyLost, Unavailable, Unreachable, from_body
+from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
 from shared.node_statuses import NodeStatuses
 
@@ -72,8 +72,8 @@ DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
 USAGE: TypeAdapter[ReportUsage | ViewSpending] = TypeAdapter(Annotated[ReportUsage | ViewSpending, Field(discriminator="kind")])
 OBJECTIVES: TypeAdapter[ReportObjectives] = TypeAdapter(ReportObjectives)
 _FIND_LOADER_S = 10.0
-_INSPECTIONS = 2
-"""Times that a loader is asked to inspect a model: NATS may lose the first request or its reply."""
+_INSPECT_AGAIN_MS = 10_000
+"""A repeated inspection waits for the one in progress."""
 
 
 @contextmanager
@@ -267,17 +267,24 @@ class Handlers:
 
     async def _inspect(self, spec: ModelSpec, deadline_ms: int) -> ModelInfo:
         missing: Exception | None = None
-        command = InspectModel(spec=spec, deadline_ms=min(InspectModel.usual_ms(), deadline_ms))
         for node in await self._loaders():
-            for _ in range(_INSPECTIONS):
-                try:
-                    return (await self._mesh.request(subjects.loader_command(node), command, Inspected, with_reports=True)).info
-                except ReplyLost as e:
-                    missing = e
-                except (Unreachable, DeadlineExceeded) as e:
-                    missing = e
-                    break
+            try:
+                return await self._inspect_on(node, spec, min(InspectModel.usual_ms(), deadline_ms))
+            except (Unreachable, DeadlineExceeded) as e:
+                missing = e
         raise Unavailable(f"No loader could read {spec.public_source} for {spec.name}", should_retry=True) from missing
+
+    async def _inspect_on(self, node: str, spec: ModelSpec, deadline_ms: int) -> ModelInfo:
+        """Ask one loader, again after a short time: NATS may have lost the request or its reply."""
+        ends = clock.now() + deadline_ms / 1e3
+        while True:
+            left_ms = max(1, int((ends - clock.now()) * 1e3))
+            command = InspectModel(spec=spec, deadline_ms=min(_INSPECT_AGAIN_MS, left_ms))
+            try:
+                return (await self._mesh.request(subjects.loader_command(node), command, Inspected)).info
+            except DeadlineExceeded:
+                if left_ms <= _INSPECT_AGAIN_MS:
+                    raise
 
     async def _loaders(self) -> list[str]:
         """Return the nodes with a live loader, after waiting a short time for the first."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Executor
+
 from shared.contracts.models import ModelInfo, ModelSpec
 from weights.formats.foreign import describe_foreign
 from weights.formats.known_architectures import check_known
@@ -21,3 +24,29 @@ def describe_model(spec: ModelSpec, sources: Sources) -> ModelInfo:
     info = info or sources.inspect(spec.source, trust_remote_code=spec.trust_remote_code)
     check_known(spec, info)
     return info
+
+
+class Inspections:
+    """Inspections in progress.
+
+    A repeated request waits for the first: NATS may have lost its reply.
+    """
+
+    def __init__(self, sources: Sources, threads: Executor) -> None:
+        self._sources, self._threads = sources, threads
+        self._running: dict[str, asyncio.Future[ModelInfo]] = {}
+
+    async def describe(self, spec: ModelSpec) -> ModelInfo:
+        """Return what `describe_model` returns; it continues if the caller is cancelled."""
+        key = spec.model_dump_json()
+        running = self._running.get(key)
+        if running is None:
+            running = asyncio.get_running_loop().run_in_executor(self._threads, describe_model, spec, self._sources)
+            self._running[key] = running
+            running.add_done_callback(lambda ended: self._end(key, ended))
+        return await asyncio.shield(running)
+
+    def _end(self, key: str, ended: asyncio.Future[ModelInfo]) -> None:
+        del self._running[key]
+        if not ended.cancelled():
+            ended.exception()  # read, in case no request waits for it any more

@@ -253,4 +253,6 @@ async def test_retry_headers_control_the_clients_retries(gateway: Served, node: 
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(**chat("hasty"))
     assert caught.value.code == "queue_timeout"
+    # Each request ends with one report: the client has not retried.
+    await node.until_demand(lambda: any(d.model == "hasty" and d.waiting == 0 for d in node.demand))
     assert sum(d.model == "hasty" and d.waiting == 0 for d in node.demand) == 1

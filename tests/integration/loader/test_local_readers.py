@@ -124,16 +124,25 @@ async def test_stopped_loader_is_reported_to_readers(loader: LoaderProcess, clie
         await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"))
 
 
+def connected(path: Path) -> socket.socket:
+    """Return a connection, once the loader listens: its file exists a moment before."""
+    deadline = time.monotonic() + 60
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(60)
+        try:
+            with short_address(path) as address:
+                connection.connect(address)
+            return connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_messages_on_the_socket_follow_the_contract(loader: LoaderProcess, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
-    deadline = time.monotonic() + 60
-    while not path_of(loader).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(60)
-        with short_address(path_of(loader)) as address:
-            connection.connect(address)
+    with connected(path_of(loader)) as connection:
         connection.sendall(json.dumps({"kind": "attach", "source": str(tmp_path / "m")}).encode() + b"\n")
         lines = connection.makefile("rb")
         kinds = [json.loads(lines.readline())["kind"]]

@@ -35,9 +35,10 @@
     ├── RestoreFailed           500 restore_failed            a suspended engine did not resume
     ├── Unavailable             503 unavailable
     │   ├── Unreachable             unreachable               no process subscribes to the subject
+    │   ├── ReplyLost               reply_lost                the responder's reports have stopped
     │   ├── InsufficientMemory      insufficient_memory       never fits, or not now
     │   ├── BodyLost                body_lost                 no gateway holds the request's body
-    │   ├── StoreFull               store_full                a NATS bucket is at its limit
+    │   ├── StoreFull               store_full                a NATS bucket or disk cache is full
     │   └── ShuttingDown            shutting_down
     └── DeadlineExceeded        504 deadline_exceeded
         └── QueueTimeout            queue_timeout

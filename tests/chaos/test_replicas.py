@@ -165,7 +165,14 @@ class Writing:
     def resume(self) -> None:
         """Return when a write of each kind that began after this call is acknowledged."""
         begun = time.monotonic()
-        until(lambda: min(self._latest.values()) >= begun, RESUMED_WITHIN_S, "writes of every kind are acknowledged")
+
+        def missing() -> list[str]:
+            return [kind for kind, at in self._latest.items() if at < begun]
+
+        try:
+            until(lambda: not missing(), RESUMED_WITHIN_S)
+        except AssertionError:
+            raise AssertionError(f"no write of these kinds was acknowledged in {RESUMED_WITHIN_S:g} s: {missing()}") from None
 
     def __enter__(self) -> Writing:
         for thread in self._threads:

@@ -13,13 +13,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.contracts.loader import PrefetchStatus, PrefetchWeights
+from shared.contracts.loader import PREFETCH_HOLDER, PrefetchStatus, PrefetchWeights
 from shared.contracts.models import ModelCard
 from shared.errors import InsufficientMemory, ThawError
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
-HOLDER = "prefetch:"
 OUTCOMES_KEPT = 32
 Load = Callable[[str, ModelCard], Awaitable[object]]
 """Loads weights for a named holder; returns when every byte is loaded."""
@@ -68,7 +67,7 @@ class Prefetching:
             return
         self._count += 1
         prefetch = self._running[weights_id] = _Prefetch([command])
-        prefetch.task = asyncio.create_task(self._run(f"{HOLDER}{self._count}", prefetch), name=f"prefetch {command.card.name}")
+        prefetch.task = asyncio.create_task(self._run(f"{PREFETCH_HOLDER}{self._count}", prefetch), name=f"prefetch {command.card.name}")
 
     def cancel(self, weights_id: str) -> None:
         if (found := self._running.pop(weights_id, None)) is not None and found.task is not None:

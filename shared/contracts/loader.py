@@ -19,6 +19,10 @@ from shared.contracts.segment import ArenaHandle, Extent
 from shared.contracts.stages import LayerRange
 
 
+PREFETCH_HOLDER = "prefetch:"
+"""Prefix of the names of holders that are prefetches."""
+
+
 def adapter_holder(instance_id: str, number: int) -> str:
     """Name the holder of an instance's `number`th LoRA adapter.
 

@@ -169,10 +169,7 @@ class Writing:
         def missing() -> list[str]:
             return [kind for kind, at in self._latest.items() if at < begun]
 
-        try:
-            until(lambda: not missing(), RESUMED_WITHIN_S)
-        except AssertionError:
-            raise AssertionError(f"no write of these kinds was acknowledged in {RESUMED_WITHIN_S:g} s: {missing()}") from None
+        until(lambda: not missing(), RESUMED_WITHIN_S, lambda: f"writes of these kinds are acknowledged: {missing()}")
 
     def __enter__(self) -> Writing:
         for thread in self._threads:

@@ -84,7 +84,7 @@ async def test_malformed_requests_are_answered(mesh: Mesh) -> None:
 
 async def test_missing_responder_is_reported_immediately(mesh: Mesh) -> None:
     with pytest.raises(Unreachable):
-        await asyncio.wait_for(mesh.request("t.nobody", Ask(value=1, deadline_ms=60_000), Answer), 30)
+        await asyncio.wait_for(mesh.request("t.unsubscribed", Ask(value=1, deadline_ms=60_000), Answer), 30)
 
 
 async def test_deadline_ends_the_handler_and_is_reported(mesh: Mesh) -> None:

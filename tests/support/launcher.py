@@ -274,7 +274,7 @@ class Thaw:
             shutil.rmtree(self.home, ignore_errors=True)
 
 
-def until(condition: Callable[[], bool], within: float = 120.0, what: str = "") -> None:
+def until(condition: Callable[[], bool], within: float = 120.0, what: str | Callable[[], str] = "") -> None:
     """Poll until `condition` is true, for conditions without an event.
 
     The longer it takes, the rarer: a condition often asks the whole mesh, beside other tests.
@@ -282,5 +282,5 @@ def until(condition: Callable[[], bool], within: float = 120.0, what: str = "") 
     began = time.monotonic()
     while not condition():
         waited = time.monotonic() - began
-        assert waited < within, f"not within {within} s: {what or condition}"
+        assert waited < within, f"not within {within} s: {(what() if callable(what) else what) or condition}"
         time.sleep(min(0.2, max(0.05, waited / 20)))

@@ -20,6 +20,7 @@ from bench.clients.probes.probe import (
     Probes,
     check,
     check_usage,
+    expect_error,
     openai_url,
 )
 
@@ -83,13 +84,10 @@ def usage() -> None:
 
 @probes.add("error", "InstructorRetryException of openai.NotFoundError")
 def error() -> None:
-    try:
+    with expect_error(Exception) as caught:  # the library wraps OpenAI's error
         ask(Mode.JSON_SCHEMA, UNKNOWN)
-    except Exception as e:
-        causes = [e, e.__cause__, e.__context__]
-        check("model_not_found" in str(e) or any(isinstance(c, openai.NotFoundError) for c in causes), e)
-    else:
-        raise AssertionError("no error")
+    causes = [caught.error, caught.error.__cause__, caught.error.__context__]
+    check("model_not_found" in str(caught.error) or any(isinstance(c, openai.NotFoundError) for c in causes), caught.error)
 
 
 @probes.add("responses", "Mode.RESPONSES_TOOLS")

@@ -22,6 +22,7 @@ from bench.clients.probes.probe import (
     Probes,
     check,
     check_usage,
+    expect_error,
     openai_url,
 )
 
@@ -148,12 +149,9 @@ def embeddings() -> None:
 
 @probes.add("error", "openai.NotFoundError")
 def error() -> None:
-    try:
+    with expect_error(openai.NotFoundError) as caught:
         llm(model=UNKNOWN).invoke(HELLO)
-    except openai.NotFoundError as e:
-        check(e.code == "model_not_found", e.body)
-    else:
-        raise AssertionError("no error")
+    check(caught.error.code == "model_not_found", caught.error.body)
 
 
 @probes.add("responses", "ChatOpenAI(use_responses_api=True)")

@@ -22,6 +22,7 @@ from bench.clients.probes.probe import (
     Probes,
     check,
     check_usage,
+    expect_error,
     forecast_tool,
     openai_url,
     root,
@@ -192,12 +193,9 @@ def error() -> None:
 
 @probes.add("error", "an exception of litellm (ollama_chat/)")
 def error_ollama() -> None:
-    try:
+    with expect_error(litellm.NotFoundError, litellm.APIConnectionError) as caught:
         ask("ollama_chat", UNKNOWN)
-    except (litellm.NotFoundError, litellm.APIConnectionError) as e:
-        check(UNKNOWN in str(e), e)
-    else:
-        raise AssertionError("no error")
+    check(UNKNOWN in str(caught.error), caught.error)
 
 
 @probes.add("responses", "responses (openai/), a stream, the next response")

@@ -25,6 +25,7 @@ from bench.clients.probes.probe import (
     Probes,
     check,
     check_usage,
+    expect_error,
     openai_url,
 )
 
@@ -129,12 +130,9 @@ def embeddings() -> None:
 
 @probes.add("error", "openai.NotFoundError")
 def error() -> None:
-    try:
+    with expect_error(openai.NotFoundError) as caught:
         llm(model=UNKNOWN).chat(MESSAGES)
-    except openai.NotFoundError as e:
-        check(e.code == "model_not_found", e.body)
-    else:
-        raise AssertionError("no error")
+    check(caught.error.code == "model_not_found", caught.error.body)
 
 
 @probes.add("responses", "OpenAILikeResponses.chat, stream_chat")

@@ -30,6 +30,7 @@ from bench.clients.probes.probe import (
     Probes,
     check,
     check_usage,
+    expect_error,
     openai_url,
 )
 
@@ -90,12 +91,9 @@ async def check_tool(model: Any) -> None:
 
 
 async def check_error(model: Any) -> None:
-    try:
+    with expect_error(openai.NotFoundError) as caught:
         await Runner.run(agent(model), HELLO)
-    except openai.NotFoundError as e:
-        check(e.code == "model_not_found", e.body)
-    else:
-        raise AssertionError("no error")
+    check(caught.error.code == "model_not_found", caught.error.body)
 
 
 @probes.add("chat", "Runner.run (chat completions)")

@@ -8,11 +8,13 @@ schema, finish reasons and usage.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -78,7 +80,7 @@ def _run(runner: asyncio.Runner, case: Case, way: str, function: Function) -> di
             runner.run(started)
     except NotOffered as e:
         outcome, reason = "not offered", str(e)
-    except Exception as e:
+    except Exception as e:  # any exception is the outcome of a probe
         traceback.print_exc(file=sys.stderr)
         outcome, reason = "failed", f"{type(e).__name__}: {e}"[:500]
     return {"case": case, "way": way, "outcome": outcome, "reason": reason, "seconds": round(time.monotonic() - begun, 2)}
@@ -108,6 +110,25 @@ def check(condition: object, found: object) -> None:
     """Fail with what was found."""
     if not condition:
         raise AssertionError(f"found {found!r}"[:400])
+
+
+@dataclass
+class Caught:
+    """The error of an `expect_error` block."""
+
+    error: Any = None
+
+
+@contextlib.contextmanager
+def expect_error(*kinds: type[Exception]) -> Iterator[Caught]:
+    """Catch one of `kinds` from the block; fail if it raises nothing."""
+    caught = Caught()
+    try:
+        yield caught
+    except kinds as e:
+        caught.error = e
+    else:
+        raise AssertionError("no error")
 
 
 def check_usage(prompt: int | None, completion: int | None, total: int | None = None) -> None:

@@ -28,6 +28,7 @@ from bench.clients.probes.probe import (
     Probes,
     check,
     check_usage,
+    expect_error,
     openai_url,
     root,
 )
@@ -77,12 +78,9 @@ async def check_output(model: Any, output: Any) -> None:
 
 
 async def check_error(make: Callable[[str], Any]) -> None:
-    try:
+    with expect_error(ModelHTTPError) as caught:
         await agent(make(UNKNOWN)).run(HELLO)
-    except ModelHTTPError as e:
-        check(e.status_code == 404 and UNKNOWN in str(e.body), e)
-    else:
-        raise AssertionError("no error")
+    check(caught.error.status_code == 404 and UNKNOWN in str(caught.error.body), caught.error)
 
 
 @probes.add("chat", "Agent.run with OpenAIChatModel")

@@ -29,7 +29,7 @@ from services.scheduler.domain.state.volatile import LoaderPresence, Waiter
 from services.scheduler.domain.values import replace
 from shared.contracts.admin import ModelPulled
 from shared.contracts.base import ErrorBody
-from shared.contracts.loader import CancelPrefetch, LoaderStatus, PrefetchWeights
+from shared.contracts.loader import PREFETCH_HOLDER, CancelPrefetch, LoaderStatus, PrefetchWeights
 from shared.errors import (
     Conflict,
     InsufficientMemory,
@@ -46,8 +46,6 @@ REPEAT_S = 5.0
 """A command that the loader does not list is sent again after this."""
 LOST_AFTER_S = 30.0
 """A pull fails after this time without a message of its loader; a restarted one continues it."""
-PREFETCH_HOLDER = "prefetch:"
-"""Prefix of the loader's holders of prefetches."""
 
 
 def request_pull(tx: Transaction, event: PullRequested) -> None:

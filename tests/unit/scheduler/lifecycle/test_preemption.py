@@ -48,12 +48,17 @@ def preempt(w: World) -> PlanRecord:
     return last_plan(w, "b")
 
 
-def restart(w: World) -> PlanRecord:
-    """Serve b until it is idle, then let a request for a evict it and wait for its start."""
+def serve_b(w: World) -> None:
+    """Serve b until it is idle and may be evicted."""
     w.get_ready("b")
     w.demand("b", 0)
     w.of("b", InstanceState.READY)[-1].completed = 1
     w.tick(w.policy.min_active_s + 1)
+
+
+def restart(w: World) -> PlanRecord:
+    """Let a request for a evict b, once that is idle, and wait for the start."""
+    serve_b(w)
     w.demand("a")
     w.finish_stops()
     w.get_ready("a")
@@ -140,10 +145,7 @@ def test_an_operators_start_has_no_cause(w: World) -> None:
     two(w)
     preempt(w)
     w.finish_stops()
-    w.get_ready("b")
-    w.demand("b", 0)
-    w.of("b", InstanceState.READY)[-1].completed = 1
-    w.tick(w.policy.min_active_s + 1)
+    serve_b(w)
     w.wake("a")
     w.finish_stops()
     plan = last_plan(w, "a")
@@ -154,10 +156,7 @@ def test_a_retry_has_the_cause_of_the_start_that_failed(w: World) -> None:
     two(w)
     cause = preempt(w)
     w.finish_stops()
-    w.get_ready("b")
-    w.demand("b", 0)
-    w.of("b", InstanceState.READY)[-1].completed = 1
-    w.tick(w.policy.min_active_s + 1)
+    serve_b(w)
     w.demand("a")
     w.finish_stops()
     failed = last_plan(w, "a")

@@ -67,7 +67,9 @@ class Prefetching:
             return
         self._count += 1
         prefetch = self._running[weights_id] = _Prefetch([command])
-        prefetch.task = asyncio.create_task(self._run(f"{PREFETCH_HOLDER}{self._count}", prefetch), name=f"prefetch {command.card.name}")
+        prefetch.task = asyncio.create_task(
+            self._run(f"{PREFETCH_HOLDER}{self._count}", prefetch), name=f"prefetch {command.card.name}"
+        )
 
     def cancel(self, weights_id: str) -> None:
         if (found := self._running.pop(weights_id, None)) is not None and found.task is not None:

@@ -18,7 +18,6 @@ from shared.contracts.phases import PhaseSpan
 from shared.contracts.segment import ArenaHandle, Extent
 from shared.contracts.stages import LayerRange
 
-
 PREFETCH_HOLDER = "prefetch:"
 """Prefix of the names of holders that are prefetches."""
 

@@ -8,7 +8,7 @@ Batch: decode steps of ROWS sequences on a demo model, through the engine's own 
 where it can be imported, is PEFT on the same weights: its mixed batches (`adapter_names`), and one
 pass for each adapter after `set_adapter`. Each round takes every case once, in an new random order;
 a round's figure is the fastest of its steps, in CPU time of the one computing thread: what other
-work disturbs least. LoraCache are float32, as PEFT saves them, of rank 16 on all linear layers of
+work disturbs least. Adapters are float32, as PEFT saves them, of rank 16 on all linear layers of
 the blocks.
 
 Load: an adapter of BYTES in Llama-8B's shapes by the loader and by safetensors

@@ -16,6 +16,8 @@ ATTACHED_BYTES = 4 * MIB
 FLOOR_TOKENS = 1024
 """The floor of a KV cache that borrows pages has room for a sequence of this many tokens."""
 PAGE_BYTES = 2 * MIB
+VLLM_RANK = 16
+"""The default of vLLM's `max_lora_rank`."""
 FULL_CONTEXTS = 2
 """KV for this many sequences of full length by default (fewer if `max_concurrency` is less);
 shorter ones share it.
@@ -87,7 +89,7 @@ def _compute_need(card: ModelCard) -> Need:
         kv = int(spec.engine_args.get("kv_cache_bytes", kv)) + adapters
         floor = min(card.context_length, FLOOR_TOKENS) * per_token + adapters
         floor = min(kv, -(-floor // PAGE_BYTES) * PAGE_BYTES) if per_token else kv
-    runtime, executor = card.capabilities.runtime_bytes, 0
+    runtime, executor = card.capabilities.runtime_bytes + _lora_slot_bytes(card), 0
     if stages := card.stages:
         # Devices of a set are booked evenly: each has room for the largest stage.
         assert info.layers is not None
@@ -100,6 +102,19 @@ def _compute_need(card: ModelCard) -> Need:
         runtime, executor = min(runtime, ATTACHED_BYTES), runtime
     need = Need(weights, converted, kv, runtime, floor, executor)
     return need if spec.memory is None else _fit_to_memory(need, spec.memory)
+
+
+def _lora_slot_bytes(card: ModelCard) -> int:
+    """Bytes that vLLM reserves for the LoRA adapters of a batch, beside the weights.
+
+    Each of `max_loras` slots has room for an adapter of the greatest rank on every linear layer.
+    """
+    args = card.spec.engine_args
+    if card.spec.engine != "vllm" or not args.get("enable_lora"):
+        return 0
+    rank, slots = int(args.get("max_lora_rank", VLLM_RANK)), int(args.get("max_loras", 1))
+    item = _ITEM_BYTES.get(card.info.dtype if card.spec.dtype == "auto" else card.spec.dtype, _ITEM_BYTES["float32"])
+    return slots * rank * item * sum(m.count * (m.rows + m.columns) for m in card.info.modules)
 
 
 def _fit_to_memory(need: Need, memory: int) -> Need:

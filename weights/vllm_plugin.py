@@ -14,6 +14,7 @@ directory, or its name on the hub.
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 LOAD_FORMAT = "thaw"
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Variable that is 1 where vLLM serves LoRA adapters."""
 _SILENT_S = 600.0
 
 
@@ -38,12 +41,17 @@ def register() -> None:
         register_model_loader,
     )
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     if LOAD_FORMAT in _LOAD_FORMAT_TO_MODEL_LOADER:
         return
     from weights.vllm_switch import register as register_switch
 
     register_switch()
+    if os.environ.get(RUNTIME_LORA) == "1" and current_platform.is_cpu():
+        from weights.vllm_lora import correct_rows_without_adapter
+
+        correct_rows_without_adapter()
     logger = init_logger("vllm.thaw")
 
     class ThawModelLoader(DefaultModelLoader):  # type: ignore[misc]  # Any, here

@@ -21,15 +21,16 @@ from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Event
 from services.engine.generation.kv_pages import KvPages
+from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.kv_transfer.destination import KvDestination
 from services.engine.kv_transfer.exchange import KvExchange
 from services.engine.kv_transfer.source import KvSource
 from services.engine.later_stage import LaterStage
 from services.engine.loader_client import LoaderClient
 from services.engine.loader_watch import BOUND, LoaderWatch
-from services.engine.lora.cache import LoraCache
 from services.engine.lora.loader_source import LoaderLoraSource
 from services.engine.lora.prefetch import LoraPrefetcher
+from services.engine.lora.room import LoraRoom
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
 from services.engine.model.overlap import Overlap
@@ -56,6 +57,7 @@ from shared.contracts.loader import LoaderProgress, WeightsAttached
 from shared.contracts.loader_socket import loader_socket
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
+from shared.engines.adapter_cache import AdapterCache
 from shared.engines.instance_process import InstanceProcess
 from shared.errors import MemoryExceeded, ThawError
 from shared.messaging import Mesh
@@ -123,7 +125,7 @@ class Engine(InstanceProcess):
         self._batcher: Batcher | None = None
         self._lease: KvLease | None = None
         self._weights = LoaderClient(mesh, start)
-        self._adapters: LoraCache | None = None
+        self._adapters: AdapterCache[LoraAdapter] | None = None
         self._prefetcher = LoraPrefetcher(
             self._weights, start.instance_id, start.kv_bytes if start.card.info.task == "generate" else 0
         )
@@ -285,7 +287,8 @@ class Engine(InstanceProcess):
         if computable.runner is not None and self._start.stage is None:
             bind = partial(loading.bind_lora, computable)
             source = LoaderLoraSource(self._start.instance_id, self._weights, self._batcher, bind, self._files)
-            self._adapters = LoraCache(source, computable.room, self._start.card.spec.keep_alive, self._reporter.notify_changed)
+            room = LoraRoom(computable.room, self._batcher.grant)
+            self._adapters = AdapterCache(source, room, self._start.card.spec.keep_alive, self._reporter.notify_changed)
             self._prefetcher.on_model_bound(self._adapters)
         if computable.runner is not None:
             revision = self._start.card.info.revision

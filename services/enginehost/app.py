@@ -12,9 +12,13 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from services.enginehost.engine import Engine
+from services.enginehost.lora.adapters import HostedAdapters
+from services.enginehost.runtimes.endpoint import make_directory
 from services.enginehost.runtimes.output import redirect_output
 from services.enginehost.runtimes.spare import Spare
 from services.enginehost.server.migration import HostMigration
@@ -24,16 +28,19 @@ from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
     ChangeModel,
+    DropAdapter,
     EngineAsleep,
     EngineControl,
     EngineProbed,
     EngineStart,
+    LoadAdapter,
     ProbeEngine,
     SleepEngine,
     WakeEngine,
 )
-from shared.contracts.loader import ReleaseWeights, WeightsReleased
+from shared.contracts.loader import FetchModelFiles, ModelFilesFetched, ReleaseWeights, WeightsReleased
 from shared.contracts.migration import PrepareResume
+from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from shared.engines.instance_process import InstanceProcess
 from shared.errors import Conflict, EngineFailed, InstanceDraining, ThawError, UnsupportedParameter
@@ -86,6 +93,12 @@ class Host(InstanceProcess):
         self._control_lock = asyncio.Lock()
         self._predecessor = predecessor
         self.successor: Successor | None = None
+        self._adapters = HostedAdapters(
+            self._fetch_files,
+            partial(make_directory, settings.node_state),
+            start.card.spec.keep_alive,
+            self._reporter.notify_changed,
+        )
 
     @property
     def engine(self) -> Engine:
@@ -99,7 +112,13 @@ class Host(InstanceProcess):
         if self._predecessor is not None:
             await self._predecessor.disconnect()
             self._predecessor = None
+        self._serving.adapters = self._adapters.open(self._engine.driver, self._engine.client)
         self._serving.open(self._engine.driver, self._engine.client)
+
+    async def _fetch_files(self, card: ModelCard) -> Path:
+        request = FetchModelFiles(card=card)
+        fetched = await self._mesh.request(subjects.loader_command(self._start.node), request, ModelFilesFetched)
+        return Path(fetched.directory)
 
     async def _wait_for_failure(self) -> ThawError:
         """Wait until the engine ends or stops answering health probes."""
@@ -114,6 +133,7 @@ class Host(InstanceProcess):
     async def _stop_engine(self) -> None:
         if self.successor is None:
             await self._engine.stop()
+        self._adapters.close()
 
     async def disconnect(self) -> None:
         """Close the connection of an instance that has handed over its engine."""
@@ -184,7 +204,11 @@ class Host(InstanceProcess):
                     return self._hand_over(start)
             case PrepareResume():
                 return await self._prepare(command)
-        return Done()  # LoadAdapter, DropAdapter: the engine loads no LoRA adapters
+            case LoadAdapter(card=card):
+                self._adapters.load(card)
+            case DropAdapter(name=name):
+                self._adapters.drop(name)
+        return Done()
 
     def _hand_over(self, start: EngineStart) -> Message:
         """End this instance; its engine becomes that of `start`.

@@ -18,6 +18,7 @@ from services.loader.adapters.arrivals import Arrival, Arrivals
 from services.loader.adapters.cards import card_for, minimal_card
 from services.loader.adapters.disk_copies import DiskCopies
 from services.loader.adapters.inspection import Inspections
+from services.loader.adapters.model_files import ModelFiles
 from services.loader.adapters.peer_sharing import Shared
 from services.loader.adapters.reclaim import Reclaimer
 from services.loader.adapters.records import Records, WeightsRecord
@@ -48,11 +49,13 @@ from shared.contracts.loader import (
     AttachWeights,
     CancelPrefetch,
     ExpectModels,
+    FetchModelFiles,
     Inspected,
     InspectModel,
     LoaderCommand,
     LoaderStatus,
     ModelFilePart,
+    ModelFilesFetched,
     PrefetchWeights,
     PrepareWeights,
     ReadModelFile,
@@ -96,7 +99,9 @@ class Loader:
         self._node, self._boot_id, self._sources = node, boot_id, sources
         self._shares, self._pretouch = False, pretouch
         self._auditor = Auditor(self._loop)
-        self._prefetching = Prefetching(self._load_ahead, DiskCopies(sources, self._loop.runs), self._end_hold)
+        disk_copies = DiskCopies(sources, self._loop.runs)
+        self._prefetching = Prefetching(self._load_ahead, disk_copies, self._end_hold)
+        self._files = ModelFiles(sources, disk_copies)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
         self._inspecting = Inspections(sources, self._inspections)
         copies = self._loop.runs.copies
@@ -157,6 +162,8 @@ class Loader:
                 )
             case ReleaseWeights():
                 return await self._loop.ask(lambda n: Release(n, command.instance_id))
+            case FetchModelFiles(card=card):
+                return ModelFilesFetched(directory=str(await self._files.fetch(card)))
             case AuditMemory():
                 return await self.audit()
 

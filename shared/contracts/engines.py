@@ -40,6 +40,7 @@ class Capabilities(Frozen):
     """True if Thaw may freeze and page out, or checkpoint, the engine's processes without its help.
     """
     lora: bool = False
+    """Thaw has it load LoRA adapters."""
     honours: frozenset[str] = frozenset()
     """Fields of `shared.contracts.openai.NOT_HONOURED` that it honours."""
     passes_through: bool = True
@@ -96,7 +97,6 @@ CAPABILITIES: dict[Engine, Capabilities] = {
     ),
     "sglang": Capabilities(
         sleep_levels=(1, 2),
-        lora=True,
         honours=_ALL,
         routes=("/v1/rerank", "/v1/score", "/v1/responses"),
         runtime_bytes=3072 * _MIB,

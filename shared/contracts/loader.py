@@ -201,8 +201,33 @@ class ModelFilePart(Message):
     total: int = Field(description="Bytes of the whole file.")
 
 
+class FetchModelFiles(Request):
+    """Have all files of a model on the node's disk, for an engine that reads them itself.
+
+    The reply follows when they are there. The disk cache may evict a copy of a remote model
+    afterwards.
+    """
+
+    deadline_ms: Deadline = 600_000
+    kind: Literal["fetch_files"] = "fetch_files"
+    card: ModelCard
+
+
+class ModelFilesFetched(Message):
+    kind: Literal["files_fetched"] = "files_fetched"
+    directory: str
+
+
 LoaderCommand = Annotated[
-    InspectModel | PrepareWeights | AttachWeights | ReleaseWeights | PrefetchWeights | CancelPrefetch | AuditMemory | ExpectModels,
+    InspectModel
+    | PrepareWeights
+    | AttachWeights
+    | ReleaseWeights
+    | PrefetchWeights
+    | CancelPrefetch
+    | AuditMemory
+    | ExpectModels
+    | FetchModelFiles,
     Field(discriminator="kind"),
 ]
 LOADER_COMMAND: TypeAdapter[LoaderCommand] = TypeAdapter(LoaderCommand)

@@ -22,6 +22,7 @@ accepts only the options, and serves only the endpoints, that the engine's docum
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status};
 {"digests": true} answers with those of a chat's images;
+{"adapter": true} answers with the weights of the LoRA adapter that the request names;
 {"mute": true} holds from then on, {"eat": true} takes memory without end; {"says": text} makes one
 like vLLM generate that (fake_tokens.py). GET /stats returns options, environment and calls.
 """
@@ -51,6 +52,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.support.fake_lora import FakeLora
 from tests.support.fake_tokens import prompt_of, saying, saying_llama, text_of
 
 _OPTIONS: dict[str, list[str]] = {
@@ -74,6 +76,9 @@ _OPTIONS: dict[str, list[str]] = {
         "--middleware",
         "--worker-extension-cls",
         "--model-loader-extra-config",
+        "--max-loras",
+        "--max-lora-rank",
+        "--max-cpu-loras",
     ],
     "sglang": [
         "--model-path",
@@ -94,7 +99,7 @@ _OPTIONS: dict[str, list[str]] = {
     "openai": ["--host", "--port", "--uds"],
 }
 _SWITCHES: dict[str, list[str]] = {
-    "vllm": ["--enforce-eager", "--enable-sleep-mode", "--trust-remote-code", "--no-enable-prefix-caching"],
+    "vllm": ["--enforce-eager", "--enable-lora", "--enable-sleep-mode", "--trust-remote-code", "--no-enable-prefix-caching"],
     "sglang": ["--enable-memory-saver", "--enable-weights-cpu-backup", "--trust-remote-code", "--is-embedding"],
     "llamacpp": ["--jinja", "--embeddings"],
     "tensorrt-llm": ["--trust_remote_code"],
@@ -142,6 +147,8 @@ class Fake:
         self.dropped = False
         """True if the weights were released and not read again."""
         self.key = os.environ.get(_KEYS.get(self.like, ""), "")
+        self.lora = FakeLora()
+        self.has_lora = self.like == "vllm" and options.enable_lora and "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in os.environ
         self.name = getattr(options, "served_model_name", None) or getattr(options, "alias", None) or "m"
 
     def routes(self) -> list[Route]:
@@ -162,6 +169,7 @@ class Fake:
                 ("/thaw/model", self.change_model),
                 ("/tokenize", self.tokenize),
                 ("/detokenize", self.detokenize),
+                *([("/v1/load_lora_adapter", self.load_adapter), ("/v1/unload_lora_adapter", self.unload_adapter)] * self.has_lora),
             ],
             "sglang": [
                 ("/health", self.healthy),
@@ -255,7 +263,7 @@ class Fake:
         if self.options.mute or self.asleep or "status" in fake:
             status = fake.get("status", 500)
             return JSONResponse({"error": {"message": "no", "type": "odd", "param": "fake", "code": "own_code"}}, status)
-        if body.get("model") != self.name and self.like != "ollama" and self.name != "m":
+        if body.get("model") not in (self.name, *self.lora.loaded) and self.like != "ollama" and self.name != "m":
             return JSONResponse({"error": {"message": f"no model {body.get('model')}", "code": 404}}, 404)
         if body.get("priority") and getattr(self.options, "scheduling_policy", None) != "priority":
             return JSONResponse({"error": {"message": "Got priority but Priority scheduling is not enabled.", "code": 400}}, 400)
@@ -269,7 +277,7 @@ class Fake:
         if body.get("stream"):
             events = self._events(request, body, chat, tokens, float(fake.get("pace", 0.0)))
             return StreamingResponse(events, media_type="text/event-stream")
-        text = f"{self.name}: " if fake.get("named") else ""
+        text = f"{self.name}: " if fake.get("named") else self.lora.describe(body.get("model")) if fake.get("adapter") else ""
         text += "".join(_token(i, "x" if self.dropped else "t") for i in range(tokens))
         message = {"role": "assistant", "content": text, "tool_calls": _calls(body)}
         choice = {"index": 0, "finish_reason": "stop", **({"message": message} if chat else {"text": text})}
@@ -295,6 +303,12 @@ class Fake:
         return JSONResponse({"data": [{"index": 0, "embedding": [0.5, 0.25]}], "model": body["model"], "usage": _usage(0)})
 
     # vLLM and SGLang
+
+    async def load_adapter(self, request: Request) -> Response:
+        return self._refused(request) or self.lora.load(await self._note(request))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        return self._refused(request) or self.lora.unload(await self._note(request))
 
     async def sleep(self, request: Request) -> Response:
         received = await self._note(request)

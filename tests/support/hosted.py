@@ -14,8 +14,18 @@ from typing import Any, TypeVar
 import psutil
 
 from services.enginehost.runtimes import reaper
+from shared.contracts import subjects
 from shared.contracts.engine import EngineStart
-from shared.contracts.inference import InferData, InferEnd, InferFailed, InferReply, InferResponse, Resume, ResumedChoice
+from shared.contracts.inference import (
+    CancelInfer,
+    InferData,
+    InferEnd,
+    InferFailed,
+    InferReply,
+    InferResponse,
+    Resume,
+    ResumedChoice,
+)
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.processes import find_marked, mark_of
 from shared.settings import NodeSettings
@@ -99,6 +109,11 @@ class Hosts(Engines):
         stream = await self.ask(instance_id, endpoint, **body)
         await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         return HostedAnswer(stream)
+
+    async def cancel(self, instance_id: str, request_id: str) -> None:
+        await self.mesh.nc.publish(
+            subjects.engine_control(instance_id), CancelInfer(request_id=request_id).model_dump_json().encode()
+        )
 
     async def other(self, instance_id: str, route: str, method: str, query: str = "", **body: Any) -> HostedAnswer:
         """Send a request to a route that only the engine serves."""

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from shared.contracts.engines import CAPABILITIES
-from shared.contracts.models import ModelSpec, routes_of
+from shared.contracts.models import LinearShape, ModelSpec, routes_of
 from shared.sizing import MIN_KV_BYTES, need_of
 from tests.support.hosted import MIB, hosted_card
 
@@ -44,6 +44,14 @@ def test_booked_memory_depends_on_the_kind_of_engine() -> None:
     assert need.runtime == CAPABILITIES["vllm"].runtime_bytes
     assert need_of(hosted_card("/m", "vllm", engine_args={"load_format": "thaw"})).converted == 10 * MIB
     assert need_of(hosted_card("/m", "llamacpp", dtype="float16")).converted == 0
+
+
+def test_room_for_the_adapters_of_a_batch_is_booked_with_vllm() -> None:
+    card = hosted_card("/m", "vllm", engine_args={"enable_lora": True, "max_loras": 3, "max_lora_rank": 32})
+    matrices = (LinearShape(name="q", rows=64, columns=64, count=4), LinearShape(name="up", rows=256, columns=64, count=4))
+    wide = card.model_copy(update={"info": card.info.model_copy(update={"modules": matrices})})
+    assert card.info.dtype == "bfloat16"
+    assert need_of(wide).runtime - need_of(card).runtime == 3 * 32 * 2 * 4 * (128 + 320)
 
 
 def test_kv_cache_is_booked_in_the_compute_dtype() -> None:

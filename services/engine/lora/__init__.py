@@ -1,1 +1,1 @@
-"""LoRA adapters in an engine: their source and their cache."""
+"""LoRA adapters in an engine: their source, their memory, and their prefetch."""

@@ -17,7 +17,7 @@ from shared.contracts.models import ModelCard
 
 
 class LoaderLoraSource:
-    """A `LoraSource` backed by the loader.
+    """An `AdapterSource` backed by the loader.
 
     Args:
         instance_id: The instance that holds the weights.
@@ -61,6 +61,3 @@ class LoaderLoraSource:
         del adapter  # the loader frees only unmapped memory
         await forgotten.wait()
         await self._weights.release(adapter_holder(self._instance_id, number))
-
-    def grant(self, kv_blocks: int) -> None:
-        self._batcher.grant(kv_blocks)

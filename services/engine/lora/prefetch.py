@@ -12,10 +12,11 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.loader_client import LoaderClient
-from services.engine.lora.cache import LoraCache
 from shared.contracts.loader import adapter_holder
 from shared.contracts.models import ModelCard
+from shared.engines.adapter_cache import AdapterCache
 from shared.errors import ThawError
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class LoraPrefetcher:
         self._weights, self._instance_id, self._room = weights, instance_id, room_bytes
         self._prefetches: dict[str, _Prefetch] = {}
         self._count = 0
-        self._adapters: LoraCache | None = None
+        self._adapters: AdapterCache[LoraAdapter] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def load(self, card: ModelCard) -> None:
@@ -64,7 +65,7 @@ class LoraPrefetcher:
             prefetch.task.cancel()
             self._keep(asyncio.create_task(self._weights.release(prefetch.holder), name=f"release {name}"))
 
-    def on_model_bound(self, adapters: LoraCache) -> None:
+    def on_model_bound(self, adapters: AdapterCache[LoraAdapter]) -> None:
         """Attach the prefetched adapters: the model is bound now."""
         self._adapters = adapters
         for prefetch in self._prefetches.values():
@@ -77,14 +78,14 @@ class LoraPrefetcher:
         except ThawError as e:
             log.info("failed to prefetch an adapter", extra={"adapter": card.name, "reason": e.message})
 
-    async def _attach_prefetched(self, adapters: LoraCache, prefetch: _Prefetch) -> None:
+    async def _attach_prefetched(self, adapters: AdapterCache[LoraAdapter], prefetch: _Prefetch) -> None:
         try:
             await prefetch.task
             await self._attach(adapters, prefetch.card)
         finally:
             await self._weights.release(prefetch.holder)
 
-    async def _attach(self, adapters: LoraCache, card: ModelCard) -> None:
+    async def _attach(self, adapters: AdapterCache[LoraAdapter], card: ModelCard) -> None:
         try:
             await adapters.acquire(card)
         except Exception as e:  # a task boundary: the request that needs the adapter receives the error

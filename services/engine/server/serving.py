@@ -21,9 +21,9 @@ from services.engine.domain.standings import Standings
 from services.engine.domain.tool_request import may_be_enforced
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
+from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.request import EmbedRequest, GenerationRequest
 from services.engine.kv_transfer.exchange import KvExchange
-from services.engine.lora.cache import LoraCache
 from services.engine.server.bounded_reads import BoundedReads
 from services.engine.server.request_reader import RequestReader
 from services.engine.server.streams import Stream, not_resumable_reason
@@ -39,6 +39,7 @@ from shared.contracts.inference import (
     Usage,
 )
 from shared.contracts.phases import Phase, PhaseSpan
+from shared.engines.adapter_cache import AdapterCache
 from shared.engines.request_server import RequestServer
 from shared.errors import (
     DeadlineExceeded,
@@ -75,7 +76,7 @@ class Serving(RequestServer[Stream]):
         super().__init__(mesh)
         self.reader: RequestReader | None = None
         self.batcher: Batcher | None = None
-        self.adapters: LoraCache | None = None
+        self.adapters: AdapterCache[LoraAdapter] | None = None
         self.exchange: KvExchange | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._grammars = BoundedReads(_COMPILE_WITHIN_S)
@@ -84,7 +85,9 @@ class Serving(RequestServer[Stream]):
         self._loaded_at = 0.0
         self._standings: Standings | None = None
 
-    def open(self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: LoraCache | None = None) -> None:
+    def open(
+        self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: AdapterCache[LoraAdapter] | None = None
+    ) -> None:
         """Accept requests. `adapters` is None if the model takes no LoRA adapters."""
         self.reader, self.batcher, self._block_bytes, self.adapters = reader, batcher, block_bytes, adapters
         self._idle_since = time.monotonic()

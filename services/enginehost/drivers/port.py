@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from services.enginehost.drivers.token_api import TokenApi
@@ -216,9 +217,16 @@ class Driver:
         For example by a download into the engine's own store.
         """
 
-    def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A client's request body as sent to the engine."""
-        return {**body, "model": self.served_name}
+    def name_of(self, adapter: ModelCard | None) -> str:
+        """The name of a LoRA adapter (None: the model itself) in requests to the engine."""
+        return self.served_name if adapter is None else adapter.name
+
+    def body(self, body: Mapping[str, Any], adapter: ModelCard | None = None) -> dict[str, Any]:
+        """A client's request body as sent to the engine.
+
+        `adapter`: the LoRA adapter that generates the response; None: the model itself.
+        """
+        return {**body, "model": self.name_of(adapter)}
 
     def probes(self) -> list[HttpRequest]:
         """Requests that prove that the engine works, in the order to try.
@@ -231,6 +239,24 @@ class Driver:
         completion = json_request("/v1/completions", {**asked, "prompt": PROBE_PROMPT})
         chat = json_request("/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": PROBE_PROMPT}]})
         return [completion, chat]
+
+    @property
+    def adapter_slots(self) -> int:
+        """Number of LoRA adapters that the engine can hold; 0: it serves none."""
+        return 0
+
+    async def load_adapter(self, client: Client, name: str, directory: Path) -> None:
+        """Have the engine load a LoRA adapter, which requests then name as their model.
+
+        Raises:
+            InvalidModel: The engine refuses it.
+            EngineFailed: The engine does not answer.
+        """
+        raise UnsupportedParameter(f"Engine {self.card.spec.engine} serves no LoRA adapters", param="model")
+
+    async def unload_adapter(self, client: Client, name: str) -> None:
+        """Have the engine unload a LoRA adapter. Raises `EngineFailed`."""
+        raise UnsupportedParameter(f"Engine {self.card.spec.engine} serves no LoRA adapters", param="model")
 
     @property
     def changes_model(self) -> bool:

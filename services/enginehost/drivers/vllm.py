@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from services.enginehost.drivers.overlay import plugin_path
 from services.enginehost.drivers.port import Command, Driver, flags
 from services.enginehost.drivers.token_api import VllmTokens
-from services.enginehost.http1 import Client, HttpRequest, call, json_request
+from services.enginehost.http1 import Client, HttpError, HttpRequest, call, json_request
 from services.enginehost.settings import HostSettings
 from shared.contracts.inference import FairShare
 from shared.contracts.loader_socket import loader_socket
+from shared.contracts.models import ModelCard
 from shared.errors import EngineFailed, InvalidModel, UnsupportedParameter
 from shared.template_key import can_change_model
 
@@ -65,7 +67,7 @@ class Vllm(Driver):
             return None
         return str(spec.engine_args.get("scheduling_policy", "priority"))
 
-    def body(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def body(self, body: Mapping[str, Any], adapter: ModelCard | None = None) -> dict[str, Any]:
         """Reject a priority, unless the operator enabled priorities for clients.
 
         Raises `UnsupportedParameter`.
@@ -75,7 +77,7 @@ class Vllm(Driver):
                 "This model's requests have no priority. Set engine_args: scheduling_policy: priority to allow it",
                 param="priority",
             )
-        return super().body(body)
+        return super().body(body, adapter)
 
     def command(self) -> Command:
         # Not the `vllm` command: builds under another distribution name lack the metadata that it
@@ -140,11 +142,14 @@ class Vllm(Driver):
             # By default vLLM binds a thread to each core but one, so all engines of a node would
             # use the same cores.
             found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.launch.threads)}
-        if self._from_loader:
+        if self.adapter_slots:
+            found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the endpoints that load adapters; they require the key
+        if self._from_loader or (self.adapter_slots and not self.launch.on_cuda):
             found["PYTHONPATH"] = self._plugin()
         return found
 
     def _plugin(self) -> str:
+        """The path of Thaw's plug-in: weights from the loader, and correct LoRA on cpu."""
         if self.card.spec.container is not None:
             raise InvalidModel(
                 f"{self.card.name}: load_format thaw is for vLLM as a process; in a container it cannot reach the loader"
@@ -154,6 +159,29 @@ class Vllm(Driver):
         except OSError as e:
             raise EngineFailed(f"The directory of vLLM's plug-in cannot be written: {e}") from e
         return os.pathsep.join(filter(None, (overlay, os.environ.get("PYTHONPATH"))))
+
+    @property
+    def adapter_slots(self) -> int:
+        """As many as vLLM keeps in host memory: it reads the files of others again.
+
+        A container cannot read the host's copies of adapters.
+        """
+        args = self.card.spec.engine_args
+        if not args.get("enable_lora") or self.card.spec.container is not None:
+            return 0
+        return int(args.get("max_cpu_loras") or args.get("max_loras") or 1)
+
+    async def load_adapter(self, client: Client, name: str, directory: Path) -> None:
+        asked = {"lora_name": name, "lora_path": str(directory)}
+        try:
+            status, body = await client.ask(json_request("/v1/load_lora_adapter", asked))
+        except HttpError as e:
+            raise EngineFailed(f"vLLM did not load the adapter {name}: {e}") from e
+        if not 200 <= status < 300:
+            raise InvalidModel(f"vLLM cannot load the adapter {name}: {body[:300].decode(errors='replace')}", param="model")
+
+    async def unload_adapter(self, client: Client, name: str) -> None:
+        await call(client, json_request("/v1/unload_lora_adapter", {"lora_name": name}), f"having vLLM unload {name}")
 
     @property
     def changes_model(self) -> bool:
@@ -178,10 +206,13 @@ class Vllm(Driver):
     def sleep_levels(self) -> tuple[int, ...]:
         """Sleep levels, only if the engine is private.
 
-        vLLM's sleep endpoints require no key.
+        vLLM's sleep endpoints require no key. Reading the weights again into layers that LoRA has
+        wrapped was not tried.
         """
         enabled = self.card.spec.engine_args.get("enable_sleep_mode", True)
-        return (1, 2) if self.launch.on_cuda and self.launch.is_private and enabled else ()
+        if not (self.launch.on_cuda and self.launch.is_private and enabled):
+            return ()
+        return (1,) if self.adapter_slots else (1, 2)
 
     async def sleep(self, client: Client, level: int) -> None:
         await call(client, HttpRequest("POST", f"{_SLEEP_PATH}?level={level}"), f"putting vLLM to sleep at level {level}")

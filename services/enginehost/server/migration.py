@@ -51,6 +51,7 @@ class HostMigration:
             running=stream.running(),
             prompt_token_ids=(tracker.prompt[: tracker.prompt_tokens],),
             choices=(generated,),
+            adapter=stream.adapter,
             cache_salt=stream.cache_salt,
         )
 
@@ -75,22 +76,31 @@ class HostMigration:
 
         Raises:
             Conflict: The weights have another revision.
-            UnsupportedParameter: The engine has no prefix cache.
+            UnsupportedParameter: The engine has no prefix cache, or serves no LoRA adapters.
+            ThawError: The LoRA adapter cannot be loaded.
         """
         if order.revision != driver.card.info.revision:
             raise Conflict(f"{driver.card.name} has weights of revision {driver.card.info.revision} here, not {order.revision}")
-        if driver.tokens is None or not driver.caches_prefixes or order.adapter is not None:
+        if driver.tokens is None or not driver.caches_prefixes:
             raise UnsupportedParameter("This engine has no prefix cache to warm", param="sequences")
         fields = dict(driver.last)
         if order.cache_salt and driver.salts_prefixes:
             fields[CACHE_SALT] = order.cache_salt
         began = time.monotonic()
         before = self._prepared.pop(order.prepared, ())
-        for i, sequence in enumerate(order.sequences):
-            known = before[i] if i < len(before) else 0
-            for end in (*range(known + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
-                asked = {"model": driver.served_name, "prompt": list(sequence[:end]), "max_tokens": 1, "temperature": 0}
-                await call(client, json_request("/v1/completions", {**asked, **fields}), "warming the prefix cache for a resume")
+        async with self._serving.loaded(order.adapter):
+            for i, sequence in enumerate(order.sequences):
+                known = before[i] if i < len(before) else 0
+                for end in (*range(known + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
+                    asked = {
+                        "model": driver.name_of(order.adapter),
+                        "prompt": list(sequence[:end]),
+                        "max_tokens": 1,
+                        "temperature": 0,
+                    }
+                    await call(
+                        client, json_request("/v1/completions", {**asked, **fields}), "warming the prefix cache for a resume"
+                    )
         total = sum(map(len, order.sequences))
         self._prepared[order.prepared] = tuple(map(len, order.sequences))
         while len(self._prepared) > _REMEMBERED:

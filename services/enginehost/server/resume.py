@@ -60,7 +60,7 @@ async def build_request(
         fixed = "only one unfinished choice can be resumed"
     if fixed or api is None:
         raise Conflict(f"{card.name} cannot resume this response: {fixed}", param=RESUME)
-    prompt = await api.prompt(request.body, driver.served_name, client, chat=chat)
+    prompt = await api.prompt(request.body, driver.name_of(request.adapter), client, chat=chat)
     if len(prompt) != resume.prompt_tokens:
         raise Conflict(f"The prompt has {len(prompt)} tokens here, and {resume.prompt_tokens} where it began", param=RESUME)
     choice = resume.choices[0]
@@ -69,7 +69,7 @@ async def build_request(
     if kept == len(choice.token_ids) and choice.text_chars > chars and request.body.get("temperature") != 0:
         raise Conflict(f"{card.name} cannot resume this response: not all of its tokens are known", param=RESUME)
     given = (*prompt, *choice.token_ids[:kept])
-    body = {k: v for k, v in driver.body(request.body).items() if k not in _CHAT_ONLY}
+    body = {k: v for k, v in driver.body(request.body, request.adapter).items() if k not in _CHAT_ONLY}
     body |= {"prompt": list(given), "max_tokens": most - kept, "stream": True, **api.request_fields}
     body |= driver.share_fields(request.share) | cache_fields(request, driver)
     if isinstance(least := body.get("min_tokens"), int):
@@ -87,7 +87,7 @@ def _text_of(request: InferRequest, api: TokenApi, driver: Driver, client: Clien
     hidden = frozenset(driver.card.info.special_token_ids if request.body.get("skip_special_tokens", True) else ())
 
     async def text_of(tokens: Sequence[int]) -> str:
-        return await api.text([t for t in tokens if t not in hidden], driver.served_name, client)
+        return await api.text([t for t in tokens if t not in hidden], driver.name_of(request.adapter), client)
 
     return text_of
 

@@ -9,7 +9,8 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from services.enginehost.drivers.port import Driver
@@ -31,9 +32,20 @@ from shared.contracts.inference import (
     Usage,
 )
 from shared.contracts.migration import RunningRequest
+from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
+from shared.engines.adapter_cache import AdapterCache
 from shared.engines.request_server import RequestServer
-from shared.errors import Conflict, DeadlineExceeded, EngineFailed, EngineKilled, InstanceDraining, NotFound, ThawError
+from shared.errors import (
+    Conflict,
+    DeadlineExceeded,
+    EngineFailed,
+    EngineKilled,
+    InstanceDraining,
+    NotFound,
+    ThawError,
+    UnsupportedParameter,
+)
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
@@ -57,6 +69,7 @@ class _Stream:
     fixed: str = "the engine has not answered yet"
     first_at: float | None = None
     cache_salt: str = ""
+    adapter: ModelCard | None = None
 
     def running(self) -> RunningRequest:
         tracker, now = self.tracker, time.monotonic()
@@ -89,6 +102,8 @@ class Serving(RequestServer[_Stream]):
         self._bodies = HeldBodyReader(mesh)
         self._driver: Driver | None = None
         self._client: Client | None = None
+        self.adapters: AdapterCache[str] | None = None
+        """The LoRA adapters that the engine holds; None: it serves none."""
         self.was_killed: Callable[[], Awaitable[bool]] = _was_not_killed
         """Returns whether the engine has just been killed from outside."""
 
@@ -107,6 +122,7 @@ class Serving(RequestServer[_Stream]):
             completed=self._completed,
             generated_tokens=self._generated,
             idle_ms=int(self.idle_s * 1000),
+            adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )
 
     # Requests in
@@ -114,7 +130,7 @@ class Serving(RequestServer[_Stream]):
     async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
         if self.draining or self._driver is None or self._client is None:
             raise InstanceDraining("" if self.draining else "The instance is not ready")
-        stream = _Stream(request.request_id, reply, parent, time.monotonic())
+        stream = _Stream(request.request_id, reply, parent, time.monotonic(), adapter=request.adapter)
         self._register(stream)
         name = f"request {request.request_id}"
         stream.task = asyncio.create_task(self._serve(stream, request, self._driver, self._client), name=name)
@@ -126,7 +142,7 @@ class Serving(RequestServer[_Stream]):
 
     async def _serve(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
         try:
-            async with asyncio.timeout(request.deadline_ms / 1000):
+            async with asyncio.timeout(request.deadline_ms / 1000), self.loaded(request.adapter):
                 await self._forward(stream, request, driver, client)
         except TimeoutError:
             self._fail(stream, DeadlineExceeded("The response was not complete within the request's deadline"))
@@ -138,6 +154,23 @@ class Serving(RequestServer[_Stream]):
         except Exception as e:  # a process boundary: the request must get a response
             log.exception("a request failed", extra={"request_id": stream.request_id})
             self._fail(stream, EngineFailed(f"{type(e).__name__}: {str(e)[:300]}"))
+
+    @asynccontextmanager
+    async def loaded(self, adapter: ModelCard | None) -> AsyncIterator[None]:
+        """Have the engine hold `adapter` meanwhile. Raises `ThawError`."""
+        if adapter is None:
+            yield
+            return
+        if self.adapters is None:
+            raise UnsupportedParameter(
+                f"This instance of {adapter.spec.base} was started without LoRA adapters. Start it again (thaw sleep, thaw wake)",
+                param="model",
+            )
+        await self.adapters.acquire(adapter)
+        try:
+            yield
+        finally:
+            self.adapters.release(adapter.info.revision)
 
     async def _forward(self, stream: _Stream, request: InferRequest, driver: Driver, client: Client) -> None:
         upstream = await build_upstream_request(request, driver, client)

@@ -56,7 +56,7 @@ async def build_upstream_request(request: InferRequest, driver: Driver, client: 
     if request.endpoint == "other":
         return UpstreamRequest(_forward(request, driver), fixed="only its engine understands this route")
     fixed = not_resumable_reason(driver, request.endpoint, body)
-    outgoing_body = {**driver.body(body), **driver.share_fields(request.share), **cache_fields(request, driver)}
+    outgoing_body = {**driver.body(body, request.adapter), **driver.share_fields(request.share), **cache_fields(request, driver)}
     hide = False
     if body.get("stream") and driver.stream_usage:
         hide = not wants_usage
@@ -64,7 +64,7 @@ async def build_upstream_request(request: InferRequest, driver: Driver, client: 
     api = driver.tokens
     if fixed or api is None:
         return UpstreamRequest(json_request(_PATHS[request.endpoint], outgoing_body), hide, fixed)
-    prompt = () if api.includes_prompt_ids else tuple(await api.prompt(body, driver.served_name, client, chat=chat))
+    prompt = () if api.includes_prompt_ids else tuple(await api.prompt(body, driver.name_of(request.adapter), client, chat=chat))
     tracker = TokenTracker(api, chat, hide_usage=hide, hide_ids=_hides_ids(api, body), prompt=prompt)
     outgoing = json_request(_PATHS[request.endpoint], {**outgoing_body, **api.request_fields})
     return UpstreamRequest(outgoing, hide, tracker=tracker, seed=body.get("seed"), salt=salt)
@@ -84,6 +84,10 @@ def _forward(request: InferRequest, driver: Driver) -> HttpRequest:
         return HttpRequest(request.method, path, headers={**request.headers, "content-type": request.content_type})
     if request.method in ("GET", "DELETE"):
         return HttpRequest(request.method, path, headers=request.headers)
-    body: Any = {**driver.body(request.body), **driver.share_fields(request.share), **cache_fields(request, driver)}
+    body: Any = {
+        **driver.body(request.body, request.adapter),
+        **driver.share_fields(request.share),
+        **cache_fields(request, driver),
+    }
     outgoing = json_request(path, body, request.method)
     return HttpRequest(outgoing.method, path, outgoing.body, {**request.headers, **outgoing.headers})

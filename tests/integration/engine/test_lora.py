@@ -48,7 +48,7 @@ def adapter_card(directory: Path, name: str = "a", base: str = "demo") -> ModelC
 
 
 class Attachments:
-    """LoraCache bound as the engine binds them."""
+    """Adapters bound as the engine binds them."""
 
     def __init__(self) -> None:
         self._segments: list[WrittenSegment] = []

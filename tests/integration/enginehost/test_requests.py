@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.inference import CancelInfer, InferData, InferEnd, InferFailed
+from shared.contracts.inference import InferData, InferEnd, InferFailed
 from tests.support.hosted import Hosts, fake_card
 
 
@@ -78,8 +78,7 @@ async def test_a_cancelled_request_stops_the_engine(hosts: Hosts) -> None:
     instance = await ready(hosts)
     stream = await hosts.ask(instance, "chat", messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
     await stream.until(lambda r: any(isinstance(x, InferData) for x in r))
-    cancel = CancelInfer(request_id=stream.request_id)
-    await hosts.mesh.nc.publish(subjects.engine_control(instance), cancel.model_dump_json().encode())
+    await hosts.cancel(instance, stream.request_id)
     await hosts.eventually(lambda: seen(hosts, instance), lambda s: s["cancelled"] == 1)
     assert not any(isinstance(r, InferEnd | InferFailed) for r in stream.replies)
     await hosts.reported(instance, lambda r: r.state == "ready" and r.load.active == 0 and r.load.idle_ms > 0)

@@ -45,6 +45,7 @@ class RealEngine:
     log: Path
 
 
+LORA = {"enable_lora": True, "max_loras": 2}
 FAMILY = "llama"
 """Of the demo model, which all tests here run."""
 _RUNS = {
@@ -116,7 +117,7 @@ def environment(*engines: str) -> dict[str, str]:
 def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) -> Iterator[RealEngine]:
     # On some processors recomputed 16-bit positions differ from decoded ones enough to part at
     # near-ties (docs/failover.md).
-    options = {"dtype": "float32"} if engine == "vllm" else {}
+    options: dict[str, Any] = {"dtype": "float32", "engine_args": LORA} if engine == "vllm" else {}
     card = hosted_card(source, engine, context=1024, **options)
     hosts = Hosts(None, f"real-{directory.name}", url, directory)  # type: ignore[arg-type]  # only spawns
     start = hosts.host(card, **(given or environment(engine)))

@@ -9,9 +9,16 @@ from typing import Literal
 import pytest
 
 from shared.contracts.base import Done
-from shared.contracts.loader import CancelPrefetch, LoaderStatus, PrefetchStatus, PrefetchWeights
+from shared.contracts.loader import (
+    CancelPrefetch,
+    FetchModelFiles,
+    LoaderStatus,
+    ModelFilesFetched,
+    PrefetchStatus,
+    PrefetchWeights,
+)
 from shared.contracts.models import ModelCard
-from shared.errors import StaleToken
+from shared.errors import CheckpointInvalid, StaleToken
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.test_dram import loader
 from tests.integration.loader.test_service import client_card_of_sparse, status_where
@@ -140,6 +147,22 @@ async def test_weights_that_only_memory_has_are_fetched_to_the_disk(loader: Load
     await status_where(client, loader.node, lambda s: not on_disk(card, s))
     await prefetch(client, card, tier="ssd")
     await status_where(client, loader.node, lambda s: is_over(2 << 32, "complete")(s) and on_disk(card, s))
+
+
+async def test_files_for_an_engine_that_reads_them_itself(
+    loader: LoaderProcess, client: Client, www: TierServer, tmp_path: Path
+) -> None:
+    card = await client.card(f"{www.url}/far")
+    fetched = await client.mesh.request(client._subject, FetchModelFiles(card=card), ModelFilesFetched)
+    copy, original = (d / "model.safetensors" for d in (Path(fetched.directory), tmp_path / "www" / "far"))
+    assert copy.read_bytes() == original.read_bytes()
+    assert not any(c.tier == "dram" for c in (await status_where(client, loader.node, lambda s: on_disk(card, s))).cached)
+    near = await client.card(str(tmp_path / "www" / "far"))
+    there = await client.mesh.request(client._subject, FetchModelFiles(card=near), ModelFilesFetched)
+    assert Path(there.directory) == tmp_path / "www" / "far"
+    write_checkpoint(tmp_path / "www" / "far", tensors(megabytes=10))
+    with pytest.raises(CheckpointInvalid, match="changed"):
+        await client.mesh.request(client._subject, FetchModelFiles(card=near), ModelFilesFetched)
 
 
 async def test_prefetch_to_a_disk_without_room_fails_before_it_downloads(

@@ -12,9 +12,10 @@ import pytest
 
 from services.engine.domain.step_planning import BLOCK_TOKENS, LoraBudget, lora_budget
 from services.engine.generation.lora_layers import LoraAdapter
-from services.engine.lora import cache
-from services.engine.lora.cache import LoraCache
+from services.engine.lora.room import LoraRoom
 from shared.contracts.models import AdapterInfo, ModelCard, ModelInfo, ModelSpec
+from shared.engines import adapter_cache
+from shared.engines.adapter_cache import AdapterCache
 from shared.errors import CheckpointInvalid, InsufficientMemory
 
 
@@ -57,12 +58,10 @@ class FakeSource:
         self.events.append(f"drop {adapter.name}")
         self.dropped.set()
 
-    def grant(self, kv_blocks: int) -> None:
-        self.blocks.append(kv_blocks)
 
-
-def made(source: FakeSource, budget: int = 100, keep_s: float = -1) -> LoraCache:
-    return LoraCache(source, LoraBudget(granted=1000, block_bytes=10, budget=budget, reserved=False), keep_s, lambda: None)
+def made(source: FakeSource, budget: int = 100, keep_s: float = -1) -> AdapterCache[LoraAdapter]:
+    memory = LoraBudget(granted=1000, block_bytes=10, budget=budget, reserved=False)
+    return AdapterCache(source, LoraRoom(memory, source.blocks.append), keep_s, lambda: None)
 
 
 async def settle() -> None:
@@ -112,7 +111,7 @@ async def test_adapter_waits_for_adapters_in_use_and_is_served_in_turn() -> None
 
 
 async def test_no_request_overtakes_one_that_has_waited_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "FAIR_AFTER_S", -1.0)
+    monkeypatch.setattr(adapter_cache, "FAIR_AFTER_S", -1.0)
     store = made(FakeSource())
     await store.acquire(card("a", 90))
     waiting = asyncio.create_task(store.acquire(card("b", 90)))

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shared.contracts.models import LinearShape, ModelCard, ModelInfo, ModelSpec
+from shared.contracts.engines import CAPABILITIES
+from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid, Conflict, InvalidModel, InvalidRequest, ModelNotFound, UnsupportedArchitecture
+from shared.sizing import VLLM_RANK
 
 _SHOWN = 8
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM's `max_lora_rank` may have (vllm/config/lora.py, 0.32)."""
 
 
 def base_of(spec: ModelSpec, cards: Mapping[str, ModelCard]) -> ModelCard | None:
@@ -38,11 +42,14 @@ def base_of(spec: ModelSpec, cards: Mapping[str, ModelCard]) -> ModelCard | None
         )
     if base.spec.base is not None:
         raise InvalidRequest(f"{spec.name} is for {base.name}, which is an adapter itself (of {base.spec.base})", param="base")
-    if base.spec.engine != "builtin":
+    if not base.capabilities.lora:
+        served = ", ".join(engine for engine, can in CAPABILITIES.items() if can.lora)
         raise UnsupportedArchitecture(
-            f"{spec.name} is for {base.name}, whose engine is {base.spec.engine}; adapters are served by the builtin engine",
+            f"{spec.name} is for {base.name}, whose engine is {base.spec.engine}; engines that serve adapters: {served}",
             param="base",
         )
+    if base.spec.engine == "vllm":
+        _check_vllm(spec, base.spec)
     if base.spec.stages > 1:
         raise InvalidRequest(f"{spec.name} is for {base.name}, which runs in stages; these serve no adapters yet", param="base")
     if base.info.task != "generate":
@@ -72,9 +79,35 @@ def resolve_info(spec: ModelSpec, info: ModelInfo, base: ModelCard | None) -> Mo
         raise InvalidModel(
             f"{spec.public_source} is a whole model and no LoRA adapter; register {spec.name} without a base", param="base"
         )
+    if base.spec.engine == "vllm":
+        _check_rank(spec, adapter, base.spec)
     for shape in adapter.modules if base.info.modules else ():
         _check(spec, shape, base, adapter.made_for)
     return _copy_from_base(info, base.info)
+
+
+def _check_vllm(spec: ModelSpec, base: ModelSpec) -> None:
+    """Raise if the base's vLLM would be started without LoRA, or cannot read an adapter's files."""
+    if base.container is not None:
+        raise InvalidRequest(
+            f"{spec.name} is for {base.name}, whose engine runs in a container and cannot read adapters; run vLLM as a process",
+            param="base",
+        )
+    if not base.engine_args.get("enable_lora"):
+        raise InvalidRequest(
+            f"{spec.name} is for {base.name}, whose vLLM serves no adapters. Set engine_args: {{enable_lora: true}} of {base.name} "
+            "(and max_lora_rank, max_loras, max_cpu_loras as needed)",
+            param="base",
+        )
+
+
+def _check_rank(spec: ModelSpec, adapter: AdapterInfo, base: ModelSpec) -> None:
+    rank, limit = max(adapter.rank, *adapter.rank_pattern.values(), 0), int(base.engine_args.get("max_lora_rank", VLLM_RANK))
+    if rank <= limit:
+        return
+    enough = next((r for r in VLLM_RANKS if r >= rank), None)
+    remedy = f"set engine_args.max_lora_rank of {base.name} to {enough}" if enough else "vLLM serves no adapter of that rank"
+    raise InvalidRequest(f"{spec.name} has rank {rank}, and {base.name} allows {limit}: {remedy}", param="base")
 
 
 def _copy_from_base(info: ModelInfo, base: ModelInfo) -> ModelInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -121,6 +122,46 @@ def test_incompatible_adapter_is_refused(w: World, asked: ModelSpec, info: Model
     assert isinstance(answer, ErrorBody)
     assert answer.code == code, answer.message
     assert asked.name == "sql" or asked.name not in w.state.models
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "message"),
+    [
+        ({}, 4, r"Set engine_args: \{enable_lora: true\} of hosted"),
+        ({"engine_args": {"enable_lora": False}}, 4, "enable_lora: true"),
+        ({"engine_args": {"enable_lora": True}, "container": {"image": "vllm"}}, 4, "runs in a container"),
+        (
+            {"engine_args": {"enable_lora": True}},
+            17,
+            "has rank 17, and hosted allows 16: set engine_args.max_lora_rank of hosted to 32",
+        ),
+        ({"engine_args": {"enable_lora": True, "max_lora_rank": 8}}, 9, "to 16"),
+        ({"engine_args": {"enable_lora": True}}, 600, "no adapter of that rank"),
+    ],
+)
+def test_adapter_that_a_vllm_cannot_serve_is_refused_with_the_remedy(
+    w: World, options: dict[str, Any], rank: int, message: str
+) -> None:
+    hosted = ModelSpec(name="hosted", source="/m/h", engine="vllm", memory=MIB, **options)
+    add(w, hosted, hosted=base_info("/m/h"))
+    info = adapter_info()
+    assert info.adapter is not None
+    wide = info.model_copy(update={"adapter": info.adapter.model_copy(update={"rank_pattern": {"q_proj": rank}})})
+    answer = add(w, spec(base="hosted"), sql=wide)
+    assert isinstance(answer, ErrorBody)
+    assert answer.code == "invalid_request"
+    assert re.search(message, answer.message)
+    assert "sql" not in w.state.models
+
+
+def test_adapters_of_a_vllm_with_lora_are_served_and_keep_it_on(w: World) -> None:
+    hosted = ModelSpec(name="hosted", source="/m/h", engine="vllm", memory=MIB, engine_args={"enable_lora": True})
+    add(w, hosted, hosted=base_info("/m/h"))
+    assert add(w, spec(base="hosted"), sql=adapter_info()).added == ("sql",)
+    without = hosted.model_copy(update={"engine_args": {}})
+    answer = add(w, without, hosted=base_info("/m/h"))
+    assert isinstance(answer, ErrorBody)
+    assert "enable_lora" in answer.message
 
 
 @pytest.mark.parametrize(

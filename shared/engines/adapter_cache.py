@@ -3,7 +3,7 @@
 The first request that names an adapter loads it; later requests share it.
 
 1. A cached adapter is used at once.
-2. Any other adapter is loaded once for all waiting requests, as soon as its bytes fit the budget.
+2. Any other adapter is loaded once for all waiting requests, as soon as its size fits the budget.
    To make room the cache evicts unused adapters, least recently used first.
 3. If adapters in use leave too little room, the request waits. Later requests queue behind it,
    after `FAIR_AFTER_S` even those for cached adapters, so that no request starves.
@@ -11,8 +11,8 @@ The first request that names an adapter loads it; later requests share it.
 5. An adapter unused for the model's keep_alive is evicted; an outdated revision is evicted as soon
    as no request uses it.
 
-The budget is part of the memory that the instance has reserved: adapters take memory from the KV
-cache (`domain/step_planning.py`).
+The engine says what the budget is: bytes that adapters share with the KV cache in the builtin
+engine, a number of adapters in vLLM.
 """
 
 from __future__ import annotations
@@ -22,42 +22,53 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from services.engine.domain.step_planning import LoraBudget
-from services.engine.generation.lora_layers import LoraAdapter
 from shared.contracts.engine import LoadedAdapter
 from shared.contracts.models import ModelCard
 from shared.errors import InsufficientMemory
 
 log = logging.getLogger(__name__)
 FAIR_AFTER_S = 2.0
+T = TypeVar("T")
 
 
-class LoraSource(Protocol):
+class AdapterSource(Protocol[T]):
     """Loads and unloads adapters."""
 
-    async def load(self, card: ModelCard, number: int) -> LoraAdapter:
+    async def load(self, card: ModelCard, number: int) -> T:
         """Load an adapter.
 
         `number` is unique within this engine. Raises `ThawError`, after releasing everything.
         """
 
-    async def drop(self, adapter: LoraAdapter, number: int) -> None:
+    async def drop(self, adapter: T, number: int) -> None:
         """Unload an adapter that no request uses, and return when its memory is free.
 
         The caller keeps no reference.
         """
 
-    def grant(self, kv_blocks: int) -> None:
-        """Set the number of blocks that the KV cache may use."""
+
+class AdapterRoom(Protocol):
+    """The room for adapters, in a unit of its own."""
+
+    @property
+    def budget(self) -> int: ...
+
+    def size_of(self, card: ModelCard) -> int: ...
+
+    def on_used(self, used: int) -> None:
+        """Notify the engine of the part of the budget that is in use now."""
+
+    def refuse(self, card: ModelCard) -> InsufficientMemory:
+        """Return the error for an adapter that is larger than the budget."""
 
 
 @dataclass(eq=False)
-class _Entry:
+class _Entry(Generic[T]):
     card: ModelCard
     number: int
-    adapter: LoraAdapter | None = None
+    adapter: T | None = None
     loading: asyncio.Task[None] | None = None
     users: int = 0
     used_at: float = 0.0
@@ -69,22 +80,22 @@ class _Entry:
         return self.users == 0 and self.adapter is not None
 
 
-class LoraCache:
+class AdapterCache(Generic[T]):
     """Adapters by revision. Runs on the event loop.
 
     Args:
         source: Loads and unloads adapters.
-        room: The memory that adapters and the KV cache share.
+        room: The budget of adapters.
         keep_s: Seconds that an unused adapter stays; negative: until its memory is needed.
         changed: Called when the loaded adapters or their users change.
     """
 
-    def __init__(self, source: LoraSource, room: LoraBudget, keep_s: float, changed: Callable[[], None]) -> None:
+    def __init__(self, source: AdapterSource[T], room: AdapterRoom, keep_s: float, changed: Callable[[], None]) -> None:
         self._source = source
         self._room = room
         self._keep_s = keep_s
         self._changed = changed
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Entry[T]] = {}
         self._used = 0
         self._numbers = itertools.count(1)
         self._turn = asyncio.Lock()
@@ -96,7 +107,7 @@ class LoraCache:
         there = (e for e in self._entries.values() if e.adapter is not None)
         return tuple(LoadedAdapter(name=e.card.name, nbytes=e.card.info.weights_bytes, active=e.users) for e in there)
 
-    async def acquire(self, card: ModelCard) -> LoraAdapter:
+    async def acquire(self, card: ModelCard) -> T:
         """Return the loaded adapter. The caller gives it back with `release`.
 
         Raises:
@@ -133,14 +144,14 @@ class LoraCache:
         since = self._waited_since
         return since is not None and asyncio.get_running_loop().time() - since > FAIR_AFTER_S
 
-    def _use(self, entry: _Entry) -> None:
+    def _use(self, entry: _Entry[T]) -> None:
         entry.users += 1
         if entry.expiry is not None:
             entry.expiry.cancel()
             entry.expiry = None
         self._changed()
 
-    def _unuse(self, entry: _Entry) -> None:
+    def _unuse(self, entry: _Entry[T]) -> None:
         loop = asyncio.get_running_loop()
         entry.users -= 1
         entry.used_at = loop.time()
@@ -152,22 +163,19 @@ class LoraCache:
                 entry.expiry = loop.call_later(self._keep_s, self._expire, entry)
         self._changed()
 
-    def _expire(self, entry: _Entry) -> None:
+    def _expire(self, entry: _Entry[T]) -> None:
         if entry.idle:
             self._spawn(self._evict(entry), f"drop {entry.card.name}")
 
-    async def _start_load(self, card: ModelCard) -> _Entry:
+    async def _start_load(self, card: ModelCard) -> _Entry[T]:
         """Make room and start loading. One caller at a time."""
         self.drop(card.name, keep=card.info.revision)
-        nbytes = card.info.weights_bytes
-        if nbytes > self._room.budget:  # 4
-            raise InsufficientMemory(
-                f"The adapter {card.name} has {nbytes} bytes, and an instance of {card.spec.base} has {self._room.budget} for adapters. Set "
-                f"engine_args.adapter_cache_bytes of {card.spec.base} to {nbytes} or more"
-            )
+        size = self._room.size_of(card)
+        if size > self._room.budget:  # 4
+            raise self._room.refuse(card)
         self._waited_since = asyncio.get_running_loop().time()
         try:
-            while self._used + nbytes > self._room.budget:
+            while self._used + size > self._room.budget:
                 self._freed.clear()
                 idle = min((e for e in self._entries.values() if e.idle), key=lambda e: e.used_at, default=None)
                 if idle is not None:  # 2
@@ -176,19 +184,19 @@ class LoraCache:
                     await self._freed.wait()
         finally:
             self._waited_since = None
-        self._account(nbytes)
-        entry = _Entry(card, next(self._numbers))
+        self._account(size)
+        entry: _Entry[T] = _Entry(card, next(self._numbers))
         entry.loading = self._spawn(self._load(entry), f"load {card.name}")
         self._entries[card.info.revision] = entry
         return entry
 
-    async def _load(self, entry: _Entry) -> None:
+    async def _load(self, entry: _Entry[T]) -> None:
         card = entry.card
         try:
             entry.adapter = await self._source.load(card, entry.number)
         except BaseException:
             del self._entries[card.info.revision]
-            self._account(-card.info.weights_bytes)
+            self._account(-self._room.size_of(card))
             raise
         if entry.users == 0:  # the request was cancelled while the adapter was loading
             self._use(entry)
@@ -196,7 +204,7 @@ class LoraCache:
         log.info("loaded an adapter", extra={"adapter": card.name, "bytes": card.info.weights_bytes})
         self._changed()
 
-    async def _evict(self, entry: _Entry) -> None:
+    async def _evict(self, entry: _Entry[T]) -> None:
         """Unload an idle adapter.
 
         Adapters that are in use or already evicted are left alone.
@@ -209,14 +217,14 @@ class LoraCache:
         dropping, entry.adapter = self._source.drop(entry.adapter, entry.number), None
         log.info("evicting an adapter", extra={"adapter": entry.card.name})
         await dropping
-        self._account(-entry.card.info.weights_bytes)
+        self._account(-self._room.size_of(entry.card))
         self._changed()
 
-    def _account(self, nbytes: int) -> None:
-        """Add `nbytes` (negative: subtract) to the memory that adapters take."""
-        self._used += nbytes
+    def _account(self, size: int) -> None:
+        """Add `size` (negative: subtract) to what adapters use of the budget."""
+        self._used += size
         self._freed.set()
-        self._source.grant(self._room.kv_blocks(self._used))
+        self._room.on_used(self._used)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

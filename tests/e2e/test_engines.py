@@ -6,6 +6,7 @@ The engines take turns on a device that has room for one.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,10 +21,16 @@ from nats.aio.msg import Msg
 from shared.contracts import subjects
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.phases import Phase
+from tests.support.adapters import write_adapter
 from tests.support.launcher import ROOT, Thaw, until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 COMMAND = [sys.executable, "-m", "tests.support.fake_openai", "--port", "{port}"]
+VLLM = {
+    "engine": "vllm",
+    "command": [*COMMAND, "--like", "vllm", "--enable-lora", "--served-model-name", "{name}"],
+    "engine_args": {"enable_lora": True},
+}
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
 
@@ -49,6 +56,7 @@ def mesh() -> Iterator[Thaw]:
                     {"name": "mute", **one, "command": [*COMMAND, "--mute"]},
                     {"name": "stubborn", **one, "command": [*COMMAND, "--ignore-term"]},
                     {"name": "patient", **one},
+                    {"name": "tuned", **one, **VLLM},
                 ],
             }
         )
@@ -111,6 +119,20 @@ def test_two_models_alternate_on_a_device_with_room_for_one(mesh: Thaw, client: 
     for name in ("two", "one", "two"):
         assert client.chat.completions.create(model=name, messages=HELLO, max_tokens=1).choices[0].message.content == "t0 "
         assert len(mesh.instances(name)) == 1
+
+
+def test_adapter_is_registered_and_served_by_its_bases_vllm(mesh: Thaw, client: openai.OpenAI) -> None:
+    directory = write_adapter(mesh.home / "sql", mesh.home, modules={"model.layers.0.self_attn.q_proj": (64, 64)})
+    mesh.json("models", "add", "sql", str(directory), "--base", "tuned")
+    digest = hashlib.sha256((directory / "adapter_model.safetensors").read_bytes()).hexdigest()[:16]
+    for name, text in (("tuned", "t0 "), ("sql", f"{digest}t0 "), ("tuned:sql", f"{digest}t0 ")):
+        answer = client.chat.completions.create(model=name, messages=HELLO, max_tokens=1, extra_body=fake(adapter=True))
+        assert (answer.choices[0].message.content, answer.model) == (text, name.removeprefix("tuned:"))
+    until(lambda: [a["name"] for a in mesh.instances("tuned")[0]["load"]["adapters"]] == ["sql"], what="the status has the adapter")
+    mesh.json("models", "rm", "sql")
+    until(lambda: not mesh.instances("tuned")[0]["load"]["adapters"], what="the adapter is unloaded")
+    refused = mesh.error("models", "add", "poems", str(directory), "--base", "one")
+    assert "engines that serve adapters: builtin, vllm" in refused["message"]
 
 
 async def test_start_waits_on_its_node_while_its_victim_stops(mesh: Thaw) -> None:

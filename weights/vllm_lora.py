@@ -23,24 +23,24 @@ def correct_rows_without_adapter() -> None:
     from vllm.lora.punica_wrapper import punica_cpu  # type: ignore[import-not-found]  # there in vLLM's environment only
 
     if not hasattr(punica_cpu, _CORRECTED):
-        punica_cpu.bgmv_shrink = _corrected(punica_cpu.bgmv_shrink, _indices_of_rows)
-        punica_cpu.sgmv_shrink = _corrected(punica_cpu.sgmv_shrink, _indices_of_sequences)
+        punica_cpu.bgmv_shrink = _wrap(punica_cpu.bgmv_shrink, _indices_of_rows)
+        punica_cpu.sgmv_shrink = _wrap(punica_cpu.sgmv_shrink, _indices_of_sequences)
         setattr(punica_cpu, _CORRECTED, True)
 
 
-def _corrected(shrink: Callable[..., None], indices_of: Callable[..., torch.Tensor]) -> Callable[..., None]:
+def _wrap(shrink: Callable[..., None], indices_of: Callable[..., torch.Tensor]) -> Callable[..., None]:
     """Wrap a function that writes the products with the first matrices into its third argument.
 
     The second matrices then add nothing to rows of zeros.
     """
 
     @wraps(shrink)
-    def corrected(inputs: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
+    def shrink_and_zero(inputs: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
         shrink(inputs, matrices, output, *rest)
         without = indices_of(*rest) < 0
         output[: len(without)].masked_fill_(without.unsqueeze(1), 0)
 
-    return corrected
+    return shrink_and_zero
 
 
 def _indices_of_rows(indices: torch.Tensor, *_rest: Any) -> torch.Tensor:

@@ -147,20 +147,24 @@ class PluginEngine:
         self.loader.wait()
 
 
-def plugin_card(directory: Path) -> ModelCard:
-    options: dict[str, Any] = {"engine_args": {"load_format": "thaw"}, "dtype": "float32"}
+def plugin_card(directory: Path, **engine_args: Any) -> ModelCard:
+    options: dict[str, Any] = {"engine_args": {"load_format": "thaw", **engine_args}, "dtype": "float32"}
     return hosted_card(directory, "vllm", context=1024, name=directory.name, **options)
 
 
 @pytest.fixture(scope="session")
 def plugin_vllm(nats_server: NatsServer, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginEngine]:
-    python, logs = python_of("vllm"), tmp_path_factory.mktemp("plugin")
-    hosts = Hosts(None, "real-plugin", nats_server.url, logs)  # type: ignore[arg-type]  # only spawns
+    yield from spawned_with_loader(plugin_card(model_directory), nats_server.url, tmp_path_factory.mktemp("plugin"))
+
+
+def spawned_with_loader(card: ModelCard, url: str, logs: Path) -> Iterator[PluginEngine]:
+    python = python_of("vllm")
+    hosts = Hosts(None, f"real-{logs.name.replace('_', '-')}", url, logs)  # type: ignore[arg-type]  # only spawns
     with tempfile.TemporaryDirectory(prefix="thaw-t-") as home, (logs / "loader.log").open("wb") as log:
-        env = {**os.environ, "THAW_NATS_URL": nats_server.url, "THAW_HOME": home, "THAW_NODE": hosts.node}
+        env = {**os.environ, "THAW_NATS_URL": url, "THAW_HOME": home, "THAW_NODE": hosts.node}
         env |= {"THAW_DRAM_READY_BYTES": "0", "THAW_PRETOUCH": "off"}  # populating memory takes CPU seconds from the starts
         loader = subprocess.Popen([sys.executable, "-m", "services.loader"], env=env, stdout=log, stderr=log)
-        start = hosts.host(plugin_card(model_directory), THAW_VLLM_PYTHON=python, THAW_HOME=home)
+        start = hosts.host(card, THAW_VLLM_PYTHON=python, THAW_HOME=home)
         found = PluginEngine(start, hosts, loader)
         yield found
         found.close()

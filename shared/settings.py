@@ -67,3 +67,14 @@ class NodeSettings(CommonSettings):
         Several meshes on a machine may use the same names for nodes and instances.
         """
         return f"{self.node}-{hashlib.sha256(str(self.node_state).encode()).hexdigest()[:8]}"
+
+
+class StageSettings(NodeSettings):
+    """Settings of the processes of one node that connect to those of other nodes."""
+
+    stage_host: str = Field(
+        default="127.0.0.1",
+        description="Address on which a pipeline stage, or a rank of vLLM, listens, and which it publishes to the others; and on which an engine "
+        "offers the KV cache of requests that move. Engines on several machines need one that the others reach; 0.0.0.0 and :: stand for the "
+        "host's name.",
+    )

@@ -76,6 +76,6 @@ def can_change_model(spec: ModelSpec) -> bool:
     """
     if spec.engine != "vllm" or spec.engine_args.get("load_format") != "thaw":
         return False
-    if spec.command or spec.container is not None or spec.trust_remote_code or spec.base is not None:
+    if spec.command or spec.container is not None or spec.trust_remote_code or spec.base is not None or spec.stages > 1:
         return False
     return not _PREVENTS & spec.engine_args.keys()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shared.settings import NodeSettings
+from shared.settings import StageSettings
 
 
-class EngineSettings(NodeSettings):
+class EngineSettings(StageSettings):
     engine_threads: int = Field(
         default=0, ge=0, description="CPU threads that an engine computes with; 0: as many as torch chooses."
     )
@@ -17,12 +17,6 @@ class EngineSettings(NodeSettings):
     )
     engine_chunk_tokens: int = Field(
         default=256, ge=1, description="Most prompt tokens in one step while other requests are being answered."
-    )
-    stage_host: str = Field(
-        default="127.0.0.1",
-        description="Address on which a pipeline stage listens, and which it publishes to the stage before it; and on which an engine "
-        "offers the KV cache of requests that move. Engines on several machines need one that the others reach; 0.0.0.0 and :: stand for the "
-        "host's name.",
     )
     stage_result_within: float = Field(
         default=300.0, gt=0, description="Seconds after which a step of a pipeline group without a result ends the group."

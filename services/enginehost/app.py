@@ -16,8 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from services.enginehost.drivers.port import Rank
 from services.enginehost.engine import Engine
+from services.enginehost.later_rank import LaterRank
 from services.enginehost.lora.adapters import HostedAdapters
+from services.enginehost.ranks.head import RankHead, own_address
 from services.enginehost.runtimes.endpoint import make_directory
 from services.enginehost.runtimes.output import redirect_output
 from services.enginehost.runtimes.spare import Spare
@@ -93,6 +96,7 @@ class Host(InstanceProcess):
         self._control_lock = asyncio.Lock()
         self._predecessor = predecessor
         self.successor: Successor | None = None
+        self._ranks: RankHead | None = None
         self._adapters = HostedAdapters(
             self._fetch_files,
             partial(make_directory, settings.node_state),
@@ -108,7 +112,14 @@ class Host(InstanceProcess):
         return {"processes": self._engine.refresh_pids_forever()}
 
     async def _start_engine(self) -> None:
+        if (stage := self._start.stage) is not None:
+            self._ranks = RankHead(self._mesh, stage, self._settings.stage_host)
+            await self._ranks.open()
+            address = own_address(self._settings.stage_host)
+            self._engine.rank = Rank(0, stage.count, address, self._ranks.port, address)
         await self._engine.start()
+        if self._ranks is not None:
+            self._ranks.announce_ready()
         if self._predecessor is not None:
             await self._predecessor.disconnect()
             self._predecessor = None
@@ -123,6 +134,8 @@ class Host(InstanceProcess):
     async def _wait_for_failure(self) -> ThawError:
         """Wait until the engine ends or stops answering health probes."""
         await self._release_weights()
+        if self._ranks is not None:
+            self._ranks.lost.add_done_callback(lambda lost: self._engine.declare_failed(lost.result()))
         watching = asyncio.create_task(self._watch_health(), name="health")
         try:
             return await self._engine.failure()
@@ -131,6 +144,8 @@ class Host(InstanceProcess):
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _stop_engine(self) -> None:
+        if self._ranks is not None:
+            await self._ranks.close()
         if self.successor is None:
             await self._engine.stop()
         self._adapters.close()
@@ -289,6 +304,10 @@ async def run_host(
     """
     timeline = Timeline("enginehost")
     timeline.add(Phase.LIBRARIES, started_at_s, time.monotonic())
+    if start.stage is not None and not start.stage.is_first:
+        if spare is not None:
+            spare.close()
+        return await LaterRank(settings, start, stop, timeline).run()
     host = Host(settings, start, stop, timeline, spare)
     status = await host.run()
     while host.successor is not None:

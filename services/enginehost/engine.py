@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.enginehost.drivers.port import Command, Driver, Launch
+from services.enginehost.drivers.port import Command, Driver, Launch, Rank
 from services.enginehost.drivers.probe_response import response_fingerprint
 from services.enginehost.drivers.registry import driver_of
 from services.enginehost.http1 import Address, Client, HttpError
@@ -80,6 +80,8 @@ class Engine:
         self._signs = 0
         self._pids: tuple[int, ...] = ()
         self._asleep_before: int | None = None
+        self.rank: Rank | None = None
+        """Its place among engines of several nodes; set before the start."""
         reporter.hosted = self.describe_processes
         self.driver: Driver
         self.client: Client
@@ -184,6 +186,28 @@ class Engine:
                 await self.stop()
         raise EngineFailed(f"The engine's port was taken {_PORT_ATTEMPTS} times in a row. Start the instance again")
 
+    async def start_later_rank(self, is_served: asyncio.Event) -> None:
+        """Start the engine of a rank that answers no requests. Return when `is_served` is set.
+
+        Raises:
+            EngineFailed: The engine cannot be started, or has exited before.
+        """
+        with self._timeline.phase(Phase.INIT, engine=self._start.card.spec.engine, attempt=1):
+            await self._launch()
+            assert self._running is not None
+            ended = asyncio.ensure_future(self._running.wait())
+            serving = asyncio.ensure_future(is_served.wait())
+            watching = asyncio.create_task(self._report_progress(self._running), name="signs of life")
+            try:
+                waited: set[asyncio.Future[Any]] = {ended, serving}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                if not serving.done():
+                    raise self._exit_error(ended.result())
+            finally:
+                for task in (ended, serving, watching):
+                    task.cancel()
+        await self._refresh_pids()
+
     async def _launch(self) -> None:
         start, spec = self._start, self._start.card.spec
         container = spec.container
@@ -198,6 +222,7 @@ class Engine:
             threads=int(os.environ.get("THAW_ENGINE_THREADS", "0") or 0),
             devices=start.devices,
             log=start.log_path,
+            rank=self.rank,
         )
         endpoint = await asyncio.to_thread(self._choose_endpoint, launch)
         if endpoint.engine_listens:
@@ -206,7 +231,8 @@ class Engine:
         launch = replace(launch, is_private=endpoint.is_private)
         self._endpoint = endpoint
         self.driver = driver_of(launch)
-        more = LOOPBACK_ENVIRONMENT if endpoint.has_own_network and container is None else {}
+        is_local = endpoint.has_own_network or (self.rank is not None and self.rank.own_address == LOOPBACK)
+        more = LOOPBACK_ENVIRONMENT if is_local and container is None else {}
         env = {**_device_environment(launch), **more, **self.driver.environment(), **_expand(spec.env)}
         if container is not None:
             arguments = tuple(map(launch.fill, container.args)) if container.args is not None else self.driver.arguments()
@@ -231,7 +257,7 @@ class Engine:
         driver, container = driver_of(launch), launch.card.spec.container
         if container is not None:
             return choose_container_endpoint(launch, container, takes_socket=driver.takes_socket)
-        return choose_process_endpoint(launch, takes_socket=driver.takes_socket, isolates=driver.isolates)
+        return choose_process_endpoint(launch, takes_socket=driver.takes_socket, isolates=driver.isolates and launch.rank is None)
 
     def _usable_spare(self, launch: Launch) -> Spare | None:
         """The spare, if its environment fits the launch.

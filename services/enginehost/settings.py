@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from shared.settings import NodeSettings
+from shared.settings import StageSettings
 
 
-class HostSettings(NodeSettings):
+class HostSettings(StageSettings):
     vllm_python: str = Field(default="python3", description="Python interpreter of the environment that vLLM is installed in.")
     sglang_python: str = Field(default="python3", description="Python interpreter of the environment that SGLang is installed in.")
     llamacpp_python: str = Field(

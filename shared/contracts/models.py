@@ -183,7 +183,8 @@ class ModelOptions(Strict):
         default=1,
         ge=1,
         le=8,
-        description="Pipeline stages of an instance (builtin engine): each loads and computes its layers on a device of its own, of any node.",
+        description="Devices, of any nodes, that an instance is divided among. Builtin engine: pipeline stages, each with its layers. vLLM: "
+        "ranks of its own launch over several nodes; tensor_parallel_size x pipeline_parallel_size in engine_args is their number.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the weights in memory: auto (that of the files), float32, bfloat16 or float16."
@@ -307,14 +308,27 @@ class ModelSpec(ModelOptions):
 
     def _check_stages(self, ours: bool) -> None:
         if not ours:
-            raise ValueError(
-                "stages are for the builtin engine; other engines have arguments of their own (pipeline_parallel_size)"
-            )
-        for name in ("park", "trust_remote_code", "base"):
+            self._check_ranks()
+        for name in ("park", "trust_remote_code", "base") if ours else ("park", "base"):
             if getattr(self, name):
                 raise ValueError(f"stages and {name} exclude each other")
         if self.isolation == "shared":
             raise ValueError("stages and isolation: shared exclude each other")
+
+    def _check_ranks(self) -> None:
+        if self.engine != "vllm":
+            raise ValueError("stages are for the builtin engine and vllm; other engines run on the devices of one node")
+        for name in ("command", "container"):
+            if getattr(self, name):
+                raise ValueError(f"stages and {name} exclude each other: Thaw adds the options of vLLM's launch over several nodes")
+        if self.network == "private":
+            raise ValueError("stages and network: private exclude each other: ranks connect to each other")
+        sizes = [self.engine_args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+        if math.prod(int(size) for size in sizes) != self.stages:
+            raise ValueError(
+                f"stages: {self.stages} needs as many ranks: set engine_args.tensor_parallel_size, or pipeline_parallel_size, so that "
+                f"their product is {self.stages}"
+            )
 
     def _check_engine_source(self, ours: bool) -> None:
         if ours:

@@ -1,4 +1,4 @@
-"""Frames on a TCP connection between two engines, and the proofs with which it begins (ADR 0067).
+"""Frames on a TCP connection between two engines (ADR 0067).
 
 A frame is
 
@@ -16,21 +16,16 @@ Both lengths are checked before a byte of memory is taken for them.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import struct
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from shared.contracts.base import Message
 
 M = TypeVar("M", bound=Message)
-Role = Literal["caller", "listener"]
 VERSION = 1
-NONCE_BYTES = 32
-PROOF_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 20
 _HEADER = struct.Struct(">2sBBII")
 HEADER_BYTES = _HEADER.size
@@ -104,16 +99,3 @@ def decode_message(protocol: Protocol[M], body: bytes) -> M:
         return protocol.messages.validate_json(body)
     except ValidationError as e:
         raise ProtocolError(f"A frame's message is invalid: {e.error_count()} errors, the first at {e.errors()[0]['loc']}") from e
-
-
-def prove_secret(role: Role, secret: str, names: tuple[object, ...], nonces: tuple[bytes, bytes]) -> bytes:
-    """Return the proof that one side of a connection knows a secret: an HMAC-SHA256.
-
-    Args:
-        role: The side that proves it.
-        secret: The key.
-        names: What the proof is for.
-        nonces: The listener's and the caller's.
-    """
-    named = "".join(f"{part}\0" for part in (role, *names)).encode()
-    return hmac.new(secret.encode(), named + nonces[0] + nonces[1], hashlib.sha256).digest()

@@ -11,8 +11,9 @@ with the ticket's secret as key. Neither the secret nor anything that helps to g
 
 from __future__ import annotations
 
-from services.engine.domain.frames import Protocol, Role, prove_secret
+from services.engine.domain.frames import Protocol
 from shared.contracts.kv_transfer import KV_MESSAGE, KvMessage
+from shared.engines.secret_proof import Role, prove_secret
 
 KEYS_AND_VALUES: Protocol[KvMessage] = Protocol(b"TK", "KV", KV_MESSAGE)
 GREETING = b"THAWKV01"

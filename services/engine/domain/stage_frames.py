@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hmac
 
-from services.engine.domain.frames import Protocol, Role, prove_secret
+from services.engine.domain.frames import Protocol
 from shared.contracts.stages import STAGE_MESSAGE, Stage, StageMessage
+from shared.engines.secret_proof import Role, prove_secret
 
 STAGES: Protocol[StageMessage] = Protocol(b"TS", "stage", STAGE_MESSAGE)
 GREETING = b"THAWST01"

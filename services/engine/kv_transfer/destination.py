@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
 from functools import partial
 
-from services.engine.domain.frames import NONCE_BYTES, PROOF_BYTES, ProtocolError
+from services.engine.domain.frames import ProtocolError
 from services.engine.domain.kv_frames import GREETING, prove_ticket
 from services.engine.domain.kv_pieces import PIECE_BYTES, KvIdentity, Piece, PrefixHash, pull_tokens
 from services.engine.domain.step_planning import BLOCK_TOKENS
@@ -27,6 +27,7 @@ from services.engine.kv_transfer.connection import KvConnection, KvFrame
 from services.engine.kv_transfer.source import Transferring, layout_difference
 from services.engine.peer_sockets import configure, receive
 from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPiece, KvPull, KvPulled
+from shared.engines.secret_proof import NONCE_BYTES, PROOF_BYTES
 from shared.errors import ThawError
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ import secrets
 import socket
 from typing import Any
 
-from services.engine.domain.frames import NONCE_BYTES, PROOF_BYTES
 from services.engine.domain.stage_frames import GREETING, is_proven, prove
 from services.engine.peer_sockets import configure
 from shared.contracts.stages import Stage
+from shared.engines.secret_proof import NONCE_BYTES, PROOF_BYTES
 
 log = logging.getLogger(__name__)
 WITHIN_S = 5.0

@@ -24,6 +24,25 @@ PROBE_PROMPT = "Hello"
 
 
 @dataclass(frozen=True)
+class Rank:
+    """The place of an engine among those of several nodes that compute together.
+
+    Args:
+        index: 0: it answers requests.
+        count: Number of ranks.
+        address: Address of the first rank's node.
+        port: Port of the first rank's engine, at which all ranks meet.
+        own_address: This node's address.
+    """
+
+    index: int
+    count: int
+    address: str
+    port: int
+    own_address: str
+
+
+@dataclass(frozen=True)
 class Launch:
     """The parameters of a command line.
 
@@ -46,6 +65,8 @@ class Launch:
     """True if no other user of the machine can reach the engine."""
     log: str = ""
     """The instance's log."""
+    rank: Rank | None = None
+    """Its place among several nodes; None: the engine runs on this node alone."""
 
     @property
     def gpus(self) -> list[str]:

@@ -21,6 +21,7 @@ from shared.template_key import can_change_model
 _SLEEP_PATH = "/sleep"
 SWITCH_PATH = "/thaw/model"
 MIDDLEWARE = "weights.vllm_switch.ModelSwitch"
+LATER_RANK = "weights.vllm_rank"
 WORKER_EXTENSION = "weights.vllm_switch.SwitchWorker"
 """The parts of the plug-in that replace the model (weights/vllm_switch.py, in vLLM's processes)."""
 _OURS = frozenset({"kv_cache_bytes"})
@@ -80,6 +81,8 @@ class Vllm(Driver):
         return super().body(body, adapter)
 
     def command(self) -> Command:
+        if self._is_later_rank:
+            return Command((self.launch.settings.vllm_python, "-m", LATER_RANK, *self.arguments()))
         # Not the `vllm` command: builds under another distribution name lack the metadata that it
         # looks for.
         return Command((self.launch.settings.vllm_python, "-m", self.program, *self.arguments()))
@@ -91,6 +94,7 @@ class Vllm(Driver):
     def arguments(self) -> tuple[str, ...]:
         launch, spec = self.launch, self.card.spec
         where = ["--uds", launch.socket] if launch.socket else ["--host", launch.host, "--port", str(launch.port)]
+        where += self._rank_arguments()
         found = ["--model", launch.model, "--served-model-name", self.served_name, *where]
         found += ["--max-model-len", str(self.card.context_length), "--max-num-seqs", str(spec.max_concurrency)]
         found += ["--dtype", spec.dtype]
@@ -123,6 +127,19 @@ class Vllm(Driver):
         return (*found, *flags(given))
 
     @property
+    def _is_later_rank(self) -> bool:
+        return self.launch.rank is not None and self.launch.rank.index > 0
+
+    def _rank_arguments(self) -> list[str]:
+        """Options of vLLM's own launch over several nodes; none on one node."""
+        rank = self.launch.rank
+        if rank is None:
+            return []
+        found = ["--nnodes", str(rank.count), "--node-rank", str(rank.index)]
+        found += ["--master-addr", rank.address, "--master-port", str(rank.port)]
+        return [*found, "--distributed-executor-backend", "mp", *(["--headless"] if self._is_later_rank else [])]
+
+    @property
     def _has_own_threads(self) -> bool:
         """True if Thaw limits the compute threads, and vLLM binds none of them to a core."""
         return not self.launch.on_cuda and 0 < self.launch.threads < (os.cpu_count() or 1)
@@ -144,12 +161,14 @@ class Vllm(Driver):
             found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(self.launch.threads)}
         if self.adapter_slots:
             found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the endpoints that load adapters; they require the key
-        if self._from_loader or (self.adapter_slots and not self.launch.on_cuda):
+        if self.launch.rank is not None:
+            found["VLLM_HOST_IP"] = self.launch.rank.own_address
+        if self._from_loader or self._is_later_rank or (self.adapter_slots and not self.launch.on_cuda):
             found["PYTHONPATH"] = self._plugin()
         return found
 
     def _plugin(self) -> str:
-        """The path of Thaw's plug-in: weights from the loader, and correct LoRA on cpu."""
+        """The path of Thaw's plug-in: weights from the loader, later ranks, LoRA on cpu."""
         if self.card.spec.container is not None:
             raise InvalidModel(
                 f"{self.card.name}: load_format thaw is for vLLM as a process; in a container it cannot reach the loader"
@@ -186,7 +205,7 @@ class Vllm(Driver):
     @property
     def changes_model(self) -> bool:
         """Only if the engine is private: any process that reaches it could replace its model."""
-        return self.launch.is_private and can_change_model(self.card.spec) and not self.launch.remote
+        return self.launch.is_private and can_change_model(self.card.spec) and not self.launch.remote and self.launch.rank is None
 
     async def change_model(self, client: Client, asleep: int) -> None:
         """Replace the model. The plug-in checks the first logits that it computes.

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.engine.domain.frames import NONCE_BYTES, encode_head
+from services.engine.domain.frames import encode_head
 from services.engine.domain.stage_frames import GREETING, STAGES
 from services.engine.generation.runner import RunnerLost
 from services.engine.stages import handshake
 from services.engine.stages.connections import QUEUED_FRAMES, Frame, Inbound, Outbound
 from shared.contracts.stages import GroupCapacity, LayerRange, Stage, StageResult
+from shared.engines.secret_proof import NONCE_BYTES
 
 WITHIN_S = 60.0
 SECRET = "s" * 43

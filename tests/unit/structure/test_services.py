@@ -47,7 +47,7 @@ OWN = {
         "executor",
         "zygote",
     },
-    "enginehost": {"drivers", "engine", "http1", "lora", "runtimes", "server"},
+    "enginehost": {"drivers", "engine", "http1", "later_rank", "lora", "ranks", "runtimes", "server"},
     "gateway": {"authorization", "http", "idempotency", "requests", "telemetry"},
     "loader": {"auditing", "expectations", "kv_lending", "local_socket", "prefetching", "status_publisher"},
     "migrator": set[str](),

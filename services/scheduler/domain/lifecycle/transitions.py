@@ -232,7 +232,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     if not model.card.spec.loads_itself and not grant:  # else the node does so, for the device that it chooses
         # Other engines take the weights from host memory.
         maps_units = model.card.spec.engine == "builtin"
-        for index, layers in enumerate(model.card.stages or (None,)):
+        for index, layers in enumerate((model.card.stages if maps_units else ()) or (None,)):
             prepare = PrepareWeights(
                 token=sent.token,
                 instance_id=stage_holder(sent.instance_id, index),
@@ -271,16 +271,9 @@ def _send_group(tx: Transaction, model: Model, first: Instance, later: list[Late
         places.append((stage.stage_id, stage.node, stage.device_id, tx.next_token()))
     for index, (instance_id, node, device_id, token) in enumerate(places):
         layers = card.stages[index]
-        record_fetch(tx, first, node, instance_id, card, layers)
-        prepare = PrepareWeights(
-            token=token,
-            instance_id=instance_id,
-            card=card,
-            traceparent=first.traceparent,
-            device=device_id,
-            layers=layers,
+        _prepare_stage(
+            tx, first, PrepareWeights(token=token, instance_id=instance_id, card=card, device=device_id, layers=layers), node
         )
-        tx.emit(SendPrepare(node, prepare))
         command = StartInstance(
             token=token,
             plan_id=first.plan_id,
@@ -294,6 +287,20 @@ def _send_group(tx: Transaction, model: Model, first: Instance, later: list[Late
         )
         place = GroupPlace(first=group, index=index, count=len(places))
         tx.emit(SendStart(node, command, first.requested_at, first.planned_at, tx.now > first.planned_at, place, layers))
+
+
+def _prepare_stage(tx: Transaction, first: Instance, prepare: PrepareWeights, node: str) -> None:
+    """Have a node's loader prepare a stage's part; all of the weights for a rank of vLLM.
+
+    Each rank takes its share of every tensor.
+    """
+    spec = prepare.card.spec
+    if spec.loads_itself:
+        return
+    if spec.engine != "builtin":
+        prepare = prepare.model_copy(update={"device": None, "layers": None})
+    record_fetch(tx, first, node, prepare.instance_id, prepare.card, prepare.layers)
+    tx.emit(SendPrepare(node, prepare.model_copy(update={"traceparent": first.traceparent})))
 
 
 def stop_instance(tx: Transaction, i: Instance, how: Leaving, reason: str) -> None:

@@ -1,0 +1,121 @@
+"""The host of a rank behind the first one: its engine computes for the group, and has no port.
+
+It ends with its group: when the first rank's host has stopped or ended, and when its own engine has
+(ADR 0090).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from services.enginehost.drivers.port import Rank
+from services.enginehost.engine import Engine
+from services.enginehost.ranks.head import own_address
+from services.enginehost.ranks.member import RankMember, join
+from services.enginehost.settings import HostSettings
+from shared.contracts.base import Done, Message
+from shared.contracts.engine import EngineControl, EngineLoad, EngineStart, ProbeEngine, SleepEngine, WakeEngine
+from shared.contracts.inference import InferRequest
+from shared.contracts.migration import PrepareResume, RequestsListed, TokensRead
+from shared.engines.instance_process import InstanceProcess
+from shared.engines.request_server import RequestServer, Stream
+from shared.errors import CannotSuspend, InstanceDraining, NotFound, ThawError
+from shared.messaging import Mesh
+from shared.telemetry.timeline import Timeline
+
+_TEXT = "This is a later rank of a group. Its first rank answers requests"
+
+
+class _NoRequests(RequestServer[Stream]):
+    """The requests of a later rank: there are none."""
+
+    def load(self) -> EngineLoad:
+        return EngineLoad()
+
+    async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
+        raise InstanceDraining(_TEXT)
+
+
+class _NoMigration:
+    """The part of a later rank in migrations: the first rank has the requests."""
+
+    def list(self) -> RequestsListed:
+        return RequestsListed(requests=())
+
+    def read(self, request_id: str) -> TokensRead:
+        raise NotFound(_TEXT)
+
+    async def offer_kv(self, read: TokensRead) -> TokensRead:
+        """No-op: hosted engines send no keys and values."""
+        return read
+
+    def yield_(self, request_id: str) -> None:
+        raise NotFound(_TEXT)
+
+    def forget(self, name: str) -> None:
+        """No-op: nothing is prepared here."""
+
+
+class LaterRank(InstanceProcess):
+    """The host of one later rank."""
+
+    _serving: _NoRequests
+
+    def __init__(self, settings: HostSettings, start: EngineStart, stop: asyncio.Event, timeline: Timeline) -> None:
+        mesh = Mesh(settings, f"enginehost-{start.instance_id}")
+        self._serving = _NoRequests(mesh)
+        super().__init__(start, stop, timeline, mesh, self._serving, _NoMigration())
+        self._settings = settings
+        self._engine = Engine(settings, start, timeline, self._reporter)
+        self._member: RankMember | None = None
+
+    def _background(self) -> Mapping[str, Coroutine[Any, Any, None]]:
+        return {"processes": self._engine.refresh_pids_forever()}
+
+    async def _start_engine(self) -> None:
+        stage = self._start.stage
+        assert stage is not None
+        member = self._member = await join(self._mesh, stage)
+        address = own_address(self._settings.stage_host)
+        self._engine.rank = Rank(stage.index, stage.count, member.host, member.port, address)
+        starting = asyncio.create_task(self._engine.start_later_rank(member.ready), name="engine")
+        try:
+            waited: set[asyncio.Future[Any]] = {starting, member.lost}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                raise member.lost.result()
+            starting.result()
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+    async def _wait_for_failure(self) -> ThawError:
+        """Wait until the engine or the group ends. The process stops with a group that stops."""
+        assert self._member is not None
+        failing = asyncio.create_task(self._engine.failure(), name="failure")
+        closing = asyncio.create_task(self._member.closed.wait(), name="closing")
+        try:
+            waited: set[asyncio.Future[Any]] = {failing, closing, self._member.lost}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if closing.done():
+                self._serving.drained.set()
+                await asyncio.get_running_loop().create_future()
+            return self._member.lost.result() if self._member.lost.done() else failing.result()
+        finally:
+            failing.cancel()
+            closing.cancel()
+
+    async def _handle_command(self, command: EngineControl) -> Message:
+        match command:
+            case SleepEngine() | WakeEngine() | ProbeEngine():
+                raise CannotSuspend("An engine of several ranks is not suspended yet")
+            case PrepareResume():
+                raise InstanceDraining(_TEXT)
+        return Done()
+
+    async def _stop_engine(self) -> None:
+        await self._engine.stop()
+        if self._member is not None:
+            await self._member.close()

@@ -110,6 +110,9 @@ def whole_instance(instance_id: str) -> str:
 class Stage(Frozen):
     """The place of an engine in its group.
 
+    A rank of vLLM on several nodes is a stage too: its host connects to that of the first one (ADR
+    0090), and `layers` is only its share of the memory.
+
     Attributes:
         group_id: Common to the stages; another one after each start.
         secret: Known to the stages only: each proves on every connection that it has it.

@@ -11,17 +11,20 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import psutil
 import pytest
 
 from shared.contracts.models import ModelSpec
 from shared.sizing import MIB, need_of
+from tests.support.hosted import fake_program
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
 LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+RANKS = {"engine": "vllm", "stages": 2, "memory": 64 * MIB, "engine_args": {"tensor_parallel_size": 2}}
 NODES = ("node-0", "node-1", "node-2")
 
 
@@ -29,6 +32,7 @@ NODES = ("node-0", "node-1", "node-2")
 def mesh() -> Iterator[Roomy]:
     """Start three nodes with room for a stage each, and one for the whole model in one engine."""
     thaw = Roomy(THAW_DRAM_BYTES="0")
+    thaw.environment["THAW_VLLM_PYTHON"] = fake_program(thaw.home, "vllm")
     source = make_demo_model(thaw.home / "models" / "m", "test")
     options: dict[str, Any] = {"max_concurrency": 4}
     single = need_of(card_of(ModelSpec(name="single", source=str(source), **options))).total
@@ -45,6 +49,7 @@ def mesh() -> Iterator[Roomy]:
         "models": [
             {"name": "staged", "source": str(source), "stages": 2, "placement": {"devices": ["node-*/*"]}},
             {"name": "single", "source": str(source), "placement": {"devices": ["whole/*"]}},
+            {"name": "ranks", "source": str(source), **RANKS, "placement": {"devices": ["node-*/*"]}},
             *fillers,
         ],
     }
@@ -161,3 +166,32 @@ def test_idle_group_is_evicted_for_a_model_on_the_device_of_its_later_stage(mesh
     mesh.json("wake", f"on-{later}")
     until(lambda: models_on(mesh)[first] == set(), what="the group has left both devices")
     assert models_on(mesh)[later] == {f"on-{later}"}
+
+
+def ranks_of(mesh: Roomy) -> list[tuple[str, dict[str, Any]]]:
+    """Return node and instance of each rank of the vLLM over several nodes that is ready."""
+    nodes = mesh.cluster()["nodes"]
+    found = [(n["node"], i) for n in nodes for i in n["instances"] if i["model"] == "ranks" and i["state"] == "ready"]
+    return sorted(found, key=lambda rank: rank[1]["group"]["index"])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_vllm_over_two_nodes_is_one_instance_and_shares_one_fate(mesh: Roomy, victim: int) -> None:
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+
+        def text() -> str | None:
+            answer = client.chat.completions.create(model="ranks", messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
+            return answer.choices[0].message.content
+
+        assert text() == "t0 t1 "
+        until(lambda: len(ranks_of(mesh)) == 2, what="both ranks are ready")
+        ranks = ranks_of(mesh)
+        assert ranks[0][0] != ranks[1][0]
+        assert ranks[1][1]["group"]["first"] == ranks[0][1]["instance_id"]
+        hosts = [psutil.Process(i["pids"][0]) for _, i in ranks]
+        engines = [engine for host in hosts for engine in host.children()]
+        hosts[victim].children()[0].kill()
+        assert not psutil.wait_procs([*hosts, *engines], timeout=60)[1]
+        assert text() == "t0 t1 "
+    mesh.json("sleep", "ranks")
+    until(lambda: not ranks_of(mesh), what="no rank is left")

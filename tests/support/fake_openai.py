@@ -53,6 +53,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from tests.support.fake_lora import FakeLora
+from tests.support.fake_ranks import follow, meet
 from tests.support.fake_tokens import prompt_of, saying, saying_llama, text_of
 
 _OPTIONS: dict[str, list[str]] = {
@@ -76,6 +77,10 @@ _OPTIONS: dict[str, list[str]] = {
         "--middleware",
         "--worker-extension-cls",
         "--model-loader-extra-config",
+        "--nnodes",
+        "--node-rank",
+        "--master-addr",
+        "--master-port",
         "--max-loras",
         "--max-lora-rank",
         "--max-cpu-loras",
@@ -99,7 +104,14 @@ _OPTIONS: dict[str, list[str]] = {
     "openai": ["--host", "--port", "--uds"],
 }
 _SWITCHES: dict[str, list[str]] = {
-    "vllm": ["--enforce-eager", "--enable-lora", "--enable-sleep-mode", "--trust-remote-code", "--no-enable-prefix-caching"],
+    "vllm": [
+        "--enforce-eager",
+        "--headless",
+        "--enable-lora",
+        "--enable-sleep-mode",
+        "--trust-remote-code",
+        "--no-enable-prefix-caching",
+    ],
     "sglang": ["--enable-memory-saver", "--enable-weights-cpu-backup", "--trust-remote-code", "--is-embedding"],
     "llamacpp": ["--jinja", "--embeddings"],
     "tensorrt-llm": ["--trust_remote_code"],
@@ -443,6 +455,13 @@ def main() -> None:
         sys.stderr.write(f"shared: {memory.name} sem.{name.removeprefix('/')}\n")
     if options.retitle:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
+    ranks = []
+    if getattr(options, "nnodes", None):
+        if int(options.node_rank):
+            assert options.headless
+            assert options.module == "weights.vllm_rank"
+            sys.exit(follow(options))
+        ranks = meet(options)
     until = time.monotonic() + options.ready_after
     while time.monotonic() < until:
         sys.stderr.write("still loading\n")
@@ -463,6 +482,8 @@ def main() -> None:
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # older uvicorn
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     server.run()
+    for connection in ranks:
+        connection.close()
 
 
 if __name__ == "__main__":

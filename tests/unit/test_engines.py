@@ -25,6 +25,15 @@ from tests.support.hosted import MIB, hosted_card
         ({"engine": "vllm", "routes": ["/admin"]}, "must begin with /v1/"),
         ({"engine": "vllm", "container": {"image": "i", "mounts": ["a:b"]}}, "is not /host:/inside"),
         ({"engine": "vllm", "stop_signal": "SIGSTOP"}, "SIGTERM"),
+        ({"engine": "llamacpp", "stages": 2}, "builtin engine and vllm"),
+        ({"engine": "vllm", "stages": 2}, "their product is 2"),
+        ({"engine": "vllm", "stages": 2, "engine_args": {"tensor_parallel_size": 4}}, "their product is 2"),
+        (
+            {"engine": "vllm", "stages": 2, "command": ["x"], "engine_args": {"tensor_parallel_size": 2}},
+            "stages and command exclude",
+        ),
+        ({"engine": "vllm", "stages": 2, "network": "private", "engine_args": {"pipeline_parallel_size": 2}}, "network: private"),
+        ({"engine": "vllm", "stages": 2, "park": True, "engine_args": {"pipeline_parallel_size": 2}}, "stages and park exclude"),
     ],
 )
 def test_conflicting_model_options_are_refused(options: dict[str, Any], words: str) -> None:

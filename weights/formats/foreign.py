@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.contracts.models import ENGINE_SOURCE, ModelInfo, ModelSpec
+from shared.contracts.models import ENGINE_SOURCE, LayerSizes, ModelInfo, ModelSpec
 from shared.errors import CheckpointInvalid
 from weights.formats.checkpoint import parse_json, read_small
 from weights.formats.gguf import Gguf, read_gguf
@@ -44,7 +44,7 @@ def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
     if files and not (path / CONFIG).exists():
         return _from_gguf(path, files)
     if (path / CONFIG).is_file():
-        return _from_config(path)
+        return _from_config(path, divided=spec.stages > 1)
     raise CheckpointInvalid(f"{path} holds neither a .gguf file nor a config.json; source is a .gguf file or the model's directory")
 
 
@@ -102,10 +102,11 @@ def _from_gguf(path: Path, files: list[Path]) -> ModelInfo:
     )
 
 
-def _from_config(path: Path) -> ModelInfo:
+def _from_config(path: Path, *, divided: bool) -> ModelInfo:
     """Describe a directory in Hugging Face layout that the builtin engine cannot load.
 
-    The model is quantised, or the builtin engine does not know its architecture.
+    The model is quantised, or the builtin engine does not know its architecture. With `divided` the
+    sizes of its layers are estimated, as equal parts of the files.
     """
     whole = parse_json(read_small(path / CONFIG), str(path / CONFIG))
     inner = whole.get("text_config")
@@ -125,13 +126,18 @@ def _from_config(path: Path) -> ModelInfo:
     names = whole.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "unknown"
     embeds = (path / "modules.json").exists()
+    nbytes = sum(f.stat().st_size for f in files)
+    parts = (
+        LayerSizes(count=layers, embedding_bytes=0, layer_bytes=-(-nbytes // layers), head_bytes=0) if divided and layers else None
+    )
     return ModelInfo(
         source=str(path),
         revision=_revision([path / CONFIG, *files]),
         architecture=name,
         model_type=str(whole.get("model_type", "unknown")),
         task="embed" if embeds else "generate",
-        weights_bytes=sum(f.stat().st_size for f in files),
+        weights_bytes=nbytes,
+        layers=parts,
         parameters=0,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"),
         context_length=number("max_position_embeddings", "n_positions", "n_ctx") or _UNKNOWN_CONTEXT,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from services.engine.domain.frames import HEADER_BYTES, decode_header, decode_message, encode_head
 from services.engine.domain.kv_frames import KEYS_AND_VALUES
-from services.engine.peer_sockets import receive
 from shared.contracts.kv_transfer import KvMessage
+from shared.engines.peer_sockets import receive
 
 _SEND_WITHIN_S = 10.0
 

@@ -25,8 +25,8 @@ from services.engine.domain.step_planning import BLOCK_TOKENS
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.kv_transfer.connection import KvConnection, KvFrame
 from services.engine.kv_transfer.source import Transferring, layout_difference
-from services.engine.peer_sockets import configure, receive
 from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPiece, KvPull, KvPulled
+from shared.engines.peer_sockets import configure, receive
 from shared.engines.secret_proof import NONCE_BYTES, PROOF_BYTES
 from shared.errors import ThawError
 

@@ -29,8 +29,8 @@ from services.engine.domain.kv_frames import GREETING, TICKET_BYTES, prove_ticke
 from services.engine.domain.kv_pieces import KvIdentity, Piece, PrefixHash, plan_pieces
 from services.engine.generation.kv_transfers import KvTransfers, retained_name
 from services.engine.kv_transfer.connection import KvConnection
-from services.engine.peer_sockets import configure
 from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPiece, KvPull, KvPulled
+from shared.engines.peer_sockets import configure
 from shared.engines.secret_proof import NONCE_BYTES, PROOF_BYTES
 from shared.errors import EngineFailed, ThawError
 from shared.tasks import end

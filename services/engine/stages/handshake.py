@@ -9,8 +9,8 @@ import socket
 from typing import Any
 
 from services.engine.domain.stage_frames import GREETING, is_proven, prove
-from services.engine.peer_sockets import configure
 from shared.contracts.stages import Stage
+from shared.engines.peer_sockets import configure
 from shared.engines.secret_proof import NONCE_BYTES, PROOF_BYTES
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from services.enginehost.ranks.connection import (
 )
 from shared.contracts import subjects
 from shared.contracts.stages import Stage, StageListening
+from shared.engines.peer_sockets import configure
 from shared.errors import EngineFailed
 from shared.messaging import Mesh
 from shared.ports import free_port
@@ -98,6 +99,7 @@ class RankHead:
             await asyncio.sleep(_AGAIN_S)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        configure(writer.get_extra_info("socket"))
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 index = await self._prove(reader, writer)

@@ -27,6 +27,7 @@ from services.enginehost.ranks.connection import (
 )
 from shared.contracts import subjects
 from shared.contracts.stages import Stage, StageListening
+from shared.engines.peer_sockets import configure
 from shared.errors import EngineFailed
 from shared.messaging import Mesh
 from shared.tasks import end
@@ -107,6 +108,7 @@ async def _addresses(mesh: Mesh, stage: Stage) -> AsyncIterator[asyncio.Queue[St
 
 async def _connect(listening: StageListening, stage: Stage) -> RankMember:
     reader, writer = await asyncio.open_connection(listening.host, listening.port, limit=LINE_BYTES)
+    configure(writer.get_extra_info("socket"))
     try:
         nonces = nonce_of(await read_line(reader)), new_nonce()
         write_line(writer, index=stage.index, nonce=nonces[1].hex(), proof=prove_rank("caller", stage, stage.index, nonces))

@@ -63,6 +63,7 @@ def test_options_fixed_at_the_engines_start_separate(other: ModelCard) -> None:
         card(engine_args={**FROM_LOADER, "tokenizer": "/t"}),
         card(engine_args={**FROM_LOADER, "data_parallel_size": 2}),
         card(command=["x"]),
+        card(stages=2, engine_args={**FROM_LOADER, "tensor_parallel_size": 2}),
         card(container={"image": "x", "port": 1}),
         card(trust_remote_code=True),
         with_info(shape=""),

@@ -38,7 +38,6 @@ OWN = {
         "loader_client",
         "lora",
         "model",
-        "peer_sockets",
         "process",
         "remote_code",
         "server",

@@ -233,3 +233,13 @@ def test_omitted_stage_is_gone() -> None:
     w.agents[node].instances.pop(later)
     w.send(NodeStatusReceived(w.now, w.agents[node].status(w.now)))
     assert later not in w.state.later_stages
+
+
+@pytest.mark.parametrize(("engine_args", "prepared"), [({}, 0), ({"load_format": "thaw"}, STAGES)])
+def test_ranks_of_vllm_are_started_like_stages_and_each_reads_all_weights(engine_args: dict[str, Any], prepared: int) -> None:
+    w = started(engine="vllm", memory=100 * MIB, engine_args={"tensor_parallel_size": STAGES, **engine_args})
+    starts = w.starts("m")
+    assert len({s.node for s in starts}) == STAGES
+    assert [s.command.reserve_bytes for s in starts] == [50 * MIB] * STAGES
+    prepares = [e.command for e in w.sent(SendPrepare)]
+    assert [(p.layers, p.device) for p in prepares] == [(None, None)] * prepared

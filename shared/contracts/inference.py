@@ -163,7 +163,8 @@ class Usage(Frozen):
     device_s: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds that this engine's devices computed for the request, by its tokens in each step; 0: not measured.",
+        description="Seconds that this engine's devices computed for the request, by its tokens in each step; of a hosted engine its "
+        "share of the time that the engine had requests; 0: not measured.",
     )
 
 
@@ -248,6 +249,7 @@ class InferData(Message):
     data: str = Field(description="Base64.")
     phases: tuple[PhaseSpan, ...] = Field(default=(), description="On the first: prefill. Relative to its sending.")
     progress: tuple[ChoiceDelta, ...] = ()
+    device_s: float = Field(default=0.0, ge=0, description="`Usage.device_s` so far; 0: not in this message.")
 
 
 class InferEnd(Message):

@@ -54,7 +54,8 @@ class HostedAnswer:
         self.status = heads[0].status if heads else 0
         self.body = b"".join(base64.b64decode(r.data) for r in stream.replies if isinstance(r, InferData))
         last = stream.replies[-1]
-        self.usage = last.usage if isinstance(last, InferEnd) else None
+        self.usage = last.usage.model_copy(update={"device_s": 0.0}) if isinstance(last, InferEnd) else None
+        self.device_s = last.usage.device_s if isinstance(last, InferEnd) else 0.0
         self.error = last.error if isinstance(last, InferFailed) else None
 
     @property

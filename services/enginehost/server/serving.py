@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from services.enginehost.drivers.port import Driver
 from services.enginehost.http1 import Client, HttpError, Response
+from services.enginehost.server.busy_time import BusyTime
 from services.enginehost.server.held_body import HeldBodyReader
 from services.enginehost.server.token_tracker import TokenTracker
 from services.enginehost.server.upstream_request import UpstreamRequest, build_upstream_request
@@ -100,6 +101,7 @@ class Serving(RequestServer[_Stream]):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self._bodies = HeldBodyReader(mesh)
+        self._busy = BusyTime()
         self._driver: Driver | None = None
         self._client: Client | None = None
         self.adapters: AdapterCache[str] | None = None
@@ -178,25 +180,31 @@ class Serving(RequestServer[_Stream]):
         outgoing = upstream.outgoing
         if request.held is not None:
             outgoing = self._bodies.attach(outgoing, request.held)
-        response = await client.send(outgoing)
+        self._busy.begin(stream.request_id, time.monotonic())
         try:
-            content_type = response.headers.get("content-type", "application/octet-stream")
-            if upstream.tracker is not None and response.status == 200 and content_type.startswith("text/event-stream"):
-                usage = await self._follow(stream, response, upstream, upstream.tracker)
-            else:
-                fixed = upstream.fixed or "the response is not a stream"
-                self._send(stream, self._head(stream, response, fixed=fixed))
-                meter = UsageMeter(content_type, hide_usage=upstream.hide_usage)
-                await self._relay(stream, response, meter)
-                usage = meter.usage
+            usage = await self._receive(stream, await client.send(outgoing), upstream)
         finally:
-            response.close()
-        self._send(stream, InferEnd(seq=stream.seq, usage=usage))
+            device_s = self._busy.end(stream.request_id, time.monotonic())
+        self._send(stream, InferEnd(seq=stream.seq, usage=usage.model_copy(update={"device_s": round(device_s, 6)})))
         resume_state = upstream.tracker.resume_state if upstream.tracker is not None else None
         self._generated += usage.completion_tokens - (resume_state.kept if resume_state is not None else 0)
         self._completed += 1
         record_phases(stream.timeline.spans(), context_of(stream.parent))
         self._remove(stream)
+
+    async def _receive(self, stream: _Stream, response: Response, upstream: UpstreamRequest) -> Usage:
+        """Relay a response, and return its usage."""
+        try:
+            content_type = response.headers.get("content-type", "application/octet-stream")
+            if upstream.tracker is not None and response.status == 200 and content_type.startswith("text/event-stream"):
+                return await self._follow(stream, response, upstream, upstream.tracker)
+            fixed = upstream.fixed or "the response is not a stream"
+            self._send(stream, self._head(stream, response, fixed=fixed))
+            meter = UsageMeter(content_type, hide_usage=upstream.hide_usage)
+            await self._relay(stream, response, meter)
+            return meter.usage
+        finally:
+            response.close()
 
     def _head(self, stream: _Stream, response: Response, *, fixed: str) -> InferResponse:
         stream.fixed = fixed
@@ -278,7 +286,9 @@ class Serving(RequestServer[_Stream]):
             progress = tuple(deltas) if start == starts[-1] else ()
             if first or progress:
                 phases = stream.timeline.spans() if first else ()
-                self._send(stream, InferData(seq=stream.seq, data=encoded.decode(), phases=phases, progress=progress))
+                device_s = round(self._busy.of_request(stream.request_id, time.monotonic()), 6)
+                message = InferData(seq=stream.seq, data=encoded.decode(), phases=phases, progress=progress, device_s=device_s)
+                self._send(stream, message)
                 first = False
             else:  # one of thousands: generated without a model
                 self._enqueue(stream, b'{"v":"1.0","kind":"data","seq":%d,"data":"%b"}' % (stream.seq, encoded))

@@ -224,6 +224,7 @@ class ResponseReader:
         if passthrough is None:
             raise ValueError("data arrived before the head of its response")
         progress = message.get("progress")
+        self.attempt.device_s = message.get("device_s") or self.attempt.device_s
         if progress and resume_state.replay_filter and resume_state.replay_filter.covers(progress):
             return
         if self._stats.first_token_at is None or not self.attempt.has_output:

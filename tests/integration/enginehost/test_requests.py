@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +46,19 @@ async def test_usage_that_the_client_did_not_request_is_hidden(hosts: Hosts) -> 
     assert answer.usage.completion_tokens == 4
     report = await hosts.reported(instance, lambda r: r.load.generated_tokens == 4)
     assert report.load.completed == 1
+
+
+async def test_time_of_the_engine_is_divided_among_its_requests(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    body: dict[str, Any] = {"prompt": "x", "stream": True, "fake": {"tokens": 20, "pace": 0.01}}
+    began = time.monotonic()
+    answers = await asyncio.gather(*(hosts.whole(instance, "completion", **body) for _ in range(2)))
+    took = time.monotonic() - began
+    shares = [a.device_s for a in answers]
+    assert all(0 < share < took for share in shares)
+    assert 0.2 <= sum(shares) <= took + 1e-3, "both at once take no longer than one"
+    firsts = [next(r for r in a.stream.replies if isinstance(r, InferData)).device_s for a in answers]
+    assert all(0 < first < share for first, share in zip(firsts, shares, strict=True))
 
 
 async def test_tools_json_mode_and_unknown_fields_reach_the_engine_unchanged(hosts: Hosts) -> None:

@@ -115,6 +115,16 @@ def test_declared_routes_are_forwarded_to_the_engine(mesh: Thaw) -> None:
     assert httpx.post(f"{mesh.url}/v1/rerank", json={"model": "two"}, timeout=120).status_code == 404
 
 
+def test_ledger_has_the_time_of_the_engine(mesh: Thaw, client: openai.OpenAI) -> None:
+    client.chat.completions.create(model="one", messages=HELLO, stream=True, max_tokens=5, extra_body=fake(tokens=5, pace=0.01)).close()
+
+    def computed() -> int:
+        rows = mesh.json("usage", "--by", "model")["rows"]
+        return sum(r["counts"]["compute_cpu_us"] for r in rows if r["model"] == "one")
+
+    until(lambda: computed() > 0, what="the ledger has it")
+
+
 def test_two_models_alternate_on_a_device_with_room_for_one(mesh: Thaw, client: openai.OpenAI) -> None:
     for name in ("two", "one", "two"):
         assert client.chat.completions.create(model=name, messages=HELLO, max_tokens=1).choices[0].message.content == "t0 "

@@ -157,4 +157,5 @@ export interface PlanExplained {
   };
   assumed: string[];
   others: PlanExplained["plan"][];
+  runs_already: boolean;
 }

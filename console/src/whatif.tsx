@@ -1,12 +1,20 @@
 // What the scheduler would decide now for a changed cluster, as `thaw explain --what-if` asks it.
 
-import { useState } from "preact/hooks";
+import { useRef, useState } from "preact/hooks";
 import { admin, change } from "./api";
 import { duration, optional, size, words } from "./format";
 import { CandidateTable, type Plan } from "./placement";
 import type { PlanExplained } from "./types";
 
 type Kind = "add_node" | "budget" | "drop_node";
+
+interface Assumption {
+  kind: Kind;
+  node?: string;
+  device?: string;
+  devices?: number;
+  nbytes?: number;
+}
 
 interface KnownNode {
   node: string;
@@ -37,6 +45,7 @@ export function WhatIf({ model, happened }: { model: string; happened?: Plan }) 
   const [devices, setDevices] = useState(1);
   const [device, setDevice] = useState("");
   const [gib, setGib] = useState("");
+  const [added, setAdded] = useState<Assumption[]>([]);
   const [found, setFound] = useState<PlanExplained | null>(null);
   const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState("");
@@ -64,18 +73,23 @@ export function WhatIf({ model, happened }: { model: string; happened?: Plan }) 
     setKind(next);
     // The name of a new node is no node that can be lost.
     setName(next === "drop_node" ? nodes?.[0]?.node ?? "" : unusedName(nodes ?? []));
+    setGib(inGib((next === "budget" ? chosen : all[0])?.budget_bytes ?? 0));
   };
-  const assumption = () => {
+  const assumption = (): Assumption => {
     if (kind === "add_node") return { kind, node: name, devices, nbytes };
     if (kind === "drop_node") return { kind, node: name };
     return { kind, node: chosen?.node, device: chosen?.device_id, nbytes };
+  };
+  const form = useRef<HTMLFormElement>(null);
+  const add = () => {
+    if (form.current?.reportValidity()) setAdded([...added, assumption()]);
   };
   const submit = async (event: Event) => {
     event.preventDefault();
     setBusy(true);
     setFailure("");
     try {
-      setFound(await change("explain", { model, what_if: [assumption()] }));
+      setFound(await change("explain", { model, what_if: [...added, assumption()] }));
     } catch (error) {
       setFound(null);
       setFailure(error instanceof Error ? error.message : String(error));
@@ -88,12 +102,24 @@ export function WhatIf({ model, happened }: { model: string; happened?: Plan }) 
     <details class="card" onToggle={open}>
       <summary>What if the cluster were different?</summary>
       <p class="quiet">
-        The scheduler decides for the cluster as it is now, changed by one assumption. It starts and stops nothing.
+        The scheduler decides for the cluster as it is now, changed by the assumptions. It starts and stops nothing.
       </p>
+      {added.length > 0 && (
+        <ul aria-label="Assumptions">
+          {added.map((a, i) => (
+            <li key={i}>
+              {describe(a)}{" "}
+              <button type="button" onClick={() => setAdded(added.filter((_, j) => j !== i))} aria-label={`Remove: ${describe(a)}`}>
+                Remove
+              </button>
+            </li>
+          ))}
+        </ul>
+      )}
       {nodes && (
-        <form class="row" onSubmit={submit}>
+        <form class="row" onSubmit={submit} ref={form}>
           <label>
-            Suppose{" "}
+            {added.length ? "And suppose" : "Suppose"}{" "}
             <select value={kind} onChange={(event) => choose(event.currentTarget.value as Kind)}>
               {KINDS.map(([value, label]) => <option key={value} value={value}>{label}</option>)}
             </select>
@@ -132,6 +158,7 @@ export function WhatIf({ model, happened }: { model: string; happened?: Plan }) 
               <input type="number" min={0.001} step="any" required value={gib} onInput={(event) => setGib(event.currentTarget.value)} />
             </label>
           )}
+          <button type="button" onClick={add}>Add another</button>
           <button type="submit" class="primary" disabled={busy}>Ask the scheduler</button>
           {kind === "budget" && chosen && <span class="quiet">now {size(chosen.budget_bytes)}</span>}
         </form>
@@ -142,6 +169,12 @@ export function WhatIf({ model, happened }: { model: string; happened?: Plan }) 
   );
 }
 
+function describe(a: Assumption): string {
+  if (a.kind === "drop_node") return `node ${a.node} is gone`;
+  if (a.kind === "add_node") return `node ${a.node} with ${a.devices} devices of ${size(a.nbytes ?? 0)}`;
+  return `${a.node}/${a.device} has a budget of ${size(a.nbytes ?? 0)}`;
+}
+
 function place(plan: Plan | undefined): string {
   return plan?.chosen ? `${plan.chosen.node} ${plan.chosen.device_ids.join(", ")}` : "no device";
 }
@@ -149,7 +182,7 @@ function place(plan: Plan | undefined): string {
 function Answer({ found, happened }: { found: PlanExplained; happened?: Plan }) {
   const { plan } = found;
   const rows: [string, string, string][] = [
-    ["Decision", happened ? words(happened.way) : "", words(plan.way)],
+    ["Decision", happened ? words(happened.way) : "", found.runs_already ? "nothing starts: it runs already" : words(plan.way)],
     ["Device", happened ? place(happened) : "", place(plan)],
     ["Would leave", happened?.chosen?.victims.join(", ") ?? "", plan.chosen?.victims.join(", ") ?? ""],
     ["Predicted", optional(happened?.chosen?.predicted_ms), optional(plan.chosen?.predicted_ms)],

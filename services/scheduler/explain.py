@@ -118,7 +118,9 @@ class Explainer:
         if not asked.what_if:
             return PlanExplained(plan=plan, queue=queue)
         found = evaluate_what_if(self._state, model, asked.what_if, now, self._policy)
-        return PlanExplained(plan=found.plan, queue=queue, assumed=found.assumed, others=found.others)
+        return PlanExplained(
+            plan=found.plan, queue=queue, assumed=found.assumed, others=found.others, runs_already=found.runs_already
+        )
 
     async def _find(self, plan_id: str) -> PlanRecord | None:
         return self._state.plans.get(plan_id) or await self._repository.plan(plan_id)

@@ -222,6 +222,9 @@ class PlanExplained(Message):
     running: RequestFound | None = Field(default=None, description="The request that was asked about, if it is not over yet.")
     assumed: tuple[str, ...] = Field(default=(), description="What was taken for granted, in words: the plan is then hypothetical.")
     others: tuple[PlanRecord, ...] = Field(default=(), description="Other models that would start by the same decision.")
+    runs_already: bool = Field(
+        default=False, description="Under `assumed` the model has an instance: nothing would start, and the plan is of one more."
+    )
 
 
 class ChangeNode(Request):

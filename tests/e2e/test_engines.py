@@ -116,7 +116,9 @@ def test_declared_routes_are_forwarded_to_the_engine(mesh: Thaw) -> None:
 
 
 def test_ledger_has_the_time_of_the_engine(mesh: Thaw, client: openai.OpenAI) -> None:
-    client.chat.completions.create(model="one", messages=HELLO, stream=True, max_tokens=5, extra_body=fake(tokens=5, pace=0.01)).close()
+    client.chat.completions.create(
+        model="one", messages=HELLO, stream=True, max_tokens=5, extra_body=fake(tokens=5, pace=0.01)
+    ).close()
 
     def computed() -> int:
         rows = mesh.json("usage", "--by", "model")["rows"]

@@ -49,7 +49,7 @@ def explain(
         raise
     out = screen(as_json)
     _show(out, found)
-    extra = found.model_dump(mode="json", include={"queue", "request", "running", "assumed", "others"})
+    extra = found.model_dump(mode="json", include={"queue", "request", "running", "assumed", "others", "runs_already"})
     return {**found.plan.model_dump(mode="json"), "took_error_ms": _error_ms(found.plan), **extra}
 
 
@@ -94,7 +94,8 @@ def _show(out: Console, found: PlanExplained) -> None:
         origin = f"{plan.plan_id}, asked by {plan.trigger}, {ago} ago"
     else:
         origin = "hypothetical: nothing was done"
-    out.print(f"[bold]{escape(plan.model)}[/]: {plan.way.replace('_', ' ')}  [dim]{origin}[/]")
+    way = "nothing starts" if found.runs_already else plan.way.replace("_", " ")
+    out.print(f"[bold]{escape(plan.model)}[/]: {way}  [dim]{origin}[/]")
     if plan.reason:
         out.print(f"  {escape(plan.reason)}")
     if not found.assumed:

@@ -36,11 +36,13 @@ class WhatIfResult:
         plan: The plan of the model.
         assumed: The assumptions as text.
         others: Plans of other models that would start with it.
+        runs_already: Nothing would start: the plan is that of one more instance.
     """
 
     plan: PlanRecord
     assumed: tuple[str, ...]
     others: tuple[PlanRecord, ...]
+    runs_already: bool = False
 
 
 def evaluate_what_if(
@@ -59,7 +61,7 @@ def evaluate_what_if(
         apply(above, changes)
         assumed.append(words)
     if running := above.live_instances(model):
-        return WhatIfResult(_one_more(above, model, running, now, policy), tuple(assumed), ())
+        return WhatIfResult(_one_more(above, model, running, now, policy), tuple(assumed), (), True)
     if not above.waiting_count(model.key):
         asked = GatewayDemand(WHAT_IF_ID, 1, 0, now, now)
         apply(above, [Put(ModelDemand(model.key, (asked,)))])

@@ -75,6 +75,7 @@ def test_what_if_for_a_running_model_places_one_more_instance() -> None:
     w.model("a")
     w.up("a")
     found = ask(w, "a", AssumeNode(node="n2"))
+    assert found.runs_already
     assert found.plan.reason.startswith("it already runs (")
     assert found.plan.chosen is not None
     assert found.plan.chosen.node == "n2"

@@ -145,7 +145,7 @@ class Host(InstanceProcess):
 
     async def _stop_engine(self) -> None:
         if self._ranks is not None:
-            await self._ranks.close()
+            await self._ranks.close(is_orderly=self._serving.draining)
         if self.successor is None:
             await self._engine.stop()
         self._adapters.close()

@@ -78,17 +78,22 @@ class RankHead:
         for writer in self._members.values():
             write_line(writer, event=READY)
 
-    async def close(self) -> None:
-        """End the group in order. Calling it again has no effect."""
+    async def close(self, *, is_orderly: bool = True) -> None:
+        """End the group. Calling it again has no effect.
+
+        Args:
+            is_orderly: It stops; otherwise the other ranks report a failure.
+        """
         self._is_closing = True
         if self._publishing is not None:
             await end(self._publishing)
         if self._server is not None:
             self._server.close()
         for writer in self._members.values():
-            with contextlib.suppress(OSError):
-                write_line(writer, event=CLOSING)
-                await writer.drain()
+            if is_orderly:
+                with contextlib.suppress(OSError):
+                    write_line(writer, event=CLOSING)
+                    await writer.drain()
             writer.close()
         self._members.clear()
 

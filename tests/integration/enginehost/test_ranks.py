@@ -174,6 +174,17 @@ async def test_ranks_serve_as_one_engine_and_stop_with_the_first(group: Group) -
 
 
 @pytest.mark.parametrize("killed", [0, 1])
+async def test_death_of_an_engine_is_a_failure_of_all_ranks(group: Group, killed: int) -> None:
+    reports = [await group.reported(index, "ready", "failed") for index in range(2)]
+    hosted = reports[killed].hosted
+    assert hosted is not None
+    os.kill(hosted.pids[0], signal.SIGKILL)
+    for index, hosts in enumerate(group.nodes):
+        assert (await group.reported(index, "stopped", "failed")).state == "failed"
+        await hosts.left_nothing(group.instances[index])
+
+
+@pytest.mark.parametrize("killed", [0, 1])
 async def test_death_of_a_host_ends_the_other_one_and_both_engines(group: Group, killed: int) -> None:
     reports = [await group.reported(index, "ready", "failed") for index in range(2)]
     os.kill(reports[killed].pid, signal.SIGKILL)

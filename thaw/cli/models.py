@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
@@ -55,6 +56,10 @@ def add(
     priority: Annotated[int | None, typer.Option(help="-100 to 100; higher is served first.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")] = False,
     engine: Annotated[str | None, typer.Option(help="Served by vllm, llamacpp, … instead of the built-in engine.")] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="An argument of the engine, as enable_lora=true; may be repeated.", metavar="NAME=VALUE"),
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="Device memory of one instance, e.g. 6GiB (computed by default).")] = None,
     base: Annotated[str | None, typer.Option(help="It is a LoRA adapter of this model (SOURCE in PEFT's layout).")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Change the source of a registered model.")] = False,
@@ -68,6 +73,7 @@ def add(
     [bold]thaw models add qwen hf://Qwen/Qwen3-0.6B --keep-alive 10m[/]
     [bold]thaw models add sql ~/adapters/sql --base llama[/]
     [bold]thaw models add small ~/models/small.gguf --engine llamacpp[/]
+    [bold]thaw models add big ~/models/big --engine vllm --engine-arg tensor_parallel_size=2[/]
     """
     out = screen(as_json)
     if config is not None:
@@ -88,6 +94,7 @@ def add(
             "trust_remote_code": trust_remote_code or None,
             "base": base,
             "engine": engine,
+            "engine_args": _engine_args(engine_arg),
             "memory": _size(memory),
         }
         specs = (_spec(name, source, {k: v for k, v in options.items() if v is not None}),)
@@ -172,6 +179,20 @@ def _keep_alive(text: str | None) -> float | None:
         return parse_duration(text)
     except ValueError as e:
         raise typer.BadParameter(f"--keep-alive: {e}") from e
+
+
+def _engine_args(texts: list[str] | None) -> dict[str, Any] | None:
+    """Return the arguments by name, with values as in a thaw.yaml."""
+    found: dict[str, Any] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        try:
+            if not name or not equals:
+                raise ValueError("give NAME=VALUE, as enable_lora=true")
+            found[name] = yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError) as e:
+            raise typer.BadParameter(f"--engine-arg {text}: {str(e).splitlines()[0]}") from e
+    return found or None
 
 
 def _size(text: str | None) -> int | None:

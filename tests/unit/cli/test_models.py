@@ -50,6 +50,30 @@ def test_another_source_needs_replace(sent: list[ModelSpec], tmp_path: Path, cap
     assert f"source:{tmp_path / 'm'}→{tmp_path / 'n'}" in shown
 
 
+def test_arguments_of_the_engine_have_values_as_in_yaml(sent: list[ModelSpec], tmp_path: Path) -> None:
+    given = [
+        "--engine-arg",
+        "enable_lora=true",
+        "--engine-arg",
+        "max_loras=4",
+        "--engine-arg",
+        "dtype=bfloat16",
+        "--engine-arg",
+        "a={b: 1}",
+    ]
+    assert main(["models", "add", "n", str(tmp_path / "n"), "--engine", "vllm", *given]) == 0
+    assert sent[0].engine_args == {"enable_lora": True, "max_loras": 4, "dtype": "bfloat16", "a": {"b": 1}}
+
+
+@pytest.mark.parametrize("text", ["enable_lora", "=1", "a={b"])
+def test_argument_of_the_engine_that_is_none_is_refused(
+    sent: list[ModelSpec], tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "add", "n", str(tmp_path / "n"), "--engine-arg", text]) == 2
+    assert f"--engine-arg {text}" in capsys.readouterr().err
+    assert sent == []
+
+
 def test_a_thaw_yaml_shows_what_it_changes(sent: list[ModelSpec], tmp_path: Path) -> None:
     out, spec = io.StringIO(), ModelSpec(name="m", source=str(tmp_path / "n"), pin=True)
     home = Home(tmp_path)

@@ -95,8 +95,8 @@ def _check_vllm(spec: ModelSpec, base: ModelSpec) -> None:
         )
     if not base.engine_args.get("enable_lora"):
         raise InvalidRequest(
-            f"{spec.name} is for {base.name}, whose vLLM serves no adapters. Set engine_args: {{enable_lora: true}} of {base.name} "
-            "(and max_lora_rank, max_loras, max_cpu_loras as needed)",
+            f"{spec.name} is for {base.name}, whose vLLM serves no adapters. Set engine_args: {{enable_lora: true}} of {base.name}, "
+            "or --engine-arg enable_lora=true (and max_lora_rank, max_loras, max_cpu_loras as needed)",
             param="base",
         )
 

@@ -65,7 +65,7 @@ class CachingTier:
             patience_s: Seconds that a follower waits without progress.
             on_wrong: Called with each file whose checksum is wrong.
         """
-        self._inner, self._cache, self._pinned, self._patience_s = inner, cache, pinned, patience_s
+        self.inner, self._cache, self._pinned, self._patience_s = inner, cache, pinned, patience_s
         self._on_wrong = on_wrong
         self.source, self.link, self.revision = inner.source, inner.link, inner.revision
         self._files = list(inner.files())
@@ -97,14 +97,23 @@ class CachingTier:
         return self._fill is not None
 
     def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
-        if not self._from_disk(file, offset, into, cancelled):
-            self._inner.read(file, offset, into, cancelled)
-            self._keep(file, offset, into)
-        self._verifier.put(file, offset, memoryview(into))
+        is_local = self.read_local(file, offset, into, cancelled)
+        if not is_local:
+            self.inner.read(file, offset, into, cancelled)
+        self.keep(file, offset, into, is_local=is_local)
+
+    def keep(self, file: TierFile, offset: int, data: memoryview, *, is_local: bool) -> None:
+        """Verify bytes that were read, and cache them unless they are from this host's disk.
+
+        `data` must hold the bytes until `close`.
+        """
+        if not is_local:
+            self._write_behind(file, offset, data)
+        self._verifier.put(file, offset, memoryview(data))
 
     def finish(self, cancelled: threading.Event | None = None) -> None:
         self._verifier.wait(cancelled)
-        self._inner.finish(cancelled)
+        self.inner.finish(cancelled)
         if self.caches:
             self._verifier.release()
         with self._state:
@@ -157,7 +166,7 @@ class CachingTier:
             self._release_hold()
             if self._whole is not None:
                 self._whole[1].release()
-            self._inner.close()
+            self.inner.close()
         self._settled.set()
 
     # -- roles -------------------------------------------------------------------------------------
@@ -181,7 +190,8 @@ class CachingTier:
         except OSError as e:
             self._log_uncached(e)
 
-    def _from_disk(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None) -> bool:
+    def read_local(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> bool:
+        """Fill `into` from this host's disk; False if the bytes are not there."""
         waited_since = time.monotonic()
         while True:
             if self._whole is not None:
@@ -260,7 +270,7 @@ class CachingTier:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def _keep(self, file: TierFile, offset: int, data: memoryview) -> None:
+    def _write_behind(self, file: TierFile, offset: int, data: memoryview) -> None:
         with self._state:
             if self._fill is None or self._partial is None or self._closed or self._bad:
                 return

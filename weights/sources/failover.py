@@ -1,10 +1,11 @@
-"""Several sources of the same model: if one fails, the next continues."""
+"""Several sources of the same model: read one after the other, or at once (ADR 0089)."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import CheckpointInvalid, InvalidModel, Unavailable
@@ -13,23 +14,31 @@ from weights.tiers.port import Tier, TierFile
 log = logging.getLogger(__name__)
 
 
-class FailoverTier:
-    """`listed` says what there is; `places` are read in order.
+@dataclass(frozen=True)
+class SourcePlace:
+    """A place to read from. `is_reserve`: others are read first, as long as they make progress."""
 
-    All are closed with it. `used`: the links that brought bytes.
+    tier: Tier
+    is_reserve: bool = False
+
+
+class FailoverTier:
+    """`listed` says what there is; `read` tries `places` in order. A place that failed is left out.
+
+    All are closed with it.
     """
 
-    def __init__(self, listed: Tier, places: Sequence[Tier]) -> None:
-        self._listed, self._places = listed, list(places)
+    def __init__(self, listed: Tier, places: Sequence[SourcePlace]) -> None:
+        self._listed, self.places = listed, tuple(places)
         self.source, self.revision = listed.source, listed.revision
         self._lock = threading.Lock()
-        self._at = 0
-        self.used: set[str] = set()
+        self._failed: set[int] = set()
+        self._used: dict[str, set[str]] = {}
 
     @property
     def link(self) -> str:
-        """Link of the place that is read now."""
-        return self._places[self._at].link
+        """Link of the place that `read` reads now."""
+        return self.places[self._first()].tier.link
 
     @property
     def directory(self) -> Path | None:
@@ -38,30 +47,52 @@ class FailoverTier:
     def files(self) -> Sequence[TierFile]:
         return self._listed.files()
 
+    def used(self, file: TierFile) -> frozenset[str]:
+        """Return the links that bytes of a file were read over."""
+        with self._lock:
+            return frozenset(self._used.get(file.name, ()))
+
     def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
         while True:
-            at = self._at
-            place = self._places[at]
+            place = self._first()
             try:
-                theirs = next((f for f in place.files() if f.name == file.name), None)
-                if theirs is None or theirs.size != file.size:
-                    raise CheckpointInvalid(f"{file.name} of {self.source} is another one at {place.link}")
-                place.read(theirs, offset, into, cancelled)
-                self.used.add(place.link)
-                return
-            except (Unavailable, CheckpointInvalid, InvalidModel) as e:
-                if at + 1 >= len(self._places):
+                return self.read_place(place, file, offset, into, cancelled)
+            except (Unavailable, CheckpointInvalid, InvalidModel):
+                if len(self._failed) == len(self.places):
                     raise
-                self._switch_source(at, e)
 
-    def _switch_source(self, failed: int, error: Exception) -> None:
+    def read_place(
+        self, place: int, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None
+    ) -> None:
+        """Read from one of the places, and leave it out after an error."""
+        tier = self.places[place].tier
+        try:
+            theirs = next((f for f in tier.files() if f.name == file.name), None)
+            if theirs is None or theirs.size != file.size:
+                raise CheckpointInvalid(f"{file.name} of {self.source} is another one at {tier.link}")
+            with self._lock:
+                self._used.setdefault(file.name, set()).add(tier.link)
+            tier.read(theirs, offset, into, cancelled)
+        except (Unavailable, CheckpointInvalid, InvalidModel) as e:
+            self._leave_out(place, e)
+            raise
+
+    def _first(self) -> int:
+        """Return the first place that did not fail; the last one if all did."""
         with self._lock:
-            if self._at == failed:
-                self._at += 1
-                log.warning(
-                    "a source of the model failed; continuing at the next",
-                    extra={"source": self.source, "failed": self._places[failed].link, "next": self.link, "error": str(error)},
-                )
+            return next((i for i in range(len(self.places)) if i not in self._failed), len(self.places) - 1)
+
+    def _leave_out(self, place: int, error: Exception) -> None:
+        with self._lock:
+            if place in self._failed:
+                return
+            self._failed.add(place)
+            is_last = len(self._failed) == len(self.places)
+        if not is_last:
+            log.warning(
+                "a source of the model failed; continuing at the next",
+                extra={"source": self.source, "failed": self.places[place].tier.link, "next": self.link, "error": str(error)},
+            )
 
     def finish(self, cancelled: threading.Event | None = None) -> None:
         self._listed.finish(cancelled)
@@ -70,5 +101,5 @@ class FailoverTier:
         return self._listed.get_settled_event()
 
     def close(self) -> None:
-        for tier in {id(t): t for t in (self._listed, *self._places)}.values():
+        for tier in {id(t): t for t in (self._listed, *(p.tier for p in self.places))}.values():
             tier.close()

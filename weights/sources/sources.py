@@ -1,8 +1,8 @@
 """Inspect a model, open it for a load, and find its small files on this host.
 
-The input is `ModelSpec.source`. A load opens the first place that has the model: the SSD cache,
-peers (unless the source is known to be faster), the source. Remote bytes are verified and cached on
-the way.
+The input is `ModelSpec.source`. A load opens the SSD cache if it has the model, otherwise all peers
+that have it and the source, which is a reserve unless it is known to be faster. Remote bytes are
+verified and cached on the way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from weights.cache.tier import HeldTier
 from weights.formats.checkpoint import Checkpoint, directory_revision
 from weights.formats.inspect import check_small_files, describe
 from weights.formats.root import check_inside
-from weights.sources.failover import FailoverTier
+from weights.sources.failover import FailoverTier, SourcePlace
 from weights.sources.listed import ListedTiers
 from weights.sources.local_models import OwnDirectories
 from weights.sources.open import is_remote, open_source
@@ -32,10 +34,12 @@ from weights.sources.peers import Peers, peers_first
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.headers import bring_small_files, checkpoint_of
 from weights.tiers.http_client import redact_url
-from weights.tiers.port import Tier
+from weights.tiers.port import Tier, TierFile
 
 log = logging.getLogger(__name__)
-_MOST_PEERS = 2
+_MOST_PEERS = 4
+_PEER_S = 1.0
+"""Seconds that a peer has to list the model's files, after the source has listed them."""
 
 
 class Sources:
@@ -178,7 +182,7 @@ class Sources:
         if far.directory is not None:
             return far
         try:
-            return CachingTier(far, self.cache, pinned=pinned, follows=follows, on_wrong=lambda file: self._distrust(far))
+            return CachingTier(far, self.cache, pinned=pinned, follows=follows, on_wrong=lambda file: self._distrust(far, file))
         except BaseException:
             far.close()
             raise
@@ -201,48 +205,56 @@ class Sources:
         return directory, checkpoint
 
     def _open_far(self, source: str, revision: str) -> Tier:
-        peers = offered = self._peer_tiers(source, revision)
-        try:
-            tier: Tier | None = self.listed.take(revision) or self._check_listed(open_source(source), revision)
-        except Unavailable:
-            if not peers:
-                raise
-            tier = None
-        except BaseException:
-            for peer in peers:
-                peer.close()
-            raise
-        if tier is not None and tier.directory is not None:
-            places: list[Tier] = [tier]
-        elif tier is None:
-            places = list(peers)
+        peers, tier = self._open_places(source, revision)
+        if tier is None:
+            places = [SourcePlace(p) for p in peers]
+        elif tier.directory is not None:
+            _close(peers)
+            return tier
         else:
             listed = tier.files()
-            peers = [p for p in peers if same_files(p.files(), listed)]
-            first = bool(peers) and peers_first([self._speed_of(p.link) for p in peers], self._speed_of(tier.link))
-            places = [*peers, tier] if first else [tier, *peers]
-        for peer in offered:
-            if peer not in places:
-                peer.close()
+            same = [p for p in peers if same_files(p.files(), listed)]
+            _close([p for p in peers if p not in same])
+            first = bool(same) and peers_first([self._speed_of(p.link) for p in same], self._speed_of(tier.link))
+            own = SourcePlace(tier, is_reserve=first)
+            places = [*map(SourcePlace, same), own] if first else [own, *map(SourcePlace, same)]
         if len(places) == 1:
-            return places[0]
-        return FailoverTier(tier or places[0], places)
+            return places[0].tier
+        return FailoverTier(tier or places[0].tier, places)
 
-    def _peer_tiers(self, source: str, revision: str) -> list[PeerTier]:
-        found: list[PeerTier] = []
-        for offer in self._peers.offers(revision)[:_MOST_PEERS] if self._peers is not None else ():
-            tier = PeerTier(offer.node, offer.url, offer.token, source, revision)
-            try:
-                tier.files()
-                found.append(tier)
-            except ThawError as e:
-                log.info("a peer that offered a model does not answer", extra={"peer": offer.node, "error": e.message})
-                tier.close()
-        return found
+    def _open_places(self, source: str, revision: str) -> tuple[list[PeerTier], Tier | None]:
+        """Open the peers that have the model, and the source.
 
-    def _distrust(self, tier: Tier) -> None:
+        All are asked at once. A peer that answers much later than the source is left out.
+
+        Returns:
+            The peers, and the source; None if it cannot be reached, but peers can.
+        """
+        offers = self._peers.offers(revision)[:_MOST_PEERS] if self._peers is not None else []
+        asked = [_ask(PeerTier(o.node, o.url, o.token, source, revision)) for o in offers]
+        tier, failure = None, None
+        try:
+            tier = self.listed.take(revision) or self._check_listed(open_source(source), revision)
+        except Unavailable as e:
+            failure = e
+        except BaseException:
+            for future in asked:
+                _close_later(future)
+            raise
+        wait(asked, None if tier is None else _PEER_S)
+        peers = [p for f in asked if f.done() and (p := f.result()) is not None]
+        for future in asked:
+            if not future.done():
+                log.info("a peer that offered a model does not answer in time", extra={"source": redact_url(source)})
+                _close_later(future)
+        if failure is not None and not peers:
+            raise failure
+        return peers, tier
+
+    def _distrust(self, tier: Tier, file: TierFile) -> None:
+        """Ask the peers that sent bytes of a damaged file no more for a while."""
         if self._peers is not None and isinstance(tier, (FailoverTier, PeerTier)):
-            links = tier.used if isinstance(tier, FailoverTier) else {tier.link}
+            links = tier.used(file) if isinstance(tier, FailoverTier) else {tier.link}
             for link in links:
                 if link.startswith("peer:"):
                     self._peers.distrust(link.removeprefix("peer:"), tier.revision)
@@ -265,6 +277,44 @@ class Sources:
                 hold.release()
             return
         yield self.own.find(revision)
+
+
+def _ask(peer: PeerTier) -> Future[PeerTier | None]:
+    """Return the peer when it has listed its files; None if it does not have the model.
+
+    The thread is a daemon: a host that hangs does not keep the process.
+    """
+    found: Future[PeerTier | None] = Future()
+
+    def work() -> None:
+        try:
+            peer.files()
+            found.set_result(peer)
+        except ThawError as e:
+            log.info("a peer that offered a model does not answer", extra={"peer": peer.node, "error": e.message})
+            peer.close()
+            found.set_result(None)
+        except BaseException as e:
+            peer.close()
+            found.set_exception(e)
+
+    threading.Thread(target=work, name=f"list-{peer.node}", daemon=True).start()
+    return found
+
+
+def _close_later(asked: Future[PeerTier | None]) -> None:
+    """Close the peer when it has answered."""
+
+    def close(future: Future[PeerTier | None]) -> None:
+        if future.exception() is None and (peer := future.result()) is not None:
+            peer.close()
+
+    asked.add_done_callback(close)
+
+
+def _close(tiers: Sequence[Tier]) -> None:
+    for tier in tiers:
+        tier.close()
 
 
 def _names(tier: Tier) -> frozenset[str]:

@@ -14,6 +14,8 @@ from weights.pool.region import Space
 from weights.transfer.link import Link, Transfer
 from weights.transfer.pieces import Piece, Watermark
 from weights.transfer.reader import ReadStats
+from weights.transfer.stripe_plan import StripeSource
+from weights.transfer.striping import StripedTransfer, StripeReader
 
 
 class PieceReader(Protocol):
@@ -64,6 +66,7 @@ class Filling:
         self._watermark = Watermark(pieces, len(layout.head), layout.total_bytes)
         self._transfer = Transfer(order or pieces, self._read, background, cancelled)
         self._link: Link | None = None
+        self._striped: StripedTransfer | None = None
         self._reader: PieceReader | None = None
 
     @property
@@ -92,15 +95,33 @@ class Filling:
         finally:
             reader.close()
 
+    def run_striped(self, reader: StripeReader, sources: Sequence[StripeSource], links: Sequence[Link]) -> None:
+        """Read every piece from several sources, one link for each.
+
+        Returns and raises as `run` does; the error is that of the last source that failed.
+        """
+        transfer = self._transfer
+        self._striped = StripedTransfer(
+            sources, transfer.pieces, reader, self._publish, background=transfer.background, cancelled=transfer.cancelled
+        )
+        if not transfer.background:  # the priority rose before `_striped` was set
+            self._striped.raise_priority()
+        self._striped.run(links)
+
     def raise_priority(self) -> None:
         """Give the load a request's priority: one waits for it now."""
         self._transfer.background = False
+        if self._striped is not None:
+            self._striped.raise_priority()
         if self._link is not None:
             self._link.raise_priority(self._transfer)
 
     def _read(self, piece: Piece) -> None:
         assert self._reader is not None
         self._reader.read(piece)
+        self._publish(piece)
+
+    def _publish(self, piece: Piece) -> None:
         if self._on_arrived is not None:
             self._on_arrived(piece.target, self._ends[piece.index] - piece.target)
         self._watermark.record_piece(piece)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from shared.contracts.loader import LinkStatus
 from weights.tiers.port import Cancelled
@@ -18,12 +19,55 @@ from weights.transfer import link_queue as links
 from weights.transfer.pieces import Piece
 
 log = logging.getLogger(__name__)
-_numbers = itertools.count(1)
+numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A chunk that a link's thread reads now. `read` returns the bytes that the link has moved."""
+
+    length: int
+    read: Callable[[], int]
+
+
+class LinkLoad(Protocol):
+    """One load on one link. The link calls the methods under its lock.
+
+    `running`: chunks that its threads read now, which it counts itself.
+    """
+
+    number: int
+    background: bool
+    running: int
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if no chunk will be taken any more."""
+        ...
+
+    def list_left(self) -> tuple[int, int]:
+        """Return the number of chunks that may be taken now, and the bytes to take."""
+        ...
+
+    def take(self) -> Taken | None:
+        """Take the next chunk; None: there is none any more."""
+        ...
+
+    def abandon(self, error: BaseException) -> None:
+        """Take no more chunks: a read failed, or the link is closing."""
+        ...
+
+    def on_over(self) -> None:
+        """No chunk is left or being read."""
+        ...
+
+
+_L = TypeVar("_L", bound=LinkLoad)
 
 
 @dataclass
 class Transfer:
-    """One load on one link.
+    """One load with one source.
 
     `read` is called with each piece, from the link's threads; the first error ends the load.
     """
@@ -32,11 +76,37 @@ class Transfer:
     read: Callable[[Piece], None]
     background: bool = False
     cancelled: threading.Event | None = None
-    number: int = field(default_factory=lambda: next(_numbers))
+    number: int = field(default_factory=lambda: next(numbers))
+    running: int = 0
     _begun: int = 0
-    _running: int = 0
+    _left_bytes: int = 0
     _error: BaseException | None = None
     _over: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._left_bytes = sum(p.length for p in self.pieces)
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._begun == len(self.pieces)
+
+    def list_left(self) -> tuple[int, int]:
+        return len(self.pieces) - self._begun, self._left_bytes
+
+    def take(self) -> Taken | None:
+        if self.is_exhausted:
+            return None
+        piece = self.pieces[self._begun]
+        self._begun += 1
+        self._left_bytes -= piece.length
+        return Taken(piece.length, lambda: self._read(piece))
+
+    def abandon(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._begun, self._left_bytes = len(self.pieces), 0
+
+    def on_over(self) -> None:
+        self._over.set()
 
     def result(self) -> None:
         """Wait until every piece is read, or an error or a cancellation has taken effect.
@@ -47,6 +117,12 @@ class Transfer:
         if self._error is not None:
             raise self._error
 
+    def _read(self, piece: Piece) -> int:
+        if self.cancelled is not None and self.cancelled.is_set():
+            raise Cancelled
+        self.read(piece)
+        return piece.length
+
 
 class Link:
     """Threads start with the first load and end with `close`."""
@@ -55,29 +131,49 @@ class Link:
         self.name = name
         self._count, self._clock = threads, clock
         self._line, self._speed = links.Line(order), links.Speed()
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, LinkLoad] = {}
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._active = 0
         self._moved_bytes = 0
         self._closing = False
 
-    def submit(self, transfer: Transfer) -> Transfer:
+    def submit(self, transfer: _L) -> _L:
         with self._changed:
-            if not transfer.pieces:
-                transfer._over.set()
+            if transfer.is_exhausted:
+                transfer.on_over()
                 return transfer
             self._transfers[transfer.number] = transfer
-            nbytes = sum(p.length for p in transfer.pieces)
-            self._line = links.join(self._line, links.Load(transfer.number, len(transfer.pieces), nbytes, transfer.background))
-            while len(self._threads) < min(self._count, len(transfer.pieces)):
-                name = f"{self.name}-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
+            chunks, nbytes = transfer.list_left()
+            self._line = links.join(self._line, links.Load(transfer.number, chunks, nbytes, transfer.background))
+            self._start_threads(chunks)
             self._changed.notify_all()
         return transfer
 
-    def raise_priority(self, transfer: Transfer) -> None:
+    @property
+    def has_started(self) -> bool:
+        """True if the link has been read over."""
+        return bool(self._threads)
+
+    def refresh(self, transfer: LinkLoad) -> None:
+        """Ask `transfer` again what is left: it has changed."""
+        with self._changed:
+            if transfer.number not in self._transfers:
+                return
+            chunks, nbytes = transfer.list_left()
+            self._line = links.offer(self._line, transfer.number, chunks, nbytes)
+            self._end_if_over(transfer)
+            if chunks:
+                self._start_threads(chunks)
+                self._changed.notify_all()
+
+    def _start_threads(self, chunks: int) -> None:
+        while len(self._threads) < min(self._count, chunks) and not self._closing:
+            name = f"{self.name}-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def raise_priority(self, transfer: LinkLoad) -> None:
         """Give the load a request's priority: one waits for it now."""
         with self._changed:
             self._line = links.raise_priority(self._line, transfer.number)
@@ -111,55 +207,57 @@ class Link:
     # -- the threads -------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (taken := self._take()) is not None:
-            transfer, piece = taken
+        while (found := self._take()) is not None:
+            transfer, taken = found
             error: BaseException | None = None
+            moved_bytes = 0
             try:
-                if transfer.cancelled is not None and transfer.cancelled.is_set():
-                    raise Cancelled
-                transfer.read(piece)
+                moved_bytes = taken.read()
             except BaseException as e:  # the thread's boundary: the load's waiter needs the error
                 error = e
-            self._on_finished(transfer, piece, error)
+            self._on_finished(transfer, taken, moved_bytes, error)
 
-    def _take(self) -> tuple[Transfer, Piece] | None:
+    def _take(self) -> tuple[LinkLoad, Taken] | None:
         with self._changed:
             while not self._closing:
                 number = links.find_next(self._line)
-                if number is not None:
-                    transfer = self._transfers[number]
-                    piece = transfer.pieces[transfer._begun]
-                    transfer._begun += 1
-                    transfer._running += 1
-                    self._active += 1
-                    self._line = links.record_begin(self._line, number, piece.length)
-                    self._speed = links.record_busy(self._speed, self._clock())
-                    return transfer, piece
-                self._changed.wait()
+                if number is None:
+                    self._changed.wait()
+                    continue
+                transfer = self._transfers[number]
+                taken = transfer.take()
+                if taken is None:  # another link has taken it
+                    self._line = links.offer(self._line, number, *transfer.list_left())
+                    continue
+                transfer.running += 1
+                self._active += 1
+                self._line = links.record_begin(self._line, number, taken.length)
+                self._speed = links.record_busy(self._speed, self._clock())
+                return transfer, taken
             return None
 
-    def _on_finished(self, transfer: Transfer, piece: Piece, error: BaseException | None) -> None:
+    def _on_finished(self, transfer: LinkLoad, taken: Taken, moved_bytes: int, error: BaseException | None) -> None:
         with self._changed:
-            transfer._running -= 1
+            transfer.running -= 1
             self._active -= 1
             if error is not None:
                 self._fail(transfer, error)
             else:
-                self._line = links.record_end(self._line, transfer.number, piece.length)
-                self._moved_bytes += piece.length
-                self._speed = links.record_bytes(self._speed, piece.length, self._clock())
+                self._line = links.record_end(self._line, transfer.number, taken.length)
+                self._line = links.offer(self._line, transfer.number, *transfer.list_left())
+                self._moved_bytes += moved_bytes
+                self._speed = links.record_bytes(self._speed, moved_bytes, self._clock())
                 self._end_if_over(transfer)
             if not self._active and links.find_next(self._line) is None:
                 self._speed = links.record_idle(self._speed, self._clock())
 
-    def _fail(self, transfer: Transfer, error: BaseException) -> None:
-        transfer._error = transfer._error or error
-        transfer._begun = len(transfer.pieces)
+    def _fail(self, transfer: LinkLoad, error: BaseException) -> None:
+        transfer.abandon(error)
         self._line = links.leave(self._line, transfer.number)
         self._end_if_over(transfer)
 
-    def _end_if_over(self, transfer: Transfer) -> None:
-        if not transfer._running and transfer._begun == len(transfer.pieces):
+    def _end_if_over(self, transfer: LinkLoad) -> None:
+        if not transfer.running and transfer.is_exhausted:
             self._line = links.leave(self._line, transfer.number)
             self._transfers.pop(transfer.number, None)
-            transfer._over.set()
+            transfer.on_over()

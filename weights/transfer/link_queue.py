@@ -59,6 +59,11 @@ def raise_priority(line: Line, load: int) -> Line:
     return replace(line, loads=tuple(replace(x, background=False) if x.load == load else x for x in line.loads))
 
 
+def offer(line: Line, load: int, chunks: int, nbytes: int) -> Line:
+    """Change what a load has still to start on this link: it is read over several."""
+    return replace(line, loads=tuple(replace(x, chunks=chunks, nbytes=nbytes) if x.load == load else x for x in line.loads))
+
+
 def find_next(line: Line) -> int | None:
     """The load whose chunk is read next; None if nothing is left to begin."""
     ready = [x for x in line.loads if x.chunks]
@@ -71,7 +76,7 @@ def record_begin(line: Line, load: int, nbytes: int) -> Line:
     With turns, the load is now behind the others of its class.
     """
     [found] = [x for x in line.loads if x.load == load]
-    moved = replace(found, chunks=found.chunks - 1, nbytes=found.nbytes - nbytes, under_way=found.under_way + nbytes)
+    moved = replace(found, chunks=found.chunks - 1, nbytes=max(0, found.nbytes - nbytes), under_way=found.under_way + nbytes)
     if line.order == "in-order":
         return replace(line, loads=tuple(moved if x is found else x for x in line.loads))
     return replace(line, loads=(*(x for x in line.loads if x is not found), moved))

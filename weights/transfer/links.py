@@ -27,7 +27,8 @@ class Links:
         return found.status().bytes_per_second if found else None
 
     def statuses(self) -> tuple[LinkStatus, ...]:
-        return tuple(link.status() for link in list(self._links.values()))
+        """Those that were read over: the reserve of a load may not be needed."""
+        return tuple(link.status() for link in list(self._links.values()) if link.has_started)
 
     def close(self) -> None:
         for link in list(self._links.values()):

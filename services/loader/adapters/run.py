@@ -22,16 +22,20 @@ from shared.telemetry.timeline import Timeline
 from weights.cache.caching import CachingTier
 from weights.formats.checkpoint import Checkpoint
 from weights.formats.segment import Layout, lay_out, pages
+from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
 from weights.pool.region import Region
 from weights.pool.shm import free_bytes, no_room
+from weights.sources.failover import FailoverTier
 from weights.sources.sources import Sources
+from weights.sources.striped import StripedFiles
 from weights.tiers.port import Cancelled, Tier
 from weights.transfer.fill import Filling, PieceReader
 from weights.transfer.links import Links
-from weights.transfer.pieces import Piece, cut, cut_ranges, in_execution_order
+from weights.transfer.pieces import TAIL_PIECE_BYTES, Piece, cut, cut_ranges, in_execution_order
 from weights.transfer.reader import FilesReader, ReadOptions, ReadStats
-from weights.transfer.remote import TierReader
+from weights.transfer.remote import StripedReader, TierReader
+from weights.transfer.stripe_plan import StripeSource, piece_bytes
 from weights.transfer.verification import verify_region
 
 
@@ -206,7 +210,7 @@ class Run:
 
     def _load_all(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats) -> None:
         order, context = self.order, self.context
-        pieces = cut(layout, remote=tier.directory is None)
+        pieces = cut(layout, _piece_bytes(tier, layout), remote=tier.directory is None)
         if context.copies is not None:
             context.copies.begin(order.run, order.weights_id, region, layout)
         filling = self._filling(layout, region, pieces)
@@ -272,6 +276,9 @@ class Run:
         self, tier: Tier, layout: Layout, region: Region, filling: Filling, pieces: tuple[Piece, ...], stats: ReadStats
     ) -> None:
         context = self.context
+        if isinstance(tier, CachingTier) and isinstance(tier.inner, FailoverTier):
+            self._read_striped(tier, tier.inner, layout, region, filling, stats)
+            return
         reader: PieceReader
         if tier.directory is None:
             reader, threads = TierReader(tier, layout.places, region, self.cancelled), context.threads.remote
@@ -280,6 +287,17 @@ class Run:
             reader = FilesReader(layout.places, pieces, region, ReadOptions(threads=threads))
         try:
             filling.run(reader, context.links.get(tier.link, threads))
+        finally:
+            stats.add(reader.stats)
+
+    def _read_striped(
+        self, tier: CachingTier, far: FailoverTier, layout: Layout, region: Region, filling: Filling, stats: ReadStats
+    ) -> None:
+        """Read from all places that have the model at once (ADR 0089)."""
+        threads, reader = self.context.threads.remote, StripedReader(StripedFiles(tier, far), layout.places, region)
+        sources = [StripeSource(p.tier.link, max(2, threads // 2), p.is_reserve) for p in far.places]
+        try:
+            filling.run_striped(reader, sources, [self.context.links.get(s.name, threads) for s in sources])
         finally:
             stats.add(reader.stats)
 
@@ -306,6 +324,13 @@ class Run:
             "direct_bytes": stats.direct,
             "cached_bytes": stats.cached,
         }
+
+
+def _piece_bytes(tier: Tier, layout: Layout) -> int:
+    """Return the length of the load's pieces. Each of its sources reads several."""
+    if not isinstance(tier, CachingTier) or not isinstance(tier.inner, FailoverTier):
+        return CHUNK_BYTES
+    return piece_bytes(layout.total_bytes, len(tier.inner.places), CHUNK_BYTES, TAIL_PIECE_BYTES)
 
 
 def _check_size(card: ModelCard, layout: Layout) -> None:

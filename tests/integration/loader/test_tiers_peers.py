@@ -24,7 +24,8 @@ from tests.support.servers import NatsServer
 from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
-from weights.sources.failover import FailoverTier
+from weights.cache.caching import CachingTier
+from weights.sources.failover import FailoverTier, SourcePlace
 from weights.sources.peers import Peers
 from weights.sources.sources import Sources
 from weights.tiers.http_client import HttpClient
@@ -116,7 +117,8 @@ async def test_source_replaces_a_peer_that_fails_during_the_read(
     serving.close()
     tier.read(file, 500_000, memoryview(data)[500_000:])
     assert bytes(data) == (server.directory / "m" / SHARD).read_bytes()
-    assert tier._inner.link.startswith("remote:")  # type: ignore[attr-defined]  # the tier beneath the cache
+    assert isinstance(tier, CachingTier)
+    assert tier.inner.link.startswith("remote:")
     tier.close()
 
 
@@ -228,7 +230,7 @@ def test_load_fails_only_if_every_location_fails(server: TierServer, tmp_path: P
     write_checkpoint(tmp_path / "a")
     write_checkpoint(tmp_path / "b")
     one, two = DirectoryTier(tmp_path / "a"), DirectoryTier(tmp_path / "b")
-    tier = FailoverTier(one, [one, two])
+    tier = FailoverTier(one, [SourcePlace(one), SourcePlace(two)])
     file = next(f for f in tier.files() if f.name.endswith(".safetensors"))
     (tmp_path / "a" / file.name).unlink()
     data = bytearray(file.size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,10 +50,14 @@ class TierServer:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.faults = directory, Faults()
+        self.contents: dict[str, bytes] = {}
+        """Content by path, besides the files."""
         self.requests: list[Seen] = []
         self.sent: dict[str, int] = {}
         self.unblocked = threading.Event()
         self.stalled = threading.Event()
+        self.dead = threading.Event()
+        """Connections are cut, as if the process had died."""
         server = self
 
         class Handler(_Handler):
@@ -93,6 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server, path = self.server_of, unquote(urlsplit(self.path).path)
+        if server.dead.is_set():
+            self.close_connection = True
+            return None
         server.requests.append(Seen(self.command, path, dict(self.headers.items())))
         file, faults = server.directory / path.lstrip("/"), server.faults
         if not path.endswith(faults.suffix):
@@ -103,9 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._empty(faults.statuses.pop(0), {"Retry-After": faults.retry_after} if faults.retry_after else {})
         if faults.status is not None:
             return self._empty(faults.status, {})
-        if not file.is_file():
+        if path not in server.contents and not file.is_file():
             return self._empty(404, {})
-        return self._file(path, file.read_bytes(), faults)
+        return self._file(path, server.contents[path] if path in server.contents else file.read_bytes(), faults)
 
     def _file(self, path: str, data: bytes, faults: Faults) -> None:
         total, start, status = len(data), 0, 200
@@ -154,8 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(piece[: cut - at])
                     self.close_connection = True
                     return
-                if faults.piece_delay_s:
-                    time.sleep(faults.piece_delay_s)
+                if self.server_of.dead.wait(faults.piece_delay_s):
+                    self.close_connection = True
+                    return
                 self.wfile.write(piece)
                 self.server_of.sent[path] = self.server_of.sent.get(path, 0) + len(piece)
         except OSError:

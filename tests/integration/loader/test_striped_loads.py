@@ -1,0 +1,286 @@
+"""Loads that read from several sources at once: real peers that are slow, stall, die, or lie."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from services.loader.adapters.cards import card_for
+from services.loader.adapters.progress import Progress
+from services.loader.adapters.run import Run, RunContext, Threads
+from services.loader.domain.effects import StartRun
+from services.loader.domain.events import Event, LaidOut
+from shared.contracts.loader import CachedModel, LoaderStatus
+from shared.contracts.segment import ByteRange
+from shared.errors import CheckpointInvalid, Unavailable
+from tests.integration.loader.test_cache import write_sums
+from tests.integration.loader.tiers_server import TierServer
+from tests.support.launcher import until
+from tests.support.sources import sources_at
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from weights.cache.journal import FileHead
+from weights.cache.store import EntryRecord
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.segment import Layout, lay_out
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
+from weights.sources.peers import Peers
+from weights.sources.sources import Sources
+from weights.tiers.port import Cancelled, Tier
+from weights.transfer.links import Links
+
+MEGABYTES = 40
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+FAILED = "a source of the model failed"
+SLOW_S = 0.005
+"""Delay of 64 KiB: a piece takes a third of a second."""
+
+
+@dataclass
+class Node:
+    """A node that loads, with an origin and peers that have the model."""
+
+    home: Path
+    origin: TierServer
+    revision: str
+    total_bytes: int
+    layout: Layout
+    peers: dict[str, TierServer] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return f"{self.origin.url}/m"
+
+    async def sources(self) -> Sources:
+        peers = Peers("here")
+        cached = (CachedModel(weights_id=self.revision, tier="ssd", nbytes=1),)
+        for name, server in self.peers.items():
+            await peers.on_status(LoaderStatus(node=name, boot_id="b", cached=cached, peer_url=server.url, peer_token="t"))
+        return sources_at(self.home, peers=peers)
+
+    def sent(self, name: str) -> int:
+        """Bytes of weights that a peer, or the origin, has sent."""
+        server = self.origin if name == "origin" else self.peers[name]
+        return sum(n for path, n in server.sent.items() if path.endswith(SHARDS))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A model at an origin and three peers."""
+    directory = tmp_path / "www" / "m"
+    write_checkpoint(directory, tensors(megabytes=MEGABYTES), shards=2)
+    write_sums(directory)
+    origin = TierServer(tmp_path / "www")
+    url = f"{origin.url}/m"
+    info = sources_at(tmp_path / "other").inspect(url, trust_remote_code=False)
+    layout = lay_out(open_checkpoint(directory), info.revision)
+    node = Node(tmp_path / "home", origin, info.revision, info.weights_bytes, layout)
+    heads = tuple(
+        FileHead(name=p.name, size=p.stat().st_size, version="1") for p in sorted(directory.iterdir()) if p.name != "SHA256SUMS"
+    )
+    listing = EntryRecord(revision=info.revision, source=url, files=heads).model_dump_json().encode()
+    for name in ("a", "b", "c"):
+        root = tmp_path / name
+        (root / "models").mkdir(parents=True)
+        (root / "models" / info.revision).symlink_to(directory)
+        node.peers[name] = TierServer(root)
+        node.peers[name].contents[f"/models/{info.revision}"] = listing
+    origin.requests.clear()
+    origin.sent.clear()
+    yield node
+    for server in (*node.peers.values(), origin):
+        server.close()
+
+
+class Load:
+    """One load of the node's model, in this process and without a loop."""
+
+    def __init__(self, node: Node, sources: Sources) -> None:
+        self.node = node
+        count = -(-node.total_bytes // CHUNK_BYTES)
+        self.pool, self.links = PoolMemory(None, count * CHUNK_BYTES), Links("fair")
+        self.progress = Progress(self._emit)
+        card = card_for(node.source, node.revision, node.total_bytes)
+        context = RunContext(self.pool, sources, self._emit, Threads(2, 4), self.links, self.progress)
+        self.run = Run(StartRun(node.revision, 1, card), context)
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, LaidOut):
+            self.run.grant(tuple(range(self.pool.count)))
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.run.call_off()
+        self.run.close()
+        self.progress.close()
+        self.links.close()
+        self.run.filling = self.run.region = None
+        self.pool.close()
+
+    def check(self) -> None:
+        """Check that each byte arrived once, and is right."""
+        arrived = [a for a in self.run.arrivals.list_after(0) if isinstance(a, ByteRange)]
+        at = 0
+        for one in sorted(arrived, key=lambda a: a.offset):
+            assert one.offset == at
+            at += one.nbytes
+        assert at == self.node.layout.total_bytes
+        assert self.run.region is not None
+        for place in self.node.layout.places:
+            content = place.file.path.read_bytes()[place.start : place.start + place.size]
+            for done in range(0, place.size, CHUNK_BYTES // 4):
+                target = place.offset + done
+                length = min(CHUNK_BYTES // 4, place.size - done, CHUNK_BYTES - target % CHUNK_BYTES)
+                with self.run.region.view(target, length) as found:
+                    assert found == content[done : done + length]
+
+    def settle(self) -> None:
+        tier = self.run.tier
+        assert tier is not None
+        assert tier.get_settled_event().wait(60)
+
+
+def speed(server: TierServer, delay_s: float) -> None:
+    server.faults.piece_delay_s = delay_s
+
+
+async def test_load_takes_pieces_from_all_peers_and_caches_the_model(node: Node) -> None:
+    sources = await node.sources()
+    for server in node.peers.values():
+        speed(server, 0.001)
+    with Load(node, sources) as load:
+        load.run.load()
+        load.check()
+        load.settle()
+        assert sources.cache.lookup(node.revision) is not None
+        links = {s.link for s in load.links.statuses()}
+    assert links == {"peer:a", "peer:b", "peer:c"}
+    assert min(node.sent(name) for name in node.peers) > 0.2 * node.total_bytes
+    assert node.sent("origin") < 1_000_000, "probes of the headers only"
+
+
+async def test_slow_peer_delays_only_its_pieces(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    sources = await node.sources()
+    speed(node.peers["b"], 1.0)  # a piece takes a minute
+    with Load(node, sources) as load:
+        load.run.load()
+        load.check()
+    assert node.sent("b") < 1_000_000
+    assert node.sent("origin") < 1_000_000
+    assert FAILED not in caplog.text
+
+
+async def test_stalled_peer_costs_only_its_pieces(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    sources = await node.sources()
+    node.peers["a"].faults.stall_after = 128 * 1024
+    with Load(node, sources) as load:
+        load.run.load()
+        load.check()
+        assert node.peers["a"].stalled.is_set()
+        assert not node.peers["a"].unblocked.is_set()
+    assert node.sent("origin") < 1_000_000
+    assert FAILED not in caplog.text, "its pieces are read elsewhere before it counts as failed"
+
+
+async def test_peer_that_dies_is_left_out(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    sources = await node.sources()
+    for server in node.peers.values():
+        speed(server, SLOW_S)
+    with Load(node, sources) as load:
+        thread = threading.Thread(target=load.run.load)
+        thread.start()
+        until(lambda: node.sent("c") > 0)
+        node.peers["c"].dead.set()
+        thread.join(60)
+        load.check()
+    assert [vars(r)["failed"] for r in caplog.records if FAILED in r.message] == ["peer:c"]
+    assert node.sent("origin") < 1_000_000
+
+
+async def test_source_replaces_peers_that_all_die(node: Node) -> None:
+    sources = await node.sources()
+    with Load(node, sources) as load:
+        after_headers(load, lambda: [server.dead.set() for server in node.peers.values()])
+        load.run.load()
+        load.check()
+    assert node.sent("origin") > 0.9 * node.total_bytes
+
+
+async def test_load_fails_only_if_every_source_fails(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weights.tiers.retry.Backoff.pause", lambda *_: None)
+    sources = await node.sources()
+    with Load(node, sources) as load:
+        after_headers(load, lambda: fail_all(node))
+        with pytest.raises(Unavailable, match="503"):
+            load.run.load()
+
+
+def after_headers(load: Load, then: Callable[[], object]) -> None:
+    """Call `then` when the load has read the headers, and before it reads weights."""
+    original = load.run._report_indexed
+
+    def indexed(tier: Tier, layout: Layout, directory: Path, loaded: int) -> None:
+        original(tier, layout, directory, loaded)
+        then()
+
+    load.run._report_indexed = indexed  # type: ignore[method-assign]  # between two steps of the load
+
+
+def fail_all(node: Node) -> None:
+    for server in (*node.peers.values(), node.origin):
+        server.faults.status = 503
+
+
+async def test_peers_that_sent_a_damaged_file_are_not_asked_again(node: Node) -> None:
+    sources = await node.sources()
+    liar = node.peers["b"]
+    liar.faults.damage = lambda data, start: bytes(len(data))
+    with Load(node, sources) as load:
+        with pytest.raises(CheckpointInvalid, match="sha256"):
+            load.run.load()
+    before = node.sent("b")
+    with Load(node, sources) as load:
+        load.run.load()
+        load.check()
+        load.settle()
+    assert node.sent("b") == before
+    assert sources.cache.lookup(node.revision) is not None
+
+
+async def test_cancelled_load_ends_while_every_source_stalls(node: Node) -> None:
+    sources = await node.sources()
+    for server in (*node.peers.values(), node.origin):
+        server.faults.stall_after = 128 * 1024
+    with Load(node, sources) as load:
+        ended: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                load.run.load()
+            except BaseException as e:
+                ended.append(e)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        until(lambda: all(s.stalled.is_set() for s in node.peers.values()))
+        load.run.call_off()
+        thread.join(60)
+        assert [type(e) for e in ended] == [Cancelled]
+
+
+async def test_peer_that_does_not_list_its_files_delays_no_load(node: Node) -> None:
+    sources = await node.sources()
+    node.peers["a"].faults.suffix = node.revision
+    node.peers["a"].faults.stall_from = 0
+    with Load(node, sources) as load:
+        load.run.load()
+        load.check()
+    assert node.peers["a"].stalled.is_set()
+    assert node.sent("a") == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -242,9 +241,8 @@ async def test_peers_that_sent_a_damaged_file_are_not_asked_again(node: Node) ->
     sources = await node.sources()
     liar = node.peers["b"]
     liar.faults.damage = lambda data, start: bytes(len(data))
-    with Load(node, sources) as load:
-        with pytest.raises(CheckpointInvalid, match="sha256"):
-            load.run.load()
+    with Load(node, sources) as load, pytest.raises(CheckpointInvalid, match="sha256"):
+        load.run.load()
     before = node.sent("b")
     with Load(node, sources) as load:
         load.run.load()

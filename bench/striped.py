@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -65,8 +66,6 @@ class Pace:
 
 def serve(directory: Path, record: EntryRecord, bytes_per_second: float) -> None:
     """Run a peer until its standard input ends."""
-    import socket
-
     pace = Pace(bytes_per_second)
 
     def sendfile(connection: socket.socket, file: IO[bytes], offset: int, count: int) -> int:
@@ -159,13 +158,11 @@ def curl(info: ModelInfo, record: EntryRecord, peers: list[Peer]) -> float:
     file = max(record.files, key=lambda f: f.size)
     cuts = [file.size * i // len(peers) for i in range(len(peers) + 1)]
     began = time.perf_counter()
-    running = [
-        subprocess.Popen(
-            ["curl", "-s", "-o", "/dev/null", "-H", f"Authorization: Bearer {p.token}", "-r", f"{cuts[i]}-{cuts[i + 1] - 1}"]
-            + [f"{p.url}/models/{info.revision}/{file.name}"]
-        )
-        for i, p in enumerate(peers)
-    ]
+    running = []
+    for i, peer in enumerate(peers):
+        header, url = f"Authorization: Bearer {peer.token}", f"{peer.url}/models/{info.revision}/{file.name}"
+        share = f"{cuts[i]}-{cuts[i + 1] - 1}"
+        running.append(subprocess.Popen(["curl", "-s", "-o", "/dev/null", "-H", header, "-r", share, url]))
     for process in running:
         if process.wait() != 0:
             raise RuntimeError(f"curl ended with {process.returncode}")

@@ -13,7 +13,7 @@ from typing import Protocol
 from shared.errors import CheckpointInvalid, InvalidModel, Unavailable
 from weights.formats.segment import Place, pages
 from weights.pool.region import Space
-from weights.tiers.port import Tier, TierFile
+from weights.tiers.port import Cancelled, Tier, TierFile
 from weights.transfer.pieces import Piece
 from weights.transfer.reader import ReadStats
 from weights.transfer.striping import Fetched, SourceFailed
@@ -93,10 +93,19 @@ class StripedReader:
         if self._tier.read_local(file, piece.offset, into, cancelled):
             return False
         try:
-            self._tier.read_place(source, file, piece.offset, into, cancelled)
+            self._read_place(source, file, piece.offset, into, cancelled)
         except (Unavailable, CheckpointInvalid, InvalidModel) as e:
             raise SourceFailed(e) from e
         return True
+
+    def _read_place(self, source: int, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event) -> None:
+        try:
+            self._tier.read_place(source, file, offset, into, cancelled)
+        except Cancelled:
+            if cancelled.is_set():
+                raise
+            # Of a server without ranges: the read that opened the connection was cancelled.
+            self._tier.read_place(source, file, offset, into, cancelled)
 
     def keep(self, piece: Piece, fetched: Fetched) -> None:
         if fetched.copy is not None:

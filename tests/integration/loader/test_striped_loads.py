@@ -206,7 +206,7 @@ async def test_peer_that_dies_is_left_out(node: Node, caplog: pytest.LogCaptureF
 async def test_source_replaces_peers_that_all_die(node: Node) -> None:
     sources = await node.sources()
     with Load(node, sources) as load:
-        after_headers(load, lambda: [server.dead.set() for server in node.peers.values()])
+        after_headers(load, lambda: kill_all(node))
         load.run.load()
         load.check()
     assert node.sent("origin") > 0.9 * node.total_bytes
@@ -221,7 +221,7 @@ async def test_load_fails_only_if_every_source_fails(node: Node, monkeypatch: py
             load.run.load()
 
 
-def after_headers(load: Load, then: Callable[[], object]) -> None:
+def after_headers(load: Load, then: Callable[[], None]) -> None:
     """Call `then` when the load has read the headers, and before it reads weights."""
     original = load.run._report_indexed
 
@@ -230,6 +230,11 @@ def after_headers(load: Load, then: Callable[[], object]) -> None:
         then()
 
     load.run._report_indexed = indexed  # type: ignore[method-assign]  # between two steps of the load
+
+
+def kill_all(node: Node) -> None:
+    for server in node.peers.values():
+        server.dead.set()
 
 
 def fail_all(node: Node) -> None:

@@ -63,7 +63,7 @@ def source(name: str, most: int = 1, **options: bool) -> StripeSource:
 
 def test_each_source_reads_as_many_pieces_as_its_speed_allows() -> None:
     found = load(12, source("quick"), source("slow"))
-    quick, slow = found.begin(0), found.begin(1)
+    quick, slow = found.claim(0), found.claim(1)
     while not found.plan.is_complete:
         found.now += 1.0
         if found.now % 3 == 0 and slow is not None:

@@ -186,6 +186,7 @@ async def _adopting(
             free_memory=memory.give_back,
         )
         sharing.measure_by(runs.speed_of)
+        sharing.share_memory(runs.find_resident)
         return runs, Reclaimer(pool, emit)
 
     budget = default_dram_bytes() if settings.dram_bytes is None else settings.dram_bytes

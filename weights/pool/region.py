@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -70,6 +71,10 @@ class Region:
             return self.pool.populate(self._at(offset), length, huge=huge)
         except OSError as e:
             raise self._no_room(e) from e
+
+    def read(self, offset: int, into: memoryview) -> int:
+        """Read by the descriptor, without mapping anything; returns the bytes read."""
+        return os.preadv(self.pool.fd, [into], self._at(offset))
 
     def is_ready(self, offset: int, length: int) -> bool:
         """True if these bytes have memory that is mapped here."""

@@ -25,7 +25,7 @@ class SourcePlace:
 class FailoverTier:
     """`listed` says what there is; `read` tries `places` in order. A place that failed is left out.
 
-    All are closed with it.
+    A place may have some of the files only. All are closed with the tier.
     """
 
     def __init__(self, listed: Tier, places: Sequence[SourcePlace]) -> None:
@@ -38,7 +38,7 @@ class FailoverTier:
     @property
     def link(self) -> str:
         """Link of the place that `read` reads now."""
-        return self.places[self._first()].tier.link
+        return self.places[self._list_usable()[0]].tier.link
 
     @property
     def directory(self) -> Path | None:
@@ -53,13 +53,17 @@ class FailoverTier:
             return frozenset(self._used.get(file.name, ()))
 
     def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
-        while True:
-            place = self._first()
+        usable = self._list_usable()
+        # One that lists no such file is asked last, and its error says so.
+        usable.sort(key=lambda place: all(f.name != file.name for f in self.places[place].tier.files()))
+        for place in usable:
             try:
-                return self.read_place(place, file, offset, into, cancelled)
+                self.read_place(place, file, offset, into, cancelled)
             except (Unavailable, CheckpointInvalid, InvalidModel):
-                if len(self._failed) == len(self.places):
+                if place == usable[-1]:
                     raise
+            else:
+                return
 
     def read_place(
         self, place: int, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None
@@ -77,10 +81,10 @@ class FailoverTier:
             self._leave_out(place, e)
             raise
 
-    def _first(self) -> int:
-        """Return the first place that did not fail; the last one if all did."""
+    def _list_usable(self) -> list[int]:
+        """Return the places that did not fail; the last one if all did."""
         with self._lock:
-            return next((i for i in range(len(self.places)) if i not in self._failed), len(self.places) - 1)
+            return [i for i in range(len(self.places)) if i not in self._failed] or [len(self.places) - 1]
 
     def _leave_out(self, place: int, error: Exception) -> None:
         with self._lock:

@@ -27,10 +27,13 @@ _BACKOFF = Backoff(attempts=2, first_s=0.1)
 
 
 class PeerTier(RemoteTier):
-    """`source` and `revision` are those of the model, not of the peer."""
+    """`source` and `revision` are those of the model, not of the peer.
 
-    def __init__(self, node: str, url: str, token: str, source: str, revision: str) -> None:
-        self.node, self._url, self._revision = node, url.rstrip("/"), revision
+    `is_whole`: it has all files; otherwise the weight files only.
+    """
+
+    def __init__(self, node: str, url: str, token: str, source: str, revision: str, *, is_whole: bool = True) -> None:
+        self.is_whole, self.node, self._url, self._revision = is_whole, node, url.rstrip("/"), revision
         # The mesh's own network is no proxy's business, and neither is the token.
         client = HttpClient({"Authorization": f"Bearer {token}"}, _PATIENCE, direct=True)
         super().__init__(source, f"peer:{node}", client, RangeReader(client, _BACKOFF))
@@ -54,6 +57,10 @@ class PeerTier(RemoteTier):
         return RemoteFile(lambda: url, f"{self.source}/{file.name} at peer {self.node}", file.size)
 
 
-def same_files(one: Sequence[TierFile], other: Sequence[TierFile]) -> bool:
-    """True if two places list the same files of the same sizes."""
-    return {(f.name, f.size) for f in one} == {(f.name, f.size) for f in other}
+def same_files(listed: Sequence[TierFile], other: Sequence[TierFile], *, is_whole: bool) -> bool:
+    """True if another place lists the same files of the same sizes.
+
+    `is_whole`: all of them, otherwise some.
+    """
+    files, found = {(f.name, f.size) for f in listed}, {(f.name, f.size) for f in other}
+    return files == found if is_whole else bool(found) and found <= files

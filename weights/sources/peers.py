@@ -19,12 +19,18 @@ _DISTRUSTED_FOR_S = 600.0
 
 @dataclass(frozen=True)
 class Offer:
-    """A whole model at another node. `busy`: bytes that its own links have queued."""
+    """A model at another node.
+
+    Attributes:
+        busy: Bytes that the node's own links have queued.
+        is_whole: It has all files on its disk; otherwise only the weight files, in host memory.
+    """
 
     node: str
     url: str
     token: str
     busy: int = 0
+    is_whole: bool = True
 
 
 class Peers:
@@ -43,17 +49,21 @@ class Peers:
                 self._statuses[status.node] = (self._clock(), status)
 
     def offers(self, revision: str) -> list[Offer]:
-        """Return the peers with all of `revision` on disk, the least busy first."""
+        """Return the peers that have `revision`: on disk first, then in memory only.
+
+        The least busy are first among each.
+        """
         now = self._clock()
         with self._lock:
             self._statuses = {n: (at, s) for n, (at, s) in self._statuses.items() if now - at < _STATUS_TIMEOUT_S}
             self._distrusted = {k: at for k, at in self._distrusted.items() if now - at < _DISTRUSTED_FOR_S}
             found = [
-                Offer(s.node, s.peer_url, s.peer_token, sum(link.queued_bytes for link in s.links))
+                Offer(s.node, s.peer_url, s.peer_token, sum(link.queued_bytes for link in s.links), _is_on_disk(s, revision))
                 for _, s in self._statuses.values()
-                if s.peer_url and s.peer_token and (s.node, revision) not in self._distrusted and _has(s, revision)
+                if s.peer_url and s.peer_token and (s.node, revision) not in self._distrusted
+                if _is_on_disk(s, revision) or _is_in_memory(s, revision)
             ]
-        return sorted(found, key=lambda o: (o.busy, o.node))
+        return sorted(found, key=lambda o: (not o.is_whole, o.busy, o.node))
 
     def distrust(self, node: str, revision: str) -> None:
         """Ignore `node` for `revision` for a while: its bytes were wrong."""
@@ -61,8 +71,13 @@ class Peers:
             self._distrusted[node, revision] = self._clock()
 
 
-def _has(status: LoaderStatus, revision: str) -> bool:
+def _is_on_disk(status: LoaderStatus, revision: str) -> bool:
     return any(c.weights_id == revision and c.tier == "ssd" for c in status.cached)
+
+
+def _is_in_memory(status: LoaderStatus, revision: str) -> bool:
+    held = (s for s in status.segments if s.weights_id == revision and s.loaded_bytes == s.total_bytes and not s.is_partial)
+    return any(c.weights_id == revision for c in status.cached) or any(s.error is None for s in held)
 
 
 def peers_first(peers: Sequence[float | None], source: float | None) -> bool:

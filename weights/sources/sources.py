@@ -213,7 +213,7 @@ class Sources:
             return tier
         else:
             listed = tier.files()
-            same = [p for p in peers if same_files(p.files(), listed)]
+            same = [p for p in peers if same_files(listed, p.files(), is_whole=p.is_whole)]
             _close([p for p in peers if p not in same])
             first = bool(same) and peers_first([self._speed_of(p.link) for p in same], self._speed_of(tier.link))
             own = SourcePlace(tier, is_reserve=first)
@@ -231,7 +231,7 @@ class Sources:
             The peers, and the source; None if it cannot be reached, but peers can.
         """
         offers = self._peers.offers(revision)[:_MOST_PEERS] if self._peers is not None else []
-        asked = [_ask(PeerTier(o.node, o.url, o.token, source, revision)) for o in offers]
+        asked = [_ask(PeerTier(o.node, o.url, o.token, source, revision, is_whole=o.is_whole)) for o in offers]
         tier, failure = None, None
         try:
             tier = self.listed.take(revision) or self._check_listed(open_source(source), revision)
@@ -247,7 +247,8 @@ class Sources:
             if not future.done():
                 log.info("a peer that offered a model does not answer in time", extra={"source": redact_url(source)})
                 _close_later(future)
-        if failure is not None and not peers:
+        if failure is not None and not any(p.is_whole for p in peers):  # the small files are missing
+            _close(peers)
             raise failure
         return peers, tier
 

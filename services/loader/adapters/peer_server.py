@@ -4,6 +4,8 @@ The server supports ranges, uses sendfile, and requires a bearer token.
 
 GET /models/REVISION         the file list, as the cache's entry.json
 GET /models/REVISION/NAME    a file of that list; no other file of this host is reachable
+
+Models are on the disk, or in host memory only. Of those the list has the weight files.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
+from services.loader.adapters.resident import ResidentFiles
 from shared.errors import CheckpointInvalid
 from weights.cache.store import EntryRecord
 
@@ -31,11 +34,14 @@ _PATH = re.compile(r"/models/(?P<revision>[0-9a-f]{8,64})(/(?P<name>.+))?")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _CONNECTIONS = 64
 _IDLE_S = 60.0
+_SEND_BYTES = 1024 * 1024
 
 Find = Callable[[str], AbstractContextManager[tuple[Path, EntryRecord] | None]]
 """Find the directory and record of a complete revision, which is pinned while the context is open;
 None if there is none.
 """
+FindResident = Callable[[str], ResidentFiles | None]
+"""Find the weight files of a revision in host memory; None if they are not there."""
 
 
 class PeerServer:
@@ -44,14 +50,14 @@ class PeerServer:
     Raises `OSError` if the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, find: Find) -> None:
+    def __init__(self, host: str, port: int, find: Find, find_resident: FindResident = lambda revision: None) -> None:
         self.token = secrets.token_urlsafe(32)
         slots = threading.BoundedSemaphore(_CONNECTIONS)
 
         class Handler(_Handler):
             pass
 
-        Handler.find, Handler.token = staticmethod(find), self.token
+        Handler.find, Handler.find_resident, Handler.token = staticmethod(find), staticmethod(find_resident), self.token
         self._server = _Server((host, port), Handler, slots)
         named = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
         self.url = f"http://[{named}]:{self._server.server_port}" if ":" in named else f"http://{named}:{self._server.server_port}"
@@ -105,6 +111,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     find: ClassVar[Find]
+    find_resident: ClassVar[FindResident]
     token: ClassVar[str]
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
@@ -119,7 +126,12 @@ class _Handler(BaseHTTPRequestHandler):
         found = _PATH.fullmatch(unquote(urlsplit(self.path).path))
         if found is None:
             return self._send_empty(HTTPStatus.NOT_FOUND)
+        resident = type(self).find_resident(found["revision"])
+        if resident is not None and found["name"] is not None and resident.size(found["name"]) is not None:
+            return self._send_resident(resident, found["name"])
         with type(self).find(found["revision"]) as model:
+            if model is None and resident is not None and found["name"] is None:
+                return self._listing(resident.record)
             if model is None:
                 return self._send_empty(HTTPStatus.NOT_FOUND)
             directory, record = model
@@ -152,6 +164,23 @@ class _Handler(BaseHTTPRequestHandler):
             if end > start:
                 self.wfile.flush()
                 self.connection.sendfile(file, start, end - start)
+        return None
+
+    def _send_resident(self, resident: ResidentFiles, name: str) -> None:
+        """Send a file from host memory. The connection is cut if the weights leave it meanwhile."""
+        size = resident.size(name) or 0
+        start, end = self._range(size)
+        if start >= size and size:
+            return self._send_empty(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+        self._head(start, end, size, "application/octet-stream")
+        buffer = memoryview(bytearray(min(_SEND_BYTES, max(0, end - start))))
+        while start < end:
+            part = buffer[: end - start]
+            if not resident.read(name, start, part):
+                self.close_connection = True
+                return None
+            self.wfile.write(part)
+            start += len(part)
         return None
 
     def _range(self, size: int) -> tuple[int, int]:

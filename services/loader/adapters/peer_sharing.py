@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.loader.adapters.peer_server import PeerServer
+from services.loader.adapters.resident import ResidentFiles
 from services.loader.settings import LoaderSettings
 from shared.contracts.loader import CachedModel
 from weights.cache.store import SsdCache
@@ -36,13 +37,16 @@ class Sharing:
     def __init__(self, settings: LoaderSettings) -> None:
         root = (settings.cache_dir or settings.state / "cache").expanduser().resolve()
         self._speed_of: Callable[[str], float | None] = lambda link: None
+        self._find_resident: Callable[[str], ResidentFiles | None] = lambda revision: None
         self.peers = Peers(settings.node)
         small = (root / "small", settings.node_state / "loader" / "small")
         self.sources = Sources(SsdCache(root, settings.cache_bytes), small, self.peers, lambda link: self._speed_of(link))
         self._server: PeerServer | None = None
         if settings.peer_host:
             try:
-                self._server = PeerServer(settings.peer_host, settings.peer_port, self.sources.whole)
+                self._server = PeerServer(
+                    settings.peer_host, settings.peer_port, self.sources.whole, lambda revision: self._find_resident(revision)
+                )
             except OSError as e:
                 log.error(
                     "failed to start the peer server; set THAW_PEER_HOST and THAW_PEER_PORT to an address of this host",
@@ -52,6 +56,10 @@ class Sharing:
     def measure_by(self, speed_of: Callable[[str], float | None]) -> None:
         """Choose between peers and sources by the links' measured bytes per second."""
         self._speed_of = speed_of
+
+    def share_memory(self, find: Callable[[str], ResidentFiles | None]) -> None:
+        """Serve the weights in host memory too, which `find` returns by revision."""
+        self._find_resident = find
 
     def status(self) -> Shared:
         """Return what is shared, at most a second old. Reads a directory. Blocks."""

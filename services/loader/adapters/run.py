@@ -12,6 +12,7 @@ from pathlib import Path
 from services.loader.adapters.arrivals import Arrivals
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
+from services.loader.adapters.resident import ResidentFiles
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, Indexed, LaidOut
 from shared.contracts.models import ModelCard
@@ -27,6 +28,7 @@ from weights.pool.memory import PoolMemory
 from weights.pool.region import Region
 from weights.pool.shm import free_bytes, no_room
 from weights.sources.failover import FailoverTier
+from weights.sources.open import is_remote
 from weights.sources.sources import Sources
 from weights.sources.striped import StripedFiles
 from weights.tiers.port import Cancelled, Tier
@@ -77,7 +79,9 @@ class Run:
         read_bytes: Bytes read from the source so far, when reading has ended.
         kept_bytes: Bytes that are left in host memory after a copy to a device; None: all.
         wanted: Ranges of the segment that are being read; none: all of it.
+        resident: Files that other nodes may read from host memory: it has all of a remote model.
         is_reused: Instances that attach from now on did not wait for this run.
+        is_removed: The run's chunks may be freed or reused.
     """
 
     order: StartRun
@@ -90,7 +94,9 @@ class Run:
     tier: Tier | None = None
     region: Region | None = None
     background: bool = False
+    resident: ResidentFiles | None = None
     is_reused: bool = False
+    is_removed: bool = False
     loaded: int = 0
     read_bytes: int = 0
     kept_bytes: int | None = None
@@ -226,6 +232,8 @@ class Run:
         if context.verify or (is_part and tier.directory is None):
             source = tier.source if tier.directory is None else None
             verify_region(layout, region, cancelled=self.cancelled, source=source)
+        if not is_part and is_remote(order.card.info.source):
+            self.resident = ResidentFiles(order.card.info, tier.files(), layout, region, lambda: not self.is_removed)
 
     def _load_lacking(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats, device: str) -> None:
         """Read what `device` lacks, and give the memory back after the copy (ADR 0058)."""

@@ -11,6 +11,7 @@ from services.loader.adapters.arrivals import Arrivals
 from services.loader.adapters.cache_fill import CacheFill
 from services.loader.adapters.device_copies import Copies
 from services.loader.adapters.progress import Progress
+from services.loader.adapters.resident import ResidentFiles
 from services.loader.adapters.run import Run, RunContext, Threads
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Completed, Ended, Event, Failed
@@ -90,6 +91,14 @@ class Runs:
         found = self._runs.get(run)
         return found.arrivals if found is not None else None
 
+    def find_resident(self, revision: str) -> ResidentFiles | None:
+        """Return the weight files of a remote model that a run has loaded into host memory.
+
+        None for adopted weights. Any thread may call this.
+        """
+        of_revision = (r for r in list(self._runs.values()) if r.order.weights_id == revision)
+        return next((r.resident for r in of_revision if r.resident is not None), None)
+
     def mark_reused(self, run: int) -> None:
         """Drop the run's phases: instances that attach from now on did not wait for it."""
         if (found := self._runs.get(run)) is not None:
@@ -146,6 +155,8 @@ class Runs:
             block for a moment. Call it before the run's chunks are reused.
         """
         found = self._runs.pop(run, None)
+        if found is not None:
+            found.is_removed = True
         release_copies = self.copies.remove(run) if self.copies is not None else None
 
         def end() -> int:

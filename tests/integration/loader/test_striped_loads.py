@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from services.loader.adapters.cards import card_for
+from services.loader.adapters.peer_server import PeerServer
 from services.loader.adapters.progress import Progress
+from services.loader.adapters.resident import ResidentFiles
 from services.loader.adapters.run import Run, RunContext, Threads
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, LaidOut
@@ -55,11 +58,13 @@ class Node:
     def source(self) -> str:
         return f"{self.origin.url}/m"
 
-    async def sources(self) -> Sources:
-        peers = Peers("here")
-        cached = (CachedModel(weights_id=self.revision, tier="ssd", nbytes=1),)
-        for name, server in self.peers.items():
-            await peers.on_status(LoaderStatus(node=name, boot_id="b", cached=cached, peer_url=server.url, peer_token="t"))
+    async def sources(self, *in_memory: PeerServer) -> Sources:
+        """The loader's sources: its peers, and `in_memory`."""
+        peers, where = Peers("here"), {name: (server.url, "t", "ssd") for name, server in self.peers.items()}
+        where |= {f"m{i}": (server.url, server.token, "dram") for i, server in enumerate(in_memory)}
+        for name, (url, token, tier) in where.items():
+            cached = (CachedModel.model_validate({"weights_id": self.revision, "tier": tier, "nbytes": 1}),)
+            await peers.on_status(LoaderStatus(node=name, boot_id="b", cached=cached, peer_url=url, peer_token=token))
         return sources_at(self.home, peers=peers)
 
     def sent(self, name: str) -> int:
@@ -144,6 +149,28 @@ class Load:
         tier = self.run.tier
         assert tier is not None
         assert tier.get_settled_event().wait(60)
+
+
+@contextmanager
+def in_memory(node: Node, is_resident: Callable[[], bool] = lambda: True) -> Iterator[PeerServer]:
+    """Start a node that has the model in its memory only."""
+
+    @contextmanager
+    def find(revision: str) -> Iterator[None]:
+        yield None
+
+    with Load(node, sources_at(node.home.with_name("in-memory"), budget=0)) as load:
+        load.run.load()
+        tier, region, info = load.run.tier, load.run.region, load.run.order.card.info
+        assert tier is not None
+        assert region is not None
+        found = ResidentFiles(info, tier.files(), node.layout, region, is_resident)
+        serving = PeerServer("127.0.0.1", 0, find, {node.revision: found}.get)
+        node.origin.sent.clear()
+        try:
+            yield serving
+        finally:
+            serving.close()
 
 
 def speed(server: TierServer, delay_s: float) -> None:
@@ -287,3 +314,38 @@ async def test_peer_that_does_not_list_its_files_delays_no_load(node: Node) -> N
         load.check()
     assert node.peers["a"].stalled.is_set()
     assert node.sent("a") == 0
+
+
+async def test_load_reads_from_memory_and_disks_of_peers_at_once(node: Node) -> None:
+    for server in node.peers.values():
+        speed(server, SLOW_S)
+    with in_memory(node) as serving:
+        with Load(node, await node.sources(serving)) as load:
+            load.run.load()
+            load.check()
+            links = {s.link: s.moved_bytes for s in load.links.statuses()}
+        assert set(links) == {"peer:a", "peer:b", "peer:c", "peer:m0"}
+        assert links["peer:m0"] > max(links["peer:a"], links["peer:b"], links["peer:c"])
+    assert node.sent("origin") < 1_000_000
+
+
+async def test_weights_that_leave_a_peer_s_memory_are_read_elsewhere(node: Node) -> None:
+    node.peers.clear()
+    reads = iter(range(1000))
+    with in_memory(node, lambda: next(reads) < 9) as serving, Load(node, await node.sources(serving)) as load:
+        load.run.load()
+        load.check()
+        links = {s.link: s.moved_bytes for s in load.links.statuses()}
+    assert links["peer:m0"] > 0
+    assert node.sent("origin") > 0.5 * node.total_bytes
+
+
+async def test_memory_of_a_peer_does_not_replace_an_unavailable_source(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no configuration and no tokenizer."""
+    monkeypatch.setattr("weights.tiers.retry.Backoff.pause", lambda *_: None)
+    node.peers.clear()
+    with in_memory(node) as serving:
+        sources = await node.sources(serving)
+        node.origin.faults.suffix, node.origin.faults.status = "", 503
+        with pytest.raises(Unavailable, match="503"):
+            sources.open(node.source, node.revision)

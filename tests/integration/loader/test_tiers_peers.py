@@ -224,6 +224,43 @@ async def test_second_node_loads_from_the_first(
         other.close()
 
 
+async def test_second_node_loads_from_the_memory_of_the_first(
+    loader: LoaderProcess, client: Client, nats_server: NatsServer, server: TierServer, tmp_path: Path
+) -> None:
+    loader.end()
+    loader.environment["THAW_CACHE_BYTES"] = "0"
+    loader.start()
+    await client.until_served(loader)
+    card = await client.card(f"{server.url}/m")
+    await client.attach("a1", card)
+    other = LoaderProcess(nats_server.url, tmp_path / "other", "other-node")
+    other.home.mkdir()
+    other.start()
+    try:
+        asker = Client(client.mesh, other.node)
+        await asker.until_served()
+        for _ in range(2):
+            status = await status_where(asker, loader.node, lambda s: any(x.loaded_bytes == x.total_bytes for x in s.segments))
+        server.requests.clear()
+        found = await asker.attach("b1", card)
+        await asyncio.to_thread(assert_same, found, tensors(megabytes=4))
+        assert not [r for r in server.asked(SHARD) if int(r.headers["Range"].split("-")[1]) > 100_000]
+        assert await asyncio.to_thread(listed_status, status, card.info.revision) == HTTPStatus.PARTIAL_CONTENT
+        await client.release("a1")
+        assert await asyncio.to_thread(listed_status, status, card.info.revision) == HTTPStatus.NOT_FOUND
+    finally:
+        other.close()
+
+
+def listed_status(node: LoaderStatus, revision: str) -> int:
+    """Return the status of a node's answer to a request for a model's files."""
+    client = HttpClient({"Authorization": f"Bearer {node.peer_token}"})
+    with client.get(f"{node.peer_url}/models/{revision}", {"Range": "bytes=0-9999"}) as answer:
+        status = answer.status
+    client.close()
+    return status
+
+
 def test_load_fails_only_if_every_location_fails(server: TierServer, tmp_path: Path) -> None:
     from weights.tiers.directory import DirectoryTier
 

@@ -361,7 +361,7 @@ class DeviceMemory(Frozen):
 class CachedModel(Frozen):
     """A revision that this node stores without an instance of it.
 
-    Peers fetch weights that are on `ssd` from this node.
+    Peers fetch weights from this node, on either tier.
     """
 
     weights_id: str

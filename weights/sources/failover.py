@@ -16,10 +16,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """A place to read from. `is_reserve`: others are read first, as long as they make progress."""
+    """A place to read from.
+
+    Attributes:
+        is_reserve: Others are read first, as long as they make progress.
+        is_peer: Another node.
+    """
 
     tier: Tier
     is_reserve: bool = False
+    is_peer: bool = False
 
 
 class FailoverTier:
@@ -94,8 +100,8 @@ class FailoverTier:
             is_last = len(self._failed) == len(self.places)
         if not is_last:
             log.warning(
-                "a source of the model failed; continuing at the next",
-                extra={"source": self.source, "failed": self.places[place].tier.link, "next": self.link, "error": str(error)},
+                "a source of the model failed; the load continues without it",
+                extra={"source": self.source, "failed": self.places[place].tier.link, "error": str(error)},
             )
 
     def finish(self, cancelled: threading.Event | None = None) -> None:

@@ -207,7 +207,7 @@ class Sources:
     def _open_far(self, source: str, revision: str) -> Tier:
         peers, tier = self._open_places(source, revision)
         if tier is None:
-            places = [SourcePlace(p) for p in peers]
+            places = [SourcePlace(p, is_peer=True) for p in peers]
         elif tier.directory is not None:
             _close(peers)
             return tier
@@ -217,7 +217,8 @@ class Sources:
             _close([p for p in peers if p not in same])
             first = bool(same) and peers_first([self._speed_of(p.link) for p in same], self._speed_of(tier.link))
             own = SourcePlace(tier, is_reserve=first)
-            places = [*map(SourcePlace, same), own] if first else [own, *map(SourcePlace, same)]
+            others = [SourcePlace(p, is_peer=True) for p in same]
+            places = [*others, own] if first else [own, *others]
         if len(places) == 1:
             return places[0].tier
         return FailoverTier(tier or places[0].tier, places)

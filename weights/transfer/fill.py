@@ -108,6 +108,11 @@ class Filling:
             self._striped.raise_priority()
         self._striped.run(links)
 
+    @property
+    def read_by_source(self) -> dict[str, int]:
+        """Bytes that each source of a striped load has read so far, by the name of its link."""
+        return {s.name: s.read_bytes for s in self._striped.plan.sources} if self._striped is not None else {}
+
     def raise_priority(self) -> None:
         """Give the load a request's priority: one waits for it now."""
         self._transfer.background = False

@@ -158,7 +158,8 @@ def list_left(plan: StripePlan, source: int, now: float) -> tuple[int, int]:
         shares = [s.read_bytes + one for i, s in enumerate(plan.sources) if not s.is_out and _takes_part(plan, i, now)]
         left = plan.left_bytes + sum(p.length for p in plan.returned)
         nbytes = left * (own.read_bytes + one) // max(1, sum(shares))
-    return (max(1, pending) if find_piece(plan, source, now) is not None else 0), nbytes
+    free = own.most - sum(a.source == source for a in plan.attempts)
+    return (max(1, min(pending, free)) if find_piece(plan, source, now) is not None else 0), nbytes
 
 
 def record_read(plan: StripePlan, number: int, now: float, *, from_source: bool = True) -> tuple[StripePlan, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,8 @@ from weights.transfer.reader import FilesReader, ReadOptions, ReadStats
 from weights.transfer.remote import StripedReader, TierReader
 from weights.transfer.stripe_plan import StripeSource, piece_bytes
 from weights.transfer.verification import verify_region
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -303,11 +306,15 @@ class Run:
     ) -> None:
         """Read from all places that have the model at once (ADR 0089)."""
         threads, reader = self.context.threads.remote, StripedReader(StripedFiles(tier, far), layout.places, region)
-        sources = [StripeSource(p.tier.link, max(2, threads // 2), p.is_reserve) for p in far.places]
+        peers = sum(p.is_peer for p in far.places)
+        sources = [
+            StripeSource(p.tier.link, max(2, -(-threads // peers)) if p.is_peer else threads, p.is_reserve) for p in far.places
+        ]
         try:
             filling.run_striped(reader, sources, [self.context.links.get(s.name, threads) for s in sources])
         finally:
             stats.add(reader.stats)
+            log.info("read from several sources", extra={"model": self.order.card.name, "bytes": filling.read_by_source})
 
     def _on_arrived(self, offset: int, nbytes: int) -> None:
         if self.context.copies is not None:

@@ -53,8 +53,8 @@ class FailoverTier:
     def files(self) -> Sequence[TierFile]:
         return self._listed.files()
 
-    def used(self, file: TierFile) -> frozenset[str]:
-        """Return the links that bytes of a file were read over."""
+    def list_links(self, file: TierFile) -> frozenset[str]:
+        """Return the links over which bytes of a file were read."""
         with self._lock:
             return frozenset(self._used.get(file.name, ()))
 

@@ -256,7 +256,7 @@ class Sources:
     def _distrust(self, tier: Tier, file: TierFile) -> None:
         """Ask the peers that sent bytes of a damaged file no more for a while."""
         if self._peers is not None and isinstance(tier, (FailoverTier, PeerTier)):
-            links = tier.used(file) if isinstance(tier, FailoverTier) else {tier.link}
+            links = tier.list_links(file) if isinstance(tier, FailoverTier) else {tier.link}
             for link in links:
                 if link.startswith("peer:"):
                     self._peers.distrust(link.removeprefix("peer:"), tier.revision)

@@ -200,7 +200,7 @@ def test_each_piece_is_published_once_whatever_fails(kinds: list[tuple[int, bool
                 steps += [("read", attempt.number), ("fail", attempt.number)]
             elif plans.is_alone(plan, attempt):
                 steps.append(("publish", attempt.number))
-        assert steps, "some source can always go on"
+        assert steps, "some source can always continue"
         what, number = data.draw(st.sampled_from(steps))
         if what == "claim":
             assert plans.list_left(plan, number, found.now)[0] > 0

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
+from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.errors import CheckpointInvalid
 from weights.cache.eviction import CacheEntry, plan_eviction
 from weights.cache.journal import Journal, Piece, head_of
@@ -179,7 +179,6 @@ async def test_peers_are_offered_by_load_and_trust() -> None:
         ("busy", has, busy, "t"),
         ("idle", has, (), "t"),
         ("mute", has, (), None),
-        ("dram", (CachedModel(weights_id="r", tier="dram", nbytes=1),), (), "t"),
         ("other", (CachedModel(weights_id="x", tier="ssd", nbytes=1),), (), "t"),
     ):
         await peers.on_status(
@@ -190,6 +189,24 @@ async def test_peers_are_offered_by_load_and_trust() -> None:
     assert [o.node for o in peers.offers("r")] == ["busy"]
     now[0] = 60.0
     assert peers.offers("r") == []
+
+
+async def test_peers_with_a_model_in_memory_only_follow_those_with_its_files() -> None:
+    peers = Peers("here", lambda: 0.0)
+    held = SegmentStatus(weights_id="r", model="m", segment="s", total_bytes=10, loaded_bytes=10, holders=("i",))
+    dram, ssd = (CachedModel.model_validate({"weights_id": "r", "tier": tier, "nbytes": 10}) for tier in ("dram", "ssd"))
+    busy = LinkStatus(link="ssd:x", queued_bytes=1)
+    has: dict[str, dict[str, Any]] = {
+        "cached": {"cached": (dram,)},
+        "held": {"segments": (held,)},
+        "disk": {"cached": (ssd,), "links": (busy,)},
+        "loading": {"segments": (held.model_copy(update={"loaded_bytes": 9}),)},
+        "partial": {"segments": (held.model_copy(update={"is_partial": True}),)},
+        "failed": {"segments": (held.model_copy(update={"error": CheckpointInvalid("x").body()}),)},
+    }
+    for node, fields in has.items():
+        await peers.on_status(LoaderStatus(node=node, boot_id="b", peer_url="u", peer_token="t", **fields))
+    assert [(o.node, o.is_whole) for o in peers.offers("r")] == [("disk", True), ("cached", False), ("held", False)]
 
 
 def headers(**values: str) -> HTTPMessage:

@@ -20,7 +20,10 @@ class LoaderSettings(NodeSettings):
 
     loader_threads: int = Field(default=4, ge=1, le=64, description="Threads that read from each disk.")
     loader_remote_threads: int = Field(
-        default=8, ge=1, le=64, description="Threads, and so connections, that read from each remote host."
+        default=8,
+        ge=1,
+        le=64,
+        description="Threads, and so connections, that read from each remote host. A load from several nodes divides them among these.",
     )
     loader_order: Literal["fair", "in-order"] = Field(
         default="fair", description="How loads share a disk or a remote host: a chunk each in turn, or one after the other."

@@ -19,6 +19,7 @@ from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, LaidOut
 from shared.contracts.loader import CachedModel, LoaderStatus
 from shared.contracts.segment import ByteRange
+from shared.contracts.stages import LayerRange
 from shared.errors import CheckpointInvalid, Unavailable
 from tests.integration.loader.test_cache import write_sums
 from tests.integration.loader.tiers_server import TierServer
@@ -26,7 +27,7 @@ from tests.support.launcher import until
 from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from weights.cache.journal import FileHead
-from weights.cache.store import EntryRecord
+from weights.cache.store import EntryRecord, SsdCache
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.segment import Layout, lay_out
 from weights.pool.chunks import CHUNK_BYTES
@@ -34,6 +35,7 @@ from weights.pool.memory import PoolMemory
 from weights.sources.peers import Peers
 from weights.sources.sources import Sources
 from weights.tiers.port import Cancelled, Tier
+from weights.transfer import stripe_plan
 from weights.transfer.links import Links
 
 MEGABYTES = 40
@@ -51,21 +53,21 @@ class Node:
     origin: TierServer
     revision: str
     total_bytes: int
-    layout: Layout
+    directory: Path
     peers: dict[str, TierServer] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
         return f"{self.origin.url}/m"
 
-    async def sources(self, *in_memory: PeerServer) -> Sources:
+    async def sources(self, *in_memory: PeerServer, speed_of: Callable[[str], float | None] = lambda link: None) -> Sources:
         """The loader's sources: its peers, and `in_memory`."""
         peers, where = Peers("here"), {name: (server.url, "t", "ssd") for name, server in self.peers.items()}
         where |= {f"m{i}": (server.url, server.token, "dram") for i, server in enumerate(in_memory)}
         for name, (url, token, tier) in where.items():
             cached = (CachedModel.model_validate({"weights_id": self.revision, "tier": tier, "nbytes": 1}),)
             await peers.on_status(LoaderStatus(node=name, boot_id="b", cached=cached, peer_url=url, peer_token=token))
-        return sources_at(self.home, peers=peers)
+        return Sources(SsdCache(self.home / "cache", 1 << 30), (self.home / "small",), peers, speed_of)
 
     def sent(self, name: str) -> int:
         """Bytes of weights that a peer, or the origin, has sent."""
@@ -82,8 +84,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     origin = TierServer(tmp_path / "www")
     url = f"{origin.url}/m"
     info = sources_at(tmp_path / "other").inspect(url, trust_remote_code=False)
-    layout = lay_out(open_checkpoint(directory), info.revision)
-    node = Node(tmp_path / "home", origin, info.revision, info.weights_bytes, layout)
+    node = Node(tmp_path / "home", origin, info.revision, info.weights_bytes, directory)
     heads = tuple(
         FileHead(name=p.name, size=p.stat().st_size, version="1") for p in sorted(directory.iterdir()) if p.name != "SHA256SUMS"
     )
@@ -104,18 +105,19 @@ def node(tmp_path: Path) -> Iterator[Node]:
 class Load:
     """One load of the node's model, in this process and without a loop."""
 
-    def __init__(self, node: Node, sources: Sources) -> None:
+    def __init__(self, node: Node, sources: Sources, layers: LayerRange | None = None) -> None:
         self.node = node
+        self.layout = lay_out(open_checkpoint(node.directory), node.revision, layers)
         count = -(-node.total_bytes // CHUNK_BYTES)
         self.pool, self.links = PoolMemory(None, count * CHUNK_BYTES), Links("fair")
         self.progress = Progress(self._emit)
         card = card_for(node.source, node.revision, node.total_bytes)
         context = RunContext(self.pool, sources, self._emit, Threads(2, 4), self.links, self.progress)
-        self.run = Run(StartRun(node.revision, 1, card), context)
+        self.run = Run(StartRun(node.revision, 1, card, layers=layers), context)
 
     def _emit(self, event: Event) -> None:
         if isinstance(event, LaidOut):
-            self.run.grant(tuple(range(self.pool.count)))
+            self.run.grant(tuple(range(-(-event.total_bytes // CHUNK_BYTES))))
 
     def __enter__(self) -> Load:
         return self
@@ -135,9 +137,9 @@ class Load:
         for one in sorted(arrived, key=lambda a: a.offset):
             assert one.offset == at
             at += one.nbytes
-        assert at == self.node.layout.total_bytes
+        assert at == self.layout.total_bytes
         assert self.run.region is not None
-        for place in self.node.layout.places:
+        for place in self.layout.places:
             content = place.file.path.read_bytes()[place.start : place.start + place.size]
             for done in range(0, place.size, CHUNK_BYTES // 4):
                 target = place.offset + done
@@ -164,7 +166,7 @@ def in_memory(node: Node, is_resident: Callable[[], bool] = lambda: True) -> Ite
         tier, region, info = load.run.tier, load.run.region, load.run.order.card.info
         assert tier is not None
         assert region is not None
-        found = ResidentFiles(info, tier.files(), node.layout, region, is_resident)
+        found = ResidentFiles(info, tier.files(), load.layout, region, is_resident)
         serving = PeerServer("127.0.0.1", 0, find, {node.revision: found}.get)
         node.origin.sent.clear()
         try:
@@ -180,7 +182,7 @@ def speed(server: TierServer, delay_s: float) -> None:
 async def test_load_takes_pieces_from_all_peers_and_caches_the_model(node: Node) -> None:
     sources = await node.sources()
     for server in node.peers.values():
-        speed(server, 0.001)
+        speed(server, SLOW_S)
     with Load(node, sources) as load:
         load.run.load()
         load.check()
@@ -188,8 +190,20 @@ async def test_load_takes_pieces_from_all_peers_and_caches_the_model(node: Node)
         assert sources.cache.lookup(node.revision) is not None
         links = {s.link for s in load.links.statuses()}
     assert links == {"peer:a", "peer:b", "peer:c"}
-    assert min(node.sent(name) for name in node.peers) > 0.2 * node.total_bytes
+    assert min(node.sent(name) for name in node.peers) > 0.05 * node.total_bytes
     assert node.sent("origin") < 1_000_000, "probes of the headers only"
+
+
+async def test_part_of_a_model_is_read_from_all_peers(node: Node) -> None:
+    """As the stage of a pipeline needs it."""
+    for server in node.peers.values():
+        speed(server, SLOW_S)
+    with Load(node, await node.sources(), LayerRange(first=1, end=2, total=3)) as load:
+        load.run.load()
+        load.check()
+        links = {s.link: s.moved_bytes for s in load.links.statuses()}
+    assert set(links) == {"peer:a", "peer:b", "peer:c"}
+    assert sum(links.values()) < node.total_bytes
 
 
 async def test_slow_peer_delays_only_its_pieces(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,6 +251,32 @@ async def test_source_replaces_peers_that_all_die(node: Node) -> None:
         load.run.load()
         load.check()
     assert node.sent("origin") > 0.9 * node.total_bytes
+
+
+async def test_source_takes_part_when_every_peer_stalls(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stripe_plan, "RESERVE_AFTER_S", 0.3)
+    sources = await node.sources()
+    for server in node.peers.values():
+        server.faults.stall_after = 128 * 1024
+    with Load(node, sources) as load:
+        load.run.load()
+        load.check()
+        assert not any(server.unblocked.is_set() for server in node.peers.values())
+    assert node.sent("origin") > 0.9 * node.total_bytes
+    assert FAILED not in caplog.text, "no peer has timed out yet"
+
+
+async def test_source_that_is_known_to_be_faster_takes_part_from_the_start(node: Node) -> None:
+    speeds = {f"peer:{name}": 1.0 for name in node.peers} | {f"remote:127.0.0.1:{node.origin.port}": 2.0}
+    sources = await node.sources(speed_of=speeds.get)
+    for server in (*node.peers.values(), node.origin):
+        speed(server, SLOW_S)
+    with Load(node, sources) as load:
+        load.run.load()
+        load.check()
+    assert min(node.sent(name) for name in (*node.peers, "origin")) > 0.02 * node.total_bytes
 
 
 async def test_load_fails_only_if_every_source_fails(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ class StripeSource:
         is_reserve: It reads nothing while the other sources make progress.
         is_out: It failed, and reads nothing more.
         read_bytes: Bytes of the pieces that count.
-        seconds_per_byte: Duration of its latest pieces by their length; None: it has read none.
+        seconds_per_byte: Duration of its latest pieces by their length, at least that of a read
+            that another source overtook; None: it has read none.
     """
 
     name: str
@@ -123,8 +124,8 @@ def find_piece(plan: StripePlan, source: int, now: float) -> Piece | None:
 
     1. The source is out, reads as many pieces as it may, or is a reserve that is not needed: none.
     2. A returned piece, or the next one that was never begun.
-    3. Otherwise the piece whose present source is expected to need the longest, if this source is
-       expected to be clearly faster.
+    3. Otherwise the piece that its present sources are expected to need the longest for, if this
+       source is expected to be clearly faster.
     """
     # 1
     own = plan.sources[source]
@@ -138,13 +139,16 @@ def find_piece(plan: StripePlan, source: int, now: float) -> Piece | None:
     if plan.begun < len(plan.pieces):
         return plan.pieces[plan.begun]
     # 3
-    reading = [a for a in plan.attempts if a.is_reading]
-    single = [a for a in reading if sum(b.piece == a.piece for b in reading) == 1 and a.source != source]
-    slowest = max(single, key=lambda a: _remaining_s(plan, a, now), default=None)
-    if slowest is None or not has_memory:
+    remaining_s: dict[Piece, float] = {}
+    for attempt in plan.attempts:
+        if attempt.is_reading:
+            seconds = 0.0 if attempt.source == source else _remaining_s(plan, attempt, now)
+            remaining_s[attempt.piece] = min(seconds, remaining_s.get(attempt.piece, seconds))
+    if not remaining_s or not has_memory:
         return None
-    own_s = RESERVE_AFTER_S if own.seconds_per_byte is None else own.seconds_per_byte * slowest.piece.length
-    return slowest.piece if _remaining_s(plan, slowest, now) > _GAIN * own_s else None
+    slowest = max(remaining_s, key=remaining_s.__getitem__)
+    own_s = RESERVE_AFTER_S if own.seconds_per_byte is None else own.seconds_per_byte * slowest.length
+    return slowest if remaining_s[slowest] > _GAIN * own_s else None
 
 
 def list_left(plan: StripePlan, source: int, now: float) -> tuple[int, int]:
@@ -191,6 +195,10 @@ def record_read(plan: StripePlan, number: int, now: float, *, from_source: bool 
         replace(a, is_won=True) if a is attempt else replace(a, is_lost=True) if a.piece == attempt.piece else a
         for a in plan.attempts
     )
+    for overtaken in (a for a in plan.attempts if a.piece == attempt.piece and a is not attempt and a.is_reading):
+        # It reads no other's piece again with the speed that it had before it stalled.
+        pace, before = (now - overtaken.since) / max(1, overtaken.piece.length), plan.sources[overtaken.source].seconds_per_byte
+        plan = _change_source(plan, overtaken.source, seconds_per_byte=max(pace, before or 0.0))
     return replace(plan, attempts=attempts, progress_at=now), True
 
 

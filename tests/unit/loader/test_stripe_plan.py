@@ -127,6 +127,39 @@ def test_an_idle_source_reads_a_slow_one_s_last_piece_again() -> None:
     assert plans.get_attempt(found.plan, slow.number).is_reading
 
 
+def test_a_stalled_source_does_not_read_others_pieces_again() -> None:
+    found = load(4, source("a"), source("b"), source("quick"))
+    found.begin(0)
+    found.begin(1)
+    for _ in range(2):
+        quick = found.begin(2)
+        found.now += 1.0
+        found.complete(quick)
+    found.now += 10.0
+    again = found.begin(2)
+    found.now += 1.0
+    assert found.read(again)
+    [lost] = [a for a in found.plan.attempts if a.is_lost]
+    found.plan = plans.record_ended(found.plan, lost.number)
+    found.publish(again)
+    assert found.claim(lost.source) is None, "it has stalled as well"
+    found.complete(found.begin(2))
+    assert found.plan.is_complete
+
+
+def test_a_piece_that_two_stalled_sources_read_is_read_again() -> None:
+    found = load(2, source("a"), source("b"), source("quick"))
+    stalled = found.begin(0)
+    found.complete(found.begin(1))
+    found.now = 10.0
+    assert found.begin(1).piece == stalled.piece
+    found.now = 20.0
+    copy = found.begin(2)
+    assert copy.piece == stalled.piece
+    assert found.read(copy)
+    assert all(a.is_lost for a in found.plan.attempts if a.number != copy.number)
+
+
 def test_sources_of_equal_speed_do_not_read_pieces_twice() -> None:
     found = load(3, source("a"), source("b"))
     first, second = found.begin(0), found.begin(1)

@@ -374,12 +374,12 @@ async def test_load_reads_from_memory_and_disks_of_peers_at_once(node: Node) -> 
 
 async def test_weights_that_leave_a_peer_s_memory_are_read_elsewhere(node: Node) -> None:
     reads = iter(range(1000))
-    with in_memory(node, lambda: next(reads) < 9) as serving, Load(node, await node.sources(serving, with_disks=False)) as load:
+    with in_memory(node, lambda: next(reads) < 20) as serving, Load(node, await node.sources(serving, with_disks=False)) as load:
         load.run.load()
         load.check()
         links = {s.link: s.moved_bytes for s in load.links.statuses()}
-    assert links["peer:m0"] > 0
-    assert node.sent("origin") > 0.5 * node.total_bytes
+    assert links["peer:m0"] > 0, "of four pieces at once in reads of 1 MiB, one was complete"
+    assert node.sent("origin") > 0.3 * node.total_bytes
 
 
 async def test_memory_of_a_peer_does_not_replace_an_unavailable_source(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

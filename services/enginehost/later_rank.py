@@ -25,6 +25,8 @@ from shared.errors import CannotSuspend, InstanceDraining, NotFound, ThawError
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 
+_CAUSE_WITHIN_S = 1.0
+"""An engine often ends because the first rank's did, and may be seen to end before it."""
 _TEXT = "This is a later rank of a group. Its first rank answers requests"
 
 
@@ -102,6 +104,8 @@ class LaterRank(InstanceProcess):
             if closing.done():
                 self._serving.drained.set()
                 await asyncio.get_running_loop().create_future()
+            if not self._member.lost.done():
+                await asyncio.wait({self._member.lost}, timeout=_CAUSE_WITHIN_S)
             return self._member.lost.result() if self._member.lost.done() else failing.result()
         finally:
             failing.cancel()

@@ -99,13 +99,12 @@ class LaterRank(InstanceProcess):
         failing = asyncio.create_task(self._engine.failure(), name="failure")
         closing = asyncio.create_task(self._member.closed.wait(), name="closing")
         try:
-            waited: set[asyncio.Future[Any]] = {failing, closing, self._member.lost}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            causes: set[asyncio.Future[Any]] = {closing, self._member.lost}
+            await asyncio.wait({failing, *causes}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(causes, timeout=_CAUSE_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
             if closing.done():
                 self._serving.drained.set()
                 await asyncio.get_running_loop().create_future()
-            if not self._member.lost.done():
-                await asyncio.wait({self._member.lost}, timeout=_CAUSE_WITHIN_S)
             return self._member.lost.result() if self._member.lost.done() else failing.result()
         finally:
             failing.cancel()

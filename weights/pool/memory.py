@@ -167,10 +167,15 @@ class PoolMemory:
         """Allocate and map the whole chunk for the next load."""
         self.populate(chunk * self.chunk_bytes, self.chunk_bytes)
 
-    def prepare_huge(self, chunk: int) -> None:
-        """`prepare` with huge pages if the kernel has them."""
-        self._collapse(chunk * self.chunk_bytes, self.chunk_bytes)
+    def prepare_huge(self, chunk: int) -> bool:
+        """`prepare` with huge pages if the kernel has them.
+
+        Returns:
+            True if the whole chunk has them. With little free memory the kernel may grant a part.
+        """
+        is_huge = self._collapse(chunk * self.chunk_bytes, self.chunk_bytes)
         self.prepare(chunk)
+        return is_huge
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write through the descriptor: new pages are neither zeroed nor mapped first.

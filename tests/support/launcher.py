@@ -94,7 +94,9 @@ class Thaw:
             Its status and standard output.
         """
         out = io.StringIO()
-        before = {k: os.environ.pop(k) for k in _PRIVATE if k in os.environ}
+        before = {k: v for k, v in os.environ.items() if k in _PRIVATE or k.startswith("THAW_")}
+        for key in _PRIVATE & os.environ.keys():
+            del os.environ[key]
         os.environ.update({k: v for k, v in self.environment.items() if k.startswith("THAW_")})
         try:
             with contextlib.redirect_stdout(out):

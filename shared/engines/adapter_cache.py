@@ -130,6 +130,15 @@ class AdapterCache(Generic[T]):
         assert entry.adapter is not None
         return entry.adapter
 
+    async def load_ahead(self, card: ModelCard) -> None:
+        """Load an adapter before its request arrives, which gets the error if there is one."""
+        try:
+            await self.acquire(card)
+        except Exception as e:  # a task boundary: the request that needs the adapter receives the error
+            log.info("failed to load an adapter ahead of its request", extra={"adapter": card.name, "reason": str(e)})
+        else:
+            self.release(card.info.revision)
+
     def release(self, revision: str) -> None:
         """Give back an adapter after a request has ended."""
         self._unuse(self._entries[revision])

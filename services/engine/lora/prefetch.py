@@ -49,7 +49,7 @@ class LoraPrefetcher:
         """Load `card`'s weights, and attach them once the model is bound."""
         revision = card.info.revision
         if self._adapters is not None:
-            self._keep(asyncio.create_task(self._attach(self._adapters, card), name=f"attach {card.name}"))
+            self._keep(asyncio.create_task(self._adapters.load_ahead(card), name=f"attach {card.name}"))
         elif revision not in self._prefetches and card.info.weights_bytes <= self._room:
             self._room -= card.info.weights_bytes
             holder = adapter_holder(self._instance_id, -self._count)
@@ -81,17 +81,9 @@ class LoraPrefetcher:
     async def _attach_prefetched(self, adapters: AdapterCache[LoraAdapter], prefetch: _Prefetch) -> None:
         try:
             await prefetch.task
-            await self._attach(adapters, prefetch.card)
+            await adapters.load_ahead(prefetch.card)
         finally:
             await self._weights.release(prefetch.holder)
-
-    async def _attach(self, adapters: AdapterCache[LoraAdapter], card: ModelCard) -> None:
-        try:
-            await adapters.acquire(card)
-        except Exception as e:  # a task boundary: the request that needs the adapter receives the error
-            log.info("failed to attach a prefetched adapter", extra={"adapter": card.name, "reason": str(e)})
-        else:
-            adapters.release(card.info.revision)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,9 +11,6 @@ from services.enginehost.http1 import Client
 from services.enginehost.lora.source import AdapterSlots, HostedAdapterSource
 from shared.contracts.models import ModelCard
 from shared.engines.adapter_cache import AdapterCache
-from shared.errors import ThawError
-
-log = logging.getLogger(__name__)
 
 
 class HostedAdapters:
@@ -73,14 +69,6 @@ class HostedAdapters:
             self._source.close()
 
     def _begin_load(self, cache: AdapterCache[str], card: ModelCard) -> None:
-        task = asyncio.create_task(self._load(cache, card), name=f"load {card.name}")
+        task = asyncio.create_task(cache.load_ahead(card), name=f"load {card.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _load(self, cache: AdapterCache[str], card: ModelCard) -> None:
-        try:
-            await cache.acquire(card)
-        except ThawError as e:  # its request gets the error
-            log.info("failed to load an adapter ahead of its request", extra={"adapter": card.name, "error": e.message})
-        else:
-            cache.release(card.info.revision)

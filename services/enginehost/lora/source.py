@@ -75,13 +75,12 @@ class HostedAdapterSource:
         """
         name = card.name
         await self._names.setdefault(name, asyncio.Lock()).acquire()
-        directory: Path | None = None
         try:
-            directory = self._directory_of(number)
+            directory = self._make_directory_of(number)
             await self._copy_files(card, directory)
             await self._driver.load_adapter(self._client, name, directory)
         except BaseException:
-            self._remove(directory)
+            self._remove(number)
             self._names[name].release()
             raise
         return name
@@ -92,7 +91,7 @@ class HostedAdapterSource:
         except ThawError as e:
             log.warning("failed to unload an adapter", extra={"adapter": adapter, "error": e.message})
         finally:
-            self._remove(self._directory_of(number))
+            self._remove(number)
             self._names[adapter].release()
 
     def close(self) -> None:
@@ -113,20 +112,21 @@ class HostedAdapterSource:
             except OSError as e:
                 raise Unavailable(f"The files of the adapter {card.name} cannot be copied to {directory}: {e.strerror}") from e
 
-    def _directory_of(self, number: int) -> Path:
-        if self._directory is None:
-            try:
+    def _make_directory_of(self, number: int) -> Path:
+        try:
+            if self._directory is None:
                 self._directory = self._make_directory()
-            except OSError as e:
-                raise Unavailable(f"No directory for adapters can be made: {e}") from e
-        return self._directory / str(number)
+            directory = self._directory / str(number)
+            directory.mkdir()
+            return directory
+        except OSError as e:
+            raise Unavailable(f"No directory for adapters can be made: {e}") from e
 
-    def _remove(self, directory: Path | None) -> None:
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+    def _remove(self, number: int) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory / str(number), ignore_errors=True)
 
 
 def _copy(source: Path, directory: Path) -> None:
-    directory.mkdir(exist_ok=True)
     for name in FILES:
         shutil.copyfile(source / name, directory / name)

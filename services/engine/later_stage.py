@@ -34,13 +34,12 @@ from shared.contracts.engine import (
     SleepEngine,
     WakeEngine,
 )
-from shared.contracts.inference import InferRequest
 from shared.contracts.loader import LoaderProgress
-from shared.contracts.migration import PrepareResume, RequestsListed, TokensRead
+from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
 from shared.engines.instance_process import InstanceProcess
-from shared.engines.request_server import RequestServer, Stream
-from shared.errors import CannotSuspend, InstanceBusy, InstanceDraining, NotFound, ThawError
+from shared.engines.later_stage import NoMigration, NoRequests
+from shared.errors import CannotSuspend, InstanceBusy, NotFound, ThawError
 from shared.messaging import Mesh
 from shared.tasks import end
 from shared.telemetry.timeline import Timeline
@@ -49,8 +48,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
-class _NoRequests(RequestServer[Stream]):
-    """The requests of a later stage: there are none. The first stage has them."""
+class _NoRequests(NoRequests):
+    """The load of a later stage is that of the first stage's sequences."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -60,9 +59,6 @@ class _NoRequests(RequestServer[Stream]):
         if self.steps is None:
             return EngineLoad()
         return EngineLoad(active=self.steps.sequences, kv_bytes_used=self.steps.kv_bytes)
-
-    async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
-        raise InstanceDraining("This is a later stage of a group. Its first stage answers requests")
 
     def raise_if_busy(self) -> None:
         if self.steps is not None and self.steps.sequences:
@@ -80,26 +76,6 @@ class _NoRequests(RequestServer[Stream]):
         """End now: the first stage has stopped."""
         self.draining = True
         self.drained.set()
-
-
-class _NoMigration:
-    """The part of a later stage in migrations: the first stage has the requests."""
-
-    def list(self) -> RequestsListed:
-        return RequestsListed(requests=())
-
-    def read(self, request_id: str) -> TokensRead:
-        raise NotFound(f"A later stage of a group has no request {request_id}")
-
-    async def offer_kv(self, read: TokensRead) -> TokensRead:
-        """No-op: the first stage offers keys and values."""
-        return read
-
-    def yield_(self, request_id: str) -> None:
-        raise NotFound(f"A later stage of a group has no request {request_id}")
-
-    def forget(self, name: str) -> None:
-        """No-op: nothing is prepared here."""
 
 
 class LaterStage(InstanceProcess):
@@ -120,7 +96,7 @@ class LaterStage(InstanceProcess):
         timeline: Timeline,
     ) -> None:
         self._serving = _NoRequests(mesh)
-        super().__init__(start, stop, timeline, mesh, self._serving, _NoMigration())
+        super().__init__(start, stop, timeline, mesh, self._serving, NoMigration())
         self._settings, self._device_loop, self._models = settings, compute, models
         self._weights = LoaderClient(mesh, start)
         self._connecting: asyncio.Task[ring.Sockets] | None = None

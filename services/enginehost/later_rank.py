@@ -16,59 +16,27 @@ from services.enginehost.ranks.head import own_address
 from services.enginehost.ranks.member import RankMember, join
 from services.enginehost.settings import HostSettings
 from shared.contracts.base import Done, Message
-from shared.contracts.engine import EngineControl, EngineLoad, EngineStart, ProbeEngine, SleepEngine, WakeEngine
-from shared.contracts.inference import InferRequest
-from shared.contracts.migration import PrepareResume, RequestsListed, TokensRead
+from shared.contracts.engine import EngineControl, EngineStart, ProbeEngine, SleepEngine, WakeEngine
+from shared.contracts.migration import PrepareResume
 from shared.engines.instance_process import InstanceProcess
-from shared.engines.request_server import RequestServer, Stream
-from shared.errors import CannotSuspend, InstanceDraining, NotFound, ThawError
+from shared.engines.later_stage import NOT_FIRST, NoMigration, NoRequests
+from shared.errors import CannotSuspend, InstanceDraining, ThawError
 from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 
 _CAUSE_WITHIN_S = 1.0
 """An engine often ends because the first rank's did, and may be seen to end before it."""
-_TEXT = "This is a later rank of a group. Its first rank answers requests"
-
-
-class _NoRequests(RequestServer[Stream]):
-    """The requests of a later rank: there are none."""
-
-    def load(self) -> EngineLoad:
-        return EngineLoad()
-
-    async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
-        raise InstanceDraining(_TEXT)
-
-
-class _NoMigration:
-    """The part of a later rank in migrations: the first rank has the requests."""
-
-    def list(self) -> RequestsListed:
-        return RequestsListed(requests=())
-
-    def read(self, request_id: str) -> TokensRead:
-        raise NotFound(_TEXT)
-
-    async def offer_kv(self, read: TokensRead) -> TokensRead:
-        """No-op: hosted engines send no keys and values."""
-        return read
-
-    def yield_(self, request_id: str) -> None:
-        raise NotFound(_TEXT)
-
-    def forget(self, name: str) -> None:
-        """No-op: nothing is prepared here."""
 
 
 class LaterRank(InstanceProcess):
     """The host of one later rank."""
 
-    _serving: _NoRequests
+    _serving: NoRequests
 
     def __init__(self, settings: HostSettings, start: EngineStart, stop: asyncio.Event, timeline: Timeline) -> None:
         mesh = Mesh(settings, f"enginehost-{start.instance_id}")
-        self._serving = _NoRequests(mesh)
-        super().__init__(start, stop, timeline, mesh, self._serving, _NoMigration())
+        self._serving = NoRequests(mesh)
+        super().__init__(start, stop, timeline, mesh, self._serving, NoMigration())
         self._settings = settings
         self._engine = Engine(settings, start, timeline, self._reporter)
         self._member: RankMember | None = None
@@ -115,7 +83,7 @@ class LaterRank(InstanceProcess):
             case SleepEngine() | WakeEngine() | ProbeEngine():
                 raise CannotSuspend("An engine of several ranks is not suspended yet")
             case PrepareResume():
-                raise InstanceDraining(_TEXT)
+                raise InstanceDraining(NOT_FIRST)
         return Done()
 
     async def _stop_engine(self) -> None:

@@ -15,13 +15,14 @@ import asyncio
 import hmac
 import json
 import secrets
+from collections.abc import Container
 from typing import Any
 
 from shared.contracts.stages import Stage
 from shared.engines.secret_proof import NONCE_BYTES, Role, prove_secret
 
-HANDSHAKE_S = 5.0
-"""Seconds that a peer has for its part of the handshake."""
+_HANDSHAKE_S = 5.0
+"""Seconds that both sides have for the handshake."""
 LINE_BYTES = 4096
 READY = "ready"
 CLOSING = "closing"
@@ -31,17 +32,57 @@ class NotProven(Exception):
     """The other side does not know the group's secret, or is no rank of it."""
 
 
-def new_nonce() -> bytes:
-    return secrets.token_bytes(NONCE_BYTES)
+async def accept_member(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stage: Stage, port: int, members: Container[int]
+) -> int:
+    """Return the rank of the host that has connected, after the handshake.
+
+    Args:
+        reader: From the member.
+        writer: To the member.
+        stage: The first rank's place in its group.
+        port: The port at which the engines meet, for the member.
+        members: Ranks that have connected.
+
+    Raises:
+        NotProven: It does not know the secret, or its rank is taken.
+        OSError: The connection is broken. Raises `EOFError` and `TimeoutError`, too.
+    """
+    async with asyncio.timeout(_HANDSHAKE_S):
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        write_line(writer, nonce=nonce.hex())
+        answer = await read_line(reader)
+        index, nonces = answer.get("index"), (nonce, _nonce_of(answer))
+        if not isinstance(index, int) or not 0 < index < stage.count or index in members:
+            raise NotProven(f"there is no free rank {index}")
+        if not _is_proven(answer.get("proof"), "caller", stage, index, nonces):
+            raise NotProven("wrong proof")
+        write_line(writer, proof=_prove_rank("listener", stage, index, nonces), port=port)
+        return index
 
 
-def prove_rank(role: Role, stage: Stage, index: int, nonces: tuple[bytes, bytes]) -> str:
-    """Return a proof for the connection of the member `index`."""
-    return prove_secret(role, stage.secret, (stage.group_id, stage.count, "rank", index), nonces).hex()
+async def meet_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stage: Stage) -> int:
+    """Return the port at which the engines meet, after the handshake with the first rank's host.
 
+    Args:
+        reader: From the first rank's host.
+        writer: To it.
+        stage: The member's place in its group.
 
-def is_proven(proof: object, role: Role, stage: Stage, index: int, nonces: tuple[bytes, bytes]) -> bool:
-    return isinstance(proof, str) and hmac.compare_digest(proof.encode(), prove_rank(role, stage, index, nonces).encode())
+    Raises:
+        NotProven: It does not know the secret.
+        OSError: The connection is broken. Raises `EOFError` and `TimeoutError`, too.
+    """
+    async with asyncio.timeout(_HANDSHAKE_S):
+        nonces = _nonce_of(await read_line(reader)), secrets.token_bytes(NONCE_BYTES)
+        write_line(writer, index=stage.index, nonce=nonces[1].hex(), proof=_prove_rank("caller", stage, stage.index, nonces))
+        answer = await read_line(reader)
+        if not _is_proven(answer.get("proof"), "listener", stage, stage.index, nonces):
+            raise NotProven("wrong proof")
+        port = answer.get("port")
+        if not isinstance(port, int) or not 0 < port < 65536:
+            raise NotProven("no port")
+        return port
 
 
 async def read_line(reader: asyncio.StreamReader) -> dict[str, Any]:
@@ -70,7 +111,16 @@ def write_line(writer: asyncio.StreamWriter, **message: object) -> None:
     writer.write(json.dumps(message).encode() + b"\n")
 
 
-def nonce_of(message: dict[str, Any]) -> bytes:
+def _prove_rank(role: Role, stage: Stage, index: int, nonces: tuple[bytes, bytes]) -> str:
+    """Return a proof for the connection of the member `index`."""
+    return prove_secret(role, stage.secret, (stage.group_id, stage.count, "rank", index), nonces).hex()
+
+
+def _is_proven(proof: object, role: Role, stage: Stage, index: int, nonces: tuple[bytes, bytes]) -> bool:
+    return isinstance(proof, str) and hmac.compare_digest(proof.encode(), _prove_rank(role, stage, index, nonces).encode())
+
+
+def _nonce_of(message: dict[str, Any]) -> bytes:
     """Raises `NotProven` if the message has no nonce."""
     try:
         nonce = bytes.fromhex(message["nonce"])

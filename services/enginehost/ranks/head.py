@@ -9,19 +9,7 @@ import contextlib
 import logging
 import socket
 
-from services.enginehost.ranks.connection import (
-    CLOSING,
-    HANDSHAKE_S,
-    LINE_BYTES,
-    READY,
-    NotProven,
-    is_proven,
-    new_nonce,
-    nonce_of,
-    prove_rank,
-    read_line,
-    write_line,
-)
+from services.enginehost.ranks.connection import CLOSING, LINE_BYTES, READY, NotProven, accept_member, write_line
 from shared.contracts import subjects
 from shared.contracts.stages import Stage, StageListening
 from shared.engines.peer_sockets import configure
@@ -106,8 +94,7 @@ class RankHead:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         configure(writer.get_extra_info("socket"))
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                index = await self._prove(reader, writer)
+            index = await accept_member(reader, writer, self._stage, self.port, self._members)
         except (NotProven, EOFError, OSError, TimeoutError) as e:
             log.warning("refused a connection to a group's first rank", extra={"group": self._stage.group_id, "error": repr(e)})
             writer.close()
@@ -122,16 +109,3 @@ class RankHead:
         writer.close()
         if not self._is_closing and not self.lost.done():
             self.lost.set_result(EngineFailed(f"The host of rank {index} has ended, so the group ends"))
-
-    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-        """Return the rank of the host that has connected. Raises `NotProven`."""
-        nonce = new_nonce()
-        write_line(writer, nonce=nonce.hex())
-        answer = await read_line(reader)
-        index, nonces = answer.get("index"), (nonce, nonce_of(answer))
-        if not isinstance(index, int) or not 0 < index < self._stage.count or index in self._members:
-            raise NotProven(f"there is no free rank {index}")
-        if not is_proven(answer.get("proof"), "caller", self._stage, index, nonces):
-            raise NotProven("wrong proof")
-        write_line(writer, proof=prove_rank("listener", self._stage, index, nonces), port=self.port)
-        return index

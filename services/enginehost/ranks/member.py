@@ -12,19 +12,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from pydantic import ValidationError
 
-from services.enginehost.ranks.connection import (
-    CLOSING,
-    HANDSHAKE_S,
-    LINE_BYTES,
-    READY,
-    NotProven,
-    is_proven,
-    new_nonce,
-    nonce_of,
-    prove_rank,
-    read_line,
-    write_line,
-)
+from services.enginehost.ranks.connection import CLOSING, LINE_BYTES, READY, NotProven, meet_head, read_line
 from shared.contracts import subjects
 from shared.contracts.stages import Stage, StageListening
 from shared.engines.peer_sockets import configure
@@ -33,6 +21,7 @@ from shared.messaging import Mesh
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
+_CONNECT_S = 5.0
 
 
 class RankMember:
@@ -80,8 +69,7 @@ async def join(mesh: Mesh, stage: Stage) -> RankMember:
         while True:
             listening = await addresses.get()
             try:
-                async with asyncio.timeout(HANDSHAKE_S):
-                    return await _connect(listening, stage)
+                return await _connect(listening, stage)
             except (NotProven, EOFError, OSError, TimeoutError) as e:  # it publishes its address again
                 log.warning("failed to join a group's first rank", extra={"group": stage.group_id, "error": repr(e)})
 
@@ -107,17 +95,11 @@ async def _addresses(mesh: Mesh, stage: Stage) -> AsyncIterator[asyncio.Queue[St
 
 
 async def _connect(listening: StageListening, stage: Stage) -> RankMember:
-    reader, writer = await asyncio.open_connection(listening.host, listening.port, limit=LINE_BYTES)
+    async with asyncio.timeout(_CONNECT_S):
+        reader, writer = await asyncio.open_connection(listening.host, listening.port, limit=LINE_BYTES)
     configure(writer.get_extra_info("socket"))
     try:
-        nonces = nonce_of(await read_line(reader)), new_nonce()
-        write_line(writer, index=stage.index, nonce=nonces[1].hex(), proof=prove_rank("caller", stage, stage.index, nonces))
-        answer = await read_line(reader)
-        if not is_proven(answer.get("proof"), "listener", stage, stage.index, nonces):
-            raise NotProven("wrong proof")
-        port = answer.get("port")
-        if not isinstance(port, int) or not 0 < port < 65536:
-            raise NotProven("no port")
+        port = await meet_head(reader, writer, stage)
     except BaseException:
         writer.close()
         raise

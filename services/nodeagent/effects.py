@@ -166,7 +166,7 @@ class EffectRunner:
 
     def _engine_start(self, instance_id: str) -> EngineStart:
         command = self._loop.state.instances[instance_id].command
-        stages = command.card.stages if command.card.spec.engine == "builtin" else ()  # others divide themselves
+        stages = command.card.pipeline
         return EngineStart(
             instance_id=instance_id,
             node=self._node,

@@ -470,11 +470,16 @@ class ModelCard(Frozen):
 
     @property
     def stages(self) -> tuple[LayerRange, ...]:
-        """The layers of each pipeline stage; none: an instance has all layers."""
+        """The layers of each stage, or the share of each rank; none: an instance has all layers."""
         layers = self.info.layers
         if self.spec.stages == 1 or layers is None or layers.count < self.spec.stages:
             return ()
         return split_layers(layers.count, self.spec.stages)
+
+    @property
+    def pipeline(self) -> tuple[LayerRange, ...]:
+        """As `stages`, if each loads its part alone; none: the engine divides the model itself."""
+        return self.stages if self.spec.engine == "builtin" else ()
 
     def without_secrets(self) -> ModelCard:
         """Return the card for callers who may see, not change."""

@@ -232,7 +232,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     if not model.card.spec.loads_itself and not grant:  # else the node does so, for the device that it chooses
         # Other engines take the weights from host memory.
         maps_units = model.card.spec.engine == "builtin"
-        for index, layers in enumerate((model.card.stages if maps_units else ()) or (None,)):
+        for index, layers in enumerate(model.card.pipeline or (None,)):
             prepare = PrepareWeights(
                 token=sent.token,
                 instance_id=stage_holder(sent.instance_id, index),
@@ -297,7 +297,7 @@ def _prepare_stage(tx: Transaction, first: Instance, prepare: PrepareWeights, no
     spec = prepare.card.spec
     if spec.loads_itself:
         return
-    if spec.engine != "builtin":
+    if not prepare.card.pipeline:
         prepare = prepare.model_copy(update={"device": None, "layers": None})
     record_fetch(tx, first, node, prepare.instance_id, prepare.card, prepare.layers)
     tx.emit(SendPrepare(node, prepare.model_copy(update={"traceparent": first.traceparent})))

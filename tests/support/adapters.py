@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from shared.contracts.models import ModelCard, ModelSpec
+from tests.support.sources import inspected
+
 LLAMA_TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
@@ -78,6 +81,12 @@ def write_adapter(
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
+
+
+def adapter_card(directory: Path, name: str = "a", base: str = "demo") -> ModelCard:
+    """Build the card of an adapter, as the scheduler does."""
+    info = inspected(directory)
+    return ModelCard(spec=ModelSpec(name=name, source=str(directory), base=base), info=info, created=0)
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import Row
 from services.engine.model import loading
 from shared.contracts.loader import WeightsAttached
-from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import CheckpointInvalid
 from tests.integration.engine.test_families import (
     BF16_NEAR_TIE,
@@ -26,9 +25,8 @@ from tests.integration.engine.test_families import (
     LoadedModel,
     save,
 )
-from tests.support.adapters import merge, write_adapter
+from tests.support.adapters import adapter_card, merge, write_adapter
 from tests.support.segments import WrittenSegment
-from tests.support.sources import inspected
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]},
@@ -40,11 +38,6 @@ CASES: dict[str, dict[str, Any]] = {
     "bloom": {"targets": ["query_key_value"], "alpha_pattern": {"query_key_value": 3}},
 }
 """Packed and sequential, linear layers of both orientations, fused ones, and the head."""
-
-
-def adapter_card(directory: Path, name: str = "a", base: str = "demo") -> ModelCard:
-    info = inspected(directory)
-    return ModelCard(spec=ModelSpec(name=name, source=str(directory), base=base), info=info, created=0)
 
 
 class Attachments:

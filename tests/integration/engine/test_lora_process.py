@@ -19,8 +19,7 @@ from shared.contracts.inference import InferFailed, InferFinished
 from shared.contracts.loader import adapter_holder
 from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
-from tests.integration.engine.test_lora import adapter_card
-from tests.support.adapters import write_adapter
+from tests.support.adapters import adapter_card, write_adapter
 from tests.support.engines import Engines, Stream, ZygoteProcess
 from tests.support.segments import FakeLoader, card_of
 

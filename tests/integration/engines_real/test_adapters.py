@@ -15,13 +15,11 @@ from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import DropAdapter
 from shared.contracts.loader import FetchModelFiles, ModelFilesFetched
-from shared.contracts.models import ModelCard, ModelSpec
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
-from tests.support.adapters import merge, write_adapter
+from tests.support.adapters import adapter_card, merge, write_adapter
 from tests.support.hosted import Hosts
 from tests.support.servers import NatsServer
-from tests.support.sources import inspected
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 TOKENS = 24
@@ -44,15 +42,10 @@ async def hosts(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> Hosts:
     return await listening(mesh, nats_server.url, vllm)
 
 
-def card(directory: Path) -> ModelCard:
-    info = inspected(directory)
-    return ModelCard(spec=ModelSpec(name=directory.name, source=str(directory), base="demo"), info=info, created=0)
-
-
 async def generated(hosts: Hosts, instance: str, adapter: Path | None) -> list[int]:
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     if adapter is not None:
-        asked["adapter"] = card(adapter)
+        asked["adapter"] = adapter_card(adapter, adapter.name)
     answer = await hosts.whole(instance, "completion", return_token_ids=True, **asked)
     assert answer.status == 200, answer.error or answer.body
     assert answer.json["model"] == ("demo" if adapter is None else adapter.name)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from weights.sources.sources import Sources
 from weights.tiers.http_client import HttpClient
 
 SHARD = "model-00001-of-00002.safetensors"
+OTHER = "other-node"
 
 
 @pytest.fixture
@@ -198,18 +200,27 @@ def test_directory_is_served_only_while_unchanged(tmp_path: Path) -> None:
         assert found is None
 
 
+@asynccontextmanager
+async def second_node(client: Client, nats_server: NatsServer, home: Path) -> AsyncIterator[Client]:
+    """Start the loader of another node, and return a client of it."""
+    other = LoaderProcess(nats_server.url, home, OTHER)
+    other.home.mkdir()
+    other.start()
+    try:
+        asker = Client(client.mesh, other.node)
+        await asker.until_served()
+        yield asker
+    finally:
+        other.close()
+
+
 async def test_second_node_loads_from_the_first(
     loader: LoaderProcess, client: Client, nats_server: NatsServer, server: TierServer, tmp_path: Path
 ) -> None:
     card = await client.card(f"{server.url}/m")
     await client.attach("a1", card)
     await status_where(client, loader.node, lambda s: any(c.tier == "ssd" for c in s.cached) and s.peer_url is not None)
-    other = LoaderProcess(nats_server.url, tmp_path / "other", "other-node")
-    other.home.mkdir()
-    other.start()
-    try:
-        asker = Client(client.mesh, other.node)
-        await asker.until_served()
+    async with second_node(client, nats_server, tmp_path / "other") as asker:
         # The second status of each shows that both have received the other's.
         for _ in range(2):
             await status_where(asker, loader.node, lambda s: True)
@@ -217,11 +228,9 @@ async def test_second_node_loads_from_the_first(
         found = await asker.attach("b1", card)
         await asyncio.to_thread(assert_same, found, tensors(megabytes=4))
         assert not [r for r in server.asked(SHARD) if int(r.headers["Range"].split("-")[1]) > 100_000]
-        status = await status_where(asker, other.node, lambda s: any(link.link.startswith("peer:") for link in s.links))
+        status = await status_where(asker, OTHER, lambda s: any(link.link.startswith("peer:") for link in s.links))
         assert all(not link.link.startswith("remote:") for link in status.links)
         await asker.release("b1")
-    finally:
-        other.close()
 
 
 async def test_second_node_loads_from_the_memory_of_the_first(
@@ -233,12 +242,7 @@ async def test_second_node_loads_from_the_memory_of_the_first(
     await client.until_served(loader)
     card = await client.card(f"{server.url}/m")
     await client.attach("a1", card)
-    other = LoaderProcess(nats_server.url, tmp_path / "other", "other-node")
-    other.home.mkdir()
-    other.start()
-    try:
-        asker = Client(client.mesh, other.node)
-        await asker.until_served()
+    async with second_node(client, nats_server, tmp_path / "other") as asker:
         for _ in range(2):
             status = await status_where(asker, loader.node, lambda s: any(x.loaded_bytes == x.total_bytes for x in s.segments))
         server.requests.clear()
@@ -248,8 +252,6 @@ async def test_second_node_loads_from_the_memory_of_the_first(
         assert await asyncio.to_thread(listed_status, status, card.info.revision) == HTTPStatus.PARTIAL_CONTENT
         await client.release("a1")
         assert await asyncio.to_thread(listed_status, status, card.info.revision) == HTTPStatus.NOT_FOUND
-    finally:
-        other.close()
 
 
 def listed_status(node: LoaderStatus, revision: str) -> int:

@@ -208,13 +208,14 @@ class FakeEngine:
             self.requests.append(run)
             self.arrived.notify_all()
         self._running[run.request.request_id] = run
-        task = asyncio.create_task(self._run(run))
+        # The behaviour of now: a test that waited for this request may set another one before the task starts.
+        task = asyncio.create_task(self._run(run, self.behaviour))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, run: Run) -> None:
+    async def _run(self, run: Run, behaviour: Behaviour) -> None:
         try:
-            await self.behaviour(run)
+            await behaviour(run)
         finally:
             self._running.pop(run.request.request_id, None)
 

@@ -6,7 +6,8 @@
 once. Two gateways behind a balancer (TCP, round robin, in this process), two schedulers, two nodes;
 llama.cpp where `make engines` has installed it. The plan of faults and each client's requests are
 functions of the seed; their timing is not. Ends with status 1 if a request was lost, broken,
-truncated, wrong or generated twice, if memory was booked twice, or if anything is left behind.
+truncated, wrong or generated twice, if memory was booked twice, if the ledger of usage differs from
+what the clients received, or if anything is left behind.
 Columns: bench/chaos/verdict.py; recovery is until a warm and a cold model have answered requests
 sent at the fault, and killed services run again.
 """

@@ -41,7 +41,7 @@ _BUILTIN = {"one": "test", "two": "test", "three": "test", "five": "5m"}
 _MAKE_GGUF = ROOT / "tests" / "integration" / "engines_real" / "make_gguf.py"
 
 
-class Suspender:
+class Keeper:
     """A process beside the supervisor's, started again when it ends."""
 
     def __init__(self, name: str, service: str, environment: dict[str, str], log: Path) -> None:
@@ -51,7 +51,7 @@ class Suspender:
         self._environment = environment
         self._log = log
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"suspender {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"keeper {name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -80,7 +80,7 @@ class Bed(Thaw):
         super().__init__(**environment)
         self.hosted = "none"
         self.needs: dict[str, int] = {}
-        self.keepers: dict[str, Suspender] = {}
+        self.keepers: dict[str, Keeper] = {}
 
     def begin(self, *, hosted: bool = True) -> None:
         self.environment["THAW_DRAM_BYTES"] = "0"  # memory that no instance holds is a booking fault
@@ -138,8 +138,8 @@ class Bed(Thaw):
 
     def _end_own(self) -> None:
         """The keepers' processes and the balancer."""
-        for suspender in self.keepers.values():
-            suspender.close()
+        for keeper in self.keepers.values():
+            keeper.close()
         if self.keepers:
             self.keepers = {}
             self.balancer.close()
@@ -185,17 +185,24 @@ class Bed(Thaw):
             "max_model_len": 512,
         }
 
-    def _keep(self, service: str, **more: str) -> Suspender:
+    def _keep(self, service: str, **more: str) -> Keeper:
         own = {"THAW_NATS_URL": self.endpoints["nats_url"], "THAW_ADMIN_KEY": self.endpoints["admin_key"], "PYTHONUNBUFFERED": "1"}
-        return Suspender(f"{service}.2", service, self.environment | own | more, self.home / "logs" / f"{service}.2.log")
+        return Keeper(f"{service}.2", service, self.environment | own | more, self.home / "logs" / f"{service}.2.log")
 
     # What there is.
 
     def cluster(self) -> dict[str, Any]:
         """Raises `httpx.HTTPError` while no gateway or scheduler answers."""
-        answer = self._http.get(
-            f"{self.balancer.url}/admin/v1/cluster", headers={"authorization": f"Bearer {self.endpoints['admin_key']}"}
-        )
+        return self._view("cluster")
+
+    def read_usage(self) -> list[dict[str, Any]]:
+        """Return all rows of the ledger, by model and adapter; raises as `cluster`."""
+        rows: list[dict[str, Any]] = self._view("usage", by="model,adapter", since="0")["rows"]
+        return rows
+
+    def _view(self, what: str, **query: str) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {self.endpoints['admin_key']}"}
+        answer = self._http.get(f"{self.balancer.url}/admin/v1/{what}", params=query, headers=headers)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
@@ -276,7 +283,7 @@ class Bed(Thaw):
                 )
         return faults
 
-    def faults_in_the_books(self) -> list[str]:
+    def find_booking_faults(self) -> list[str]:
         """Once the load is still: memory booked must be memory used, on every node."""
         try:
             cluster = self.cluster()
@@ -311,7 +318,7 @@ class Bed(Thaw):
     def settle(self, within_s: float) -> list[str]:
         """Booking faults that remain after `within_s` without load."""
         deadline = time.monotonic() + within_s
-        while (faults := self.faults_in_the_books()) and time.monotonic() < deadline:
+        while (faults := self.find_booking_faults()) and time.monotonic() < deadline:
             time.sleep(0.25)
         return faults
 

@@ -25,6 +25,7 @@ import psutil
 from bench.chaos.bed import Bed
 from bench.chaos.faults import STOP_S, Fault, Strike
 from bench.chaos.load import PROMPTS, Asker, Client, Served, jobs, retry_deferred
+from bench.chaos.metering import Sent, expect, find_faults, read_rows
 from bench.chaos.verdict import BAD, Answer, Exchange, Fate, Job, Reference, judge
 
 PAUSE_S, PACE_S = 1.0, 4.0
@@ -33,6 +34,8 @@ _FIND_WITHIN_S, _REPLACED_S = 90.0, 5.0
 _OPERATOR_S = 1.0
 """After which an operator (a unit of systemd) starts a killed supervisor again."""
 _SETTLE_S = 60.0
+_METERED_WITHIN_S = 60.0
+"""Gateways report every two seconds, and one that starts again what the ended one has left."""
 _DRAIN_S = 200.0
 Say = Callable[[str], None]
 
@@ -68,6 +71,10 @@ class Findings:
     fates: list[Fate] = field(default_factory=list)
     overbooked: list[str] = field(default_factory=list)
     booking_faults: list[str] = field(default_factory=list)
+    metering_faults: list[str] = field(default_factory=list)
+    metered_requests: int = 0
+    is_metered_exactly: bool = False
+    """No gateway was struck during a request: the ledger must equal the sum of the answers."""
     left: dict[str, list[str]] = field(default_factory=dict)
 
     def failures(self) -> list[str]:
@@ -75,6 +82,7 @@ class Findings:
         found = [f"{f}: {e.job} {e.answer} {e.broken or ''}" for e, f in zip(self.exchanges, self.fates, strict=True) if f in BAD]
         found += [f"not recovered within {_RECOVERED_WITHIN_S:.0f} s: {s.fault}" for s in self.struck if s.recovered is None]
         found += [f"booked twice: {o}" for o in self.overbooked] + [f"booking: {b}" for b in self.booking_faults]
+        found += [f"metering: {m}" for m in self.metering_faults]
         return found + [f"left behind: {kind} {name}" for kind, names in self.left.items() for name in names]
 
 
@@ -125,7 +133,36 @@ class Campaign:
             self._stopped.set()
             watcher.join(60)
         self._findings.booking_faults = self._bed.settle(_SETTLE_S)
+        self._check_metering()
         return self._findings
+
+    def _check_metering(self) -> None:
+        """Wait until the ledger has what it must have, and keep in what it differs."""
+        findings = self._findings
+        sent = [Sent(e, self._is_disturbed(e)) for e in findings.exchanges]
+        expected = expect(sent, [(model, r.answer) for (model, _, _), r in self._references.items()])
+        findings.is_metered_exactly = all(b.least == b.most for b in expected.values())
+        deadline = time.monotonic() + _METERED_WITHIN_S
+        while True:
+            try:
+                ledger = read_rows(self._bed.read_usage())
+            except httpx.HTTPError as e:
+                findings.metering_faults = [f"no view of the ledger: {e!r}"[:300]]
+            else:
+                findings.metered_requests = sum(u.requests for u in ledger.values())
+                findings.metering_faults = find_faults(expected, ledger)
+            if not findings.metering_faults or time.monotonic() > deadline:
+                return
+            time.sleep(0.25)
+
+    def _is_disturbed(self, exchange: Exchange) -> bool:
+        """Return whether a gateway was struck, or had not recovered, during the exchange."""
+        return any(
+            s.at <= exchange.ended
+            and exchange.sent <= max(s.until, s.at + STOP_S)
+            and any(n.startswith("gateway") for n in s.names)
+            for s in self._findings.struck
+        )
 
     def close_bed(self) -> None:
         """Shut the mesh down and look for what it leaves behind."""
@@ -249,8 +286,8 @@ class Campaign:
     def _find(self, strike: Strike) -> psutil.Process | None:
         """A living process of the kind.
 
-        One that is just being started again is waited for; an engine is asked for, and is_assessed
-        for later.
+        It waits for one that is just being started again; an engine is asked for, and looked for
+        later.
         """
         deadline = time.monotonic() + _REPLACED_S
         while True:

@@ -22,7 +22,7 @@ Struck = Callable[[str | None, float], bool]
 """Whether a gateway (by name; None: any) has been struck since a time."""
 _THINK_S = (0.05, 0.6)
 _KEYED, _STREAMED, _SAMPLED, _TWINS = 0.35, 0.6, 0.3, 0.4
-"""LoraSpans: requests with a key; streamed ones; of those with a key, sampled ones, and those sent
+"""Shares: requests with a key; streamed ones; of those with a key, sampled ones, and those sent
 twice at the same time.
 """
 

@@ -84,11 +84,13 @@ def summary(findings: Findings) -> str:
     """What the table does not say."""
     left = {kind: len(names) for kind, names in findings.left.items()}
     kinds = Counter(e.job.kind for e in findings.exchanges)
+    exactness = "exact" if findings.is_metered_exactly else "within the bounds of cut requests"
     return "\n".join(
         [
             f"{findings.duration_s:.0f} s; hosted engine: {findings.hosted}; requests by kind: {dict(sorted(kinds.items()))}",
             f"strikes skipped for want of a victim: {len(findings.skipped)}",
             f"looks that saw memory booked twice: {len(findings.overbooked)}; booking faults at the end: {len(findings.booking_faults)}",
+            f"requests in the ledger: {findings.metered_requests}, {exactness}; metering faults: {len(findings.metering_faults)}",
             f"left behind: {left}",
         ]
     )
@@ -100,6 +102,8 @@ def figures(findings: Findings) -> dict[str, float]:
     return found | {
         "booked_twice": float(len(findings.overbooked)),
         "books_at_the_end": float(len(findings.booking_faults)),
+        "metered_requests": float(findings.metered_requests),
+        "metering_faults": float(len(findings.metering_faults)),
         "skipped": float(len(findings.skipped)),
         "seconds": findings.duration_s,
     }

@@ -1,6 +1,6 @@
 """A short `bench.chaos` campaign with a fixed seed.
 
-No response is lost, wrong, generated twice or left behind.
+No response is lost, wrong, generated twice or left behind, and the ledger of usage has each once.
 """
 
 from __future__ import annotations
@@ -27,3 +27,4 @@ def test_campaign_of_seeded_faults_has_no_failures() -> None:
     assert findings.skipped == []
     assert sum(len(s.fault.strikes) for s in findings.struck) == KILLS
     assert len(findings.exchanges) > 2 * KILLS
+    assert findings.metered_requests >= len(findings.exchanges)

@@ -208,7 +208,7 @@ class FakeEngine:
             self.requests.append(run)
             self.arrived.notify_all()
         self._running[run.request.request_id] = run
-        # The behaviour of now: a test that waited for this request may set another one before the task starts.
+        # A test that waited for this request may set another behaviour before the task starts.
         task = asyncio.create_task(self._run(run, self.behaviour))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

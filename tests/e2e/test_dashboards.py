@@ -26,6 +26,8 @@ WITHOUT_DATA = {
     "Requests that met their objective": "no model of the mesh has an objective",
     "Pages of devices with memory of their own": "its device has none",
     "Hand-offs of running requests": "no request was moved",
+    "Instances that left for starts, by model that started": "no instance was evicted",
+    "Clearing for starts, and restarts of preempted models": "no instance was evicted",
 }
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus is installed: apt-get install prometheus")
 
@@ -136,6 +138,9 @@ def test_metrics_that_rules_and_panels_name_exist(prometheus: Prometheus) -> Non
         "thaw_device_memory_bytes": "thaw.device.memory",
         "thaw_device_violations": "thaw.device.violations",
         "thaw_requests_handed_over_total": "thaw.requests.handed_over",
+        "thaw_plan_victims_total": "thaw.plan.victims",
+        "thaw_plan_clearing_seconds_total": "thaw.plan.clearing",
+        "thaw_plan_restarts_seconds_total": "thaw.plan.restarts",
     }
     code = "".join((ROOT / "services" / s).read_text() for s in ("gateway/telemetry/metrics.py", "scheduler/metrics.py"))
     rules = [rule["query"] for group in prometheus.read("/rules")["groups"] for rule in group["rules"]]

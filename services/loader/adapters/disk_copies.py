@@ -43,6 +43,13 @@ class DiskCopies:
         if not await asyncio.to_thread(self._is_here, card):
             raise self._full(card)
 
+    def count_bytes(self, weights_id: str) -> tuple[int, int] | None:
+        """Return the bytes on the disk and in all of weights that are fetched without a load.
+
+        None if they are not, or have not begun.
+        """
+        return self._runs.count_disk_bytes(weights_id)
+
     def _is_here(self, card: ModelCard) -> bool:
         with self._sources.whole(card.info.revision) as found:
             return found is not None

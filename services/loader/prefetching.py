@@ -59,7 +59,7 @@ class TransferRate:
     def measure(self, now: float, nbytes: int) -> float | None:
         """Add a sample, and return bytes per second; None: not known yet."""
         if self._samples and nbytes < self._samples[-1][1]:
-            self._samples.clear()  # the transfer began anew
+            self._samples.clear()  # another transfer
         self._samples.append((now, nbytes))
         while len(self._samples) > 1 and now - self._samples[1][0] >= RATE_WINDOW_S:
             self._samples.popleft()

@@ -197,4 +197,4 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
         rate.measure(float(second), 1000)
     assert rate.measure(30.0, 1000) == 0.0
     assert rate.measure(30.0 + RATE_WINDOW_S, 1000 + int(50 * RATE_WINDOW_S)) == 50.0
-    assert rate.measure(60.0, 0) is None, "it began anew"
+    assert rate.measure(60.0, 0) is None, "fewer bytes are another transfer"

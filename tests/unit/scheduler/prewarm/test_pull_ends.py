@@ -233,7 +233,7 @@ def test_a_repeated_request_gets_the_answer_of_the_pull_that_it_waited_for() -> 
     later = next_leader(w)
     report(later, prefetches=(PrefetchStatus(token=token(w), weights_id=REVISION, state="running"),))
     assert cancelled(later, cancel(later)) == [("n1", "ssd")]
-    assert error_of(later, request(later, "r1"))[0] == "pull_cancelled", "it does not begin anew"
+    assert error_of(later, request(later, "r1"))[0] == "pull_cancelled", "no second pull begins"
     assert commands(later) == []
     again = next_leader(later)
     assert error_of(again, request(again, "r1"))[0] == "pull_cancelled", "the answer survives, too"

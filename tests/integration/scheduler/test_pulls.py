@@ -136,7 +136,7 @@ async def test_a_cancelled_pull_frees_its_memory_and_leaves_its_pieces(
     assert afar.sent[path] - sent[path] < shown.total_bytes - MB, "the pieces on the disk are not fetched again"
 
 
-async def test_a_pull_that_nobody_waits_for_outlives_its_leader_and_its_loader(
+async def test_a_pull_without_a_client_outlives_its_leader_and_its_loader(
     site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer
 ) -> None:
     first = await process(site, "first")

@@ -176,7 +176,7 @@ def test_the_view_has_the_progress_and_the_reason_of_a_wait() -> None:
     assert view_pulls(w.state, w.now)[0].reason == "the loader of n1 does not report"
 
 
-def test_the_next_leader_continues_a_pull_that_nobody_waits_for() -> None:
+def test_the_next_leader_continues_a_pull_without_a_client() -> None:
     w = world()
     report(w)
     waiter = pull(w)

@@ -361,9 +361,10 @@ def _expire(tx: Transaction, pull: Pull) -> None:
         tx.drop(Pull, pull.key)
         return
     loader = tx.state.loaders.get(pull.node)
-    command = _find_command(loader, pull) if loader is not None else None
-    is_lost = loader is not None and loader.last_message_at > pull.sent_at + REPEAT_S
-    if isinstance(pull.answer, ErrorBody) and is_lost and command is not None and command.state == "running":
+    if loader is None or not isinstance(pull.answer, ErrorBody) or loader.last_message_at <= pull.sent_at + REPEAT_S:
+        return
+    command = _find_command(loader, pull)
+    if command is not None and command.state == "running":
         tx.put(_send_cancel(tx, pull))
 
 

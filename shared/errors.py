@@ -17,7 +17,8 @@
     │   ├── StaleToken              stale_token               a newer command was executed before
     │   ├── InstanceDraining        instance_draining         the instance accepts no new requests
     │   ├── InstanceBusy            instance_busy             it serves: not to be stopped now
-    │   └── MigrationFailed         migration_failed          requests stayed, or were re-run
+    │   ├── MigrationFailed         migration_failed          requests stayed, or were re-run
+    │   └── PullCancelled           pull_cancelled            an operator ended the pull
     ├── PayloadTooLarge         413 payload_too_large
     ├── InvalidModel            422 invalid_model             an unusable registration or checkpoint
     │   ├── CheckpointInvalid       checkpoint_invalid
@@ -205,6 +206,12 @@ class MigrationFailed(Conflict):
     """Some requests were not moved; they continue on their instance, or on another one."""
 
     code = "migration_failed"
+
+
+class PullCancelled(Conflict):
+    """The pull was cancelled; what was fetched stays on the disk, and a repeated pull continues."""
+
+    code = "pull_cancelled"
 
 
 class PayloadTooLarge(ThawError):

@@ -48,5 +48,6 @@ export const session = (): Promise<Session> => get("/session");
 export const admin = (path: string): Promise<any> => get(`/api/admin/v1/${path}`);
 export const change = (path: string, body?: unknown): Promise<any> => post(`/api/admin/v1/${path}`, body);
 export const patch = async (path: string, body: unknown): Promise<any> => decode(await send(`/api/admin/v1/${path}`, body, undefined, "PATCH"));
+export const remove = async (path: string): Promise<any> => decode(await send(`/api/admin/v1/${path}`, undefined, undefined, "DELETE"));
 /** Names of models may contain slashes, which stay separators of the path. */
 export const inPath = (name: string): string => name.split("/").map(encodeURIComponent).join("/");

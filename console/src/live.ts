@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { session } from "./api";
-import type { Instance, Device, Model, Node, RequestRecord } from "./types";
+import type { Instance, Device, Model, Node, Pull, RequestRecord } from "./types";
 
 type Section = Record<string, any>;
 interface Update {
@@ -18,6 +18,7 @@ export interface Live {
   nodes: Record<string, Node>;
   devices: Record<string, Device>;
   instances: Record<string, Instance>;
+  pulls: Record<string, Pull>;
   requests: Record<string, RequestRecord>;
   cluster: Record<string, { id: string; epoch: number }>;
   /** Topics whose view has arrived. */
@@ -31,7 +32,7 @@ export interface Live {
 const RETRY_MS = 1000;
 
 function empty(): Live {
-  const sections = { models: {}, nodes: {}, devices: {}, instances: {}, requests: {}, cluster: {} };
+  const sections = { models: {}, nodes: {}, devices: {}, instances: {}, pulls: {}, requests: {}, cluster: {} };
   return { ...sections, arrived: new Set(), connected: false, at: 0, errors: {} };
 }
 

@@ -9,6 +9,7 @@ import type { Live } from "./live";
 import { Action, Badge, Facts, Freshness, useFilter } from "./parts";
 import { money } from "./money";
 import { ModelHistory } from "./objectives";
+import { Pulls } from "./pulls";
 import { ModelSettings } from "./settings";
 import type { Model, RequestRecord } from "./types";
 import { usage } from "./usage";
@@ -32,8 +33,6 @@ export function latencies(requests: RequestRecord[]): Map<string, Latency> {
   return found;
 }
 
-/** Engines whose weights the loader can bring. The others download what they need themselves. */
-const LOADED = new Set(["builtin", "vllm"]);
 const COST_HOURS = 24;
 const COST_REFRESH_MS = 60_000;
 
@@ -108,7 +107,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
                       ) : (
                         <Action label="Sleep" description={`Put ${name} to sleep`} run={() => change(`models/${inPath(name)}/sleep`)} />
                       ))}
-                      {mayChange && !m.base && LOADED.has(m.engine) && m.source.includes("://") && <Download name={name} live={live} />}
+                      <Pulls name={name} model={m} live={live} mayChange={mayChange} />
                     </td>
                   </tr>
                 );
@@ -125,39 +124,6 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
         )}
       </div>
       {selected !== null && chosen && <ModelHistory key={selected} name={selected} />}
-    </>
-  );
-}
-
-/** Brings the weights to the disk of the node that the scheduler chooses, without starting the model. */
-function Download({ name, live }: { name: string; live: Live }) {
-  const [busy, setBusy] = useState(false);
-  const [result, setResult] = useState("");
-  const run = async () => {
-    setBusy(true);
-    setResult("");
-    try {
-      const { node, was_there }: { node: string; was_there: boolean } = await change(`models/${inPath(name)}/pull`);
-      setResult(was_there ? `${node} has it on its disk already.` : `It is on the disk of ${node}.`);
-    } finally {
-      setBusy(false);
-    }
-  };
-  const loads = busy ? Object.entries(live.nodes).flatMap(([node, n]) => n.loads.filter((l) => l.model === name).map((l) => ({ node, ...l }))) : [];
-  return (
-    <>
-      {" "}
-      <Action label="Download" description={`Download ${name} to a node's disk`} run={run} />
-      <span role="status" aria-label={`Download of ${name}`}>
-        {result}
-        {loads.map((l) => (
-          <span key={l.node}>
-            {" "}
-            {l.node}: {size(l.loaded_bytes)} of {size(l.total_bytes)}{" "}
-            <meter min={0} max={l.total_bytes || 1} value={l.loaded_bytes} aria-label={`Downloaded to ${l.node}`} />
-          </span>
-        ))}
-      </span>
     </>
   );
 }

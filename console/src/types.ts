@@ -41,6 +41,19 @@ export interface Node {
   links: { link: string; bytes_per_second: number | null; queued_bytes: number; loads: number }[];
 }
 
+export interface Pull {
+  model: string;
+  node: string;
+  tier: "ssd" | "dram";
+  state: "running" | "waiting";
+  reason: string;
+  /** Unix seconds. */
+  since: number;
+  loaded_bytes: number;
+  total_bytes: number;
+  bytes_per_second: number | null;
+}
+
 export interface Device {
   node: string;
   device_id: string;

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 1.0
 _READING = frozenset({"GET", "HEAD"})
 INFERENCE_PREFIXES = ("/v1/", "/api/")
+ADMIN_ROUTES = ("/api/pull",)
+"""Routes below these prefixes that change the cluster, and need an admin key."""
 """Paths of OpenAI's API and of Ollama's, which need an inference key."""
 session_key_hash: ContextVar[str | None] = ContextVar("session_key_hash", default=None)
 """Digest of the key of the console's session, or of a batch; empty: a request without a key.
@@ -86,8 +88,9 @@ class Authorizer:
     """Decide which requests are allowed.
 
     `/v1` and `/api` need an inference key as soon as one exists. If THAW_REQUIRE_KEY is unset, they
-    still do after the last key was removed, and always beyond loopback. `/admin` needs an admin key
-    as soon as one exists; without any, it is disabled beyond loopback.
+    still do after the last key was removed, and always beyond loopback. `/admin` and Ollama's
+    `/api/pull` need an admin key as soon as one exists; without any, they are disabled beyond
+    loopback.
     """
 
     def __init__(self, settings: GatewaySettings, store: KeyStore, *, is_exposed: bool) -> None:
@@ -132,7 +135,7 @@ class Authorizer:
             AuthenticationFailed: The path needs a key, and the request has no valid one.
             PermissionDenied: The admin API is disabled, or the key's scope does not suffice.
         """
-        if path.startswith("/admin/"):
+        if path.startswith("/admin/") or path in ADMIN_ROUTES:
             return self._check_admin(self.key_hash(headers))
         if path.startswith(INFERENCE_PREFIXES):
             return self._check_inference(method, self.key_hash(headers))

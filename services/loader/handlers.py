@@ -42,7 +42,7 @@ from services.loader.domain.pretouch import Pretouch
 from services.loader.domain.state import Entry, Stage
 from services.loader.expectations import Expectations
 from services.loader.loop import Loop
-from services.loader.prefetching import Prefetching
+from services.loader.prefetching import Arrived, Prefetching
 from shared.contracts.audit import AuditMemory, MemoryAudited
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import (
@@ -99,9 +99,9 @@ class Loader:
         self._node, self._boot_id, self._sources = node, boot_id, sources
         self._shares, self._pretouch = False, pretouch
         self._auditor = Auditor(self._loop)
-        disk_copies = DiskCopies(sources, self._loop.runs)
-        self._prefetching = Prefetching(self._load_ahead, disk_copies, self._end_hold)
-        self._files = ModelFiles(sources, disk_copies)
+        self._disk_copies = DiskCopies(sources, self._loop.runs)
+        self._prefetching = Prefetching(self._load_ahead, self._disk_copies, self._end_hold, self._measure_prefetch, clock)
+        self._files = ModelFiles(sources, self._disk_copies)
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
         self._inspecting = Inspections(sources, self._inspections)
         copies = self._loop.runs.copies
@@ -123,8 +123,8 @@ class Loader:
                 self._refuse_stale("A prefetch", command.token)
                 self._prefetching.begin(command)
                 return Done()
-            case CancelPrefetch(weights_id=weights_id):
-                self._prefetching.cancel(weights_id)
+            case CancelPrefetch(weights_id=weights_id, token=token):
+                self._prefetching.cancel(weights_id, token)
                 return Done()
             case ExpectModels():
                 self._refuse_stale("An expectation", command.token)
@@ -239,6 +239,13 @@ class Loader:
 
     def _end_hold(self, holder: str, keep: bool) -> None:
         self._loop.dispatch(Release(self._loop.number(), holder, keep))
+
+    def _measure_prefetch(self, weights_id: str) -> Arrived:
+        """Return the bytes of a prefetch: in memory, or on the disk if it is fetched there only."""
+        if (written := self._disk_copies.count_bytes(weights_id)) is not None:
+            return Arrived(*written)
+        entry = self._loop.state.entries.get(weights_id)
+        return Arrived(entry.loaded_bytes, entry.total_bytes) if entry is not None else Arrived()
 
     async def read_file(self, request: ReadModelFile) -> ModelFilePart:
         """Read a part of a small file, for a gateway that counts tokens.

@@ -30,6 +30,7 @@ from services.scheduler.domain.events import (
     MigrationRequested,
     NodeStatusReceived,
     ObjectivesReported,
+    PullCancelRequested,
     PullRequested,
     RemoveModelRequested,
     SleepRequested,
@@ -45,6 +46,7 @@ from shared.contracts.admin import (
     ADMIN_REQUEST,
     AddModels,
     AdminRequest,
+    CancelPulls,
     ChangeNode,
     ExplainPlan,
     Migrate,
@@ -211,7 +213,9 @@ class Handlers:
             case SleepModel(name=name):
                 return await self._ask(lambda w: SleepRequested(at, w, name))
             case PullModel(name=name, options=options):
-                return await self._ask(lambda w: PullRequested(at, w, name, options.node, options.tier))
+                return await self._ask(lambda w: PullRequested(at, w, name, options.node, options.tier, request.request_id))
+            case CancelPulls(name=name, node=place, tier=tier):
+                return await self._ask(lambda w: PullCancelRequested(at, w, name, place, tier))
             case ChangeNode(node=node, action=action):
                 return await self._ask(lambda w: ChangeNodeRequested(at, w, node, action))
             case ExplainPlan():

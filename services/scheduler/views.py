@@ -6,6 +6,7 @@ from services.scheduler.domain.demand.slo import usage_of
 from services.scheduler.domain.policies.torpor_queue import required_requests
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.parking import park_view
+from services.scheduler.domain.prewarm.pulls import view_pulls
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance, Model, Node
 from shared.contracts.admin import ClusterView, LoaderView, LoadView, ModelView, NodeView, ObjectiveView
@@ -28,7 +29,14 @@ def view(state: ClusterState, scheduler: str, now: float, policy: Policy, *, bri
         for m in sorted(state.models.values(), key=lambda m: m.key)
     )
     nodes = tuple(_node(state, n, now, policy) for n in sorted(state.nodes.values(), key=lambda n: n.name))
-    return ClusterView(scheduler=scheduler, epoch=state.epoch, models=models, nodes=nodes, policy=policy.profile.name)
+    return ClusterView(
+        scheduler=scheduler,
+        epoch=state.epoch,
+        models=models,
+        nodes=nodes,
+        policy=policy.profile.name,
+        pulls=view_pulls(state, now),
+    )
 
 
 def _shorten(plan: PlanRecord | None) -> PlanRecord | None:

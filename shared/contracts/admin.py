@@ -129,13 +129,15 @@ class PullModel(Request):
     """Bring a model's weights to a tier of a node, without starting an instance.
 
     Answers when they are there (`ModelPulled`), or why not. The pull continues after the deadline.
-    The request is idempotent: a repeated one waits for the same pull.
+    The request is idempotent: a repeated one waits for the same pull, and with the same
+    `request_id` it gets the answer of a pull that has ended in the meantime.
     """
 
     deadline_ms: Deadline = 600_000
     kind: Literal["pull"] = "pull"
     name: str
     options: PullOptions = PullOptions()
+    request_id: str = Field(default="", max_length=64, description="The same in all repetitions of a request; empty: none.")
 
 
 class ModelPulled(Message):
@@ -154,6 +156,52 @@ class ModelPulled(Message):
     nbytes: int = 0
     took_ms: float = 0.0
     was_there: bool = False
+
+
+class CancelPulls(Request):
+    """Cancel the pulls of a model that are in progress, on all nodes and tiers or on those named.
+
+    The requests that wait for them fail with `PullCancelled`. Without such a pull nothing changes.
+    """
+
+    kind: Literal["cancel_pulls"] = "cancel_pulls"
+    name: str
+    node: str | None = Field(default=None, min_length=1)
+    tier: Literal["ssd", "dram"] | None = None
+
+
+class PullTarget(Frozen):
+    """The tier of a node that a pull brings weights to."""
+
+    node: str
+    tier: Literal["ssd", "dram"]
+
+
+class PullsCancelled(Message):
+    """The pulls that were cancelled; empty if none was in progress."""
+
+    kind: Literal["pulls_cancelled"] = "pulls_cancelled"
+    name: str
+    cancelled: tuple[PullTarget, ...] = ()
+
+
+class PullView(Frozen):
+    """A pull in progress.
+
+    States:
+        running: The loader of the node loads the weights.
+        waiting: For loads that go first, or for the loader; `reason` says which.
+    """
+
+    model: str
+    node: str
+    tier: Literal["ssd", "dram"]
+    state: Literal["running", "waiting"]
+    reason: str = ""
+    since: float = Field(description="Unix seconds of the first request for it.")
+    loaded_bytes: int = Field(default=0, description="Bytes that have arrived on the node.")
+    total_bytes: int
+    bytes_per_second: float | None = Field(default=None, description="Of the last seconds; None: not measured yet.")
 
 
 class AssumeNode(Frozen):
@@ -345,6 +393,7 @@ class ClusterView(Message):
     models: tuple[ModelView, ...] = ()
     nodes: tuple[NodeView, ...] = ()
     policy: str | None = Field(default=None, description="Name of the scheduling policy; None: of an older scheduler.")
+    pulls: tuple[PullView, ...] = Field(default=(), description="Pulls in progress, the earliest first.")
 
     def without_secrets(self) -> ClusterView:
         """Return the view for callers who may see, not change."""
@@ -388,6 +437,7 @@ AdminRequest = Annotated[
     | WakeModel
     | SleepModel
     | PullModel
+    | CancelPulls
     | ExplainPlan
     | ChangeNode
     | ViewCluster

@@ -135,7 +135,8 @@ class PrefetchWeights(Request):
 
     The reply is an immediate `Done`; `LoaderStatus.prefetches` has the outcome. All other loads
     precede a prefetch. The loader drops a prefetch as soon as a request waits for other weights, or
-    if the node has no room. The request is idempotent.
+    if the node has no room. The request is idempotent: it replaces an earlier one of the same model
+    and tier, whose load continues.
     """
 
     kind: Literal["prefetch"] = "prefetch"
@@ -145,10 +146,14 @@ class PrefetchWeights(Request):
 
 
 class CancelPrefetch(Request):
-    """Drop a prefetch that is not over, if there is one of these weights."""
+    """Drop a prefetch that is not over, if there is one of these weights.
+
+    The load continues for instances, and for other prefetches of the same weights.
+    """
 
     kind: Literal["cancel_prefetch"] = "cancel_prefetch"
     weights_id: str
+    token: int | None = Field(default=None, description="Of its `PrefetchWeights`; None: all prefetches of the weights.")
 
 
 class ExpectedModel(Frozen):
@@ -389,6 +394,9 @@ class PrefetchStatus(Frozen):
     weights_id: str
     state: Literal["running", "complete", "preempted", "failed"]
     error: ErrorBody | None = Field(default=None, description="Why it failed.")
+    loaded_bytes: int = Field(default=0, description="While it runs: bytes of the weights that have arrived.")
+    total_bytes: int = Field(default=0, description="While it runs: bytes of the weights; 0: not known yet.")
+    bytes_per_second: float | None = Field(default=None, description="Of the last seconds; None: not measured yet.")
 
 
 class LoaderStatus(Message):

@@ -100,12 +100,42 @@ def test_model_is_downloaded_without_a_start(page: Page, mesh: Thaw, server: Tie
     progress = page.get_by_role("status", name="Download of pulled")
     assert server.stalled.wait(60)
     expect(progress.get_by_role("meter", name="Downloaded to node-0")).to_be_visible()
+    expect(progress).to_contain_text(re.compile(r"node-0, disk: .* of .*"))
     assert serious_findings(page) == []
     server.unblocked.set()
     expect(progress).to_contain_text("It is on the disk of node-0.")
     page.get_by_role("button", name="Download pulled to a node's disk").click()
     expect(progress).to_contain_text("node-0 has it on its disk already.")
     assert mesh.instances("pulled") == []
+
+
+def test_a_download_that_another_began_is_shown_and_cancelled(
+    browser: Browser, page: Page, mesh: Thaw, admin: httpx.Client, server: TierServer
+) -> None:
+    server.faults.stall_after = STALL_BYTES
+    page.get_by_role("form", name="Add a model").get_by_label("Start it at once").uncheck()
+    submit(page, "ordered", f"{server.url}/remote")
+    expect(page.get_by_role("status", name="Progress of the model")).to_contain_text("ordered is added.")
+    with mesh.popen("pull", "ordered") as elsewhere:
+        assert server.stalled.wait(60)
+        progress, button = page.get_by_role("status", name="Download of ordered"), "Cancel the download of ordered"
+        expect(progress.get_by_role("meter", name="Downloaded to node-0")).to_be_visible()
+        admin.post("/keys", json={"name": "viewer", "scope": "read-only", "sha256": hash_key(VIEWER)}).raise_for_status()
+        with opened(browser) as (reader, faults):
+            log_in(reader, mesh.url, VIEWER)
+            reader.get_by_role("link", name="Models").click()
+            seen = reader.get_by_role("status", name="Download of ordered")
+            expect(seen.get_by_role("meter", name="Downloaded to node-0")).to_be_visible()
+            expect(reader.get_by_role("button", name=button)).to_have_count(0)
+            assert faults == []
+        admin.delete("/keys/viewer").raise_for_status()
+        page.get_by_role("button", name=f"{button} to the disk of node-0").click()
+        expect(progress).to_have_text("")
+        expect(page.get_by_role("button", name=button)).to_have_count(0)
+        _, errors = elsewhere.communicate(timeout=60)
+    assert (elsewhere.returncode, "was cancelled" in errors) == (1, True), errors
+    assert mesh.json("pull", "--list") == {"pulls": []}
+    server.unblocked.set()
 
 
 def test_model_of_a_directory_is_added_without_a_start_by_keyboard(page: Page, mesh: Thaw, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from shared.contracts.admin import (
     ModelsAdded,
     PlanExplained,
     PullOptions,
+    PullsCancelled,
     SleepModel,
     WakeModel,
 )
@@ -93,6 +94,11 @@ class Api(Gateway):
     def pull(self, name: str, options: PullOptions) -> ModelPulled:
         """Wait for a pull, at most a day."""
         return self._get(ModelPulled, "POST", f"/admin/v1/models/{quote(name, safe='')}/pull", options, timeout=_DAY_S)
+
+    def cancel_pulls(self, name: str, node: str | None, tier: str | None) -> PullsCancelled:
+        """Cancel the pulls of a model in progress, of one node or tier only if they are given."""
+        params = {key: value for key, value in (("node", node), ("tier", tier)) if value is not None}
+        return self._get(PullsCancelled, "DELETE", f"/admin/v1/models/{quote(name, safe='')}/pull", None, **params)
 
     def explain(self, asked: ExplainPlan) -> PlanExplained:
         return self._get(PlanExplained, "POST", "/admin/v1/explain", asked)

@@ -146,6 +146,14 @@ class CachingTier:
         self._in_turn, self._stop = in_turn, cancelled
         self.finish()
 
+    def count_cached_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the disk has, and those of all files."""
+        total = sum(f.size for f in self._files)
+        partial = self._partial
+        if self._whole is not None or partial is None:
+            return (total if self._whole is not None else 0), total
+        return total - sum(end - start for f in self._files for start, end in partial.list_missing(f)), total
+
     def get_settled_event(self) -> threading.Event:
         return self._settled
 

@@ -1,7 +1,7 @@
 """What the console's pages show, as flat records, and the difference of two such views.
 
-A view has sections (models, nodes, devices, instances); a section has one record for each id. A
-change of one record is sent as this record; everything else stays as the page has it.
+A view has sections (models, nodes, devices, instances, pulls); a section has one record for each
+id. A change of one record is sent as this record; everything else stays as the page has it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView
+from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView, PullView
 from shared.contracts.loader import DeviceMemory
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus
 from shared.contracts.traces import RequestTrace
@@ -52,6 +52,7 @@ def cluster_view(cluster: ClusterView) -> View:
         "nodes": {node.node: _node(node) for node in cluster.nodes},
         "devices": {f"{node.node}/{d.device_id}": _device(node, d) for node in cluster.nodes for d in node.devices},
         "instances": {i.instance_id: _instance(node, i) for node, i in instances},
+        "pulls": {f"{p.tier}/{p.node}/{p.model}": _pull(p) for p in cluster.pulls},
     }
 
 
@@ -177,6 +178,10 @@ def _instance(node: NodeView, i: InstanceStatus) -> Record:
         "error": i.error.message if i.error else None,
         "adapters": [a.name for a in load.adapters],
     }
+
+
+def _pull(pull: PullView) -> Record:
+    return pull.model_dump(mode="json") | {"bytes_per_second": _round(pull.bytes_per_second)}
 
 
 def _idle_s(seconds: float) -> int:

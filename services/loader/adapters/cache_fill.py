@@ -30,6 +30,8 @@ class _Fill:
         self.card = card
         self.done: Future[None] = Future()
         self.cancelled = threading.Event()
+        self.tier: CachingTier | None = None
+        """The tier that fetches; None: it waits for another model, or has ended."""
         self._lock = threading.Lock()
         self._waiting: tuple[Link, Transfer] | None = None
 
@@ -81,6 +83,13 @@ class CacheFill:
         if fill is not None:
             fill.cancel()
 
+    def count_bytes(self, weights_id: str) -> tuple[int, int] | None:
+        """Return the bytes on the disk and in all of a model that is being fetched, else None."""
+        with self._lock:
+            fill = self._fills.get(weights_id)
+        tier = fill.tier if fill is not None else None
+        return tier.count_cached_bytes() if tier is not None else None
+
     def close(self) -> None:
         """Cancel all. The links are still open."""
         with self._lock:
@@ -112,7 +121,9 @@ class CacheFill:
             if not isinstance(tier, CachingTier) or not tier.caches:
                 return
             link = self._links.get(tier.link, self._link_threads)
+            fill.tier = tier
             tier.complete(lambda nbytes, read: fill.read_in_turn(link, nbytes, read), fill.cancelled)
             tier.get_settled_event().wait()
         finally:
+            fill.tier = None
             tier.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from services.loader.adapters.runs import Runs
 from shared.contracts.models import ModelCard
@@ -16,6 +17,8 @@ class DiskCopies:
 
     def __init__(self, sources: Sources, runs: Runs) -> None:
         self._sources, self._runs = sources, runs
+        self._writers: Counter[str] = Counter()
+        """By weights id: calls that wait for one download, which the last one cancels."""
 
     async def check_room(self, card: ModelCard) -> None:
         """Raise `StoreFull` if the cache could not hold the model even after evictions."""
@@ -35,13 +38,31 @@ class DiskCopies:
         await asyncio.to_thread(self._runs.wait_until_settled, card.info.revision)
         if await asyncio.to_thread(self._is_here, card):
             return
-        try:
-            await asyncio.wrap_future(self._runs.complete_on_disk(card))
-        except asyncio.CancelledError:
-            self._runs.cancel_on_disk(card.info.revision)
-            raise
+        await self._download(card)
         if not await asyncio.to_thread(self._is_here, card):
             raise self._full(card)
+
+    async def _download(self, card: ModelCard) -> None:
+        weights_id = card.info.revision
+        self._writers[weights_id] += 1
+        try:
+            # Cancelling the future itself would cancel it for the other calls, too.
+            await asyncio.shield(asyncio.wrap_future(self._runs.complete_on_disk(card)))
+        except asyncio.CancelledError:
+            if self._writers[weights_id] == 1:
+                self._runs.cancel_on_disk(weights_id)
+            raise
+        finally:
+            self._writers[weights_id] -= 1
+            if not self._writers[weights_id]:
+                del self._writers[weights_id]
+
+    def count_bytes(self, weights_id: str) -> tuple[int, int] | None:
+        """Return the bytes on the disk and in all of weights that are fetched without a load.
+
+        None if they are not, or have not begun.
+        """
+        return self._runs.count_disk_bytes(weights_id)
 
     def _is_here(self, card: ModelCard) -> bool:
         with self._sources.whole(card.info.revision) as found:

@@ -146,6 +146,10 @@ class Runs:
     def cancel_on_disk(self, weights_id: str) -> None:
         self._fill.cancel(weights_id)
 
+    def count_disk_bytes(self, weights_id: str) -> tuple[int, int] | None:
+        """Return the bytes on the disk and in all of a model that is fetched without a load."""
+        return self._fill.count_bytes(weights_id)
+
     def remove(self, run: int) -> Callable[[], int]:
         """Remove the run.
 

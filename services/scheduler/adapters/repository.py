@@ -26,6 +26,7 @@ from services.scheduler.adapters.statistics import (
 from services.scheduler.domain.state.changes import Change, Drop, Put, Traced, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.state.pulls import Pull
 from services.scheduler.domain.state.volatile import (
     AppliedReport,
     Estimate,
@@ -35,6 +36,8 @@ from services.scheduler.domain.state.volatile import (
     MemoryProfile,
     SloCounts,
 )
+from shared.contracts.admin import ModelPulled
+from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
@@ -48,6 +51,7 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
     Estimate: (tables.parameters, ""),
     MeasuredMemory: (tables.profiles, "model"),
     SloCounts: (tables.objectives, "model"),
+    Pull: (tables.pulls, "key"),
 }
 _REMEMBERED_PLANS = 1000
 """Plans in memory for `thaw explain` without a database call."""
@@ -104,6 +108,8 @@ class Repository:
                 found += [_profile(dict(r)) for r in rows]
                 rows = (await connection.execute(select(tables.objectives))).mappings()
                 found += [_slo_counts(dict(r)) for r in rows]
+                rows = (await connection.execute(select(tables.pulls))).mappings()
+                found += [_pull(dict(r), now) for r in rows]
                 newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
                 plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
                 found += [*await read_estimates(connection), *await read_loaders(connection, now)]
@@ -260,6 +266,9 @@ def _row(entity: Entity) -> dict[str, Any]:
                 "hours": [[h.hour, h.total, h.met] for h in entity.hours],
                 "applied": [[a.gateway, a.number, a.at] for a in entity.applied],
             }
+        case Pull():
+            answer = entity.answer.model_dump(mode="json") if entity.answer is not None else None
+            return {**_fields(entity), "key": entity.key, "requests": list(entity.requests), "answer": answer}
         case Instance():
             return {**_fields(entity), "device_ids": list(entity.device_ids), "state": entity.state.value}
         case PlanRecord():
@@ -271,7 +280,7 @@ def _row(entity: Entity) -> dict[str, Any]:
     raise TypeError(f"{type(entity).__name__} is not a durable entity")
 
 
-def _fields(entity: Node | Instance | MeasuredMemory) -> dict[str, Any]:
+def _fields(entity: Node | Instance | MeasuredMemory | Pull) -> dict[str, Any]:
     """Return the fields without copying: the values are frozen, or become JSON at once."""
     return {f.name: getattr(entity, f.name) for f in fields(entity)}
 
@@ -283,6 +292,16 @@ def _profile(row: dict[str, Any]) -> MeasuredMemory:
 def _slo_counts(row: dict[str, Any]) -> SloCounts:
     hours, applied = (HourCounts(*h) for h in row["hours"]), (AppliedReport(*a) for a in row["applied"])
     return SloCounts(row["model"], tuple(hours), tuple(applied))
+
+
+def _pull(row: dict[str, Any], now: float) -> Pull:
+    """Clip times of another host's clock to now."""
+    del row["key"]
+    times = {t: min(row[t], now) for t in ("since", "sent_at", "ended_at") if row[t] is not None}
+    answer = row["answer"]
+    if answer is not None:
+        answer = (ModelPulled if answer.get("kind") == "pulled" else ErrorBody).model_validate(answer)
+    return Pull(**{**row, **times, "requests": tuple(row["requests"]), "answer": answer})
 
 
 async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:

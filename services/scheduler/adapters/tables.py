@@ -205,4 +205,20 @@ held_memory = Table(
 """Byte-seconds that instances held on devices (cpu, cuda), or suspended in host memory (host)."""
 held_clocks = Table("held_clocks", metadata, Column("node", Text, primary_key=True), Column("until", Float, nullable=False))
 """Unix seconds up to which each node's memory is recorded."""
+pulls = Table(
+    "pulls",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("tier", Text, nullable=False),
+    Column("weights_id", Text, nullable=False),
+    Column("since", Float, nullable=False),
+    Column("requests", JSONB, nullable=False),
+    Column("token", BigInteger, nullable=False),
+    Column("sent_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("answer", JSONB),
+)
+"""Operators' pulls in progress, and those of the last minute with their answers."""
 leadership = Table("leadership", metadata, Column("id", Integer, primary_key=True), Column("epoch", BigInteger, nullable=False))

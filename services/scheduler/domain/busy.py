@@ -39,7 +39,7 @@ def is_busy(state: ClusterState, now: float, policy: Policy, within_s: float) ->
         state.claimed,
         state.migrations,
         state.prefetches,
-        state.pulls,
+        [p for p in state.pulls.values() if not p.is_over],
     )
     if any(under_way):  # 1
         return True

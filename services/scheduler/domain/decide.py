@@ -20,6 +20,7 @@ from services.scheduler.domain.events import (
     MigrationUpdated,
     NodeStatusReceived,
     ObjectivesReported,
+    PullCancelRequested,
     PullRequested,
     Recovered,
     RemoveModelRequested,
@@ -41,7 +42,7 @@ from services.scheduler.domain.migration.orders import apply_migration_record, c
 from services.scheduler.domain.migration.rebalance import rebalance
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.expectations import send_expectations
-from services.scheduler.domain.prewarm.pulls import request_pull
+from services.scheduler.domain.prewarm.pulls import cancel_pulls, request_pull
 from services.scheduler.domain.reconcile import reconcile
 from services.scheduler.domain.state.changes import Change
 from services.scheduler.domain.state.cluster import ClusterState
@@ -129,6 +130,8 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             apply_migration_record(tx, record)
         case PullRequested():
             request_pull(tx, event)
+        case PullCancelRequested():
+            cancel_pulls(tx, event)
         case AddModelsRequested() | RemoveModelRequested() | WakeRequested() | SleepRequested() | ChangeNodeRequested():
             execute(tx, event)
     recovering = now - state.recovered_at <= policy.recovery_window_s

@@ -128,13 +128,28 @@ class SleepRequested:
 
 @value(frozen=True, slots=True)
 class PullRequested:
-    """Bring the weights of a model to a tier of a node. `node` None: the scheduler chooses."""
+    """Bring the weights of a model to a tier of a node.
+
+    `node` None: the scheduler chooses. `request_id`: the same in repetitions; empty: none.
+    """
 
     at: float
     waiter: str
     name: str
     node: str | None = None
     tier: Literal["ssd", "dram"] = "ssd"
+    request_id: str = ""
+
+
+@value(frozen=True, slots=True)
+class PullCancelRequested:
+    """Cancel the pulls of a model. `node` and `tier` None: on all nodes, and in both tiers."""
+
+    at: float
+    waiter: str
+    name: str
+    node: str | None = None
+    tier: Literal["ssd", "dram"] | None = None
 
 
 @value(frozen=True, slots=True)
@@ -191,6 +206,7 @@ Event = (
     | CommandAccepted
     | AdminRequested
     | PullRequested
+    | PullCancelRequested
     | MigrationRequested
     | MigrationUpdated
     | WaiterCancelled

@@ -8,7 +8,7 @@
 4. Place models that need more instances, in the profile's order.
 5. Without waiting requests, start the models that are to be parked (prewarm/parking.py).
 6. Without waiting requests, prefetch weights (prewarm/prefetch.py).
-7. Begin, repeat and answer operators' pulls (prewarm/pulls.py).
+7. Begin, repeat and answer operators' pulls, and drop old ones (prewarm/pulls.py).
 
 Each event examines only what it affects (affected.py), so that the cost of a decision does not
 grow with the cluster. A Tick examines what follows from the passing of time.

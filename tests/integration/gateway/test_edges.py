@@ -15,17 +15,20 @@ from shared.contracts import subjects
 from shared.contracts.admin import (
     ADMIN_REQUEST,
     AdminRequest,
+    CancelPulls,
     ClusterView,
     ModelAwake,
     ModelPulled,
     ModelsAdded,
     PullModel,
     PullOptions,
+    PullsCancelled,
+    PullTarget,
 )
 from shared.contracts.base import Message
 from shared.contracts.inference import ChoiceDelta, InferChunk, TokenLogprob, TopLogprob
 from shared.contracts.models import ModelCard
-from shared.errors import Conflict, DeadlineExceeded, ModelNotFound, NotFound, ReplyLost, ThawError, Unavailable
+from shared.errors import Conflict, DeadlineExceeded, ModelNotFound, NotFound, PullCancelled, ReplyLost, ThawError, Unavailable
 from shared.messaging.streams import catalog_bucket
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, hang
@@ -402,13 +405,44 @@ async def test_a_pull_is_repeated_until_the_scheduler_answers_it(gateway: Served
     url = "/admin/v1/models/org/x/pull"
     pulled = await gateway.http.post(url, json={"node": "n", "tier": "dram"})
     assert (pulled.status_code, pulled.json()["node"], pulled.json()["nbytes"]) == (200, "n", 7), pulled.text
-    assert asked == [PullModel(name="org/x", options=PullOptions(node="n", tier="dram"))] * 4
+    request_id = asked[0].request_id
+    assert request_id
+    assert asked == [PullModel(name="org/x", options=PullOptions(node="n", tier="dram"), request_id=request_id)] * 4
     assert (await gateway.http.post(url)).status_code == 200, "the body may be left out"
     assert asked[-1].options == PullOptions()
+    assert asked[-1].request_id != request_id, "another request"
     assert (await gateway.http.post(url, json={"node": "n9"})).status_code == 404
     for bad in ({"tier": "tape"}, {"node": ""}):
         assert (await gateway.http.post(url, json=bad)).status_code == 400
     assert (await gateway.http.post(f"{url}?timeout=x")).status_code == 400
+
+
+async def test_pulls_are_cancelled_and_none_is_an_answer(gateway: Served, node: FakeNode) -> None:
+    asked: list[CancelPulls] = []
+
+    async def answer(request: AdminRequest) -> Message:
+        if isinstance(request, PullModel):
+            raise PullCancelled("The pull of org/x was cancelled")
+        assert isinstance(request, CancelPulls)
+        asked.append(request)
+        if request.node == "n9":
+            raise NotFound("No node 'n9'", param="node")
+        return PullsCancelled(name=request.name, cancelled=(PullTarget(node="n", tier="ssd"),) if len(asked) == 1 else ())
+
+    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, answer).start()
+    await node.mesh.flush()
+    url = "/admin/v1/models/org/x/pull"
+    cancelled = await gateway.http.delete(url)
+    assert (cancelled.status_code, cancelled.json()["cancelled"]) == (200, [{"node": "n", "tier": "ssd"}]), cancelled.text
+    again = await gateway.http.delete(f"{url}?node=n&tier=ssd")
+    assert (again.status_code, again.json()["name"], again.json()["cancelled"]) == (200, "org/x", [])
+    assert asked == [CancelPulls(name="org/x"), CancelPulls(name="org/x", node="n", tier="ssd")]
+    assert (await gateway.http.delete(f"{url}?node=n9")).status_code == 404
+    for bad in ("tier=tape", "node=", "tier="):
+        assert (await gateway.http.delete(f"{url}?{bad}")).status_code == 400, bad
+    waited = await gateway.http.post(url)
+    assert (waited.status_code, waited.json()["error"]["code"]) == (409, "pull_cancelled")
+    assert waited.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize("path", ["wake", "pull"])

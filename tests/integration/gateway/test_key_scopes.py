@@ -62,6 +62,7 @@ async def test_read_only_key_sees_everything_and_changes_nothing(pair: tuple[Ser
         ("PATCH", "models/alpha/settings"),
         ("POST", "models/alpha/sleep"),
         ("POST", "models/alpha/pull"),
+        ("DELETE", "models/alpha/pull"),
         ("POST", "nodes/n/drain"),
         ("POST", "nodes/n/cordon"),
         ("POST", "nodes/n/uncordon"),

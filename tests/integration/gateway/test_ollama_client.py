@@ -124,7 +124,7 @@ async def test_errors_have_the_clients_form(client: Any, gateway: Served, node: 
 
 
 async def test_management_names_the_command(client: Any) -> None:
-    for call in (client.pull("x"), client.create("x", from_="y"), client.copy("x", "y"), client.delete("x"), client.push("x")):
+    for call in (client.create("x", from_="y"), client.copy("x", "y"), client.delete("x"), client.push("x")):
         with pytest.raises(ollama.ResponseError, match=r"thaw models|aliases|publishes no models"):
             await call
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -180,3 +182,44 @@ async def test_prefetch_to_a_disk_without_room_fails_before_it_downloads(
     assert error is not None
     assert (error.code, "THAW_CACHE_BYTES" in error.message) == ("store_full", True)
     assert sum(www.sent.values()) == sent
+
+
+async def test_the_progress_of_a_download_moves_with_its_pieces(loader: LoaderProcess, client: Client, www: TierServer) -> None:
+    """The bytes of a prefetch are reported in memory, and on the disk where no load brings them."""
+    www.faults = Faults(suffix="model.safetensors", stall_from=12 * MB)
+    card = await client.card(f"{www.url}/far")
+    await prefetch(client, card, 1, "ssd")
+    half = await status_where(client, loader.node, lambda s: outcome(1, s).loaded_bytes > 0)
+    assert 0 < outcome(1, half).loaded_bytes < outcome(1, half).total_bytes
+    rate = await status_where(client, loader.node, lambda s: outcome(1, s).bytes_per_second is not None)
+    assert outcome(1, rate).state == "running"
+    www.faults = Faults()
+    www.unblocked.set()
+    await status_where(client, loader.node, lambda s: is_over(1, "complete")(s) and on_disk(card, s))
+    await client.attach("i1", card)
+    shutil.rmtree(loader.home / "cache" / "entries" / card.info.revision)
+    await status_where(client, loader.node, lambda s: not on_disk(card, s))
+    www.unblocked.clear()
+    www.faults = Faults(suffix="model.safetensors", stall_from=12 * MB)
+    await prefetch(client, card, 2, "ssd")
+    half = await status_where(client, loader.node, lambda s: 0 < outcome(2, s).loaded_bytes < outcome(2, s).total_bytes)
+    assert half.segments[0].loaded_bytes == half.segments[0].total_bytes, "memory has all: the disk is what is measured"
+    www.faults = Faults()
+    www.unblocked.set()
+    await status_where(client, loader.node, lambda s: is_over(2, "complete")(s) and on_disk(card, s))
+
+
+async def test_a_cancelled_command_leaves_the_loads_of_others(loader: LoaderProcess, client: Client, www: TierServer) -> None:
+    www.faults = Faults(suffix="model.safetensors", stall_from=4 * MB)
+    card = await client.card(f"{www.url}/far")
+    await prefetch(client, card, 1, "ssd")
+    await prefetch(client, card, 2, "dram")
+    attaching = asyncio.create_task(client.attach("i1", card))
+    await status_where(client, loader.node, lambda s: any("i1" in x.holders for x in s.segments))
+    for token in (1, 2):
+        await client.mesh.request(client._subject, CancelPrefetch(weights_id=card.info.revision, token=token), Done)
+    left = await status_where(client, loader.node, lambda s: not s.prefetches and bool(s.segments))
+    assert left.segments[0].holders == ("i1",)
+    www.faults = Faults()
+    www.unblocked.set()
+    assert (await attaching).loaded_bytes > 19 * MB

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from shared.contracts.admin import ModelPulled, PullModel, PullOptions, RemoveModel
+from shared.contracts.admin import CancelPulls, ModelPulled, PullModel, PullOptions, PullsCancelled, PullTarget, RemoveModel
 from shared.contracts.base import Done
 from shared.contracts.models import ModelSpec
-from shared.errors import CheckpointInvalid, Conflict, InvalidRequest, StoreFull
+from shared.errors import CheckpointInvalid, Conflict, InvalidRequest, PullCancelled, StoreFull
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.test_service import status_where
 from tests.integration.loader.tiers_server import Faults, TierServer
-from tests.integration.scheduler.conftest import Site
+from tests.integration.scheduler.conftest import Site, process
 from tests.integration.scheduler.test_flow import ready
 from tests.integration.scheduler.test_prefetch import MB, afar, holds, loader, node
 from tests.support.fake_node import MIB, FakeNode
@@ -99,6 +99,72 @@ async def test_a_pull_ends_with_the_removal_of_its_model(
     with pytest.raises(Conflict, match="removed or changed"):
         await waiting
     await status_where(client, "node-0", lambda s: not s.segments)
+
+
+def count_pieces(loader: LoaderProcess) -> int:
+    """Return the bytes of the journal of the model that is being fetched to the disk."""
+    return sum(f.stat().st_size for f in (loader.home / "cache" / "partial").glob("*/*") if "journal" in f.name)
+
+
+async def test_a_cancelled_pull_frees_its_memory_and_leaves_its_pieces(
+    site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer
+) -> None:
+    afar.faults = Faults(suffix="likely/model.safetensors", piece_delay_s=0.05)
+    client = await begin(site, loader, afar)
+    waiting = pull(site)
+
+    async def is_half_done() -> bool:
+        return any(0 < p.loaded_bytes < p.total_bytes for p in (await site.view()).pulls)
+
+    await site.until(is_half_done)
+    [shown] = (await site.view()).pulls
+    assert (shown.model, shown.node, shown.tier, shown.state) == ("likely", "node-0", "ssd", "running")
+    assert shown.total_bytes > 19 * MB
+    before = count_pieces(loader)
+    await site.until(lambda: count_pieces(loader) > before)
+    cancelled = await site.ask(CancelPulls(name="likely"), PullsCancelled)
+    assert cancelled.cancelled == (PullTarget(node="node-0", tier="ssd"),)
+    with pytest.raises(PullCancelled, match="disk cache of node-0 was cancelled"):
+        await waiting
+    await status_where(client, "node-0", lambda s: not s.segments and not any(p.state == "running" for p in s.prefetches))
+    assert (await site.view()).pulls == ()
+    assert (await site.ask(CancelPulls(name="likely"), PullsCancelled)).cancelled == ()
+    sent = dict(afar.sent)
+    afar.faults = Faults()
+    assert (await pull(site)).was_there is False
+    path = "/likely/model.safetensors"
+    assert afar.sent[path] - sent[path] < shown.total_bytes - MB, "the pieces on the disk are not fetched again"
+
+
+async def test_a_pull_without_a_client_outlives_its_leader_and_its_loader(
+    site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer
+) -> None:
+    first = await process(site, "first")
+    try:
+        loader.start()
+        client = Client(site.mesh, loader.node)
+        await client.until_served()
+        await site.add(ModelSpec(name="likely", source=f"{afar.url}/likely", memory=150 * MIB))
+        waiting = pull(site)
+        await status_where(client, "node-0", lambda s: any(x.model == "likely" and x.loaded_bytes for x in s.segments))
+        waiting.cancel()
+        first.kill()
+        loader.end(9)
+    finally:
+        await first.communicate()
+    afar.faults = Faults()
+    afar.unblocked.set()
+    loader.start()
+    await client.until_served(loader)
+    assert not holds("ssd")(await status_where(client, "node-0", lambda s: True)), "the loader has forgotten the command"
+    site.scheduler()
+    await status_where(client, "node-0", holds("ssd"))
+
+    async def is_over() -> bool:
+        return not (await site.view()).pulls
+
+    await site.until(is_over)
+    assert not node.instances
 
 
 async def test_the_error_of_a_load_is_the_reply(site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer) -> None:

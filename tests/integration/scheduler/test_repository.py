@@ -15,6 +15,7 @@ from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.state.changes import Drop, Put, Traced
 from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node
+from services.scheduler.domain.state.pulls import Pull
 from services.scheduler.domain.state.volatile import (
     AppliedReport,
     Estimate,
@@ -24,9 +25,11 @@ from services.scheduler.domain.state.volatile import (
     MemoryProfile,
     SloCounts,
 )
+from shared.contracts.admin import ModelPulled
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.plans import Candidate, PlanRecord
+from shared.errors import PullCancelled
 from shared.ports import free_port
 from tests.support.fake_node import model_info
 
@@ -58,6 +61,26 @@ async def test_transaction_accepts_any_number_of_rows(database_url: str) -> None
             state = await repository.load(term.epoch, now=10.0)
         assert state.instances == {i.instance_id: i for i in later}
         assert state.nodes == {n.name: n for n in nodes}
+    finally:
+        await engine.dispose()
+
+
+async def test_pulls_survive_a_leader_change_with_their_answers(database_url: str) -> None:
+    engine = connect(database_url)
+    running = Pull("a/m", "n1", "dram", "r", since=8.0, requests=("q1", "q2"), token=5 << 32, sent_at=20.0)
+    answered = Pull("m", "n1", "ssd", "r", since=8.0, ended_at=9.0, answer=PullCancelled("gone").body())
+    pulled = replace(answered, node="n2", answer=ModelPulled(name="m", node="n2", tier="ssd", tiers=("ssd",), nbytes=7))
+    try:
+        await migrate(engine)
+        repository = Repository(engine)
+        async with leadership(plain_url(database_url)) as term:
+            await repository.commit(term.epoch, [Put(running), Put(answered), Put(pulled)])
+            state = await repository.load(term.epoch, now=10.0)
+            clipped = replace(running, sent_at=10.0)
+            assert state.pulls == {p.key: p for p in (clipped, answered, pulled)}
+            await repository.commit(term.epoch, [Drop(Pull, running.key), Put(replace(pulled, ended_at=9.5))])
+            state = await repository.load(term.epoch, now=10.0)
+            assert state.pulls == {p.key: p for p in (answered, replace(pulled, ended_at=9.5))}
     finally:
         await engine.dispose()
 

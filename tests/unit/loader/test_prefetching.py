@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from services.loader.prefetching import OUTCOMES_KEPT, Prefetching
+from services.loader.prefetching import OUTCOMES_KEPT, RATE_WINDOW_S, Arrived, Prefetching, TransferRate
 from shared.contracts.loader import PrefetchWeights
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import InsufficientMemory, StoreFull, ThawError
@@ -18,9 +18,11 @@ class Node:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.load_ends, self.write_ends = asyncio.Event(), asyncio.Event()
+        self.writing = asyncio.Event()
         self.load_error: ThawError | None = None
         self.room_error: ThawError | None = None
-        self.prefetching = Prefetching(self.load, self, self.release)
+        self.arrived, self.now = Arrived(), 0.0
+        self.prefetching = Prefetching(self.load, self, self.release, lambda weights_id: self.arrived, lambda: self.now)
 
     async def load(self, holder: str, card: ModelCard) -> None:
         self.calls.append(f"load {card.name}")
@@ -34,6 +36,7 @@ class Node:
 
     async def write(self, card: ModelCard) -> None:
         self.calls.append(f"write {card.name}")
+        self.writing.set()
         await self.write_ends.wait()
 
     def release(self, holder: str, keep: bool) -> None:
@@ -109,3 +112,89 @@ async def test_the_latest_outcomes_are_kept() -> None:
         node.begin(token)
         await node.settle()
     assert [token for token, _ in node.states()] == list(range(3, OUTCOMES_KEPT + 3))
+
+
+async def test_a_cancelled_command_leaves_those_of_other_tiers_and_models() -> None:
+    node = Node()
+    node.begin(1, "ssd")
+    node.begin(2, "dram")
+    node.prefetching.cancel("rev-s3://b/m", 1)
+    node.prefetching.cancel("rev-s3://b/m", 7)
+    node.prefetching.cancel("unknown", 2)
+    assert node.states() == [(2, "running")]
+    await node.settle()
+    assert node.states() == [(2, "complete")]
+    assert node.calls == ["load m", "release and keep"], "nothing is written to the disk"
+
+
+async def test_weights_stay_in_memory_only_for_a_command_that_is_not_cancelled() -> None:
+    node = Node()
+    node.begin(1, "ssd")
+    node.begin(2, "dram")
+    node.prefetching.cancel("rev-s3://b/m", 2)
+    await node.settle()
+    assert node.states() == [(1, "complete")]
+    assert node.calls == ["load m", "write m", "release"]
+
+
+async def test_the_last_cancelled_command_ends_the_prefetch() -> None:
+    node = Node()
+    node.begin(1, "ssd")
+    node.begin(2, "dram")
+    node.load_ends.set()
+    await node.writing.wait()
+    node.prefetching.cancel("rev-s3://b/m", 2)
+    node.prefetching.cancel("rev-s3://b/m", 1)
+    assert node.states() == []
+    tasks = [t for t in asyncio.all_tasks() if t.get_name().startswith(("prefetch ", "write "))]
+    await asyncio.wait(tasks)
+    assert node.calls == ["load m", "write m", "release"]
+    assert node.states() == []
+
+
+async def test_a_cancelled_write_to_the_disk_leaves_the_weights_in_memory() -> None:
+    node = Node()
+    node.begin(1, "ssd")
+    node.begin(2, "dram")
+    node.load_ends.set()
+    await node.writing.wait()
+    node.prefetching.cancel("rev-s3://b/m", 1)
+    [task] = [t for t in asyncio.all_tasks() if t.get_name().startswith("prefetch ")]
+    await asyncio.wait([task])
+    assert node.states() == [(2, "complete")]
+    assert node.calls == ["load m", "write m", "release and keep"]
+
+
+async def test_a_repeated_command_replaces_the_earlier_one_of_the_tier() -> None:
+    node = Node()
+    node.begin(1, "ssd")
+    node.begin(2, "ssd")
+    assert node.states() == [(2, "running")]
+    node.prefetching.cancel("rev-s3://b/m", 1)
+    await node.settle()
+    assert node.states() == [(2, "complete")]
+
+
+async def test_statuses_have_the_progress_of_what_runs() -> None:
+    node = Node()
+    node.begin(1, "ssd")
+    [first] = node.prefetching.statuses()
+    assert (first.loaded_bytes, first.total_bytes, first.bytes_per_second) == (0, 0, None)
+    node.arrived, node.now = Arrived(300, 1000), 2.0
+    [status] = node.prefetching.statuses()
+    assert (status.loaded_bytes, status.total_bytes, status.bytes_per_second) == (300, 1000, 150.0)
+    await node.settle()
+    [status] = node.prefetching.statuses()
+    assert (status.state, status.bytes_per_second) == ("complete", None)
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    rate = TransferRate()
+    assert rate.measure(0.0, 0) is None
+    assert rate.measure(0.1, 100) is None
+    assert rate.measure(1.0, 1000) == 1000.0
+    for second in range(2, 30):
+        rate.measure(float(second), 1000)
+    assert rate.measure(30.0, 1000) == 0.0
+    assert rate.measure(30.0 + RATE_WINDOW_S, 1000 + int(50 * RATE_WINDOW_S)) == 50.0
+    assert rate.measure(60.0, 0) is None, "fewer bytes are another transfer"

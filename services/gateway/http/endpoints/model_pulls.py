@@ -1,8 +1,12 @@
-"""`/admin/v1/models/NAME/pull`: bring a model's weights to a node, without starting an instance."""
+"""`/admin/v1/models/NAME/pull`: bring a model's weights to a node, or cancel that.
+
+No instance is started.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
 from starlette.requests import Request
@@ -15,28 +19,29 @@ from services.gateway.http.parsing.query import read_integer
 from services.gateway.http.parsing.validation import validate_body
 from services.gateway.http.scopes import ScopedRoute
 from services.gateway.loop import Gateway
-from shared.contracts.admin import ModelPulled, PullModel, PullOptions
-from shared.errors import DeadlineExceeded, ReplyLost, ShuttingDown, Unavailable
+from shared.contracts.admin import CancelPulls, ModelPulled, PullModel, PullOptions, PullsCancelled
+from shared.errors import DeadlineExceeded, InvalidRequest, ReplyLost, ShuttingDown, Unavailable
 from shared.tasks import end
 
 _MAX_BODY = 64 * 1024
 _LONGEST_S = 86_400
 _DISCONNECTED = 499
 """Status of a response that no client receives, as in nginx."""
+_TIERS = ("ssd", "dram")
 
 
 class ModelPulls:
-    """Forwards pulls to the scheduler, however long they take.
-
-    A download may take longer than one request in the mesh, and than the term of a scheduler: the
-    gateway repeats the request, which joins the pull in progress.
-    """
+    """Forwards pulls to the scheduler, however long they take."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     def routes(self) -> list[ScopedRoute]:
-        return [ScopedRoute("/admin/v1/models/{name:path}/pull", self.pull, methods=["POST"], needs="admin")]
+        path = "/admin/v1/models/{name:path}/pull"
+        return [
+            ScopedRoute(path, self.pull, methods=["POST"], needs="admin"),
+            ScopedRoute(path, self.cancel, methods=["DELETE"], needs="admin"),
+        ]
 
     async def pull(self, request: Request) -> Response:
         """Pull a model, and wait for the end, at most `?timeout=` seconds.
@@ -48,7 +53,7 @@ class ModelPulls:
         body = await read_body(request.scope, request.receive, _MAX_BODY)
         options = validate_body(PullOptions, body or b"{}")
         name = request.path_params["name"]
-        reply = asyncio.create_task(self._ask(PullModel(name=name, options=options)), name=f"pull {name}")
+        reply = asyncio.create_task(ask_pull(self._gateway, name, options), name=f"pull {name}")
         closing = asyncio.create_task(self._gateway.closing.wait(), name="closing")
         leaving = asyncio.create_task(_wait_for_disconnect(request), name="client")
         waits: tuple[asyncio.Task[Any], ...] = (reply, closing, leaving)
@@ -64,17 +69,37 @@ class ModelPulls:
         finally:
             await end(*waits)
 
-    async def _ask(self, message: PullModel) -> ModelPulled:
-        """Return the reply, repeating a request that ended before its pull."""
-        while True:
-            try:
-                return await ask_scheduler(self._gateway, message, ModelPulled)
-            except (DeadlineExceeded, ReplyLost):
-                continue
-            except Unavailable as e:
-                if e.retry_after_ms is None:  # else the scheduler that has answered leads no more
-                    raise
-                await asyncio.sleep(e.retry_after_ms / 1e3)
+    async def cancel(self, request: Request) -> Response:
+        """Cancel the pulls of a model, of `?node=` and `?tier=` only if they are given.
+
+        The answer lists those that were in progress; none is not an error.
+        """
+        node, tier = (request.query_params.get(name) for name in ("node", "tier"))
+        if node == "":
+            raise InvalidRequest("'node' is empty. Name a node, or leave it out", param="node")
+        if tier not in (None, *_TIERS):
+            raise InvalidRequest(f"tier={tier!r} is neither ssd nor dram", param="tier")
+        message = CancelPulls.model_validate({"name": request.path_params["name"], "node": node, "tier": tier})
+        cancelled = await ask_scheduler(self._gateway, message, PullsCancelled)
+        return json_response(cancelled.model_dump(mode="json"))
+
+
+async def ask_pull(gateway: Gateway, name: str, options: PullOptions) -> ModelPulled:
+    """Return the reply to a pull.
+
+    A download may take longer than one request in the mesh, and than the term of a scheduler: the
+    request is repeated. It has an id, and joins the pull in progress or gets its answer.
+    """
+    message = PullModel(name=name, options=options, request_id=uuid.uuid4().hex)
+    while True:
+        try:
+            return await ask_scheduler(gateway, message, ModelPulled)
+        except (DeadlineExceeded, ReplyLost):
+            continue
+        except Unavailable as e:
+            if e.retry_after_ms is None:  # else the scheduler that has answered leads no more
+                raise
+            await asyncio.sleep(e.retry_after_ms / 1e3)
 
 
 async def _wait_for_disconnect(request: Request) -> None:

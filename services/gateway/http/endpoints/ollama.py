@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.domain.admission import Reservation
 from services.gateway.domain.catalog import unknown_model
 from services.gateway.http.endpoints.inference import Inference
+from services.gateway.http.endpoints.ollama_pull import OllamaPulls
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.parser_process import ParserProcess
@@ -31,7 +32,6 @@ from shared.errors import InvalidRequest, NotFound, PayloadTooLarge
 
 _MAX_SHOW_BYTES = 64 * 1024
 _COMMANDS = {
-    "pull": "Register the model with `thaw models add NAME SOURCE`; its weights load at its first request",
     "create": "Register the model with `thaw models add NAME SOURCE`, or in thaw.yaml",
     "copy": "Give the model another name with `aliases` in thaw.yaml",
     "delete": "Remove the model with `thaw models rm NAME`",
@@ -77,6 +77,7 @@ class Ollama:
             Route("/api/tags", self.tags, methods=["GET"]),
             Route("/api/ps", self.running, methods=["GET"]),
             Route("/api/show", self.show, methods=["POST"]),
+            *OllamaPulls(self._gateway).routes(),
             *(Route(f"/api/{path}", self.refuse, methods=["GET", "POST", "DELETE"]) for path in _COMMANDS),
         ]
 

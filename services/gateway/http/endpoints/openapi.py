@@ -12,7 +12,14 @@ from pydantic.json_schema import models_json_schema
 from services.gateway.http.endpoints.batches import BatchRequest
 from services.gateway.http.error_formats import OLLAMA_PREFIX
 from services.gateway.http.translation.messages_request import CountTokensRequest, MessagesRequest
-from services.gateway.http.translation.ollama_requests import OllamaChat, OllamaEmbed, OllamaEmbeddings, OllamaGenerate, OllamaShow
+from services.gateway.http.translation.ollama_requests import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaGenerate,
+    OllamaPull,
+    OllamaShow,
+)
 from services.gateway.http.translation.responses_request import ResponsesRequest
 from services.gateway.http.translation.scoring import RerankRequest, ScoreRequest
 from shared.contracts.base import ErrorBody
@@ -40,6 +47,7 @@ _OLLAMA_POSTS: dict[str, tuple[type[BaseModel], str, bool]] = {
     "/api/embed": (OllamaEmbed, "Turn texts into vectors of length 1.", False),
     "/api/embeddings": (OllamaEmbeddings, "Turn a text into a vector.", False),
     "/api/show": (OllamaShow, "One registered model.", False),
+    "/api/pull": (OllamaPull, "Download a registered model to a node's disk; needs an admin key.", True),
 }
 _GETS = {
     "/v1/models": "The registered models.",

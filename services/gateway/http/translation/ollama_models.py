@@ -78,6 +78,17 @@ def running_model(card: ModelCard, routes: Iterable[Route], now: float, unix_now
     }
 
 
+def pull_progress(card: ModelCard, completed_bytes: int, total_bytes: int) -> dict[str, Any]:
+    """Describe the progress of a pull in a line of POST /api/pull."""
+    digest = _digest(card)
+    return {
+        "status": f"pulling {digest[:12]}",
+        "digest": f"sha256:{digest}",
+        "total": total_bytes,
+        "completed": min(completed_bytes, total_bytes),
+    }
+
+
 def format_count(count: int) -> str:
     """Format a number of parameters as Ollama does: 7.6B, 134.52M."""
     for unit, size, digits in _UNITS:

@@ -153,6 +153,16 @@ class OllamaShow(BaseModel):
     name: str = ""
 
 
+class OllamaPull(BaseModel):
+    """POST /api/pull; `name` is the older name of `model`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str = ""
+    name: str = ""
+    stream: bool = True
+
+
 def translate_request(route: str, body: bytes) -> TranslatedRequest:
     """Translate a body of one of `OLLAMA_ROUTES`.
 

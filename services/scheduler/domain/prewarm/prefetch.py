@@ -102,7 +102,7 @@ def _is_wanted(state: ClusterState, model: Model) -> bool:
     card = model.card
     if card.spec.base is not None or card.spec.loads_itself or model.error is not None:
         return False
-    if any(p.model == model.key for p in state.pulls.values()):
+    if any(p.model == model.key and not p.is_over for p in state.pulls.values()):
         return False
     return not state.by_model.get(model.key) and not state.in_memory.get(card.info.revision) and model.key not in state.prefetches
 
@@ -154,8 +154,9 @@ def _fits_without_evicting_likelier(tx: Transaction, loader: LoaderPresence, nby
 
 
 def _begin(tx: Transaction, model: Model, node: str, tier: str) -> None:
-    tx.put(Prefetch(model.key, node, model.card.info.revision, tx.now))
-    tx.emit(SendPrefetch(node, PrefetchWeights.model_validate({"token": tx.next_token(), "card": model.card, "tier": tier})))
+    token = tx.next_token()
+    tx.put(Prefetch(model.key, node, model.card.info.revision, tx.now, token))
+    tx.emit(SendPrefetch(node, PrefetchWeights.model_validate({"token": token, "card": model.card, "tier": tier})))
 
 
 def _cancel_useless(tx: Transaction) -> None:
@@ -165,7 +166,7 @@ def _cancel_useless(tx: Transaction) -> None:
         if p.node in nodes or tx.now - p.since > (AGAIN_S if _has_failed(tx.state, p) else GIVEN_UP_AFTER_S):
             tx.drop(Prefetch, p.key)
         elif p.model not in tx.state.models or any(i.node != p.node for i in tx.state.of_model(p.model)):
-            tx.emit(SendCancelPrefetch(p.node, CancelPrefetch(weights_id=p.weights_id)))
+            tx.emit(SendCancelPrefetch(p.node, CancelPrefetch(weights_id=p.weights_id, token=p.token)))
             tx.drop(Prefetch, p.key)
 
 

@@ -7,69 +7,137 @@ not cancelled when its model starts elsewhere. Without a node it goes to
 2. for host memory, a node that has them on its disk;
 3. a node with idle links, then the one with the most free bytes in the tier.
 
-A pull ends when its node reports the weights, or why the prefetch failed. While instances load on
-the node, the loader drops prefetches: the command is sent again afterwards, as it is after a
-restart of the loader. Files that are fetched in part stay on the disk, so that a repeated prefetch
-continues. Pure.
+A pull ends when its node reports the weights, or why the prefetch failed, or when an operator
+cancels it. While instances load on the node, the loader drops prefetches: the command is sent again
+afterwards, as it is after a restart of the loader. Files that are fetched in part stay on the disk,
+so that a repeated prefetch continues.
+
+Pulls are stored in Postgres, and the next leader continues them (ADR 0092). A pull that has ended
+is kept for `KEPT_S` with its answer, for requests that were lost with their leader and are
+repeated. Pure.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 from services.scheduler.domain.effects import ReplyTo, SendCancelPrefetch, SendPrefetch
-from services.scheduler.domain.events import PullRequested
+from services.scheduler.domain.events import PullCancelRequested, PullRequested
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.constraints import placement_rule
 from services.scheduler.domain.prewarm.prefetch import BUSY_MS
+from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Model
+from services.scheduler.domain.state.pulls import Pull, Tier
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.usage_history import Prefetch, Pull
 from services.scheduler.domain.state.volatile import LoaderPresence, Waiter
 from services.scheduler.domain.values import replace
-from shared.contracts.admin import ModelPulled
+from shared.contracts.admin import ModelPulled, PullsCancelled, PullTarget, PullView
 from shared.contracts.base import ErrorBody
-from shared.contracts.loader import PREFETCH_HOLDER, CancelPrefetch, LoaderStatus, PrefetchWeights
+from shared.contracts.loader import PREFETCH_HOLDER, CancelPrefetch, LoaderStatus, PrefetchStatus, PrefetchWeights
 from shared.errors import (
     Conflict,
     InsufficientMemory,
     InvalidRequest,
     ModelNotFound,
     NotFound,
+    PullCancelled,
     StoreFull,
     ThawError,
     Unavailable,
 )
 
-Tier = Literal["ssd", "dram"]
 REPEAT_S = 5.0
-"""A command that the loader does not list is sent again after this."""
+"""A command without the effect that the loader's status should show is sent again after this."""
 LOST_AFTER_S = 30.0
 """A pull fails after this time without a message of its loader; a restarted one continues it."""
+KEPT_S = 60.0
+"""A pull that has ended is kept for this time, for requests that a change of leader lost."""
 
 
 def request_pull(tx: Transaction, event: PullRequested) -> None:
     """Begin a pull, or join one in progress; answer with an error if it is impossible."""
+    pull = _find_request(tx.state, event.request_id)
+    if pull is not None and pull.answer is not None:
+        tx.emit(ReplyTo(event.waiter, pull.answer))
+        return
     try:
-        model = _find_model(tx, event)
-        pull = _join(tx, model, event) or _plan(tx, model, event)
+        if pull is None:
+            model = _find_model(tx, event)
+            pull = _join(tx, model, event) or _plan(tx, model, event)
     except ThawError as e:
         tx.emit(ReplyTo(event.waiter, e.body()))
         return
-    tx.put(pull)
-    tx.put(Waiter(event.waiter, "pull", model.key, event.at, pull=pull.key))
+    tx.put(pull.with_request(event.request_id))
+    tx.put(Waiter(event.waiter, "pull", pull.model, event.at, pull=pull.key))
+
+
+def cancel_pulls(tx: Transaction, event: PullCancelRequested) -> None:
+    """End the pulls in progress that the event names, and answer which; perhaps none."""
+    model = tx.state.model_named(event.name)
+    name = model.key if model is not None else event.name
+    of_model = [p for p in tx.state.pulls.values() if p.model == name and not p.is_over]
+    if (error := _find_unknown(tx, event, has_model=model is not None or bool(of_model))) is not None:
+        tx.emit(ReplyTo(event.waiter, error.body()))
+        return
+    found = [p for p in of_model if event.node in (None, p.node) and event.tier in (None, p.tier)]
+    for pull in found:
+        _cancel(tx, pull, PullCancelled(_describe_cancelled(pull)))
+    cancelled = tuple(PullTarget(node=p.node, tier=p.tier) for p in found)
+    tx.emit(ReplyTo(event.waiter, PullsCancelled(name=name, cancelled=cancelled)))
 
 
 def advance_pulls(tx: Transaction) -> None:
-    """Send the commands that are due, and answer the pulls that have ended."""
+    """Send the commands that are due, answer the pulls that have ended, and drop old ones."""
     for pull in list(tx.state.pulls.values()):
-        _advance(tx, pull)
+        if pull.is_over:
+            _expire(tx, pull)
+        else:
+            _advance(tx, pull)
+
+
+def view_pulls(state: ClusterState, now: float) -> tuple[PullView, ...]:
+    """Return the pulls in progress, the earliest first."""
+    found = sorted((p for p in state.pulls.values() if not p.is_over), key=lambda p: (p.since, p.key))
+    return tuple(_view(state, p, now) for p in found)
+
+
+def _find_request(state: ClusterState, request_id: str) -> Pull | None:
+    """Return the pull that a request with this id began or joined."""
+    if not request_id:
+        return None
+    return next((p for p in state.pulls.values() if request_id in p.requests), None)
+
+
+def _find_unknown(tx: Transaction, event: PullCancelRequested, *, has_model: bool) -> ThawError | None:
+    """Return the error of a cancellation that names an unknown model or node."""
+    if not has_model:
+        return _model_not_found(event.name)
+    if event.node is not None and not _is_known(tx, event.node):
+        return _node_not_found(event.node)
+    return None
+
+
+def _model_not_found(name: str) -> ThawError:
+    return ModelNotFound(f"No model {name!r} is registered; see `thaw models list`", param="model")
+
+
+def _node_not_found(node: str) -> ThawError:
+    return NotFound(f"No node {node!r}; see `thaw node list`", param="node")
+
+
+def _is_known(tx: Transaction, node: str) -> bool:
+    return node in tx.state.nodes or node in tx.state.loaders
+
+
+def _describe_cancelled(pull: Pull) -> str:
+    place = "disk cache" if pull.tier == "ssd" else "host memory"
+    kept = "Files that were fetched in part stay in the disk cache for a repeated pull"
+    return f"The pull of {pull.model} to the {place} of {pull.node} was cancelled. {kept}"
 
 
 def _find_model(tx: Transaction, event: PullRequested) -> Model:
     model = tx.state.model_named(event.name)
     if model is None:
-        raise ModelNotFound(f"No model {event.name!r} is registered; see `thaw models list`", param="model")
+        raise _model_not_found(event.name)
     spec = model.card.spec
     if spec.base is not None:
         raise InvalidRequest(
@@ -98,7 +166,8 @@ def _join(tx: Transaction, model: Model, event: PullRequested) -> Pull | None:
     """Return a pull in progress that the request may wait for."""
     revision = model.card.info.revision
     for pull in tx.state.pulls.values():
-        if (pull.model, pull.tier, pull.weights_id) == (model.key, event.tier, revision) and event.node in (None, pull.node):
+        is_same = (pull.model, pull.tier, pull.weights_id) == (model.key, event.tier, revision) and event.node in (None, pull.node)
+        if is_same and not pull.is_over:
             return pull
     return None
 
@@ -112,8 +181,8 @@ def _plan(tx: Transaction, model: Model, event: PullRequested) -> Pull:
 
 def _check_node(tx: Transaction, model: Model, node: str, tier: Tier) -> None:
     """Raise if the node that the operator named cannot have the weights."""
-    if node not in tx.state.nodes and node not in tx.state.loaders:
-        raise NotFound(f"No node {node!r}; see `thaw node list`", param="node")
+    if not _is_known(tx, node):
+        raise _node_not_found(node)
     loader = tx.state.loaders.get(node)
     if loader is None or not _is_alive(tx, node):
         raise Unavailable(f"The loader of {node} does not report: `thaw logs loader` says why", param="node", should_retry=False)
@@ -203,13 +272,17 @@ def _has_weights(loader: LoaderPresence, tier: Tier, weights_id: str) -> bool:
 def _advance(tx: Transaction, pull: Pull) -> None:
     model, loader = tx.state.models.get(pull.model), tx.state.loaders.get(pull.node)
     if model is None or model.card.info.revision != pull.weights_id:
-        tx.emit(SendCancelPrefetch(pull.node, CancelPrefetch(weights_id=pull.weights_id)))
-        _end(tx, pull, Conflict(f"{pull.model} was removed or changed while it was being pulled").body())
+        _cancel(tx, pull, Conflict(f"{pull.model} was removed or changed while it was being pulled"))
         return
-    if loader is None or tx.now - loader.last_message_at > LOST_AFTER_S:
+    # What is stored of a loader is older than its first message in this term, and incomplete.
+    has_reported = loader is not None and loader.last_message_at > tx.state.recovered_at
+    last_seen_at = loader.last_message_at if loader is not None and has_reported else max(tx.state.recovered_at, pull.since)
+    if tx.now - last_seen_at > LOST_AFTER_S:
         _end(tx, pull, Unavailable(f"The loader of {pull.node} was lost while it pulled {pull.model}").body())
         return
-    command = next((p for p in loader.status.prefetches if p.token == pull.token), None)
+    if loader is None or not has_reported:
+        return
+    command = _find_command(loader, pull)
     if _has_weights(loader, pull.tier, pull.weights_id):
         _complete(tx, pull, model, loader)
     elif command is not None and command.state == "failed":
@@ -226,6 +299,10 @@ def _advance(tx: Transaction, pull: Pull) -> None:
             _send(tx, pull, model)
 
 
+def _find_command(loader: LoaderPresence, pull: Pull) -> PrefetchStatus | None:
+    return next((p for p in loader.status.prefetches if p.token == pull.token), None)
+
+
 def _is_loading(status: LoaderStatus) -> bool:
     """True if weights are being loaded for an instance: they go first."""
     return any(
@@ -235,9 +312,6 @@ def _is_loading(status: LoaderStatus) -> bool:
 
 
 def _send(tx: Transaction, pull: Pull, model: Model) -> None:
-    ahead = tx.state.prefetches.get(pull.model)
-    if ahead is not None and ahead.node == pull.node:
-        tx.drop(Prefetch, ahead.key)  # the pull continues it
     command = PrefetchWeights(token=tx.next_token(), card=model.card, tier=pull.tier)
     tx.put(replace(pull, token=command.token, sent_at=tx.now))
     tx.emit(SendPrefetch(pull.node, command))
@@ -255,15 +329,66 @@ def _complete(tx: Transaction, pull: Pull, model: Model, loader: LoaderPresence)
             tier=pull.tier,
             tiers=tuple(t for t in others if t == pull.tier or _has_weights(loader, t, pull.weights_id)),
             nbytes=model.card.info.weights_bytes,
-            took_ms=0.0 if was_there else (tx.now - pull.since) * 1e3,
+            took_ms=0.0 if was_there else max(0.0, tx.now - pull.since) * 1e3,
             was_there=was_there,
         ),
     )
 
 
+def _cancel(tx: Transaction, pull: Pull, error: ThawError) -> None:
+    _end(tx, _send_cancel(tx, pull), error.body())
+
+
+def _send_cancel(tx: Transaction, pull: Pull) -> Pull:
+    """Cancel the pull's command, not those of other pulls and prefetches of the weights."""
+    if pull.token == 0:
+        return pull
+    tx.emit(SendCancelPrefetch(pull.node, CancelPrefetch(weights_id=pull.weights_id, token=pull.token)))
+    return replace(pull, sent_at=tx.now)
+
+
 def _end(tx: Transaction, pull: Pull, answer: ModelPulled | ErrorBody) -> None:
-    tx.drop(Pull, pull.key)
+    tx.put(replace(pull, ended_at=tx.now, answer=answer))
     for w in list(tx.state.waiters.values()):
         if w.pull == pull.key:
             tx.drop(Waiter, w.waiter)
             tx.emit(ReplyTo(w.waiter, answer))
+
+
+def _expire(tx: Transaction, pull: Pull) -> None:
+    """Drop a pull that ended some time ago; repeat a cancellation that was lost."""
+    if pull.ended_at is not None and tx.now - pull.ended_at > KEPT_S:
+        tx.drop(Pull, pull.key)
+        return
+    loader = tx.state.loaders.get(pull.node)
+    if loader is None or not isinstance(pull.answer, ErrorBody) or loader.last_message_at <= pull.sent_at + REPEAT_S:
+        return
+    command = _find_command(loader, pull)
+    if command is not None and command.state == "running":
+        tx.put(_send_cancel(tx, pull))
+
+
+def _view(state: ClusterState, pull: Pull, now: float) -> PullView:
+    model, loader = state.models.get(pull.model), state.loaders.get(pull.node)
+    command = _find_command(loader, pull) if loader is not None else None
+    running = command if command is not None and command.state == "running" else None
+    total = running.total_bytes if running is not None else 0
+    return PullView(
+        model=pull.model,
+        node=pull.node,
+        tier=pull.tier,
+        state="running" if running is not None else "waiting",
+        reason=_describe_wait(loader, pull, now) if running is None else "",
+        since=pull.since,
+        loaded_bytes=running.loaded_bytes if running is not None else 0,
+        total_bytes=total or (model.card.info.weights_bytes if model is not None else 0),
+        bytes_per_second=running.bytes_per_second if running is not None else None,
+    )
+
+
+def _describe_wait(loader: LoaderPresence | None, pull: Pull, now: float) -> str:
+    if loader is None or now - loader.last_message_at > REPEAT_S:
+        return f"the loader of {pull.node} does not report"
+    if _is_loading(loader.status):
+        return f"{pull.node} loads weights for instances first"
+    return "its command is on the way"

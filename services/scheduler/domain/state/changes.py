@@ -9,7 +9,8 @@ from services.scheduler.domain.state.cluster import ClusterState, Table
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
 from services.scheduler.domain.state.indexes import index
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
-from services.scheduler.domain.state.usage_history import Prefetch, Pull, UsageHistory
+from services.scheduler.domain.state.pulls import Pull
+from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
     ConsolidationFailures,
     Cooldown,

@@ -13,7 +13,8 @@ from services.scheduler.domain.state.booking_index import BookingTable, DueTimes
 from services.scheduler.domain.state.entities import Instance, Model, Node
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.overlay import Overlay
-from services.scheduler.domain.state.usage_history import Prefetch, Pull, UsageHistory
+from services.scheduler.domain.state.pulls import Pull
+from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
     ConsolidationFailures,
     Cooldown,

@@ -1,6 +1,7 @@
 """The entities of the cluster's state. All are frozen: a change replaces a whole entity.
 
-`Model`, `Node`, `Instance`, `PlanRecord`, `MeasuredMemory` and `Estimate` are stored in Postgres.
+`Model`, `Node`, `Instance`, `PlanRecord`, `MeasuredMemory`, `Estimate`, `SloCounts` and `Pull` are
+stored in Postgres.
 The others are rebuilt from reports within a second or two of a new leader's start. Times are
 seconds on the loop's clock (Unix time at the process's start plus monotonic time since).
 """
@@ -11,7 +12,8 @@ from dataclasses import field
 from typing import Literal
 
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
-from services.scheduler.domain.state.usage_history import Prefetch, Pull, UsageHistory
+from services.scheduler.domain.state.pulls import Pull
+from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import (
     ConsolidationFailures,
     Cooldown,
@@ -139,7 +141,7 @@ class Instance:
         return f"{self.model} ({self.instance_id})"
 
 
-Durable = Model | Node | Instance | PlanRecord | MeasuredMemory | Estimate | SloCounts
+Durable = Model | Node | Instance | PlanRecord | MeasuredMemory | Estimate | SloCounts | Pull
 Volatile = (
     Presence
     | LoaderPresence
@@ -158,7 +160,6 @@ Volatile = (
     | Counter
     | UsageHistory
     | Prefetch
-    | Pull
     | ExpectationSent
     | SloQueue
     | Migration

@@ -1,8 +1,6 @@
-"""Times of requests for models, and prefetches and pulls in progress, for one term only."""
+"""Times of requests for models, and prefetches in progress, for one term only."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 from services.scheduler.domain.values import value
 
@@ -43,33 +41,14 @@ class UsageHistory:
 
 @value(frozen=True, slots=True)
 class Prefetch:
-    """Weights that are being prefetched to a node."""
+    """Weights that are being prefetched to a node, by the command with that `token`."""
 
     model: str
     node: str
     weights_id: str
     since: float
+    token: int
 
     @property
     def key(self) -> str:
         return self.model
-
-
-@value(frozen=True, slots=True)
-class Pull:
-    """Weights that an operator has ordered to a tier of a node.
-
-    `token`: of the last prefetch command for it, sent at `sent_at`; 0: none is sent yet.
-    """
-
-    model: str
-    node: str
-    tier: Literal["ssd", "dram"]
-    weights_id: str
-    since: float
-    token: int = 0
-    sent_at: float = 0.0
-
-    @property
-    def key(self) -> str:
-        return f"{self.model}\0{self.node}\0{self.tier}"

@@ -129,7 +129,8 @@ def test_prefetch_of_a_removed_model_is_cancelled() -> None:
     w.tick(0.25)
     w.admin(RemoveModelRequested(w.now, "removal", "m"))
     w.tick(0.25)
-    assert [(e.node, e.command.weights_id) for e in w.sent(SendCancelPrefetch)] == [("n1", "rev-/m/m")]
+    token = w.sent(SendPrefetch)[-1].command.token
+    assert [(e.node, e.command.weights_id, e.command.token) for e in w.sent(SendCancelPrefetch)] == [("n1", "rev-/m/m", token)]
 
 
 def test_a_period_is_noticed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.domain.busy import is_busy
 from services.scheduler.domain.effects import SendCancelPrefetch, SendPrefetch
 from services.scheduler.domain.events import LoaderStatusReceived, PullRequested, WaiterCancelled
-from services.scheduler.domain.prewarm.pulls import LOST_AFTER_S, REPEAT_S
+from services.scheduler.domain.prewarm.pulls import LOST_AFTER_S, REPEAT_S, view_pulls
 from shared.contracts.admin import ModelPulled
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, PrefetchStatus, SegmentStatus
@@ -108,7 +108,7 @@ def test_a_pull_without_any_demand_is_answered_when_it_is_on_the_disk() -> None:
     assert answer.nbytes == w.state.models["m"].card.info.weights_bytes
     assert answer.took_ms == pytest.approx(1004e3)
     assert w.answer(second) == answer
-    assert not w.state.pulls
+    assert not view_pulls(w.state, w.now)
     assert not w.state.waiters
     assert not w.state.instances
 
@@ -177,7 +177,7 @@ def test_a_pull_ends_with_the_error_of_its_prefetch() -> None:
     waiter = pull(w)
     report(w, prefetches=(last(w, "failed", CheckpointInvalid("shard 3 is damaged").body()),))
     assert error_of(w, waiter) == ("checkpoint_invalid", "shard 3 is damaged")
-    assert not w.state.pulls
+    assert not view_pulls(w.state, w.now)
 
 
 def test_weights_that_do_not_stay_in_memory_are_an_error() -> None:
@@ -197,7 +197,7 @@ def test_a_pull_continues_without_its_requester_and_ends_with_its_model() -> Non
     waiter = pull(w)
     w.send(WaiterCancelled(w.now, waiter))
     w.tick(1.0)
-    assert list(w.state.pulls)
+    assert view_pulls(w.state, w.now)
     joined = pull(w)
     assert len(commands(w)) == 1
     w.remove("m")

@@ -1,0 +1,86 @@
+"""Downloads to the disk that several calls wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from services.loader.adapters.disk_copies import DiskCopies
+from services.loader.adapters.runs import Runs
+from shared.contracts.models import ModelCard, ModelSpec
+from shared.errors import StoreFull
+from tests.support.fake_node import model_info
+from weights.sources.sources import Sources
+
+CARD = ModelCard(spec=ModelSpec(name="m", source="s3://b/m"), info=model_info("s3://b/m"), created=0)
+
+
+class Disk:
+    """Runs and sources of a node: one download, which the test ends."""
+
+    cache = None
+
+    def __init__(self) -> None:
+        self.is_here = False
+        self.done: Future[None] = Future()
+        self.cancelled: list[str] = []
+        self.begun = asyncio.Event()
+        self.copies = DiskCopies(cast(Sources, self), cast(Runs, self))
+
+    @contextmanager
+    def whole(self, revision: str) -> Iterator[Any]:
+        yield self if self.is_here else None
+
+    def wait_until_settled(self, weights_id: str) -> None:
+        """No load writes to the disk."""
+
+    def complete_on_disk(self, card: ModelCard) -> Future[None]:
+        self.begun.set()
+        return self.done
+
+    def cancel_on_disk(self, weights_id: str) -> None:
+        self.cancelled.append(weights_id)
+
+    async def write(self) -> asyncio.Task[None]:
+        """Start a call, and return it when it waits for the download."""
+        self.begun.clear()
+        task = asyncio.create_task(self.copies.write(CARD))
+        await self.begun.wait()
+        return task
+
+
+async def test_the_last_call_that_is_cancelled_cancels_the_download() -> None:
+    disk = Disk()
+    first, second = await disk.write(), await disk.write()
+    for task, cancelled in ((first, []), (second, [CARD.info.revision])):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert disk.cancelled == cancelled
+    assert not disk.done.cancelled()
+
+
+async def test_a_cancelled_call_leaves_the_download_to_the_others() -> None:
+    disk = Disk()
+    first, second = await disk.write(), await disk.write()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    disk.is_here = True
+    disk.done.set_result(None)
+    await second
+    assert disk.cancelled == []
+
+
+async def test_a_download_that_is_not_kept_is_an_error() -> None:
+    disk = Disk()
+    disk.cache = cast(Any, type("Cache", (), {"root": "/cache"}))
+    waiting = await disk.write()
+    disk.done.set_result(None)
+    with pytest.raises(StoreFull, match="THAW_CACHE_BYTES"):
+        await waiting

@@ -62,7 +62,7 @@ class PermittedSequence:
 class StagedRunner(Protocol):
     """The runner of a group's first stage: later stages have the other layers (ADR 0093).
 
-    - `permit` tells them that an engine may read the sequences, and returns where it reads them.
+    - `permit` lets an engine read the sequences there, and returns where.
     """
 
     def permit(self, permission: Permission, sequences: Many[PermittedSequence]) -> tuple[KvPart, ...]: ...

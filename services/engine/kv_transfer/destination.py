@@ -263,7 +263,7 @@ class KvDestination:
             at = reached
 
     def _receive_range(self, source: Source, transfer: Transfer, index: int, asked: KvPull, hashes: list[PrefixHash]) -> int:
-        """Store the pieces of a range, and return the token up to which all parts have come.
+        """Store the pieces of a range, and return the token up to which all parts are there.
 
         The first part that fails ends the others.
         """

@@ -214,12 +214,11 @@ class KvDestination:
 
     def _connect(self, offer: KvOffer, variant: str) -> Source:
         layout = self._batcher.transfer(KvTransfers.own_layout).result(_STEP_WITHIN_S)
-        if difference := layout_difference(layout, whole_layout(offer)):
-            raise NotTransferred(difference)
+        layouts = match_parts(layout, offer)
         parts: list[Part] = []
         try:
-            for part in offer.parts:
-                identity = KvIdentity(self._revision, variant, offer.cache_salt, part.layout)
+            for part, own in zip(offer.parts, layouts, strict=True):
+                identity = KvIdentity(self._revision, variant, offer.cache_salt, own)
                 first_layer = sum(len(p.identity.layout.layers) for p in parts)
                 parts.append(Part(identity, first_layer, self._connect_part(offer, part)))
         except BaseException:
@@ -356,6 +355,21 @@ def _verify_content(frame: KvFrame, prefix_hash: str) -> None:
         raise NotTransferred("a piece was damaged on its way")
 
 
-def whole_layout(offer: KvOffer) -> KvLayout:
-    """Return the layout of all parts of an offer together."""
-    return offer.layout.model_copy(update={"layers": tuple(layer for part in offer.parts for layer in part.layout.layers)})
+def match_parts(own: KvLayout, offer: KvOffer) -> tuple[KvLayout, ...]:
+    """Return the layout of this engine in the layers of each part of an offer.
+
+    Raises:
+        NotTransferred: A part stores keys and values otherwise, or the parts are not all layers of
+            this engine in their order.
+    """
+    found: list[KvLayout] = []
+    first = 0
+    for part in offer.parts:
+        end = first + len(part.layout.layers)
+        found.append(own.model_copy(update={"layers": own.layers[first:end]}))
+        if difference := layout_difference(found[-1], part.layout):
+            raise NotTransferred(difference)
+        first = end
+    if first != len(own.layers):
+        raise NotTransferred("the engines store keys and values differently (layers)")
+    return tuple(found)

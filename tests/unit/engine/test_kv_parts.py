@@ -15,7 +15,7 @@ from services.engine.generation.kv_bytes import layout_of, read_piece, write_pie
 from services.engine.generation.kv_cache import SequenceKV
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
-from services.engine.kv_transfer.destination import whole_layout
+from services.engine.kv_transfer.destination import NotTransferred, match_parts
 from services.engine.stages.tensors import tokens_from_bytes, tokens_to_bytes
 from shared.contracts.kv_transfer import KvLayer, KvLayout, KvOffer, KvPart
 from shared.contracts.stages import STAGE_MESSAGE, GroupCapacity
@@ -60,7 +60,10 @@ def offer(*counts: int) -> KvOffer:
 
 
 def test_parts_of_an_offer_are_one_layout() -> None:
-    assert whole_layout(offer(1, 2, 1)) == layout_of(sequence(1)) == offer(LAYERS).layout
+    own = layout_of(sequence(1))
+    assert own == offer(LAYERS).layout
+    assert match_parts(own, offer(LAYERS)) == (own,)
+    assert match_parts(own, made := offer(1, 2, 1)) == tuple(part.layout for part in made.parts)
     assert offer(1, 2, 1).token_bytes == offer(LAYERS).token_bytes == LAYERS * 2 * HEADS * SIZE * 4
 
 
@@ -68,7 +71,17 @@ def test_previous_version_sees_an_offer_of_other_layers() -> None:
     """It ignores `later`, and its destination refuses a layout that is not its own."""
     seen = KvOffer.model_validate({k: v for k, v in offer(1, 3).model_dump().items() if k != "later"})
     assert seen.parts == (seen,)
-    assert whole_layout(seen) != layout_of(sequence(1))
+    with pytest.raises(NotTransferred, match="layers"):
+        match_parts(layout_of(sequence(1)), seen)
+
+
+def test_part_that_stores_keys_and_values_otherwise_is_refused() -> None:
+    made = offer(2, 2)
+    other = made.later[0].layout.model_copy(update={"dtype": "bfloat16", "itemsize": 2})
+    mixed = made.model_copy(update={"later": (made.later[0].model_copy(update={"layout": other}),)})
+    for wrong, reason in ((mixed, "dtype"), (offer(2, 1), "layers"), (offer(2, 3), "layers")):
+        with pytest.raises(NotTransferred, match=reason):
+            match_parts(layout_of(sequence(1)), wrong)
 
 
 def test_stage_of_the_previous_version_is_not_sent_a_permission() -> None:

@@ -1,7 +1,7 @@
 """Pipeline groups: time to first token by stages, time per token, and the pause of consolidation.
 
     python -m bench.pipeline [--size 60m] [--pace-mib 20] [--stages 1,2,4] [--rounds N]
-        [--parts start,consolidation] [--json PATH [--add]]
+        [--parts start,consolidation] [--kv auto] [--prompt 32] [--json PATH [--add]]
 
 A mesh of real processes on this machine: as many nodes as the largest group has stages, and one
 beside. Every loader has one connection to a web server that sends `--pace-mib` MiB/s on each. So
@@ -65,8 +65,10 @@ longest gap: this and twice the TPOT.
 class Groups(Bed):
     """The mesh, with a model for each number of stages."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv: str) -> None:
+        """Create it; `kv` is THAW_MIGRATE_KV."""
         super().__init__(
+            THAW_MIGRATE_KV=kv,
             THAW_PEERS="false",
             THAW_CACHE_BYTES="0",
             THAW_PREFETCH="false",
@@ -157,13 +159,13 @@ def predicted_ms(mesh: Groups) -> dict[int, float]:
     return found
 
 
-def consolidation(mesh: Groups, rounds: int, figures: Values) -> None:
-    """Part 2."""
+def consolidation(mesh: Groups, rounds: int, figures: Values, prompt: int) -> None:
+    """Part 2. The client's prompt has `prompt` tokens."""
     predicted = predicted_ms(mesh)
     mesh.change("far", slo={"ttft": (predicted[1] + predicted[2]) / 2e3})
     for _ in range(rounds):
         before = set(mesh.records())
-        stream = Timed(mesh.url, completion("far", PROMPT, READS))
+        stream = Timed(mesh.url, completion("far", prompt, READS))
         stream.start()
         await_tokens(stream, SETTLED)
         found: list[float] = []
@@ -249,6 +251,8 @@ def main() -> None:
     parser.add_argument("--stages", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--kv", default="auto", choices=("auto", "always", "never"), help="THAW_MIGRATE_KV of the migrators.")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="Tokens of the prompt in `consolidation`.")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--add", action="store_true", help="Keep what the file has of other parts.")
     options = parser.parse_args()
@@ -256,7 +260,7 @@ def main() -> None:
     if unknown := parts - set(PARTS):
         parser.error(f"there are no parts {', '.join(sorted(unknown))}")
     figures: Values = defaultdict(list)
-    mesh, shown = Groups(), Console(width=130)
+    mesh, shown = Groups(options.kv), Console(width=130)
     try:
         directory = make_demo_model(mesh.home / "models" / "m", options.size)
         config = json.loads((directory / "config.json").read_text())
@@ -268,7 +272,7 @@ def main() -> None:
                 start(mesh, url, directory, stages, options.rounds, figures)
                 shown.print(start_table(stages, figures))
             if "consolidation" in parts:
-                consolidation(mesh, options.rounds, figures)
+                consolidation(mesh, options.rounds, figures, options.prompt)
     finally:
         mesh.close()
     for line in goals(figures):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ from services.engine.stages import ring
 from services.engine.stages.booked_pages import BookedPages
 from services.engine.stages.connections import Inbound, Outbound
 from services.engine.stages.group_loss import GroupLoss
+from services.engine.stages.stage_kv import StageKv
 from services.engine.stages.steps import StageSteps
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
@@ -103,6 +105,7 @@ class LaterStage(InstanceProcess):
         self._ring: tuple[Inbound, Outbound] | None = None
         self._computing: asyncio.Future[None] | None = None
         self._lease: BookedPages | None = None
+        self._kv: StageKv | None = None
         self._loader = LoaderWatch(self._weights, self._reporter)
 
     def _exit_conditions(self) -> dict[asyncio.Event, ThawError]:
@@ -143,11 +146,16 @@ class LaterStage(InstanceProcess):
         )
         context = start.card.context_length
         steps = StageSteps(ready.part, *self._ring, ready.kv_blocks, context, self._on_closing)
+        revision, host = start.card.info.revision, self._settings.stage_host
+        steps.kv = self._kv = StageKv(ready.layout, revision, host, steps.held, self._submit)
         self._serving.steps = steps
         self._computing = asyncio.wrap_future(self._device_loop.serve(start.instance_id, steps))
 
+    def _submit(self, work: Callable[[], R]) -> Future[R]:
+        return self._device_loop.submit(self._start.instance_id, work)
+
     def _compute(self, work: Callable[[], R]) -> asyncio.Future[R]:
-        return asyncio.wrap_future(self._device_loop.submit(self._start.instance_id, work))
+        return asyncio.wrap_future(self._submit(work))
 
     def _on_closing(self) -> None:
         self._group.expect_end()
@@ -171,6 +179,8 @@ class LaterStage(InstanceProcess):
         self._loader.on_status(status)
 
     async def _stop_engine(self) -> None:
+        if self._kv is not None:
+            await self._kv.close()
         if self._serving.steps is not None:
             self._serving.steps.stop()
         if self._lease is not None:

@@ -10,6 +10,9 @@ NATS. On the connection the destination asks, and the source answers:
 
 `services/engine/domain/kv_pieces.py` divides a range into pieces, and computes the hash that binds
 a piece to its tokens. ADR 0084 has the reasons.
+
+Each stage of a group has the keys and values of its layers. The destination connects to all of them
+(ADR 0093).
 """
 
 from __future__ import annotations
@@ -56,7 +59,18 @@ class KvLayout(Frozen):
         return sum(self.layer_bytes)
 
 
-class KvOffer(Frozen):
+TICKET = r"^[0-9a-f]{32}$"
+
+
+class KvPart(Frozen):
+    """An engine process, and the layers whose keys and values it sends."""
+
+    host: str
+    port: int = Field(gt=0, lt=65536)
+    layout: KvLayout
+
+
+class KvOffer(KvPart):
     """The permission to read the keys and values of one request, and where.
 
     Attributes:
@@ -64,14 +78,25 @@ class KvOffer(Frozen):
         secret: Both sides of a connection prove that they know it.
         cache_salt: Of the API key: the destination gives the keys and values to no other key's
             request.
+        later: The later stages of a group, in their order; `layout` has the first one's layers
+            only. A destination of the previous version ignores them, finds other layers than its
+            own, and recomputes.
     """
 
-    host: str
-    port: int = Field(gt=0, lt=65536)
-    ticket: str = Field(pattern=r"^[0-9a-f]{32}$")
+    ticket: str = Field(pattern=TICKET)
     secret: str = Field(min_length=32, repr=False)
-    layout: KvLayout
     cache_salt: str = ""
+    later: tuple[KvPart, ...] = ()
+
+    @property
+    def parts(self) -> tuple[KvPart, ...]:
+        """Return all processes that send a part, in the order of their layers."""
+        return self, *self.later
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token in all layers of all parts."""
+        return sum(part.layout.token_bytes for part in self.parts)
 
 
 class KvPull(Message):

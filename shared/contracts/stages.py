@@ -13,6 +13,8 @@ ring is closed. Bulk data never travels on NATS. On a connection, the stage befo
     `StageResult`    from the last stage, with the logits after each row's last token.
     `StageFailed`    instead of a result: the step failed in some stage.
     `StageRelease`   sequences whose keys and values are no longer needed.
+    `KvPermit`       another engine may read a sequence's keys and values. It returns to stage 0
+                     with the addresses of all stages.
     `GroupClosing`   the first stage has stopped; each stage stops too.
 
 `services/engine/domain/stage_frames.py` has the format of a frame, and ADR 0067 the reasons.
@@ -26,6 +28,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, TypeAdapter, model_validator
 
 from shared.contracts.base import ErrorBody, Frozen, Message
+from shared.contracts.kv_transfer import TICKET, KvPart
 
 MAX_STAGES = 8
 STAGEABLE = frozenset(
@@ -186,6 +189,7 @@ class StageRow(Frozen):
 class GroupCapacity(Message):
     kind: Literal["capacity"] = "capacity"
     kv_blocks: int = Field(ge=0)
+    sends_kv: bool = Field(default=False, description="Every stage up to here understands `KvPermit`.")
 
 
 class StageStep(Message):
@@ -214,12 +218,37 @@ class StageRelease(Message):
     sequences: tuple[int, ...]
 
 
+class KvPermit(Message):
+    """The tokens of the sequence follow, as uint32 in the byte order of the host.
+
+    The last stage returns the message without them.
+
+    Attributes:
+        ticket: Of the request; `secret` and `cache_salt` as in `KvOffer`.
+        choice: Of the sequence in the request.
+        computed: Tokens whose keys and values every stage has when it gets the message.
+        parts: The stages that have had the message, from the second one on.
+        refused: Why a stage cannot be read; empty: none has refused.
+    """
+
+    kind: Literal["kv_permit"] = "kv_permit"
+    request_id: str
+    ticket: str = Field(pattern=TICKET)
+    secret: str = Field(min_length=32, repr=False)
+    cache_salt: str = ""
+    choice: int = Field(ge=0)
+    sequence: int = Field(ge=0)
+    computed: int = Field(ge=0)
+    parts: tuple[KvPart, ...] = Field(default=(), max_length=MAX_STAGES)
+    refused: str = ""
+
+
 class GroupClosing(Message):
     kind: Literal["closing"] = "closing"
 
 
 StageMessage = Annotated[
-    GroupCapacity | StageStep | StageResult | StageFailed | StageRelease | GroupClosing,
+    GroupCapacity | StageStep | StageResult | StageFailed | StageRelease | KvPermit | GroupClosing,
     Field(discriminator="kind"),
 ]
 STAGE_MESSAGE: TypeAdapter[StageMessage] = TypeAdapter(StageMessage)

@@ -30,6 +30,8 @@ STREAMS = 6
 """Under load: two run in the group, two wait in its queue, and two at the gateway."""
 OPTIONS: dict[str, Any] = {"max_concurrency": 2, "max_model_len": 2_500, "keep_alive": -1}
 SHAPE = Shape(1024, 128, 512, 8, 4, 2, CONTEXT, "float32", 0.0)
+KV_TOKEN_BYTES = 2 * SHAPE.layers * SHAPE.kv_heads * (SHAPE.hidden // SHAPE.heads) * 4
+"""Keys and values of a token in all layers of the model, in float32."""
 PIECE_DELAY_S = 0.02
 """For each 64 KiB: some 3 s for the model's 9 MB, half of it for a stage."""
 
@@ -42,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
 
 @pytest.fixture(scope="module")
 def mesh(server: TierServer) -> Iterator[Roomy]:
-    with paced_nodes(server, OPTIONS, THAW_CACHE_BYTES="0") as found:
+    with paced_nodes(server, OPTIONS, THAW_CACHE_BYTES="0", THAW_MIGRATE_KV="always") as found:
         yield found
 
 
@@ -111,6 +113,8 @@ def test_stream_runs_through_consolidation_and_the_memory_of_the_group_is_given_
     [record] = [r for r in consolidations(mesh) if r.migration_id not in before]
     assert (record.state, record.instance_id) == ("done", one["instance_id"])
     assert [m.outcome for m in record.requests] == ["moved"]
+    assert sum(r.kv_tokens for r in record.rounds) > sum(r.tokens for r in record.rounds), "both stages have sent their layers"
+    assert all(r.kv_bytes == r.kv_tokens * KV_TOKEN_BYTES for r in record.rounds if not r.kv_reason)
     plan = mesh.json("explain", "far")
     assert plan["trigger"] == "consolidation"
     assert "becomes one instance" in plan["reason"]
@@ -142,7 +146,7 @@ def test_death_of_the_successor_during_its_start_leaves_the_group_and_it_is_trie
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_of_a_stage_during_the_migration(mesh: Roomy, grouped: Stream, expected: Stream, victim: int) -> None:
-    """The migrator is stopped until the stage is gone."""
+    """The migrator is stopped until the stage is gone: the successor computes the tokens."""
     before = set(mesh.records())
     with held(mesh.pid("migrator")):
         until(lambda: bool({r.migration_id for r in consolidations(mesh)} - before), what="the order is written")

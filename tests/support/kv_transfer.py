@@ -72,9 +72,12 @@ class Proxy:
         self.struck = threading.Event()
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
-    def offered(self, offer: KvOffer) -> KvOffer:
-        """Return the offer at this proxy."""
-        return offer.model_copy(update={"port": self.port})
+    def offered(self, offer: KvOffer, part: int = 0) -> KvOffer:
+        """Return the offer with one of its parts at this proxy."""
+        if part == 0:
+            return offer.model_copy(update={"port": self.port})
+        later = [p.model_copy(update={"port": self.port}) if i == part else p for i, p in enumerate(offer.later, 1)]
+        return offer.model_copy(update={"later": tuple(later)})
 
     def close(self) -> None:
         for sock in self._open:

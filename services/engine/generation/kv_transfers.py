@@ -6,30 +6,66 @@ transfer keeps a sequence's memory from being freed or lent.
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from services.engine.domain.kv_pieces import Piece
 from services.engine.domain.step_planning import blocks_for
+from services.engine.generation.kv_bytes import layout_of, read_piece, write_piece
 from services.engine.generation.kv_cache import SequenceKV
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PreparedSequence
-from services.engine.generation.runner import WARM_UP, Row, Runner
+from services.engine.generation.runner import Runner, RunnerLost
 from services.engine.generation.sequences import Sequence
-from shared.contracts.kv_transfer import KvLayer, KvLayout
-from shared.errors import InsufficientMemory, NotFound, UnsupportedParameter
+from shared.contracts.kv_transfer import KvLayout, KvPart
+from shared.errors import EngineFailed, InsufficientMemory, NotFound, ThawError, UnsupportedParameter
 
 
 @runtime_checkable
 class KvRunner(Protocol):
-    """A runner whose states are a `SequenceKV` with all layers of the model."""
+    """A runner whose states are a `SequenceKV`.
+
+    - `warm_up` returns a state with a few tokens.
+    """
 
     @property
     def device(self) -> torch.device: ...
     def new_state(self) -> SequenceKV: ...
+    def warm_up(self) -> SequenceKV: ...
+
+
+@dataclass(frozen=True)
+class Permission:
+    """That of another engine to read a request's keys and values: a ticket, and its secret."""
+
+    request_id: str
+    ticket: str
+    secret: str
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class PermittedSequence:
+    """A choice of such a request: its tokens, and how many of them are computed."""
+
+    choice: int
+    tokens: Many[int]
+    computed: int
+    state: SequenceKV
+
+
+@runtime_checkable
+class StagedRunner(Protocol):
+    """The runner of a group's first stage: later stages have the other layers (ADR 0093).
+
+    - `permit` lets an engine read the sequences there, and returns where.
+    """
+
+    def permit(self, permission: Permission, sequences: Many[PermittedSequence]) -> tuple[KvPart, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +102,7 @@ class KvTransfers:
         self._runner, self._prepared = runner, prepared
         self._sequences, self._free_blocks = sequences, free_blocks
         self._layout: KvLayout | None = None
+        self._permissions: dict[str, Permission] = {}
 
     def layout(self) -> KvLayout:
         """Return how keys and values are stored. The first call computes a few tokens.
@@ -74,15 +111,18 @@ class KvTransfers:
             UnsupportedParameter: They cannot be transferred.
         """
         if self._layout is None:
-            state = self._capable().new_state()
-            assert self._runner is not None
-            self._runner.forward([Row(state, 0, WARM_UP)])
-            held = state.layers
-            (dtype,) = {t.dtype for t in held.values()}
-            layers = tuple(KvLayer(layer=i, heads=t.shape[1], head_size=t.shape[3]) for i, t in held.items())
-            name, order = str(dtype).removeprefix("torch."), sys.byteorder
-            self._layout = KvLayout(dtype=name, itemsize=dtype.itemsize, byte_order=order, layers=layers)
+            self._layout = layout_of(self._capable().warm_up())
         return self._layout
+
+    def own_layout(self) -> KvLayout:
+        """Return the layout of an engine that can receive: it has all layers.
+
+        Raises:
+            UnsupportedParameter: It cannot.
+        """
+        if isinstance(self._runner, StagedRunner):
+            raise UnsupportedParameter("A group in stages receives no keys and values", param="kv")
+        return self.layout()
 
     def _capable(self) -> KvRunner:
         runner: object = self._runner
@@ -101,7 +141,6 @@ class KvTransfers:
         tokens, computed, _ = self._find(request_id, choice)
         return Snapshot(tuple(tokens), computed)
 
-    @torch.inference_mode()
     def copy(self, request_id: str, choice: int, piece: Piece) -> memoryview:
         """Return the bytes of a piece.
 
@@ -111,14 +150,29 @@ class KvTransfers:
         _, computed, state = self._find(request_id, choice)
         if state is None or computed < piece.end:
             raise NotFound(f"Keys and values of request {request_id} are gone: it was preempted")
-        layout = self.layout()
-        data = bytearray(piece.size_bytes(layout))
-        at = 0
-        for layer in layout.layers[piece.layers]:
-            copied: Any = state.copy_range(layer.layer, piece.start, piece.end).view(torch.uint8).reshape(-1).numpy()
-            data[at : at + copied.nbytes] = memoryview(copied)
-            at += copied.nbytes
-        return memoryview(data)
+        return read_piece(state, piece, self.layout())
+
+    def permit(self, permission: Permission) -> tuple[KvPart, ...]:
+        """Let an engine read a request at the later stages of a group, and return where.
+
+        Nothing: this engine has all layers.
+
+        Raises:
+            NotFound: Nothing is computed, or the request is over.
+            ThawError: A stage cannot be read.
+        """
+        runner: object = self._runner
+        if not isinstance(runner, StagedRunner):
+            return ()
+        own = [s for s in self._sequences() if s.request.request_id == permission.request_id and s.state is not None]
+        if not own:
+            raise NotFound(f"Request {permission.request_id} has no keys and values here")
+        live = {s.request.request_id for s in self._sequences()}
+        self._permissions = {i: p for i, p in self._permissions.items() if i in live} | {permission.request_id: permission}
+        try:
+            return runner.permit(permission, [PermittedSequence(s.choice.index, s.tokens, s.computed, s.state) for s in own])
+        except RunnerLost as e:  # the next step ends the engine
+            raise EngineFailed(str(e)) from e
 
     def _find(self, request_id: str, choice: int) -> tuple[Iterable[int], int, SequenceKV | None]:
         for s in self._sequences():
@@ -130,7 +184,13 @@ class KvTransfers:
         raise NotFound(f"Request {request_id} has no choice {choice} here any more")
 
     def retain(self, request_id: str, keep_s: float) -> None:
-        """Keep the sequences of a request that stops now, for the engine that resumes it."""
+        """Keep the sequences of a request that stops now, for the engine that resumes it.
+
+        Later stages get its last tokens.
+        """
+        if (permission := self._permissions.get(request_id)) is not None:
+            with contextlib.suppress(ThawError):  # the rest is recomputed
+                self.permit(permission)
         own = [s for s in self._sequences() if s.request.request_id == request_id and s.computed]
         if own:
             parts = [PreparedSequence(tuple(s.tokens), s.state, s.computed, choice=s.choice.index) for s in own]
@@ -138,14 +198,13 @@ class KvTransfers:
 
     # Destination
 
-    @torch.inference_mode()
     def store(self, number: int, index: int, piece: Piece, data: bytearray) -> None:
         """Store a piece of a sequence that an order has accepted.
 
         Args:
             number: Of the order.
             index: Of the sequence in the order.
-            piece: It begins where the sequence's keys and values end.
+            piece: It begins where the keys and values of its layers end.
             data: The bytes; they are copied.
 
         Raises:
@@ -153,22 +212,20 @@ class KvTransfers:
             InsufficientMemory: Requests need the memory.
         """
         part = self._prepared.find_receiving(number, index)
-        if part is None or part.computed != piece.start:
+        if part is None:
             raise NotFound("The prepared sequences were discarded")
-        runner, layout = self._capable(), self.layout()
+        runner, layout = self._capable(), self.own_layout()
         if part.state is None:
             part.state = runner.new_state()
+        part.ends = part.ends or [part.computed] * len(layout.layers)
+        if any(end != piece.start for end in part.ends[piece.layers]):
+            raise NotFound("The prepared sequences were discarded")
         if blocks_for(piece.end) - part.blocks > self._free_blocks():
             raise InsufficientMemory("Running requests need the memory of the prepared sequences")
         part.written = max(part.written, piece.end)
-        at, tokens, dtype = 0, piece.end - piece.start, getattr(torch, layout.dtype)
-        for layer, token_bytes in zip(layout.layers[piece.layers], layout.layer_bytes[piece.layers], strict=True):
-            values = torch.frombuffer(data, dtype=dtype, offset=at, count=token_bytes * tokens // layout.itemsize)
-            values = values.view(2, layer.heads, tokens, layer.head_size).to(runner.device)
-            part.state.append(layer.layer, piece.start, values[:1], values[1:])
-            at += token_bytes * tokens
-        if piece.first_layer + piece.layer_count == len(layout.layers):
-            self._prepared.record_received(number, index, piece.end)
+        write_piece(part.state, piece, layout, data, runner.device)
+        part.ends[piece.layers] = [piece.end] * piece.layer_count
+        self._prepared.record_received(number, index, min(part.ends))
 
     def end_receiving(self, number: int) -> None:
         """Have the rest of an order computed."""

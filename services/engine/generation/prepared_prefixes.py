@@ -74,7 +74,7 @@ class PreparedSequence:
 
     Its last token is left to the request, which needs the logits after it. Keys and values up to
     `written` may be in memory; those of the first `computed` tokens are complete. `choice` is that
-    of a sequence that was retained.
+    of a sequence that was retained. `ends` has the tokens of each layer, while they are received.
     """
 
     tokens: tuple[int, ...]
@@ -82,6 +82,7 @@ class PreparedSequence:
     computed: int = 0
     written: int = 0
     choice: int = 0
+    ends: list[int] = field(default_factory=list)
 
     @property
     def blocks(self) -> int:
@@ -182,7 +183,7 @@ class PreparedPrefixes:
         return kept.parts[index] if kept is not None else None
 
     def record_received(self, number: int, index: int, end: int) -> None:
-        """Record that a sequence of an order has the keys and values of its first `end` tokens."""
+        """Record that a sequence of an order has the first `end` tokens in all layers."""
         if (kept := self._find_receiving(number)) is not None:
             kept.received += end - kept.parts[index].computed
             kept.parts[index].computed = end

@@ -81,6 +81,12 @@ class PackedRunner:
     def new_state(self) -> SequenceKV:
         return SequenceKV(self._context)
 
+    def warm_up(self) -> SequenceKV:
+        """Compute a few tokens, and return their state."""
+        state = self.new_state()
+        self.forward([Row(state, 0, WARM_UP)])
+        return state
+
     def forget(self, adapter: LoraAdapter) -> None:
         self._patched.forget(adapter)
 

@@ -1,5 +1,8 @@
 """The destination of a transfer: connects to the source, and stores what it can verify.
 
+A group in stages has a source for each stage. They send their layers at the same time, each over a
+connection of its own, and a token counts as received when all its layers are there.
+
 Whatever fails, the rest of the sequences is computed: no error leaves this module.
 """
 
@@ -13,9 +16,9 @@ import threading
 import time
 import zlib
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotInTime
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from services.engine.domain.frames import ProtocolError
@@ -25,7 +28,8 @@ from services.engine.domain.step_planning import BLOCK_TOKENS
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.kv_transfer.connection import KvConnection, KvFrame
 from services.engine.kv_transfer.source import Transferring, layout_difference
-from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPiece, KvPull, KvPulled
+from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPart, KvPiece, KvPull, KvPulled
+from shared.contracts.stages import MAX_STAGES
 from shared.engines.peer_sockets import configure, receive
 from shared.engines.secret_proof import NONCE_BYTES, PROOF_BYTES
 from shared.errors import ThawError
@@ -35,6 +39,8 @@ CONNECT_WITHIN_S = 1.0
 STALL_S = 2.0
 """A source that sends nothing for this long is given up."""
 KEPT_CONNECTIONS = 64
+MAX_TRANSFERS = 8
+"""Transfers that are received at the same time; more wait."""
 _STORES_AHEAD = 4
 _STEP_WITHIN_S = 10.0
 """A step of this engine may take so long."""
@@ -84,6 +90,12 @@ class Transfer:
     stall_s: float = STALL_S
     tokens: int = 0
     nbytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def count(self, nbytes: int) -> None:
+        """Count received bytes. Called from any thread."""
+        with self._lock:
+            self.nbytes += nbytes
 
 
 @dataclass(frozen=True)
@@ -101,12 +113,30 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Source:
-    """An offer that was checked, and a connection to the engine that made it."""
+class Part:
+    """A connection to a process that has some layers.
 
-    offer: KvOffer
+    Attributes:
+        identity: Of its keys and values; the layout has these layers only.
+        first_layer: Position of the first one in the layout of the whole model.
+    """
+
     identity: KvIdentity
+    first_layer: int
     connection: KvConnection
+
+
+@dataclass(frozen=True)
+class Source:
+    """An offer that was checked, and connections to all its parts."""
+
+    layout: KvLayout
+    parts: tuple[Part, ...]
+
+    def close(self) -> None:
+        """Close the connections, and wake the threads that use them."""
+        for part in self.parts:
+            part.connection.close()
 
 
 class KvDestination:
@@ -117,6 +147,7 @@ class KvDestination:
         self._kept: dict[str, Source] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self._threads = ThreadPoolExecutor(MAX_TRANSFERS * MAX_STAGES, thread_name_prefix="kv-part")
 
     def has_source(self, name: str) -> bool:
         """True if more can be received for the sequences of this name."""
@@ -153,7 +184,7 @@ class KvDestination:
         """Close the connection that was kept for the sequences of this name."""
         source = self._take(name)
         if source is not None:
-            source.connection.close()
+            source.close()
 
     def close(self) -> None:
         """Close all connections."""
@@ -161,7 +192,8 @@ class KvDestination:
             self._is_closed = True
             sources, self._kept = list(self._kept.values()), {}
         for source in sources:
-            source.connection.close()
+            source.close()
+        self._threads.shutdown(wait=False)
 
     # Connections
 
@@ -178,62 +210,96 @@ class KvDestination:
                 oldest = list(self._kept)[: max(0, len(self._kept) - KEPT_CONNECTIONS)]
                 dropped = [self._kept.pop(n) for n in oldest]
         for each in dropped:
-            each.connection.close()
+            each.close()
 
     def _connect(self, offer: KvOffer, variant: str) -> Source:
-        layout = self._batcher.transfer(KvTransfers.layout).result(_STEP_WITHIN_S)
-        if difference := layout_difference(layout, offer.layout):
-            raise NotTransferred(difference)
-        sock = socket.create_connection((offer.host, offer.port), timeout=CONNECT_WITHIN_S)
+        layout = self._batcher.transfer(KvTransfers.own_layout).result(_STEP_WITHIN_S)
+        layouts = match_parts(layout, offer)
+        parts: list[Part] = []
+        try:
+            for part, own in zip(offer.parts, layouts, strict=True):
+                identity = KvIdentity(self._revision, variant, offer.cache_salt, own)
+                first_layer = sum(len(p.identity.layout.layers) for p in parts)
+                parts.append(Part(identity, first_layer, self._connect_part(offer, part)))
+        except BaseException:
+            for connected in parts:
+                connected.connection.close()
+            raise
+        return Source(layout, tuple(parts))
+
+    @staticmethod
+    def _connect_part(offer: KvOffer, part: KvPart) -> KvConnection:
+        """Connect to one process, and let both sides prove that they know the ticket's secret."""
+        sock = socket.create_connection((part.host, part.port), timeout=CONNECT_WITHIN_S)
         try:
             configure(sock)
             greeting = bytes(receive(sock, len(GREETING) + NONCE_BYTES))
             if not greeting.startswith(GREETING):
-                raise NotTransferred(f"{offer.host}:{offer.port} is no engine of this version")
+                raise NotTransferred(f"{part.host}:{part.port} is no engine of this version")
             nonces = greeting[len(GREETING) :], secrets.token_bytes(NONCE_BYTES)
             proof = prove_ticket("caller", offer.ticket, offer.secret, nonces)
             sock.sendall(bytes.fromhex(offer.ticket) + nonces[1] + proof)
             expected = prove_ticket("listener", offer.ticket, offer.secret, nonces)
             if not hmac.compare_digest(bytes(receive(sock, PROOF_BYTES)), expected):
-                raise NotTransferred(f"{offer.host}:{offer.port} does not know the secret of the offer")
+                raise NotTransferred(f"{part.host}:{part.port} does not know the secret of the offer")
         except BaseException:
             sock.close()
             raise
-        return Source(offer, KvIdentity(self._revision, variant, offer.cache_salt, layout), KvConnection(sock))
+        return KvConnection(sock)
 
     # Pieces
 
     def _receive_sequence(self, source: Source, transfer: Transfer, index: int, wanted: Wanted, deadline: float) -> None:
-        hashes = PrefixHash(source.identity, wanted.tokens)
-        most, at = pull_tokens(source.identity.layout), wanted.computed
+        hashes = [PrefixHash(part.identity, wanted.tokens) for part in source.parts]
+        most, at = pull_tokens(source.layout), wanted.computed
         while at < wanted.end and (time.monotonic() < deadline or not transfer.nbytes):
             until = min(wanted.end, (at // BLOCK_TOKENS) * BLOCK_TOKENS + most)
             asked = KvPull(choice=wanted.choice, start=at, end=until)
-            source.connection.send(asked)
             reached = self._receive_range(source, transfer, index, asked, hashes)
             transfer.tokens += reached - at
             if reached < until:
                 return  # the source computes its prompt, or was preempted: the rest is computed here
             at = reached
 
-    def _receive_range(self, source: Source, transfer: Transfer, index: int, asked: KvPull, hashes: PrefixHash) -> int:
-        """Store the pieces of a range, and return the token up to which they reach."""
-        layout = source.identity.layout
+    def _receive_range(self, source: Source, transfer: Transfer, index: int, asked: KvPull, hashes: list[PrefixHash]) -> int:
+        """Store the pieces of a range, and return the token up to which all parts are there.
+
+        The first part that fails ends the others.
+        """
+        receive_part = partial(self._receive_part, transfer, index, asked)
+        if len(source.parts) == 1:
+            return receive_part(source.parts[0], hashes[0])
+        try:
+            jobs = [self._threads.submit(receive_part, *each) for each in zip(source.parts, hashes, strict=True)]
+        except RuntimeError as e:  # after `close`
+            raise NotTransferred("this engine ends") from e
+        done, others = wait(jobs, return_when=FIRST_EXCEPTION)
+        if failed := next((job for job in done if job.exception() is not None), None):
+            source.close()
+            wait(others)
+            failed.result()
+        return min(job.result() for job in jobs)
+
+    def _receive_part(self, transfer: Transfer, index: int, asked: KvPull, part: Part, hashes: PrefixHash) -> int:
+        """Store the pieces that one part sends of a range, and return the token that they reach."""
+        part.connection.send(asked)
+        layout = part.identity.layout
         most_bytes = max(PIECE_BYTES, max(layout.layer_bytes) * BLOCK_TOKENS)
         expected = _Expected(layout, asked.choice, asked.start, asked.end)
         stores: deque[Future[None]] = deque()
         try:
             while True:
-                frame = source.connection.get(most_bytes, transfer.stall_s)
+                frame = part.connection.get(most_bytes, transfer.stall_s)
                 if isinstance(frame.message, KvPulled):
                     while stores:
                         stores.popleft().result(_STEP_WITHIN_S)
                     return expected.start
                 piece = expected.take(frame)
                 _verify_content(frame, hashes.up_to(piece.end))
-                storing = partial(KvTransfers.store, number=transfer.number, index=index, piece=piece, data=frame.data)
+                place = replace(piece, first_layer=part.first_layer + piece.first_layer)
+                storing = partial(KvTransfers.store, number=transfer.number, index=index, piece=place, data=frame.data)
                 stores.append(self._batcher.transfer(storing))
-                transfer.nbytes += len(frame.data)
+                transfer.count(len(frame.data))
                 while len(stores) > _STORES_AHEAD:
                     stores.popleft().result(_STEP_WITHIN_S)
         finally:
@@ -287,3 +353,23 @@ def _verify_content(frame: KvFrame, prefix_hash: str) -> None:
         raise NotTransferred("a piece is of other tokens, or of another model")
     if zlib.crc32(frame.data) != frame.message.checksum:
         raise NotTransferred("a piece was damaged on its way")
+
+
+def match_parts(own: KvLayout, offer: KvOffer) -> tuple[KvLayout, ...]:
+    """Return the layout of this engine in the layers of each part of an offer.
+
+    Raises:
+        NotTransferred: A part stores keys and values otherwise, or the parts are not all layers of
+            this engine in their order.
+    """
+    found: list[KvLayout] = []
+    first = 0
+    for part in offer.parts:
+        end = first + len(part.layout.layers)
+        found.append(own.model_copy(update={"layers": own.layers[first:end]}))
+        if difference := layout_difference(found[-1], part.layout):
+            raise NotTransferred(difference)
+        first = end
+    if first != len(own.layers):
+        raise NotTransferred("the engines store keys and values differently (layers)")
+    return tuple(found)

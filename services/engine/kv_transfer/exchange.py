@@ -10,7 +10,7 @@ from typing import Protocol
 
 from services.engine.generation.prepared_prefixes import Computed, Outcome, PrepareOrder
 from services.engine.generation.request import GenerationRequest
-from services.engine.kv_transfer.destination import STALL_S, KvDestination, Received, Transfer, Wanted
+from services.engine.kv_transfer.destination import MAX_TRANSFERS, STALL_S, KvDestination, Received, Transfer, Wanted
 from services.engine.kv_transfer.source import KvSource, Transferring
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError
@@ -18,8 +18,6 @@ from shared.errors import ThawError
 REST_WITHIN_S = 0.5
 """Seconds for the tokens that the source generated last. The client waits meanwhile."""
 _KEEP_S = 30.0
-MAX_TRANSFERS = 8
-"""Transfers that are received at the same time; more wait."""
 RECEIVED_KEPT = 1024
 
 

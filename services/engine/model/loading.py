@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, LoraBudget, lora_budget
 from services.engine.generation import attention, lora_layers
 from services.engine.generation.embedding import Embedder, Pooling, read_pooling
+from services.engine.generation.kv_bytes import layout_of
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
@@ -36,6 +37,7 @@ from services.engine.stages.first_stage import FirstStageRunner
 from services.engine.stages.part import StagePart
 from services.engine.tokenization import Tokenization
 from shared.contracts.engine import EngineStart
+from shared.contracts.kv_transfer import KvLayout
 from shared.contracts.loader import WeightsAttached
 from shared.contracts.loader_socket import loader_socket
 from shared.contracts.models import ModelCard
@@ -269,10 +271,11 @@ def complete(
 
 @dataclass(frozen=True)
 class ReadyPart:
-    """The part of a later stage, and the KV blocks that it can hold."""
+    """The part of a later stage, the KV blocks that it can hold, and their layout."""
 
     part: StagePart
     kv_blocks: int
+    layout: KvLayout
 
 
 def complete_part(bound: BoundModel, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None = None) -> ReadyPart:
@@ -288,20 +291,21 @@ def complete_part(bound: BoundModel, start: EngineStart, settings: EngineSetting
     blocks = start.kv_bytes // state.nbytes
     if blocks < 1:
         raise _no_block(start, state.nbytes)
-    return ReadyPart(part, blocks)
+    return ReadyPart(part, blocks, layout_of(state))
 
 
 def stage_data_bytes(bound: BoundModel, start: EngineStart, settings: EngineSettings) -> int:
     """Return the most bytes of data in a frame that a stage receives.
 
-    They are the hidden states of a step, or for the first stage its logits.
+    They are the hidden states of a step, or a sequence's tokens; for the first stage its logits.
     """
     assert start.stage is not None
     config = bound.config.get_text_config()
     sequences = start.card.spec.max_concurrency + 1
     if start.stage.is_first:
         return int(config.vocab_size) * sequences * torch.float32.itemsize
-    return int(config.hidden_size) * (settings.engine_step_tokens + sequences) * torch.float32.itemsize
+    hidden_states = int(config.hidden_size) * (settings.engine_step_tokens + sequences)
+    return max(hidden_states, start.card.context_length) * torch.float32.itemsize
 
 
 def _finish_binding(bound: BoundModel, start: EngineStart, settings: EngineSettings, handle: ArenaHandle | None) -> torch.device:

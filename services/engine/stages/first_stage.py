@@ -15,13 +15,15 @@ import torch
 from services.engine.domain.frames import ProtocolError
 from services.engine.domain.micro_batches import split_rows
 from services.engine.generation.kv_cache import SequenceKV, Slice
+from services.engine.generation.kv_transfers import Permission, PermittedSequence
 from services.engine.generation.lora_layers import LoraAdapter
-from services.engine.generation.runner import Row, RunnerLost
+from services.engine.generation.runner import WARM_UP, Row, RunnerLost
 from services.engine.stages.connections import Frame, Inbound, Outbound
 from services.engine.stages.part import StagePart
-from services.engine.stages.tensors import from_bytes, to_bytes
-from shared.contracts.stages import GroupCapacity, StageFailed, StageRelease, StageResult, StageRow, StageStep
-from shared.errors import InvalidRequest, ThawError, from_body
+from services.engine.stages.tensors import from_bytes, to_bytes, tokens_to_bytes
+from shared.contracts.kv_transfer import KvPart
+from shared.contracts.stages import GroupCapacity, KvPermit, StageFailed, StageRelease, StageResult, StageRow, StageStep
+from shared.errors import InvalidRequest, ThawError, UnsupportedParameter, from_body
 
 
 class StagedSequence(SequenceKV):
@@ -49,6 +51,7 @@ class FirstStageRunner:
         self._part, self._stages, self._context, self._within_s = part, stages, context, result_within_s
         self._inbound: Inbound | None = None
         self._outbound: Outbound | None = None
+        self._sends_kv = False
         self._sequences, self._steps = itertools.count(), itertools.count()
 
     def connect(self, inbound: Inbound, outbound: Outbound) -> None:
@@ -62,10 +65,11 @@ class FirstStageRunner:
             RunnerLost: A stage has ended, or does not answer.
         """
         inbound, outbound = self._connections()
-        outbound.put_small(GroupCapacity(kv_blocks=kv_blocks))
+        outbound.put_small(GroupCapacity(kv_blocks=kv_blocks, sends_kv=True))
         message = inbound.get(float("inf")).message
         if not isinstance(message, GroupCapacity):
             raise RunnerLost(f"The last stage sent {message.kind!r} before the group was ready")
+        self._sends_kv = message.sends_kv
         return message.kv_blocks
 
     def new_state(self) -> StagedSequence:
@@ -75,6 +79,49 @@ class FirstStageRunner:
 
     def forget(self, adapter: LoraAdapter) -> None:
         """No adapter is ever used."""
+
+    @property
+    def device(self) -> torch.device:
+        return self._part.device
+
+    def warm_up(self) -> SequenceKV:
+        """Compute a few tokens in this stage, and return their state."""
+        state = SequenceKV(self._context)
+        self._part.compute([Slice(state, 0, len(WARM_UP))], WARM_UP, None)
+        return state
+
+    def permit(self, permission: Permission, sequences: Sequence[PermittedSequence]) -> tuple[KvPart, ...]:
+        """Let an engine read sequences of a request at the later stages, and return where.
+
+        When it returns, every stage has the keys and values of all tokens that are computed.
+
+        Raises:
+            UnsupportedParameter: A stage does not send keys and values.
+            RunnerLost: A stage has ended.
+        """
+        inbound, outbound = self._connections()
+        if not self._sends_kv:
+            raise UnsupportedParameter("A stage of this group has a version that sends no keys and values", param="kv")
+        parts: tuple[KvPart, ...] = ()
+        for each in sequences:
+            assert isinstance(each.state, StagedSequence)
+            asked = KvPermit(
+                request_id=permission.request_id,
+                ticket=permission.ticket,
+                secret=permission.secret,
+                cache_salt=permission.cache_salt,
+                choice=each.choice,
+                sequence=each.state.number,
+                computed=each.computed,
+            )
+            outbound.put(Frame(asked, tokens_to_bytes(each.tokens)))
+            passed = inbound.get(self._within_s).message
+            if not isinstance(passed, KvPermit):
+                raise RunnerLost(f"The last stage sent {passed.kind!r} instead of the permission to read")
+            if passed.refused or len(passed.parts) != self._stages - 1:
+                raise UnsupportedParameter(passed.refused or "Not every stage sends keys and values", param="kv")
+            parts = passed.parts
+        return parts
 
     def compute_own(self, rows: Sequence[Row]) -> torch.Tensor:
         """Compute this stage's layers, and return the hidden states of all new tokens."""

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from services.engine.domain.frames import ProtocolError
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.runner import RunnerLost
 from services.engine.stages.connections import Frame, Inbound, Outbound
 from services.engine.stages.part import StagePart
-from services.engine.stages.tensors import from_bytes, to_bytes
-from shared.contracts.stages import GroupCapacity, GroupClosing, StageFailed, StageMessage, StageRelease, StageResult, StageStep
+from services.engine.stages.stage_kv import StageKv
+from services.engine.stages.tensors import from_bytes, to_bytes, tokens_from_bytes
+from shared.contracts.stages import (
+    GroupCapacity,
+    GroupClosing,
+    KvPermit,
+    StageFailed,
+    StageMessage,
+    StageRelease,
+    StageResult,
+    StageStep,
+)
 from shared.errors import EngineFailed, ThawError
 
 log = logging.getLogger(__name__)
@@ -39,7 +49,14 @@ class StageSteps:
         self._part, self._inbound, self._outbound = part, inbound, outbound
         self._kv_blocks, self._context = kv_blocks, context
         self._sequences: dict[int, SequenceKV] = {}
+        self.kv: StageKv | None = None
+        """Sends keys and values to other engines; None: nothing does. Set before the first step."""
         self._is_stopped = self._is_closing = False
+
+    @property
+    def held(self) -> Mapping[int, SequenceKV]:
+        """Keys and values of the stage's sequences by number, for the computing thread."""
+        return self._sequences
 
     @property
     def sequences(self) -> int:
@@ -76,13 +93,18 @@ class StageSteps:
             return False
         frame = self._inbound.get(0)
         match frame.message:
-            case GroupCapacity(kv_blocks=blocks):
-                self._outbound.put_small(GroupCapacity(kv_blocks=min(blocks, self._kv_blocks)))
+            case GroupCapacity(kv_blocks=blocks, sends_kv=sends_kv):
+                sends_kv = sends_kv and self.kv is not None
+                self._outbound.put_small(GroupCapacity(kv_blocks=min(blocks, self._kv_blocks), sends_kv=sends_kv))
+            case KvPermit() as permit:
+                self._permit(permit, frame)
             case StageStep() as step:
                 self._outbound.put(self._compute(step, frame))
             case StageRelease(sequences=numbers):
                 for number in numbers:
                     self._sequences.pop(number, None)
+                    if self.kv is not None:
+                        self.kv.release(number)
                 self._relay(frame.message)
             case StageFailed():
                 self._outbound.put_small(frame.message)
@@ -97,6 +119,16 @@ class StageSteps:
     def _relay(self, message: StageMessage) -> None:
         if not self._part.layers.is_last:
             self._outbound.put_small(message)
+
+    def _permit(self, permit: KvPermit, frame: Frame) -> None:
+        """Let another engine read a sequence. The last stage returns the message without tokens."""
+        try:
+            tokens = tokens_from_bytes(frame.data)
+        except ProtocolError as e:
+            raise RunnerLost(str(e)) from e
+        if self.kv is not None and not permit.refused:
+            permit = self.kv.permit(permit, tokens)
+        self._outbound.put(Frame(permit, b"" if self._part.layers.is_last else frame.data))
 
     def _compute(self, step: StageStep, frame: Frame) -> Frame:
         part = self._part

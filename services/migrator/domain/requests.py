@@ -82,7 +82,7 @@ def read(t: Turn, name: str, tokens: TokensRead) -> None:
 
 def _way(t: Turn, job: Job, tokens: int) -> Way:
     """Decide how the destination gets the next `tokens`."""
-    options, token_bytes = t.work.options, job.kv.layout.token_bytes if job.kv is not None else None
+    options, token_bytes = t.work.options, job.kv.token_bytes if job.kv is not None else None
     if options.kv == "always" and token_bytes is not None:
         return "transfer"
     return choose_way(tokens, token_bytes, t.work.speed, t.work.link)
@@ -92,7 +92,7 @@ def _speed(t: Turn, job: Job, tokens: int) -> Speed:
     """Return the cost of the way that the destination gets the next `tokens`."""
     if job.kv is None or _way(t, job, tokens) == "recompute":
         return t.work.speed
-    return transfer_speed(t.work.link, job.kv.layout.token_bytes)
+    return transfer_speed(t.work.link, job.kv.token_bytes)
 
 
 def _rate(job: Job, tokens: TokensRead, total: int, now: float) -> float:

@@ -83,9 +83,12 @@ class Move:
         order = ReadTokens(request_id=self.stream.request_id, offer_kv=True)
         return await self._engines.mesh.request(self._pair.controls[0], order, TokensRead)
 
-    async def prepare(self, read: TokensRead, offer: KvOffer | None, revision: str = "test") -> ResumePrepared:
+    async def prepare(
+        self, read: TokensRead, offer: KvOffer | None, revision: str = "test", name: str | None = None
+    ) -> ResumePrepared:
+        """Order it; `name` is that of other prepared sequences than the request's."""
         known = tuple((*p, *c.token_ids) for p, c in zip(read.prompt_token_ids, read.choices, strict=True))
-        order = PrepareResume(prepared=self.stream.request_id, revision=revision, sequences=known, kv=offer)
+        order = PrepareResume(prepared=name or self.stream.request_id, revision=revision, sequences=known, kv=offer)
         return await self._engines.mesh.request(self._pair.controls[1], order, ResumePrepared)
 
     async def yield_(self) -> None:
@@ -114,14 +117,14 @@ class Move:
 
 
 @contextlib.asynccontextmanager
-async def stalled(move: Move) -> AsyncIterator[asyncio.Task[ResumePrepared]]:
-    """Begin to prepare, and stop the bytes of the transfer on their way."""
+async def stalled(move: Move, part: int = 0) -> AsyncIterator[asyncio.Task[ResumePrepared]]:
+    """Begin to prepare, and stop the bytes of one part of the transfer on their way."""
     await move.begin()
     read = await move.read()
     assert read.kv is not None
-    proxy = Proxy(read.kv.port, Fault("stall", 1_000))
+    proxy = Proxy(read.kv.parts[part].port, Fault("stall", 1_000))
     try:
-        preparing = asyncio.create_task(move.prepare(read, proxy.offered(read.kv)))
+        preparing = asyncio.create_task(move.prepare(read, proxy.offered(read.kv, part)))
         assert await asyncio.to_thread(proxy.struck.wait, 60)
         yield preparing
     finally:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.generation.request import GenerationRequest
+from services.engine.generation.runner import Runner
 from shared.contracts.inference import FairShare
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import UnsupportedParameter
@@ -51,9 +52,16 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 class Pair:
     """Two engines of one model: a request moves from the first to the second."""
 
-    def __init__(self, loaded: LoadedModel, revision: str = "test") -> None:
+    def __init__(
+        self, loaded: LoadedModel, revision: str = "test", runners: tuple[Runner | None, Runner | None] = (None, None)
+    ) -> None:
+        """Create them.
+
+        Args:
+            runners: Of the engines; None: the model's.
+        """
         self.loaded = loaded
-        self.recorded = RecordedBatcher(loaded), RecordedBatcher(loaded)
+        self.recorded = RecordedBatcher(loaded, runners[0]), RecordedBatcher(loaded, runners[1])
         self.source, self.to = (Side(r.batcher, v) for r, v in zip(self.recorded, ("test", revision), strict=True))
         self._count = 0
 

@@ -64,6 +64,20 @@ def test_slow_link_is_learned_and_the_rest_is_recomputed() -> None:
     assert not ways(record)[1]
 
 
+@pytest.mark.parametrize("stages", [1, 4])
+def test_bytes_of_all_stages_are_compared_with_recomputation(stages: int) -> None:
+    """A token has 4 KiB in all stages: 2.4 ms, and 2 ms to recompute. The first round measures."""
+    made = world(ms_per_token=2.0, ms_per_kib=0.6, token_bytes=4096)
+    made.engines["a"].token_bytes, made.engines["a"].stages = 4096, stages
+    record = made.migrate(made.request(tokens=900.0))
+    assert record.state == "done"
+    assert all(r.kv_bytes == r.kv_tokens * 4096 for r in record.rounds)
+    first, *later = ways(record)
+    assert first
+    assert later
+    assert not any(later)
+
+
 @pytest.mark.parametrize(("refusal", "receives"), [("a piece was damaged on its way", True), ("", False)])
 def test_request_that_could_not_be_received_is_recomputed_from_then_on(refusal: str, receives: bool) -> None:
     """`receives` is false for an engine of the previous version, which ignores the offer."""

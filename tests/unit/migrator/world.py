@@ -14,7 +14,7 @@ from services.migrator.domain.leases import Leases, find_claimable
 from services.migrator.domain.rounds import Speed
 from services.migrator.domain.work import Options, Work, base_of
 from shared.contracts.base import ErrorBody, Message
-from shared.contracts.kv_transfer import KvLayer, KvLayout, KvOffer
+from shared.contracts.kv_transfer import KvLayer, KvLayout, KvOffer, KvPart
 from shared.contracts.migration import (
     ListRequests,
     MigrationRecord,
@@ -72,6 +72,8 @@ class Engine:
     prepares: bool = True
     offers: bool = False
     token_bytes: int = 1024
+    stages: int = 1
+    """Each has an equal part of a token's bytes."""
     ms_per_kib: float = 0.01
     receives: bool = True
     refusal: str = ""
@@ -404,9 +406,12 @@ class World:
 
 
 def offer_of(engine: Engine) -> KvOffer:
-    heads = engine.token_bytes // 16
-    layout = KvLayout(dtype="float32", itemsize=4, layers=(KvLayer(layer=0, heads=heads, head_size=2),))
-    return KvOffer(host="h", port=1, ticket="0" * 32, secret="s" * 43, layout=layout)
+    heads = engine.token_bytes // 16 // engine.stages
+    layouts = [
+        KvLayout(dtype="float32", itemsize=4, layers=(KvLayer(layer=i, heads=heads, head_size=2),)) for i in range(engine.stages)
+    ]
+    later = tuple(KvPart(host="h", port=1, layout=layout) for layout in layouts[1:])
+    return KvOffer(host="h", port=1, ticket="0" * 32, secret="s" * 43, layout=layouts[0], later=later)
 
 
 class ErrorOfInstance(ThawError):

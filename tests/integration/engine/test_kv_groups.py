@@ -1,0 +1,288 @@
+"""A request of a group in stages continues at a whole instance with every stage's keys and values.
+
+Its tokens are compared with those of an undisturbed run of one engine. The stages run in this
+process; `test_kv_group_process.py` has processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.engine.domain.kv_pieces import plan_pieces
+from services.engine.domain.step_planning import BLOCK_TOKENS
+from services.engine.kv_transfer import readers
+from shared.contracts.inference import FairShare
+from shared.contracts.kv_transfer import KvOffer
+from shared.errors import ThawError, UnsupportedParameter
+from tests.integration.engine.test_families import LoadedModel, save
+from tests.integration.engine.test_kv_transfer import BODIES, BODY, PROMPT, Pair
+from tests.integration.engine.test_resume import flat, request
+from tests.support.kv_transfer import Fault, Proxy
+from tests.support.launcher import until
+from tests.support.stage_group import LocalGroup
+
+STAGES = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
+    directory = save("llama", tmp_path_factory.mktemp("kvg") / "m", demo_directory, getattr(torch, request.param))
+    model = LoadedModel(directory, request.param)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def exact_model(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
+    directory = save("llama", tmp_path_factory.mktemp("kvg32") / "m", demo_directory, torch.float32)
+    model = LoadedModel(directory, "float32")
+    yield model
+    model.close()
+
+
+class FromGroup(Pair):
+    """A group, and a whole engine to which its requests move."""
+
+    def __init__(self, loaded: LoadedModel, group: LocalGroup) -> None:
+        super().__init__(loaded, runners=(group.runner, None))
+        self.group = group
+
+    async def close(self) -> None:
+        await super().close()
+        await self.group.close()
+
+
+def from_group(loaded: LoadedModel, stages: int = STAGES, **options: Any) -> FromGroup:
+    return FromGroup(loaded, LocalGroup(loaded.bound, loaded.start.card, stages, **options))
+
+
+@pytest.fixture
+async def pair(loaded: LoadedModel) -> AsyncIterator[FromGroup]:
+    made = from_group(loaded)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def exact(exact_model: LoadedModel) -> AsyncIterator[FromGroup]:
+    made = from_group(exact_model)
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize("body", BODIES)
+async def test_moved_request_has_all_keys_and_values_of_its_stages(pair: FromGroup, body: str) -> None:
+    """Also those of the last tokens. In bfloat16 too nothing is computed: nothing is rounded."""
+    _, whole = pair.whole(**BODIES[body])
+    asked = await pair.begin(**BODIES[body])
+    for tokens in (20, 120):
+        await pair.until_generated(asked, tokens)
+        sequences = pair.sequences(asked)
+        offer = await pair.offer(asked)
+        assert [[x.layer for x in part.layout.layers] for part in offer.parts] == [[0], [1], [2]]
+        assert len({part.port for part in offer.parts}) == STAGES
+        outcome, received = await pair.to.receive(asked.request_id, sequences, offer)
+        assert (outcome.tokens, outcome.left, received.reason) == (0, 0, "")
+        assert received.nbytes == outcome.received * offer.token_bytes
+    moved = await pair.finish(asked, **BODIES[body])
+    assert {i: flat(d) for i, d in moved.items()} == {i: flat(d) for i, d in whole.items()}
+    generated = sum(len(d) for d in pair.recorded[0].deltas[asked.request_id].values())
+    last = pair.to.exchange.take_received(asked.request_id)
+    assert last.tokens == generated + (len(PROMPT) - 1) * len(sequences)
+    await asyncio.to_thread(until, lambda: pair.group.sequences() == [0] * (STAGES - 1))
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of a migration, after so many more tokens, with a fault of one stage's connection."""
+
+    tokens: int
+    way: str
+    part: int
+    fault: Fault
+
+
+ROUNDS = st.lists(
+    st.builds(
+        Round,
+        st.integers(0, 30),
+        st.sampled_from(["transfer", "transfer", "compute"]),
+        st.integers(0, STAGES - 1),
+        st.builds(Fault, st.sampled_from(["pass", "pass", "cut", "flip"]), st.integers(200, 60_000)),
+    ),
+    max_size=4,
+)
+
+
+@given(ROUNDS, st.sampled_from(sorted(BODIES)), st.booleans())
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_sequence_of_rounds_gives_the_undisturbed_tokens(
+    exact_model: LoadedModel, rounds: list[Round], body: str, is_preempted: bool
+) -> None:
+    async def run() -> None:
+        pair, proxies = from_group(exact_model), list[Proxy]()
+        try:
+            asked_for = {**BODIES[body], "max_tokens": 110}
+            _, whole = pair.whole(**asked_for)
+            asked, generated = await pair.begin(**asked_for), 0
+            for each in rounds:
+                generated += each.tokens
+                await pair.until_generated(asked, generated)
+                if is_preempted:
+                    pair.recorded[0].batcher.grant(1)
+                    pair.recorded[0].batcher.grant(exact_model.limits.kv_blocks)
+                offer = await offer_if_computed(pair, asked.request_id) if each.way == "transfer" else None
+                if offer is None:
+                    await pair.to.compute(asked.request_id, pair.sequences(asked))
+                else:
+                    proxies.append(Proxy(offer.parts[each.part].port, each.fault))
+                    await pair.to.receive(asked.request_id, pair.sequences(asked), proxies[-1].offered(offer, each.part))
+            moved = await pair.finish(asked, **asked_for)
+            assert {i: flat(d) for i, d in moved.items()} == {i: flat(d) for i, d in whole.items()}
+        finally:
+            for proxy in proxies:
+                proxy.close()
+            await pair.close()
+
+    asyncio.run(run())
+
+
+async def offer_if_computed(pair: FromGroup, request_id: str) -> KvOffer | None:
+    """Return an offer; None: the request is over, or was preempted a moment ago."""
+    try:
+        return await pair.source.exchange.source.offer(request_id, "", "")
+    except ThawError:
+        return None
+
+
+@pytest.mark.parametrize("part", range(STAGES))
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("cut", "closed"), ("flip", "damaged"), ("stall", "timed out")], ids=["cut", "flip", "stall"]
+)
+async def test_fault_of_one_stage_costs_only_tokens_that_lack_a_layer(
+    exact: FromGroup, part: int, fault: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "plan_pieces", partial(plan_pieces, piece_bytes=1))
+    _, whole = exact.whole()
+    asked = await exact.begin()
+    await exact.until_generated(asked, 150)
+    sequences, offer = exact.sequences(asked), await exact.offer(asked)
+    first = BLOCK_TOKENS * offer.parts[part].layout.token_bytes
+    proxy = Proxy(offer.parts[part].port, Fault(fault, first + 2_000))  # in the second block of this stage
+    try:
+        outcome, received = await exact.to.receive(asked.request_id, sequences, proxy.offered(offer, part))
+        assert proxy.struck.is_set()
+        assert reason in received.reason
+        assert outcome.received in (0, BLOCK_TOKENS)
+        assert (outcome.tokens + outcome.received, outcome.left) == (len(sequences[0]) - 1, 0)
+        assert flat((await exact.finish(asked))[0]) == flat(whole[0])
+    finally:
+        proxy.close()
+
+
+CHANGED: dict[str, tuple[dict[str, Any], str]] = {
+    "secret": ({"secret": "x" * 43}, ""),
+    "salt": ({"cache_salt": "another key"}, "other tokens"),
+    "only the first stage": ({"later": ()}, "differently (layers)"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+async def test_wrong_offer_is_not_used(exact: FromGroup, change: str) -> None:
+    """An engine of the previous version sees only the first stage."""
+    asked = await exact.begin()
+    await exact.until_generated(asked, 50)
+    changes, reason = CHANGED[change]
+    offer = (await exact.offer(asked)).model_copy(update=changes)
+    outcome, received = await exact.to.receive(asked.request_id, exact.sequences(asked), offer)
+    assert received.reason
+    assert reason in received.reason
+    assert (outcome.received, outcome.left) == (0, 0)
+
+
+async def test_stages_in_another_order_are_not_used(exact: FromGroup) -> None:
+    asked = await exact.begin()
+    await exact.until_generated(asked, 5)
+    offer = await exact.offer(asked)
+    swapped = offer.model_copy(update={"later": offer.later[::-1]})
+    outcome, received = await exact.to.receive(asked.request_id, exact.sequences(asked), swapped)
+    assert (outcome.received, "differently (layers)" in received.reason) == (0, True)
+    one, two = offer.later
+    lying = offer.model_copy(update={"later": (one.model_copy(update={"port": two.port}), two)})
+    outcome, received = await exact.to.receive("other name", exact.sequences(asked), lying)
+    assert (outcome.received, "another model" in received.reason) == (0, True)
+
+
+async def test_stages_bind_keys_and_values_to_the_key_of_the_request(exact: FromGroup) -> None:
+    asked = replace(request(exact.loaded, exact.name(), **{**BODY, "prompt": PROMPT}), share=FairShare(flow="key a"))
+    exact.recorded[0].batcher.submit(asked)
+    await exact.until_generated(asked, 5)
+    offer = await exact.offer(asked)
+    prompts = exact.sequences(asked)
+    outcome, _ = await exact.to.receive("shared", prompts, offer)
+    assert outcome.received == len(prompts[0]) - 1
+
+    def claim(flow: str) -> int:
+        return exact.recorded[1].batcher.transfer(lambda t: t._prepared.claim("shared", "", prompts, flow)[0].computed).result(60)
+
+    assert claim("key b") == 0
+    await exact.to.receive("shared", prompts, offer)
+    assert claim("key a") == len(prompts[0]) - 1
+
+
+async def test_group_with_a_stage_of_the_previous_version_offers_nothing(exact_model: LoadedModel) -> None:
+    pair = from_group(exact_model, old_stages=(2,))
+    try:
+        _, whole = pair.whole()
+        asked = await pair.begin()
+        await pair.until_generated(asked, 5)
+        with pytest.raises(UnsupportedParameter, match="version"):
+            await pair.offer(asked)
+        assert flat((await pair.finish(asked))[0]) == flat(whole[0])
+    finally:
+        await pair.close()
+
+
+async def test_stage_that_cannot_listen_costs_no_answer(exact: FromGroup) -> None:
+    _, whole = exact.whole()
+    asked = await exact.begin()
+    await exact.until_generated(asked, 5)
+    exact.group.later[0].kv._readers._host = "192.0.2.1"  # an address of no machine
+    with pytest.raises(UnsupportedParameter, match="THAW_STAGE_HOST"):
+        await exact.offer(asked)
+    assert flat((await exact.finish(asked))[0]) == flat(whole[0])
+
+
+async def test_group_receives_nothing_and_computes_the_tokens(exact_model: LoadedModel) -> None:
+    group = LocalGroup(exact_model.bound, exact_model.start.card, 2)
+    pair = Pair(exact_model, runners=(None, group.runner))
+    try:
+        _, whole = pair.whole()
+        asked = await pair.begin()
+        await pair.until_generated(asked, 20)
+        sequences = pair.sequences(asked)
+        outcome, received = await pair.to.receive(asked.request_id, sequences, await pair.offer(asked))
+        assert (outcome.received, "group in stages" in received.reason) == (0, True)
+        assert outcome.tokens == len(sequences[0]) - 1
+        assert flat((await pair.finish(asked))[0]) == flat(whole[0])
+    finally:
+        await pair.close()
+        await group.close()

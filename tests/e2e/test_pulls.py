@@ -51,7 +51,13 @@ def await_half(mesh: Thaw, model: str) -> dict[str, Any]:
     return found[0]
 
 
+def loads(mesh: Thaw) -> list[str]:
+    """Return the models of the loads in progress, as the loaders report them."""
+    return [load["model"] for node in mesh.cluster()["nodes"] for load in node["loader"]["loads"]]
+
+
 def test_a_pull_is_cancelled_in_the_middle_and_continues_when_it_is_repeated(mesh: Thaw, server: TierServer, far: str) -> None:
+    server.faults.stall_after = STALL_BYTES
     with mesh.popen("pull", far) as waiting:
         pull = await_half(mesh, far)
         assert (pull["node"], pull["tier"], pull["state"]) == ("node-0", "ssd", "running")
@@ -59,10 +65,10 @@ def test_a_pull_is_cancelled_in_the_middle_and_continues_when_it_is_repeated(mes
         _, errors = waiting.communicate(timeout=60)
     assert (waiting.returncode, "was cancelled" in errors) == (1, True), errors
     assert listed(mesh) == []
-    loads = [load["model"] for node in mesh.cluster()["nodes"] for load in node["loader"]["loads"]]
-    assert far not in loads, "its memory is free"
+    until(lambda: far not in loads(mesh), what="its memory is free")
     assert mesh.json("pull", far, "--cancel")["cancelled"] == []
     server.faults = Faults()
+    server.unblocked.set()
     assert mesh.json("pull", far)["was_there"] is False
     assert mesh.json("pull", far)["was_there"] is True
     assert mesh.instances(far) == []

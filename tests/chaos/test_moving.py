@@ -16,8 +16,9 @@ from tests.support.launcher import until
 from tests.support.mesh import kill
 from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Staged, Step
+from tests.support.paced_zygote import PACED
 
-TOKENS = 1_200
+TOKENS = 450
 """Tokens of a stream that is still running when every process is stopped at the wanted step."""
 BODIES: list[dict[str, Any]] = [
     body("one", max_tokens=TOKENS, ignore_eos=True),
@@ -29,7 +30,7 @@ NODES = ("node-0", "node-1")
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Roomy]:
-    thaw = Roomy()
+    thaw = Roomy(**PACED)
     try:
         thaw.begin(2, room=1.5, positions=4096, max_model_len=2560, max_concurrency=8)
         thaw.json("wake", "one")

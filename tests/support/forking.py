@@ -26,7 +26,7 @@ from thaw.launcher.services import SERVICES
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = "tests.support.fork_server"
-ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zygote")
+ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zygote", "tests.support.paced_zygote")
 """Modules of engines, which import torch and transformers."""
 _TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units")
 """Other modules that import torch; a fork server does not import these themselves."""

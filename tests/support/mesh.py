@@ -142,7 +142,7 @@ class Victim(Thaw):
         return [p for p in self._engine_processes() if listens(p)]
 
     def _engine_processes(self) -> list[psutil.Process]:
-        return [p for p in self.processes() if "services.engine" in " ".join(_command(p))]
+        return [p for p in self.processes() if _is_of_engine(_command(p))]
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -159,10 +159,15 @@ def listens(process: psutil.Process) -> bool:
         return False
 
 
+def _is_of_engine(command: list[str]) -> bool:
+    """Return whether a command is that of an engine, of its host, or of a zygote."""
+    return any(module in " ".join(command) for module in ("services.engine", "tests.support.paced_zygote"))
+
+
 def is_engine(process: psutil.Process) -> bool:
     """True for a builtin engine, but not for its zygote or an exited engine."""
     try:
-        return "services.engine" in " ".join(process.cmdline()) and not process.children() and not listens(process)
+        return _is_of_engine(process.cmdline()) and not process.children() and not listens(process)
     except psutil.Error:
         return False
 

@@ -6,11 +6,12 @@ stream (consolidation to one instance) and under load (each stage becomes a whol
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import psutil
@@ -23,6 +24,7 @@ from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
 from thaw.demo.models import Shape
 
+log = logging.getLogger(__name__)
 KILLS = int(os.environ.get("THAW_TEST_GROUP_KILLS", "30"))
 SEED = 19
 STREAMS = 4
@@ -127,7 +129,7 @@ def is_whole(mesh: Roomy) -> bool:
 
 
 def live_once(
-    mesh: Roomy, server: TierServer, expected: list[Stream], phase: str, picked: random.Random, log: Counter[str]
+    mesh: Roomy, server: TierServer, expected: list[Stream], phase: str, picked: random.Random, done: Counter[str]
 ) -> None:
     """Run one group from its first request to its end, with one kill."""
     is_loaded = picked.random() < 0.5
@@ -139,7 +141,8 @@ def live_once(
         until(lambda: is_in(phase, mesh, before) or all(s.done for s in streams), what=f"the group is in its {phase}")
         time.sleep(picked.uniform(0, SPREAD_S))  # what is tested: a random moment
         kind = kill_one(mesh, picked)
-        log[f"{phase}, {kind}"] += 1
+        done[f"{phase}, {kind}"] += 1
+        log.info("killed a %s in the %s, %d streams: number %d", kind, phase, count, done.total())
         for stream, alone in zip(streams, expected, strict=False):
             stream.result().assert_same(alone)
         until(lambda: is_whole(mesh), what=f"whole instances serve after the kill of a {kind} in the {phase}")
@@ -157,11 +160,8 @@ def live_once(
 
 @pytest.mark.long
 @pytest.mark.timeout(300 + 90 * KILLS)
-def test_random_kills_over_a_group_lose_nothing(
-    mesh: Roomy, server: TierServer, expected: list[Stream], record_property: Callable[[str, object], None]
-) -> None:
-    picked, log = random.Random(SEED), Counter[str]()
+def test_random_kills_over_a_group_lose_nothing(mesh: Roomy, server: TierServer, expected: list[Stream]) -> None:
+    picked, done = random.Random(SEED), Counter[str]()
     for number in range(KILLS):
-        live_once(mesh, server, expected, PHASES[number % len(PHASES)], picked, log)
-    assert log.total() == KILLS
-    record_property("kills", dict(sorted(log.items())))
+        live_once(mesh, server, expected, PHASES[number % len(PHASES)], picked, done)
+    assert done.total() == KILLS

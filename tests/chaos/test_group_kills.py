@@ -17,8 +17,7 @@ from typing import Any, Final
 import psutil
 import pytest
 
-from shared.contracts.migration import MigrationRecord
-from tests.e2e.paced_nodes import NODES, paced_nodes, paced_server, register_for_group, stages_of
+from tests.e2e.paced_nodes import NODES, consolidations, instances, paced_nodes, paced_server, register_for_group, stages_of
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
@@ -37,7 +36,6 @@ VICTIMS: Final = ("stage 0", "stage 1", "successor", "loader", "nodeagent", "mig
 """A gateway is not one of them: a stream ends with its gateway (docs/failover.md)."""
 SPREAD_S = 0.5
 """The kill follows the phase's beginning after a random time of up to this."""
-Instances = list[tuple[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -63,32 +61,21 @@ def expected(mesh: Roomy) -> list[Stream]:
     return [stream.result() for stream in streams]
 
 
-def live(mesh: Roomy) -> Instances:
-    """Return the model's instances and stages that hold memory, each with its node."""
-    states = ("preparing", "loading", "ready", "draining")
-    found = [(n["node"], i) for n in mesh.cluster()["nodes"] for i in n["instances"]]
-    return [(node, i) for node, i in found if i["model"] == "far" and i["state"] in states]
-
-
 def is_in(phase: str, mesh: Roomy, before: set[str]) -> bool:
     """Return whether the group's life has reached the phase, or has passed it."""
     if phase == "migration":
-        return bool(consolidations(mesh).keys() - before)
-    found = live(mesh)
+        return bool({r.migration_id for r in consolidations(mesh)} - before)
+    found = instances(mesh)
     if phase == "start":
-        return any(i["group"] is not None for _, i in found)
-    has_successor = any(i["group"] is None for _, i in found)
+        return any(i["group"] is not None for i in found)
+    has_successor = any(i["group"] is None for i in found)
     return has_successor if phase == "successor" else has_successor or sorted(stages_of(mesh, "far")) == [0, 1]
 
 
-def consolidations(mesh: Roomy) -> dict[str, MigrationRecord]:
-    return {key: r for key, r in mesh.records().items() if r.reason == "consolidation" and r.model == "far"}
-
-
 def find_victims(mesh: Roomy, picked: random.Random) -> dict[str, int]:
-    """Return the pids of what is there now, by kind."""
+    """Return the pids of the possible victims by kind."""
     found: dict[str, int] = {}
-    for _, instance in live(mesh):
+    for instance in instances(mesh):
         kind = "successor" if instance["group"] is None else f"stage {instance['group']['index']}"
         if instance["pids"]:
             found[kind] = int(instance["pids"][0])
@@ -123,9 +110,9 @@ def measure(mesh: Roomy) -> None:
 
 
 def is_whole(mesh: Roomy) -> bool:
-    """Return whether no stage is left, and what is there is ready."""
-    found = live(mesh)
-    return bool(found) and all(i["group"] is None and i["state"] == "ready" for _, i in found)
+    """Return whether the model has instances, and each is whole and ready."""
+    found = instances(mesh)
+    return bool(found) and all(i["group"] is None and i["state"] == "ready" for i in found)
 
 
 def live_once(
@@ -134,7 +121,7 @@ def live_once(
     """Run one group from its first request to its end, with one kill."""
     is_loaded = picked.random() < 0.5
     register_for_group(mesh, server, "far", LOADED if is_loaded else OPTIONS)
-    before = set(consolidations(mesh))
+    before = {r.migration_id for r in consolidations(mesh)}
     count = STREAMS if is_loaded else 1
     streams = [Stream(mesh.url, body("far", **asked(n))).start() for n in range(count)]
     try:
@@ -152,7 +139,7 @@ def live_once(
             stream.leave()
         mesh.json("sleep", "far")
         mesh.json("models", "rm", "far")
-    until(lambda: not live(mesh), what="the model's instances have ended")
+    until(lambda: not instances(mesh), what="the model's instances have ended")
     mesh.assert_settled()
     if kind in ("loader", "nodeagent"):
         measure(mesh)

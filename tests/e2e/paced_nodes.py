@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelSpec
 from shared.sizing import MIB, need_of
 from tests.integration.loader.tiers_server import TierServer
@@ -139,3 +140,15 @@ def stages_of(mesh: Roomy, name: str) -> dict[int, str]:
         for i in n["instances"]
         if i["model"] == name and i["state"] == "ready" and i["group"] is not None
     }
+
+
+def instances(mesh: Roomy, model: str = "far") -> list[dict[str, Any]]:
+    """Return the model's instances and stages that hold memory, each with its node."""
+    states = ("preparing", "loading", "ready", "draining")
+    found = [(n["node"], i) for n in mesh.cluster()["nodes"] for i in n["instances"]]
+    return [{**i, "node": node} for node, i in found if i["model"] == model and i["state"] in states]
+
+
+def consolidations(mesh: Roomy, model: str = "far") -> list[MigrationRecord]:
+    """Return the records of migrations from groups of the model to whole instances."""
+    return [r for r in mesh.records().values() if r.reason == "consolidation" and r.model == model]

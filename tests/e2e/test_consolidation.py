@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.contracts.migration import MigrationRecord
-from tests.e2e.paced_nodes import NODES, paced_nodes, paced_server, register_for_group, stages_of
+from tests.e2e.paced_nodes import NODES, consolidations, instances, paced_nodes, paced_server, register_for_group, stages_of
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.mesh import held
@@ -79,19 +78,8 @@ def grouped(mesh: Roomy, server: TierServer, expected: Stream) -> Iterator[Strea
         forget(mesh)
 
 
-def instances(mesh: Roomy) -> list[dict[str, Any]]:
-    """Return the model's instances and stages that hold memory, each with its node."""
-    states = ("preparing", "loading", "ready", "draining")
-    found = [(n["node"], i) for n in mesh.cluster()["nodes"] for i in n["instances"]]
-    return [{**i, "node": node} for node, i in found if i["model"] == "far" and i["state"] in states]
-
-
 def whole(mesh: Roomy, *states: str) -> list[dict[str, Any]]:
     return [i for i in instances(mesh) if i["group"] is None and i["state"] in states]
-
-
-def consolidations(mesh: Roomy) -> list[MigrationRecord]:
-    return [r for r in mesh.records().values() if r.reason == "consolidation" and r.model == "far"]
 
 
 def is_one_instance(mesh: Roomy) -> bool:

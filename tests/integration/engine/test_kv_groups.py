@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from shared.contracts.inference import FairShare
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError, UnsupportedParameter
 from tests.integration.engine.test_families import LoadedModel, save
-from tests.integration.engine.test_kv_transfer import BODIES, BODY, PROMPT, Pair
+from tests.integration.engine.test_kv_transfer import BODIES, BODY, PROMPT, Pair, Round, check_rounds, rounds_of
 from tests.integration.engine.test_resume import flat, request
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.launcher import until
@@ -110,57 +110,14 @@ async def test_moved_request_has_all_keys_and_values_of_its_stages(pair: FromGro
     await asyncio.to_thread(until, lambda: pair.group.sequences() == [0] * (STAGES - 1))
 
 
-@dataclass(frozen=True)
-class Round:
-    """A round of a migration, after so many more tokens, with a fault of one stage's connection."""
-
-    tokens: int
-    way: str
-    part: int
-    fault: Fault
-
-
-ROUNDS = st.lists(
-    st.builds(
-        Round,
-        st.integers(0, 30),
-        st.sampled_from(["transfer", "transfer", "compute"]),
-        st.integers(0, STAGES - 1),
-        st.builds(Fault, st.sampled_from(["pass", "pass", "cut", "flip"]), st.integers(200, 60_000)),
-    ),
-    max_size=4,
-)
-
-
-@given(ROUNDS, st.sampled_from(sorted(BODIES)), st.booleans())
+@given(rounds_of(STAGES, 60_000), st.sampled_from(sorted(BODIES)), st.booleans())
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sequence_of_rounds_gives_the_undisturbed_tokens(
     exact_model: LoadedModel, rounds: list[Round], body: str, is_preempted: bool
 ) -> None:
     async def run() -> None:
-        pair, proxies = from_group(exact_model), list[Proxy]()
-        try:
-            asked_for = {**BODIES[body], "max_tokens": 110}
-            _, whole = pair.whole(**asked_for)
-            asked, generated = await pair.begin(**asked_for), 0
-            for each in rounds:
-                generated += each.tokens
-                await pair.until_generated(asked, generated)
-                if is_preempted:
-                    pair.recorded[0].batcher.grant(1)
-                    pair.recorded[0].batcher.grant(exact_model.limits.kv_blocks)
-                offer = await offer_if_computed(pair, asked.request_id) if each.way == "transfer" else None
-                if offer is None:
-                    await pair.to.compute(asked.request_id, pair.sequences(asked))
-                else:
-                    proxies.append(Proxy(offer.parts[each.part].port, each.fault))
-                    await pair.to.receive(asked.request_id, pair.sequences(asked), proxies[-1].offered(offer, each.part))
-            moved = await pair.finish(asked, **asked_for)
-            assert {i: flat(d) for i, d in moved.items()} == {i: flat(d) for i, d in whole.items()}
-        finally:
-            for proxy in proxies:
-                proxy.close()
-            await pair.close()
+        pair = from_group(exact_model)
+        await check_rounds(pair, rounds, body, lambda asked: offer_if_computed(pair, asked.request_id), is_preempted=is_preempted)
 
     asyncio.run(run())
 

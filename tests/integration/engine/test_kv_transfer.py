@@ -7,7 +7,7 @@ kind, and with every fault of the connection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,53 +154,63 @@ async def test_moved_request_continues_token_for_token_without_computing_anythin
 
 @dataclass(frozen=True)
 class Round:
-    """A round of a migration, after so many more tokens."""
+    """A round of a migration, after so many more tokens, with a fault of one part's connection."""
 
     tokens: int
     way: str
+    part: int
     fault: Fault
 
 
-ROUNDS = st.lists(
-    st.builds(
-        Round,
-        st.integers(0, 30),
-        st.sampled_from(["transfer", "transfer", "compute"]),
-        st.builds(Fault, st.sampled_from(["pass", "pass", "cut", "flip"]), st.integers(200, 200_000)),
-    ),
-    max_size=4,
-)
+def rounds_of(parts: int, most_bytes: int) -> st.SearchStrategy[list[Round]]:
+    """Return migrations from a source of several parts; faults begin before `most_bytes`."""
+    faults = st.builds(Fault, st.sampled_from(["pass", "pass", "cut", "flip"]), st.integers(200, most_bytes))
+    ways = st.sampled_from(["transfer", "transfer", "compute"])
+    return st.lists(st.builds(Round, st.integers(0, 30), ways, st.integers(0, parts - 1), faults), max_size=4)
 
 
-@given(ROUNDS, st.sampled_from(sorted(BODIES)), st.booleans())
+Offer = Callable[[GenerationRequest], Awaitable[KvOffer | None]]
+
+
+async def check_rounds(pair: Pair, rounds: list[Round], body: str, offer_of: Offer, *, is_preempted: bool) -> None:
+    """Move a request in rounds, compare it with the undisturbed one, and close the engines.
+
+    Args:
+        offer_of: Asks the source for its offer; None: the round is computed instead.
+    """
+    proxies: list[Proxy] = []
+    try:
+        asked_for = {**BODIES[body], "max_tokens": 110}
+        _, whole = pair.whole(**asked_for)
+        asked, generated = await pair.begin(**asked_for), 0
+        for each in rounds:
+            generated += each.tokens
+            await pair.until_generated(asked, generated)
+            if is_preempted:
+                pair.recorded[0].batcher.grant(1)
+                pair.recorded[0].batcher.grant(pair.loaded.limits.kv_blocks)
+            offer = await offer_of(asked) if each.way == "transfer" else None
+            if offer is None:
+                await pair.to.compute(asked.request_id, pair.sequences(asked))
+            else:
+                proxies.append(Proxy(offer.parts[each.part].port, each.fault))
+                await pair.to.receive(asked.request_id, pair.sequences(asked), proxies[-1].offered(offer, each.part))
+        moved = await pair.finish(asked, **asked_for)
+        assert {i: flat(d) for i, d in moved.items()} == {i: flat(d) for i, d in whole.items()}
+    finally:
+        for proxy in proxies:
+            proxy.close()
+        await pair.close()
+
+
+@given(rounds_of(1, 200_000), st.sampled_from(sorted(BODIES)), st.booleans())
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sequence_of_rounds_gives_the_undisturbed_tokens(
     loaded_float32: LoadedModel, rounds: list[Round], body: str, is_preempted: bool
 ) -> None:
     async def run() -> None:
-        pair, proxies = Pair(loaded_float32), list[Proxy]()
-        try:
-            asked_for = {**BODIES[body], "max_tokens": 110}
-            _, whole = pair.whole(**asked_for)
-            asked, generated = await pair.begin(**asked_for), 0
-            for each in rounds:
-                generated += each.tokens
-                await pair.until_generated(asked, generated)
-                if is_preempted:
-                    pair.recorded[0].batcher.grant(1)
-                    pair.recorded[0].batcher.grant(loaded_float32.limits.kv_blocks)
-                if each.way == "compute":
-                    await pair.to.compute(asked.request_id, pair.sequences(asked))
-                else:
-                    offer = await pair.offer(asked)
-                    proxies.append(Proxy(offer.port, each.fault))
-                    await pair.to.receive(asked.request_id, pair.sequences(asked), proxies[-1].offered(offer))
-            moved = await pair.finish(asked, **asked_for)
-            assert {i: flat(d) for i, d in moved.items()} == {i: flat(d) for i, d in whole.items()}
-        finally:
-            for proxy in proxies:
-                proxy.close()
-            await pair.close()
+        pair = Pair(loaded_float32)
+        await check_rounds(pair, rounds, body, pair.offer, is_preempted=is_preempted)
 
     asyncio.run(run())
 

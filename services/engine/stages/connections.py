@@ -162,7 +162,7 @@ class Outbound(Connection):
         super().__init__(sock, peer, on_lost)
         self._within_s = send_within_s
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._room = threading.BoundedSemaphore(QUEUED_FRAMES)
+        self._room = threading.Semaphore(QUEUED_FRAMES)  # not bounded: `_wake` releases it too
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for name, work in (("stage-out", self._send), ("stage-watch", self._watch))
@@ -179,7 +179,7 @@ class Outbound(Connection):
         if not frame.data:
             self.put_small(frame.message)
             return
-        if not self._room.acquire(timeout=self._within_s):
+        if self._error is None and not self._room.acquire(timeout=self._within_s):
             self._fail(f"it has read nothing for {self._within_s:g} s")
         if self._error is not None:
             raise RunnerLost(self._error)
@@ -229,6 +229,4 @@ class Outbound(Connection):
 
     def _wake(self) -> None:
         self._frames.put(None)
-        for _ in range(QUEUED_FRAMES):
-            with contextlib.suppress(ValueError):
-                self._room.release()
+        self._room.release(QUEUED_FRAMES)  # each `put` that waits raises: the connection has failed

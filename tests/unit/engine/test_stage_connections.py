@@ -8,7 +8,8 @@ import os
 import queue
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +20,9 @@ from services.engine.stages import handshake
 from services.engine.stages.connections import QUEUED_FRAMES, Frame, Inbound, Outbound
 from shared.contracts.stages import GroupCapacity, LayerRange, Stage, StageResult
 from shared.engines.secret_proof import NONCE_BYTES
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 WITHIN_S = 60.0
 SECRET = "s" * 43
@@ -175,6 +179,29 @@ def test_end_of_the_next_stage_is_noticed_while_nothing_is_sent(pair: tuple[sock
     assert "stage 1 is lost: the stage has ended" in losses.reason()
     with pytest.raises(RunnerLost):
         outbound.put(Frame(StageResult(number=0), b"x"))
+
+
+class HookedSocket(socket.socket):
+    """Calls `after_send` before a send returns."""
+
+    after_send: Callable[[], None]
+
+    def sendall(self, data: ReadableBuffer, flags: int = 0, /) -> None:
+        super().sendall(data, flags)
+        self.after_send()
+
+
+def test_connection_that_is_closed_during_a_send_ends_quietly(pair: tuple[socket.socket, socket.socket]) -> None:
+    losses = Losses()
+    with HookedSocket(fileno=pair[0].detach()) as hooked:
+        outbound = Outbound(hooked, "stage 1", losses.put, WITHIN_S)
+        hooked.after_send = outbound.close
+        outbound.put(Frame(StageResult(number=0), b"x"))
+        outbound.flush_and_close(WITHIN_S)
+        for _ in range(2 * QUEUED_FRAMES):  # none waits for room
+            with pytest.raises(RunnerLost, match="has closed the connection"):
+                outbound.put(Frame(StageResult(number=0), b"x"))
+    assert losses.empty()
 
 
 def test_no_frame_within_the_time_is_an_error(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import os
 import subprocess
 import threading
@@ -51,17 +53,29 @@ def evict(directory: Path) -> None:
 
 @contextmanager
 def cached(directory: Path) -> Iterator[None]:
-    """Keep the files in the page cache.
+    """Keep the files in the page cache."""
+    with contextlib.ExitStack() as stack:
+        for path in directory.iterdir():
+            stack.enter_context(locked(path, (0, path.stat().st_size)))
+        yield
+
+
+@contextmanager
+def locked(path: Path, *ranges: tuple[int, int]) -> Iterator[None]:
+    """Keep ranges of a file (offset and length in bytes) in the page cache, and read no other page.
 
     A machine short of memory evicts pages that were only read. Where the limit of locked memory
     refuses the lock, the mapping alone makes that unlikely.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    mappings = [np.memmap(path, mode="r") for path in directory.iterdir()]
-    for mapping in mappings:
-        libc.mlock(ctypes.c_void_p(mapping.ctypes.data), ctypes.c_size_t(mapping.nbytes))
-        mapping.sum()
-    yield
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        mapping.madvise(mmap.MADV_RANDOM)  # no read-ahead
+        start = np.frombuffer(mapping, np.uint8).ctypes.data
+        for offset, length in ranges:
+            first = offset // PAGE * PAGE
+            libc.mlock(ctypes.c_void_p(start + first), ctypes.c_size_t(offset + length - first))
+            sum(mapping[offset : offset + length : PAGE])
+        yield
 
 
 def need_disk(directory: Path) -> None:
@@ -107,10 +121,11 @@ def test_half_in_the_page_cache(tmp_path: Path, name: str) -> None:
     nbytes = sum(piece.length for piece in whole)
     with (tmp_path / "model.safetensors").open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
-        os.pread(file.fileno(), 3 * PAGE, 0)
-        os.pread(file.fileno(), 100, second.offset + 5 * PAGE)
-        os.pread(file.fileno(), nbytes, whole[0].offset)
-        report = load_segment(tmp_path, name)
+        ranges = ((0, 3 * PAGE), (second.offset + 5 * PAGE, 100), (whole[0].offset, nbytes))
+        for offset, length in ranges:
+            os.pread(file.fileno(), length, offset)
+        with locked(tmp_path / "model.safetensors", *ranges):
+            report = load_segment(tmp_path, name)
     assert report.stats.cached >= nbytes
     assert report.stats.direct > CHUNK_BYTES
     assert_same(name, weights)

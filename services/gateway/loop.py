@@ -165,7 +165,7 @@ class Gateway:
         request.key_digest = origin.caller.digest
         if card.spec.slo.is_set and card.spec.base is None and origin.priority > BATCH_PRIORITY:
             request.standing = partial(self.objectives.standing, ticket.model)
-        request.on_done = partial(self._meter, request, origin)
+        request.meter = partial(self._meter, request, origin)
         self._requests[ticket.id] = request
         self._opened.set()
         self._ticket_ids[origin.request_id] = ticket.id
@@ -177,7 +177,9 @@ class Gateway:
         return request
 
     def _run_idempotent(self, request: ActiveRequest, place: Claim | ExistingKey, new_entry: Entry) -> None:
-        idempotent = IdempotentRequest(self.id, self.idempotency, self.dispatcher, self.engines, request, place, new_entry)
+        idempotent = IdempotentRequest(
+            self.id, self.idempotency, self.dispatcher, self.engines, request, place, new_entry, self.usage.settle
+        )
         request.attach_idempotency(idempotent)
         task = asyncio.create_task(idempotent.run(), name="idempotency key")
         self._idempotent_tasks.add(task)

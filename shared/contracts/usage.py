@@ -128,8 +128,30 @@ class ColdWait(Frozen):
     devices: int = Field(default=1, ge=1, le=10_000)
 
 
+class ResponseUsage(Frozen):
+    """Usage of one response that another gateway may report as well.
+
+    With an Idempotency-Key a gateway takes over from one that was lost, and cannot know what that
+    one reported.
+
+    Attributes:
+        answer_id: Id of the response; reports of the same id count once.
+        row: One request.
+        wait: The start that it waited for.
+    """
+
+    answer_id: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
+    row: UsageRow
+    wait: ColdWait | None = None
+
+
 class ReportUsage(Request):
-    """Records of a spool between two positions, summed up."""
+    """Records of a spool between two positions, summed up.
+
+    Attributes:
+        responses: Records that are not in `rows` and `waits`, because another gateway may have
+            reported them.
+    """
 
     deadline_ms: Deadline = 5_000
     kind: Literal["report_usage"] = "report_usage"
@@ -138,6 +160,7 @@ class ReportUsage(Request):
     end: int = Field(ge=0, description="Position after the last record.")
     rows: tuple[UsageRow, ...] = Field(max_length=MAX_ROWS_PER_REPORT)
     waits: tuple[ColdWait, ...] = Field(default=(), max_length=MAX_ROWS_PER_REPORT)
+    responses: tuple[ResponseUsage, ...] = Field(default=(), max_length=MAX_ROWS_PER_REPORT)
 
 
 class UsageRecorded(Message):

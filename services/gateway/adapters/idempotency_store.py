@@ -129,12 +129,14 @@ class Claim:
     """Ownership of a key: the right and the duty to execute its request.
 
     Attributes:
+        is_taken_over: Another gateway owned the key before.
         lost: Set when another gateway has claimed the key.
     """
 
-    def __init__(self, bucket: KeyValue, key: str, entry: Entry, revision: int) -> None:
+    def __init__(self, bucket: KeyValue, key: str, entry: Entry, revision: int, *, is_taken_over: bool = False) -> None:
         self.key = key
         self.entry = entry
+        self.is_taken_over = is_taken_over
         self.lost = asyncio.Event()
         self._bucket = bucket
         self._revision = revision
@@ -264,7 +266,8 @@ class IdempotencyStore:
         """Claim a key whose owner is gone; None if the entry has changed meanwhile."""
         bucket, owned = await self._open(), self._with_owner(found.entry)
         try:
-            return Claim(bucket, found.key, owned, await bucket.update(found.key, _bytes(owned), last=found.revision))
+            revision = await bucket.update(found.key, _bytes(owned), last=found.revision)
+            return Claim(bucket, found.key, owned, revision, is_taken_over=True)
         except KeyWrongLastSequenceError:
             return None
 

@@ -8,13 +8,14 @@ it is: whatever was lost in between, each record counts once (docs/adr/0070).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from pathlib import Path
 
 from services.gateway.adapters.usage_spool import UsageSpool, open_spools
 from services.gateway.domain.limits.spending import Unreported
-from services.gateway.domain.usage_records import UsageRecord, next_report
+from services.gateway.domain.usage_records import UsageRecord, next_report, settled_line
 from shared.contracts import subjects
 from shared.contracts.usage import REPORT_INTERVAL_S, ReportUsage, UsageRecorded
 from shared.errors import ThawError, Unreachable
@@ -49,6 +50,7 @@ class UsageMeter:
         self._number = 0
         self._opened_at = 0.0
         self._has_records = asyncio.Event()
+        self._unsettled: set[str] = set()
         self._failures = LogRateLimit()
 
     def open(self) -> None:
@@ -74,12 +76,25 @@ class UsageMeter:
         except OSError as e:
             self._drop(str(e))
             return
+        if record.answer_id:
+            self._unsettled.add(record.answer_id)
         self._has_records.set()
 
     def _drop(self, reason: str) -> None:
         self.dropped += 1
         if self._failures.allows("dropped"):
             log.error("failed to meter a request", extra={"error": reason, "dropped": self.dropped})
+
+    def settle(self, answer_id: str) -> None:
+        """No other gateway will record the usage of this response.
+
+        The ledger need not check whether one has.
+        """
+        if self._own is None or answer_id not in self._unsettled:
+            return
+        self._unsettled.discard(answer_id)
+        with contextlib.suppress(OSError):  # then the ledger checks
+            self._own.append(settled_line(answer_id))
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -99,6 +114,7 @@ class UsageMeter:
                 self.unreported.confirm(self._own.position)
             if not is_done:
                 return False
+            self._unsettled.clear()  # reported
             self._rotate(self._own)
         for spool in list(self._adopted):
             if await self._report(spool):

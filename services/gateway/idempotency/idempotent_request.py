@@ -10,6 +10,11 @@ when the owner's lease expires, and continues from the owner's state: in the que
 engine that already works. If that engine may not have received the request, the gateway sends it
 again under the same attempt id; an engine refuses a duplicate of what it serves.
 
+Metering: the owner records what the request used. It may be lost between the end of the response
+and this record, or between the record and the key's end. A follower that has read the response to
+its end therefore waits for the key's end in the background, and takes over the key of an owner that
+is gone. Records of one response have its id, so that it counts once (docs/adr/0095).
+
 Missed messages: NATS may have stored messages that the owner missed, as during a restart, and may
 have lost messages that the owner received. The owner therefore reads the stored messages before
 it has a response continued, and has it continued where they end (docs/adr/0039).
@@ -43,6 +48,7 @@ from services.gateway.adapters.idempotency_store import (
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage
+from services.gateway.idempotency.abandoned import claim_if_abandoned
 from services.gateway.idempotency.replay import REPLAY_TIMEOUT_S, Replay
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.response_reader import Attempt
@@ -87,11 +93,14 @@ class IdempotentRequest:
         request: ActiveRequest,
         place: Claim | ExistingKey,
         new_entry: Entry,
+        on_metered: Callable[[str], None],
     ) -> None:
         """Start as the owner of the key if `place` is a claim, else as a follower.
 
         Args:
             new_entry: The entry to create if the key is deleted while it is followed.
+            on_metered: Called with the id of the response when the key has ended and no other
+                gateway can have recorded what it used.
         """
         self._gateway_id = gateway_id
         self._store = store
@@ -101,6 +110,7 @@ class IdempotentRequest:
         self._ticket = request.ticket
         self._place = place
         self._new_entry = new_entry
+        self._on_metered = on_metered
         self._claim: Claim | None = None
         self._replay = Replay(store, request)
         self._sending: asyncio.Task[None] | None = None
@@ -155,6 +165,14 @@ class IdempotentRequest:
                 log.info("idempotency store is unavailable; retrying", extra={"error": repr(e)})
             await asyncio.sleep(_STORE_RETRY_S)
 
+    @property
+    def metered_as(self) -> str | None:
+        """Id of the response whose usage this gateway reports; None: the owner of the key does."""
+        claim = self._claim
+        if claim is None or claim.lost.is_set() or self._releases_key:
+            return None
+        return claim.entry.answer_id
+
     # The owner.
 
     async def _hold_claim(self, claim: Claim) -> None:
@@ -184,6 +202,7 @@ class IdempotentRequest:
                 dispatcher.on_request(self._ticket, self._request.card.spec.queue.max_waiting, time.monotonic())
             return
         dispatcher.on_adopted(self._ticket, entry.attempt_id, entry.instance_id, entry.node, now)
+        self._find_instance(entry)
         self._attempt_reply = entry.reply
         if self._replay.subject != entry.reply:
             await self._retry(partial(self._replay.read, entry))
@@ -195,6 +214,12 @@ class IdempotentRequest:
         elif not self._request.completion.is_done and not await self._retry(partial(self._store.captured_messages, entry.reply)):
             message = self._request.infer_message()
             self._replay.on_stop(await self._engines.send_again(message, self._request, entry.reply))
+
+    def _find_instance(self, entry: Entry) -> None:
+        """Note the devices that generated the response, if the instance is known."""
+        route = self._dispatcher.routes.get(entry.instance_id)
+        if route is not None and self._request.stats.instance is None:
+            self._request.stats.instance = route.status
 
     async def _read_parts(self, entry: Entry) -> None:
         """Read the parts of a response whose last attempt has ended. Raises `EngineFailed`."""
@@ -321,10 +346,16 @@ class IdempotentRequest:
             await claim.release()
         elif not self._is_worth_keeping():
             await claim.delete()
+            self._on_key_ended(claim)
         elif await self._store.wait_until_captured(claim.entry.reply, messages):
             await claim.complete(messages, request.completion.error)
+            self._on_key_ended(claim)
         else:
             await self._give_up_key(claim)
+
+    def _on_key_ended(self, claim: Claim) -> None:
+        if not claim.is_taken_over:  # the previous owner may have recorded the usage as well
+            self._on_metered(claim.entry.answer_id)
 
     async def _give_up_key(self, claim: Claim) -> None:
         """Let another request have the response completed, of which NATS has lost messages."""
@@ -382,7 +413,29 @@ class IdempotentRequest:
             done.cancel()
         if isinstance(place, Claim):
             self._request.response.is_replay = bool(place.entry.reply or place.entry.parts)
+        elif place is None:
+            self._settled.set()
+            completion = self._request.completion
+            if completion.error is None and not completion.has_client_left:
+                await self._end_for_owner(found.key)
         return place
+
+    async def _end_for_owner(self, key: str) -> None:
+        """Wait until the key has ended; record the usage and the end if its owner is gone."""
+        claim = await claim_if_abandoned(self._store, key)
+        if claim is None:
+            return
+        renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
+        try:
+            if claim.entry.reply == self._replay.subject:
+                self._claim = claim
+                self._find_instance(claim.entry)
+                self._request.meter()
+                await self._record_end(claim)
+            else:
+                await claim.release()  # its owner began another attempt, which this gateway has not read
+        finally:
+            await end(renewing)
 
     async def _follow_changes(self, found: ExistingKey, watcher: Any, done: asyncio.Task[bool]) -> Claim | ExistingKey | None:
         has_entry = False

@@ -24,7 +24,14 @@ from shared.errors import NotFound, ThawError, Unavailable, Unreachable
 
 
 class IdempotencyGuard(Protocol):
-    """The idempotency key of a request, as the request and the gateway's loop use it."""
+    """The idempotency key of a request, as the request and the gateway's loop use it.
+
+    Attributes:
+        metered_as: Id of the response whose usage this gateway reports; None: another one does.
+    """
+
+    @property
+    def metered_as(self) -> str | None: ...
 
     def send(self, route: Route) -> None:
         """Record the chosen instance under the key, then send the request to it."""
@@ -60,7 +67,8 @@ class ActiveRequest:
         completion: The end of the request.
         idempotency: The request's Idempotency-Key; None without one.
         on_requeued: Called when the request waits for another instance.
-        on_done: Called when the request ends, before its client has the end of the response.
+        meter: Records what the request used. Called when it ends, before its client has the end of
+            the response, and again if it counts here only later.
         key_digest: Hash of the client's API key; empty without a key.
         headers: Headers of the response that do not depend on it.
         standing: Returns how many requests of the model met its objective.
@@ -95,7 +103,7 @@ class ActiveRequest:
         )
         self.idempotency: IdempotencyGuard | None = None
         self.on_requeued: Callable[[], None] | None = None
-        self.on_done: Callable[[], None] | None = None
+        self.meter: Callable[[], None] = _no_meter
         self.key_digest = ""
         self.headers: dict[str, str] = {}
         self.standing: Callable[[], ObjectiveStanding | None] = _no_standing
@@ -214,9 +222,12 @@ class ActiveRequest:
 
     def _on_done(self) -> None:
         self.handoffs.abandon(NotFound("The request has ended"))
-        if self.on_done is not None:
-            self.on_done()
+        self.meter()
 
 
 def _no_standing() -> None:
     """No request is counted."""
+
+
+def _no_meter() -> None:
+    """No usage is recorded."""

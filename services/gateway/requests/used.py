@@ -6,7 +6,6 @@ import time
 
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
-from shared.errors import ShuttingDown
 
 
 def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
@@ -16,12 +15,12 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
         key: Name of its API key.
 
     Returns:
-        None if no engine worked on it for this gateway: it was refused, replayed, or is continued
-        by another gateway, which records it.
+        None if no engine worked on it, or another gateway records it: one that generates the
+        response for the same Idempotency-Key, or that continues it.
     """
     ticket, completion, stats = request.ticket, request.completion, request.stats
-    is_continued = request.idempotency is not None and isinstance(completion.error, ShuttingDown)
-    if not ticket.attempts or request.response.is_replay or is_continued:
+    answer_id = request.idempotency.metered_as if request.idempotency is not None else ""
+    if answer_id is None or not (ticket.attempts or request.response.is_replay):
         return None
     adapter = request.engine_request.lora_adapter
     cold_at = stats.cold_ready_at
@@ -46,4 +45,5 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
         devices=count if started is not None else 1,
         compute_us=round(compute_s * 1e6) if kind else 0,
         compute_kind=kind if compute_s else "",
+        answer_id=answer_id,
     )

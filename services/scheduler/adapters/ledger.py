@@ -7,7 +7,7 @@ nothing; the reply says from where to continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from shared.contracts.usage import (
     Counts,
     ReportUsage,
     UsageRecorded,
+    UsageRow,
     UsageSum,
     UsageViewed,
     ViewUsage,
@@ -47,7 +48,7 @@ Tokens = tuple[int, int, int]
 _UNASKED = ("consolidation", "min_replicas", "park", "wake")
 """Triggers of starts that are made without a request."""
 _SPOOL_HOURS = 40 * 24
-"""A spool that was silent for so long is forgotten."""
+"""A spool that was silent for so long is forgotten, and so is the id of a response."""
 
 
 class Ledger:
@@ -65,7 +66,7 @@ class Ledger:
         Args:
             epoch: The leader's epoch.
             hour: The present hour.
-            on_new: Called once the report is recorded, unless it was recorded before.
+            on_new: Called with what is new of the report, once it is recorded.
 
         Raises:
             StaleEpoch: `epoch` is not the present one.
@@ -81,7 +82,10 @@ class Ledger:
             if position != report.start:
                 return UsageRecorded(position=position)
             await connection.execute(spools.update().where(where).values(position=report.end, hour=hour))
-            await _add_rows(connection, report)
+            report = await _without_known_responses(connection, report)
+            await _add_rows(connection, report.rows, report.waits)
+            for response in report.responses:
+                await _add_rows(connection, (response.row,), (response.wait,) if response.wait is not None else ())
         if on_new is not None:
             on_new(report)
         return UsageRecorded(position=report.end)
@@ -230,7 +234,8 @@ class Ledger:
                 await connection.execute(delete(table).where(table.c.hour < hour - RETENTION_HOURS))
             clocks = tables.held_clocks
             await connection.execute(delete(clocks).where(clocks.c.until < (hour - _SPOOL_HOURS) * 3600.0))
-            await connection.execute(delete(tables.usage_spools).where(tables.usage_spools.c.hour < hour - _SPOOL_HOURS))
+            for table in (tables.usage_spools, tables.metered_responses):
+                await connection.execute(delete(table).where(table.c.hour < hour - _SPOOL_HOURS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,25 +307,38 @@ def compute_us(counts: Mapping[str, Any]) -> dict[str, int]:
     return {"cpu": int(counts.get("compute_cpu_us") or 0), "cuda": int(counts.get("compute_cuda_us") or 0)}
 
 
-async def _add_rows(connection: AsyncConnection, report: ReportUsage) -> None:
-    if report.rows:
+async def _without_known_responses(connection: AsyncConnection, report: ReportUsage) -> ReportUsage:
+    """Leave out the responses that other gateways have reported, and remember the others."""
+    if not report.responses:
+        return report
+    table = tables.metered_responses
+    hours = {response.answer_id: response.row.hour for response in report.responses}
+    statement = insert(table).values([{"answer_id": answer_id, "hour": hour} for answer_id, hour in hours.items()])
+    inserted = statement.on_conflict_do_nothing(index_elements=["answer_id"]).returning(table.c.answer_id)
+    new = set((await connection.execute(inserted)).scalars())
+    by_id = {response.answer_id: response for response in report.responses if response.answer_id in new}
+    return report.model_copy(update={"responses": tuple(by_id.values())})
+
+
+async def _add_rows(connection: AsyncConnection, rows: Sequence[UsageRow], waits: Sequence[ColdWait]) -> None:
+    if rows:
         table = tables.usage
         statement = insert(table)
         added = {name: table.c[name] + statement.excluded[name] for name in _COUNTS}
-        rows = [
+        values = [
             {"hour": r.hour, "key": r.key, "model": r.model, "adapter": r.adapter, **{n: getattr(r.counts, n) for n in _COUNTS}}
-            for r in report.rows
+            for r in rows
         ]
         await connection.execute(
-            statement.on_conflict_do_update(index_elements=["hour", "key", "model", "adapter"], set_=added), rows
+            statement.on_conflict_do_update(index_elements=["hour", "key", "model", "adapter"], set_=added), values
         )
-    if report.waits:
+    if waits:
         table = tables.cold_waits
         statement = insert(table)
         added = {"requests": table.c.requests + statement.excluded.requests}
         await connection.execute(
             statement.on_conflict_do_update(index_elements=["plan_id", "key", "model", "adapter"], set_=added),
-            [wait.model_dump() for wait in report.waits],
+            [wait.model_dump() for wait in waits],
         )
 
 

@@ -66,11 +66,12 @@ class Spending:
     def _add(self, report: ReportUsage) -> None:
         if self._period is None:
             return  # the next question reads all of it
-        for row in report.rows:
+        for row in (*report.rows, *(response.row for response in report.responses)):
             for sums in (self._day, self._month):
                 if row.hour >= sums.since:
                     sums.add(row)
-        self._has_new_starts = self._has_new_starts or bool(report.waits)
+        has_waits = bool(report.waits) or any(response.wait is not None for response in report.responses)
+        self._has_new_starts = self._has_new_starts or has_waits
 
     async def view(self, query: ViewSpending, hour: int) -> SpendingViewed:
         """Return what the keys have spent."""

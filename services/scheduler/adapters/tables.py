@@ -193,6 +193,13 @@ usage_spools = Table(
     Column("hour", Integer, nullable=False),
 )
 """How far each gateway's spool is recorded."""
+metered_responses = Table(
+    "metered_responses",
+    metadata,
+    Column("answer_id", Text, primary_key=True),
+    Column("hour", Integer, nullable=False),
+)
+"""Responses that count already and that another gateway may report again."""
 held_memory = Table(
     "held_memory",
     metadata,

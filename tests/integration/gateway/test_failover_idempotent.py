@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 
 from services.gateway.adapters import engine_client, idempotency_store
 from services.gateway.adapters.idempotency_store import Claim
-from services.gateway.idempotency import idempotent_request
+from services.gateway.idempotency import abandoned, idempotent_request
 from shared.contracts import subjects
 from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
@@ -29,7 +29,8 @@ BODY = chat(stream=True)
 @pytest.fixture
 def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the lease of a key and its renewal: a late renewal loses the key to a follower."""
-    monkeypatch.setattr(idempotent_request, "LEASE_S", 2.0)
+    for module in (idempotent_request, abandoned):
+        monkeypatch.setattr(module, "LEASE_S", 2.0)
     monkeypatch.setattr(idempotency_store, "RENEW_S", 0.2)
     monkeypatch.setattr(idempotent_request, "RENEW_S", 0.2)
 

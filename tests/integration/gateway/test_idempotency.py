@@ -16,7 +16,7 @@ from nats.js.kv import KeyValue
 from services.gateway.adapters import idempotency_store
 from services.gateway.adapters.idempotency_store import Claim, Entry, IdempotencyStore, digest
 from services.gateway.authorization import Authorizer
-from services.gateway.idempotency import idempotent_request
+from services.gateway.idempotency import abandoned, idempotent_request
 from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
 from shared.contracts.node import InstanceState
@@ -128,7 +128,8 @@ def content(text: str) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use leases of one second instead of five."""
-    monkeypatch.setattr(idempotent_request, "LEASE_S", 1.0)
+    for module in (idempotent_request, abandoned):
+        monkeypatch.setattr(module, "LEASE_S", 1.0)
     monkeypatch.setattr(idempotency_store, "RENEW_S", 0.25)
     monkeypatch.setattr(idempotent_request, "RENEW_S", 0.25)
 

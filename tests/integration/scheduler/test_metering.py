@@ -26,7 +26,17 @@ from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.repository import StaleEpoch
 from services.scheduler.adapters.spending import Spending
 from shared.contracts.prices import Prices, TokenPrices
-from shared.contracts.usage import RETENTION_HOURS, ColdWait, Counts, ReportUsage, UsageRow, UsageViewed, ViewSpending, ViewUsage
+from shared.contracts.usage import (
+    RETENTION_HOURS,
+    ColdWait,
+    Counts,
+    ReportUsage,
+    ResponseUsage,
+    UsageRow,
+    UsageViewed,
+    ViewSpending,
+    ViewUsage,
+)
 from shared.ports import free_port
 from tests.integration.gateway.conftest import Served, until
 from tests.integration.gateway.test_key_scopes import add
@@ -209,6 +219,33 @@ async def test_the_ledger_records_a_spool_in_order_and_once(database_url: str) -
             assert [r.hour for r in (await ledger.view(ViewUsage(since=0, by=("hour",)))).rows] == [HOUR]
             until_now = await ledger.view(ViewUsage(since=0, until=HOUR, by=("key",)))
             assert until_now.rows == ()
+    finally:
+        await engine.dispose()
+
+
+async def test_a_response_that_two_gateways_report_counts_once(database_url: str) -> None:
+    def report(spool: str, *answers: str) -> ReportUsage:
+        row = UsageRow(hour=HOUR, key="k", model="m", counts=Counts(requests=1, completion_tokens=5))
+        wait = ColdWait(plan_id="p", hour=HOUR, key="k", model="m", requests=1, start_s=8.0, device_kind="cpu")
+        responses = tuple(ResponseUsage(answer_id=answer, row=row, wait=wait) for answer in answers)
+        return ReportUsage(spool=spool, start=0, end=10, rows=(row,), responses=responses)
+
+    engine = connect(database_url)
+    try:
+        await migrate(engine)
+        ledger = Ledger(engine)
+        spending = Spending(ledger)
+        async with leadership(plain_url(database_url)) as term:
+            assert not (await spending.view(ViewSpending(keys=("k",)), HOUR)).keys
+            for spool, answers in (("first", ("r1", "r2")), ("second", ("r2", "r3", "r3")), ("second", ("r4",))):
+                await spending.record(term.epoch, report(spool, *answers), HOUR)
+            counts = (await ledger.view(ViewUsage(since=0))).rows[0].counts
+            assert (counts.requests, counts.completion_tokens) == (2 + 3, 25)
+            assert counts.cold_start_s == pytest.approx(8.0)
+            assert (await spending.view(ViewSpending(keys=("k",)), HOUR)).keys["k"].day_tokens == 25
+            await ledger.prune(term.epoch, HOUR + 41 * 24)
+            await ledger.record(term.epoch, report("third", "r1"), HOUR)
+            assert (await ledger.view(ViewUsage(since=0))).rows[0].counts.requests == 2 + 3 + 2
     finally:
         await engine.dispose()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.adapters.usage_spool import UsageSpool, open_spools
-from services.gateway.domain.usage_records import UsageRecord, next_report
+from services.gateway.domain.usage_records import UsageRecord, next_report, settled_line
 from shared.contracts.usage import MAX_NAME_CHARACTERS, MAX_ROWS_PER_REPORT, ReportUsage
 
 RECORDS = st.builds(
@@ -32,10 +33,11 @@ RECORDS = st.builds(
 
 
 class FakeLedger:
-    """The ledger's rule: a report counts only if it continues its spool."""
+    """The ledger's rules: a report continues its spool, and responses with an id count once."""
 
     def __init__(self) -> None:
         self.positions: dict[str, int] = {}
+        self.responses: set[str] = set()
         self.requests = self.tokens = self.waits = self.cpu_us = self.cuda_us = 0
 
     def record(self, report: ReportUsage) -> int:
@@ -43,30 +45,45 @@ class FakeLedger:
         if position != report.start:
             return position
         self.positions[report.spool] = report.end
-        self.requests += sum(r.counts.requests for r in report.rows)
-        self.tokens += sum(r.counts.prompt_tokens + r.counts.completion_tokens for r in report.rows)
-        self.waits += sum(w.requests for w in report.waits)
-        self.cpu_us += sum(r.counts.compute_cpu_us for r in report.rows)
-        self.cuda_us += sum(r.counts.compute_cuda_us for r in report.rows)
+        new = [r for r in report.responses if r.answer_id not in self.responses]
+        self.responses |= {r.answer_id for r in new}
+        rows = [*report.rows, *(r.row for r in new)]
+        self.requests += sum(r.counts.requests for r in rows)
+        self.tokens += sum(r.counts.prompt_tokens + r.counts.completion_tokens for r in rows)
+        self.waits += sum(w.requests for w in (*report.waits, *(r.wait for r in new if r.wait is not None)))
+        self.cpu_us += sum(r.counts.compute_cpu_us for r in rows)
+        self.cuda_us += sum(r.counts.compute_cuda_us for r in rows)
         return report.end
+
+
+class Spool:
+    """A spool whose reports may be lost, and the replies as well."""
+
+    def __init__(self, name: str, ledger: FakeLedger) -> None:
+        self.name, self.ledger, self.data, self.position = name, ledger, b"", 0
+
+    def report(self, event: str = "report") -> bool:
+        """Report once; return False if there is nothing to report."""
+        report = next_report(self.name, self.position, self.data[self.position :])
+        if report is not None and event != "lost report":
+            reply = self.ledger.record(report)
+            self.position = self.position if event == "lost reply" else reply
+        if event == "killed":
+            self.position = 0  # the next gateway does not know what was recorded
+        return report is not None
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(RECORDS, st.sampled_from(["", "", "report", "lost reply", "lost report", "killed"])), max_size=60))
 def test_every_record_counts_once_whatever_is_lost(events: list[tuple[UsageRecord, str]]) -> None:
-    ledger, data, position, spool = FakeLedger(), b"", 0, "s"
+    ledger = FakeLedger()
+    spool = Spool("s", ledger)
     for record, event in events:
-        data += record.line()
-        if not event:
-            continue
-        report = next_report(spool, position, data[position:])
-        if report is not None and event != "lost report":
-            reply = ledger.record(report)
-            position = position if event == "lost reply" else reply
-        if event == "killed":
-            position = 0  # the next gateway does not know what was recorded
-    while (report := next_report(spool, position, data[position:])) is not None:
-        position = ledger.record(report)
+        spool.data += record.line()
+        if event:
+            spool.report(event)
+    while spool.report():
+        pass
     records = [record for record, _ in events]
     assert ledger.requests == len(records)
     assert ledger.tokens == sum(r.prompt_tokens + r.completion_tokens for r in records)
@@ -75,12 +92,64 @@ def test_every_record_counts_once_whatever_is_lost(events: list[tuple[UsageRecor
     assert ledger.cuda_us == sum(r.compute_us for r in records if r.compute_kind == "cuda")
 
 
-@given(RECORDS)
-def test_a_record_is_read_as_it_was_written(record: UsageRecord) -> None:
+LOSSES = st.sampled_from(["", "", "report", "lost reply", "lost report", "killed"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(RECORDS, st.sampled_from(["settled", "lost", "taken over before", "taken over after"]), LOSSES, LOSSES, LOSSES),
+        max_size=30,
+    )
+)
+def test_a_response_that_two_gateways_record_counts_once(events: list[tuple[UsageRecord, str, str, str, str]]) -> None:
+    """The first gateway settles, or it is lost at some point and the second one takes over."""
+    ledger = FakeLedger()
+    first, second = Spool("first", ledger), Spool("second", ledger)
+    for number, (record, fate, *losses) in enumerate(events):
+        line = replace(record, answer_id=f"r{number}").line()
+        steps = {
+            "settled": [(first, line), (first, settled_line(f"r{number}"))],
+            "lost": [(second, line)],
+            "taken over before": [(second, line), (first, line)],  # it stood still, and has not noticed
+            "taken over after": [(first, line), (second, line)],
+        }[fate]
+        for (spool, more), event in zip(steps, losses, strict=False):
+            spool.data += more
+            if event:
+                spool.report(event)
+    while first.report() or second.report():
+        pass
+    records = [record for record, *_ in events]
+    assert ledger.requests == len(records)
+    assert ledger.waits == sum(r.plan_id is not None for r in records)
+    assert ledger.cpu_us == sum(r.compute_us for r in records if r.compute_kind == "cpu")
+
+
+def test_settled_responses_are_summed_up_with_the_others() -> None:
+    lines = [UsageRecord(1, "a", "m", "", False, 1, 0, 1, answer_id=f"r{n}").line() for n in range(3)]
+    report = next_report("s", 0, lines[0] + lines[1] + settled_line("r0") + lines[2] + settled_line("r2") + b'{"settled"\n{}\n')
+    assert report is not None
+    assert [row.counts.requests for row in report.rows] == [2]
+    assert [response.answer_id for response in report.responses] == ["r1"]
+
+
+def test_a_report_has_a_bounded_number_of_responses() -> None:
+    data = b"".join(UsageRecord(1, "a", "m", "", False, 1, 0, 1, answer_id=f"r{n}").line() for n in range(MAX_ROWS_PER_REPORT + 5))
+    first = next_report("s", 0, data)
+    assert first is not None
+    second = next_report("s", first.end, data[first.end :])
+    assert second is not None
+    assert (len(first.responses), len(second.responses), second.end) == (MAX_ROWS_PER_REPORT, 5, len(data))
+
+
+@given(RECORDS, st.sampled_from(["", "chatcmpl-1"]))
+def test_a_record_is_read_as_it_was_written(record: UsageRecord, answer_id: str) -> None:
+    record = replace(record, answer_id=answer_id)
     read = UsageRecord.parse(record.line())
     assert read is not None
     assert (read.plan_id, read.compute_us, read.completion_tokens) == (record.plan_id, record.compute_us, record.completion_tokens)
-    if record.plan_id is not None and record.compute_us:
+    if answer_id or (record.plan_id is not None and record.compute_us):
         assert read == record
     assert record.line().count(b"\n") == 1
 

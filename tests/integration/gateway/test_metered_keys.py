@@ -1,0 +1,159 @@
+"""A response with an Idempotency-Key counts once, whichever gateways are lost or follow it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from pydantic import TypeAdapter
+
+from services.gateway.adapters import usage_meter
+from shared.contracts import subjects
+from shared.contracts.base import Message
+from shared.contracts.inference import InferRequest
+from shared.contracts.usage import ReportUsage, UsageRecorded, UsageRow
+from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
+from tests.integration.gateway.test_idempotency import KEY, TEXT, URL, Paced, _entry, _taken_over, claimed, content
+from tests.integration.gateway.test_idempotency import impatient as impatient
+from tests.support.fake_engine import FakeNode
+
+TOKENS = 2
+"""Of the responses of `Paced`."""
+
+
+class Ledger:
+    """The ledger's rules: a report continues its spool, and responses with an id count once."""
+
+    def __init__(self) -> None:
+        self.rows: list[UsageRow] = []
+        self.alone: list[str] = []
+        """Ids of responses that were reported by themselves."""
+        self._positions: dict[str, int] = {}
+
+    async def record(self, report: ReportUsage) -> Message:
+        if self._positions.get(report.spool, 0) == report.start:
+            self._positions[report.spool] = report.end
+            self.rows += report.rows
+            self.rows += [r.row for r in report.responses if r.answer_id not in self.alone]
+            self.alone += [r.answer_id for r in report.responses]
+        return UsageRecorded(position=self._positions[report.spool])
+
+    async def counted(self, requests: int) -> bool:
+        return sum(row.counts.requests for row in self.rows) == requests
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.counts.completion_tokens for row in self.rows)
+
+    @property
+    def failed(self) -> int:
+        return sum(row.counts.failed for row in self.rows)
+
+
+@pytest.fixture
+async def ledger(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ledger]:
+    monkeypatch.setattr(usage_meter, "REPORT_INTERVAL_S", 0.05)
+    ledger = Ledger()
+    await node.mesh.respond(subjects.USAGE, TypeAdapter(ReportUsage), ledger.record).start()
+    await node.mesh.flush()
+    yield ledger
+    assert len(ledger.alone) == len(set(ledger.alone)), "only one gateway took over"
+
+
+async def ended(node: FakeNode) -> bool:
+    entry = await _entry(node)
+    return entry is not None and entry.state == "done"
+
+
+async def test_response_with_followers_and_repetitions_counts_once(
+    gateway: Served, node: FakeNode, serve: ServeFn, ledger: Ledger
+) -> None:
+    paced = Paced()
+    engine = await node.engine("alpha", paced)
+    async with serve() as other:
+        await until_listed(other, CARDS)
+        waiting = [asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))]
+        await engine.until(lambda: len(engine.requests) == 1)
+        waiting += [asyncio.create_task(served.http.post(URL, json=chat(), headers=KEY)) for served in (gateway, other)]
+        paced.go.set()
+        answers = [await task for task in waiting]
+        answers.append(await other.http.post(URL, json=chat(), headers=KEY))
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    await until(lambda: ledger.counted(1))
+    assert (ledger.tokens, ledger.failed) == (TOKENS, 0)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_response_whose_owner_was_lost_before_its_end_counts_where_it_was_followed(
+    gateway: Served, node: FakeNode, ledger: Ledger
+) -> None:
+    """The follower has the whole response before it can know that the owner is gone."""
+    engine = await node.engine("alpha")
+    request = gateway.http.build_request("POST", URL, json=chat(), headers=KEY)
+    claim = await claimed(node, request.content)
+    reply = subjects.keyed_reply("dead", "r-1")
+    await claim.record_attempt(reply, "r-1", engine.id, node.name)
+    ask = InferRequest(request_id="r-1", instance_id=engine.id, model="alpha", endpoint="chat", body=chat())
+    await node.mesh.nc.publish(subjects.infer(engine.id), ask.model_dump_json().encode(), reply=reply)
+    answer = await gateway.http.send(request)
+    assert answer.json()["choices"][0]["message"]["content"] == TEXT
+    await until(lambda: ledger.counted(1))
+    assert ledger.alone == ["chatcmpl-dead"]
+    assert (ledger.tokens, ledger.failed) == (answer.json()["usage"]["completion_tokens"], 0)
+    await until(lambda: ended(node))
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_response_of_a_stopped_gateway_counts_where_it_is_continued(node: FakeNode, serve: ServeFn, ledger: Ledger) -> None:
+    paced = Paced()
+    engine = await node.engine("alpha", paced)
+    async with serve(drain_timeout=0.2) as first, serve() as second:
+        await until_listed(first, CARDS)
+        await until_listed(second, CARDS)
+        async with first.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as broken:
+            lines = broken.aiter_lines()
+            await anext(lines)
+            first.stop.set()
+            assert "shutting_down" in [line async for line in lines if line][-1]
+        again = asyncio.create_task(second.http.post(URL, json=chat(stream=True), headers=KEY))
+        await until(lambda: _taken_over(node))
+        paced.go.set()
+        assert content((await again).text) == "one two"
+    await until(lambda: ledger.counted(1))
+    assert (ledger.tokens, ledger.failed) == (TOKENS, 0)
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_owner_that_lost_its_key_leaves_the_count_to_the_new_one(gateway: Served, node: FakeNode, ledger: Ledger) -> None:
+    engine = await node.engine("alpha", Paced())
+    first = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))
+    await engine.until(lambda: len(engine.requests) == 1)
+    bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
+    entry = await _entry(node)
+    assert entry is not None
+    name = (await bucket.keys())[0]
+    await bucket.put(name, entry.model_copy(update={"owner": "other:1"}).model_dump_json().encode())
+    assert (await first).status_code == 503
+    await node.engine("beta")
+    assert (await gateway.http.post(URL, json=chat(model="beta"))).status_code == 200
+    await until(lambda: ledger.counted(1))
+    assert [row.model for row in ledger.rows] == ["beta"]
+
+
+async def test_failed_response_counts_once_and_its_repetition_again(gateway: Served, node: FakeNode, ledger: Ledger) -> None:
+    """A client leaves, so that its key is deleted; the repetition is another generation."""
+    engine = await node.engine("alpha", Paced())
+    async with gateway.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as answer:
+        await anext(answer.aiter_lines())
+    await engine.until(lambda: len(engine.cancelled) == 1)
+    await until(lambda: ledger.counted(1))
+    assert ledger.failed == 1
+    paced = Paced()
+    paced.go.set()
+    engine.behaviour = paced
+    assert content((await gateway.http.post(URL, json=chat(stream=True), headers=KEY)).text) == "one two"
+    await until(lambda: ledger.counted(2))
+    assert ledger.failed == 1

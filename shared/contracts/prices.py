@@ -92,6 +92,21 @@ class Prices(Frozen):
             completion=_choose(own.completion, self.tokens.completion),
         )
 
+    def request_cost(self, prices: TokenPrices, tokens: tuple[int, int, int], compute_us: Mapping[str, int]) -> Decimal:
+        """Price one request; the total of `cost`, for the path of requests.
+
+        Args:
+            prices: Those of its model, of `of_model`.
+            tokens: As in `cost`.
+            compute_us: As in `cost`.
+        """
+        return sum(_price_tokens(prices, tokens), self._price_computing(compute_us))
+
+    def _price_computing(self, compute_us: Mapping[str, int]) -> Decimal:
+        if not self.compute_seconds:
+            return Decimal(0)
+        return _price({kind: us * _MILLIONTH for kind, us in compute_us.items()}, self.compute_seconds)
+
     def cost(
         self,
         model: str,
@@ -110,16 +125,8 @@ class Prices(Frozen):
             compute_us: Device-microseconds of computing by the kind of the device.
             clearing_s: Device-seconds of clearing by the kind of the device.
         """
-        prompt_tokens, cached_tokens, completion_tokens = tokens
-        prices = self.of_model(model)
-        assert prices.prompt is not None
-        assert prices.cached is not None
-        assert prices.completion is not None
-        cached_tokens = min(cached_tokens, prompt_tokens)
-        prompt = prices.prompt * (prompt_tokens - cached_tokens) / _MILLION
-        cached = prices.cached * cached_tokens / _MILLION
-        completion = prices.completion * completion_tokens / _MILLION
-        compute = _price({kind: us * _MILLIONTH for kind, us in (compute_us or {}).items()}, self.compute_seconds)
+        prompt, cached, completion = _price_tokens(self.of_model(model), tokens)
+        compute = self._price_computing(compute_us or {})
         cold = _price(device_s or {}, self.device_seconds)
         clearing = _price(clearing_s or {}, self.clearing_seconds)
         memory = _price({kind: amount / GIB_HOUR for kind, amount in (byte_s or {}).items()}, self.gib_hours)
@@ -133,6 +140,20 @@ class Prices(Frozen):
             clearing=clearing,
             total=prompt + cached + completion + compute + cold + memory + clearing,
         )
+
+
+def _price_tokens(prices: TokenPrices, tokens: tuple[int, int, int]) -> tuple[Decimal, Decimal, Decimal]:
+    """Price prompt, cached and completion tokens, with prices without None."""
+    prompt_tokens, cached_tokens, completion_tokens = tokens
+    assert prices.prompt is not None
+    assert prices.cached is not None
+    assert prices.completion is not None
+    cached_tokens = min(cached_tokens, prompt_tokens)
+    return (
+        prices.prompt * (prompt_tokens - cached_tokens) / _MILLION,
+        prices.cached * cached_tokens / _MILLION,
+        prices.completion * completion_tokens / _MILLION,
+    )
 
 
 def _price(measured: Mapping[str, float | Decimal], prices: Mapping[Any, Decimal]) -> Decimal:

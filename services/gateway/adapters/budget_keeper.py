@@ -20,7 +20,7 @@ from services.gateway.domain.limits.spending import Exhausted, Unreported, Used,
 from services.gateway.domain.usage_records import UsageRecord
 from shared.contracts import subjects
 from shared.contracts.keys import ApiKey, KeySpending
-from shared.contracts.prices import Prices
+from shared.contracts.prices import Prices, TokenPrices
 from shared.contracts.usage import MAX_KEYS_PER_VIEW, Period, SpendingViewed, Spent, ViewSpending
 from shared.errors import InsufficientQuota, RateLimitExceeded, ThawError
 from shared.messaging import Mesh
@@ -52,6 +52,8 @@ class BudgetKeeper:
         self._period = self._now = Period.of_hour(0)
         self._hour = 0
         self._prices: Prices | None = None
+        self._token_prices: dict[str, TokenPrices] = {}
+        """Prices of the models of recent requests: to find them costs more than to apply them."""
         self._asking = asyncio.Lock()
         self._failed_at: float | None = None
         self._failures = LogRateLimit()
@@ -104,7 +106,15 @@ class BudgetKeeper:
         if self._prices is None:
             return Decimal(0)
         tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
-        return self._prices.cost(record.model, tokens, compute_us={record.compute_kind: record.compute_us}).total
+        return self._prices.request_cost(
+            self._prices_of(self._prices, record.model), tokens, {record.compute_kind: record.compute_us}
+        )
+
+    def _prices_of(self, prices: Prices, model: str) -> TokenPrices:
+        found = self._token_prices.get(model)
+        if found is None:
+            found = self._token_prices[model] = prices.of_model(model)
+        return found
 
     def list_spending(self) -> dict[str, KeySpending]:
         """Return what the keys with budgets have used, as far as this gateway knows."""
@@ -141,7 +151,7 @@ class BudgetKeeper:
     def _estimate(self, tokens: float, model: str) -> Decimal:
         if self._prices is None:
             return Decimal(0)
-        prices = self._prices.of_model(model)
+        prices = self._prices_of(self._prices, model)
         return Decimal(tokens) * max(prices.prompt or Decimal(0), prices.completion or Decimal(0)) / 1_000_000
 
     # The ledger's sums.
@@ -171,7 +181,9 @@ class BudgetKeeper:
                 log.warning("budgets are counted without the ledger", extra={"error": e.message})
             return
         self._unreported.on_answer()
-        self._spent, self._known, self._period, self._prices = spent, names, answer.period, answer.prices
+        if answer.prices != self._prices:
+            self._prices, self._token_prices = answer.prices, {}
+        self._spent, self._known, self._period = spent, names, answer.period
         self._failed_at = None
         self._failures.reset()
 

@@ -45,6 +45,14 @@ def test_computing_costs_by_the_kind_of_its_devices() -> None:
     assert (cost.compute, cost.total) == (Decimal("1.000003"), Decimal("1.000003"))
 
 
+@pytest.mark.parametrize("model", ["any", "big", "phi-mini"])
+@pytest.mark.parametrize("compute_us", [{}, {"": 0}, {"cuda": 1_500_000}, {"cpu": 7}])
+def test_a_request_costs_the_total_of_what_it_used(model: str, compute_us: dict[str, int]) -> None:
+    for tokens in ((1_000, 400, 30), (10, 20, 0), (0, 0, 0)):
+        cost = PRICES.request_cost(PRICES.of_model(model), tokens, compute_us)
+        assert cost == PRICES.cost(model, tokens, compute_us=compute_us).total
+
+
 AMOUNT = st.integers(0, 10**9)
 USES = st.lists(st.tuples(AMOUNT, AMOUNT, AMOUNT, AMOUNT), max_size=20)
 

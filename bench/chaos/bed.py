@@ -21,7 +21,8 @@ import httpx
 import psutil
 
 from bench.chaos.balancer import Balancer
-from bench.chaos.load import Served
+from bench.chaos.load import CALLERS, PROBE, Served, secret_of
+from services.gateway.authorization import hash_key
 from services.nodeagent.suspend.cgroups import hierarchies
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
@@ -37,6 +38,13 @@ from thaw.demo.models import make_demo_model
 
 NODES = ("node-0", "node-1")
 HOSTED_BYTES = 512 * 1024 * 1024
+_LIMITS = {
+    "requests_per_minute": 10**6,
+    "tokens_per_minute": 10**9,
+    "concurrent_requests": 1000,
+    "tokens_per_day": 10**12,
+    "tokens_per_month": 10**12,
+}
 _BUILTIN = {"one": "test", "two": "test", "three": "test", "five": "5m"}
 _MAKE_GGUF = ROOT / "tests" / "integration" / "engines_real" / "make_gguf.py"
 
@@ -106,6 +114,17 @@ class Bed(Thaw):
         }
         self.balancer = Balancer({"gateway.1": self.port, "gateway.2": self.second_port})
         self._http = httpx.Client(trust_env=False, timeout=20)
+        self._admin = {"authorization": f"Bearer {self.endpoints['admin_key']}"}
+        for caller in (*CALLERS, PROBE):
+            self._add_key(caller, {} if caller == PROBE else _LIMITS)
+
+    @property
+    def gateway_ports(self) -> tuple[int, int]:
+        return self.port, self.second_port
+
+    def _add_key(self, name: str, limits: dict[str, int]) -> None:
+        body = {"name": name, "sha256": hash_key(secret_of(name)), **limits}
+        self._http.post(f"http://127.0.0.1:{self.port}/admin/v1/keys", json=body, headers=self._admin).raise_for_status()
 
     def list_served(self) -> tuple[Served, ...]:
         """What clients ask for."""
@@ -196,13 +215,20 @@ class Bed(Thaw):
         return self._view("cluster")
 
     def read_usage(self) -> list[dict[str, Any]]:
-        """Return all rows of the ledger, by model and adapter; raises as `cluster`."""
-        rows: list[dict[str, Any]] = self._view("usage", by="model,adapter", since="0")["rows"]
+        """Return all rows of the ledger, by key, model and adapter; raises as `cluster`."""
+        rows: list[dict[str, Any]] = self._view("usage", by="key,model,adapter", since="0")["rows"]
         return rows
 
-    def _view(self, what: str, **query: str) -> dict[str, Any]:
-        headers = {"authorization": f"Bearer {self.endpoints['admin_key']}"}
-        answer = self._http.get(f"{self.balancer.url}/admin/v1/{what}", params=query, headers=headers)
+    def read_spending(self, port: int) -> dict[str, Any]:
+        """Return what the gateway at `port` counts against the keys' budgets.
+
+        Raises as `cluster`.
+        """
+        spending: dict[str, Any] = self._view("keys", f"http://127.0.0.1:{port}")["spending"]
+        return spending
+
+    def _view(self, what: str, base: str = "", **query: str) -> dict[str, Any]:
+        answer = self._http.get(f"{base or self.balancer.url}/admin/v1/{what}", params=query, headers=self._admin)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found

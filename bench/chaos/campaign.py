@@ -24,8 +24,8 @@ import psutil
 
 from bench.chaos.bed import Bed
 from bench.chaos.faults import STOP_S, Fault, Strike
-from bench.chaos.load import PROMPTS, Asker, Client, Served, jobs, retry_deferred
-from bench.chaos.metering import Sent, expect, find_faults, read_rows
+from bench.chaos.load import CALLERS, PROBE, PROMPTS, Asker, Client, Served, jobs, retry_deferred
+from bench.chaos.metering import Sent, expect, find_faults, find_spending_faults, read_rows
 from bench.chaos.verdict import BAD, Answer, Exchange, Fate, Job, Reference, judge
 
 PAUSE_S, PACE_S = 1.0, 4.0
@@ -140,17 +140,18 @@ class Campaign:
         """Wait until the ledger has what it must have, and keep in what it differs."""
         findings = self._findings
         sent = [Sent(e, self._is_disturbed(e)) for e in findings.exchanges]
-        expected = expect(sent, [(model, r.answer) for (model, _, _), r in self._references.items()])
+        expected = expect(sent, [(PROBE, model, r.answer) for (model, _, _), r in self._references.items()])
         findings.is_metered_exactly = all(b.least == b.most for b in expected.values())
         deadline = time.monotonic() + _METERED_WITHIN_S
         while True:
             try:
-                ledger = read_rows(self._bed.read_usage())
+                rows = self._bed.read_usage()
+                ledger, spending = read_rows(rows), [self._bed.read_spending(port) for port in self._bed.gateway_ports]
             except httpx.HTTPError as e:
                 findings.metering_faults = [f"no view of the ledger: {e!r}"[:300]]
             else:
                 findings.metered_requests = sum(u.requests for u in ledger.values())
-                findings.metering_faults = find_faults(expected, ledger)
+                findings.metering_faults = find_faults(expected, ledger) + find_spending_faults(CALLERS, rows, spending)
             if not findings.metering_faults or time.monotonic() > deadline:
                 return
             time.sleep(0.25)
@@ -182,10 +183,10 @@ class Campaign:
         self._say(f"learned {len(self._references)} undisturbed answers")
 
     def _learn_of(self, served: Served) -> None:
-        asker = Asker(self._bed.balancer.url, self._bed.balancer.gateway_of)
+        asker = Asker(self._bed.balancer.url, PROBE, self._bed.balancer.gateway_of)
         for prompt in PROMPTS:
             for tokens in served.tokens:
-                job = Job(0, served.name, prompt, tokens, False, engine=served.engine)
+                job = Job(0, served.name, prompt, tokens, False, engine=served.engine, caller=PROBE)
                 self._references[job.question] = asker.reference(job, gaps=served.near_ties)
         asker.close()
 
@@ -372,9 +373,9 @@ class Campaign:
     def _probe(self, model: str) -> bool:
         """One short request, judged as all others are."""
         served = next((s for s in self._served if s.name == model), self._served[0])
-        asker = Asker(self._bed.balancer.url, self._bed.balancer.gateway_of)
+        asker = Asker(self._bed.balancer.url, PROBE, self._bed.balancer.gateway_of)
         self._probes += 1
-        job = Job(self._probes, served.name, PROMPTS[0], served.tokens[0], False, engine=served.engine)
+        job = Job(self._probes, served.name, PROMPTS[0], served.tokens[0], False, engine=served.engine, caller=PROBE)
         exchange = Exchange(job, time.monotonic())
         exchange.answer = retry_deferred(exchange, asker, self._was_struck)
         exchange.statuses = [s for s in asker.statuses if s >= 400]

@@ -18,6 +18,12 @@ from bench.chaos.verdict import Answer, Exchange, Job, Reference
 
 PROMPTS = ("Where does the ice go?", "Tell me of the river, the sea and the rain.", "Count to ten, slowly.")
 TIMEOUT_S = 180.0
+CALLERS = ("team-0", "team-1")
+"""API keys of the clients, in turn. Their limits and budgets are never reached: no fault may make a
+gateway refuse them.
+"""
+PROBE = "probe"
+"""API key of requests beside the clients, without limits."""
 Struck = Callable[[str | None, float], bool]
 """Whether a gateway (by name; None: any) has been struck since a time."""
 _THINK_S = (0.05, 0.6)
@@ -63,21 +69,27 @@ def jobs(served: tuple[Served, ...], seed: int, client: int) -> Iterator[Job]:
             key=f"chaos-{seed}-{client}-{number}-{random_.getrandbits(32):08x}" if keyed else None,
             temperature=1.0 if sampled else 0.0,
             engine=model.engine,
+            caller=CALLERS[client % len(CALLERS)],
         )
 
 
+def secret_of(caller: str) -> str:
+    """Return the API key with a name."""
+    return f"sk-chaos-{caller}"
+
+
 class Asker:
-    """One `openai` client.
+    """One `openai` client of an API key.
 
     `gateway_of`: the gateway that serves a connection, by the client's port; `on_status` sees every
     response's status.
     """
 
-    def __init__(self, url: str, gateway_of: Callable[[int], str | None]) -> None:
+    def __init__(self, url: str, caller: str, gateway_of: Callable[[int], str | None]) -> None:
         self._gateway_of = gateway_of
         self.statuses: list[int] = []
         http = openai.DefaultHttpxClient(event_hooks={"response": [lambda r: self.statuses.append(r.status_code)]}, trust_env=False)
-        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, http_client=http)
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key=secret_of(caller), timeout=TIMEOUT_S, http_client=http)
 
     def close(self) -> None:
         self._client.close()
@@ -169,7 +181,8 @@ class Client(threading.Thread):
         self._work = work
         self._struck = struck
         self._done = done
-        self._asker, self._twin = Asker(url, gateway_of), Asker(url, gateway_of)
+        caller = CALLERS[number % len(CALLERS)]
+        self._asker, self._twin = Asker(url, caller, gateway_of), Asker(url, caller, gateway_of)
         self._random = random.Random(number)
         self._stopped = threading.Event()
         self.running = threading.Event()

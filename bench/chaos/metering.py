@@ -3,7 +3,8 @@
 Each response that a client has in whole must be in the ledger, once (ADR 0070). Requests whose
 connection broke with their gateway may be in it: the ledger must lie between the sum of the answers
 and that sum with all attempts that can have been recorded. If no gateway was struck the two are
-equal, and the ledger must be exact.
+equal, and the ledger must be exact. Answered requests with an Idempotency-Key count once in any
+case (ADR 0095).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Usage:
-    """Requests with a complete response, and the completion tokens of a model.
+    """Requests with a complete response, and completion tokens, of a key and a model.
 
     `tokens` are those of every attempt, failed ones included.
     """
@@ -35,7 +36,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the ledger may have of a model."""
+    """What the ledger may have of a key and a model."""
 
     least: Usage = Usage()
     most: Usage = Usage()
@@ -52,19 +53,23 @@ class Sent:
     is_disturbed: bool
 
 
-def expect(sent: Iterable[Sent], others: Iterable[tuple[str, Answer]] = ()) -> dict[str, Bounds]:
-    """Return the bounds by model.
+Name = tuple[str, str]
+"""Names of an API key and a model."""
+
+
+def expect(sent: Iterable[Sent], others: Iterable[tuple[str, str, Answer]] = ()) -> dict[Name, Bounds]:
+    """Return the bounds by key and model.
 
     Args:
         sent: All exchanges of clients.
-        others: Models and answers of undisturbed requests beside them.
+        others: Keys, models and answers of undisturbed requests beside them.
     """
-    found: defaultdict[str, Bounds] = defaultdict(Bounds)
-    for model, answer in others:
+    found: defaultdict[Name, Bounds] = defaultdict(Bounds)
+    for caller, model, answer in others:
         usage = Usage(1, answer.tokens)
-        found[model] += Bounds(usage, usage)
+        found[caller, model] += Bounds(usage, usage)
     for one in sent:
-        found[one.exchange.job.model] += _bounds_of(one)
+        found[one.exchange.job.caller, one.exchange.job.model] += _bounds_of(one)
     return dict(found)
 
 
@@ -74,7 +79,15 @@ def _bounds_of(sent: Sent) -> Bounds:
     complete = {a.response_id: a.tokens for a in (exchange.answer, *exchange.repeats) if a.error is None and a.finish is not None}
     least = Usage(len(complete), sum(complete.values()))
     more = _count_unknown(sent)
-    return Bounds(least, least + Usage(more, more * exchange.job.tokens))
+    is_answered = bool(exchange.job.key) and len(complete) == 1 and not _count_failed(exchange)
+    # A key has one response, whichever gateways are struck. One that was cut may have been deleted
+    # after its end.
+    requests = min(more, exchange.cuts) if is_answered else more
+    return Bounds(least, least + Usage(requests, more * exchange.job.tokens))
+
+
+def _count_failed(exchange: Exchange) -> int:
+    return sum(a.error is not None for a in (exchange.answer, *exchange.repeats))
 
 
 def _count_unknown(sent: Sent) -> int:
@@ -82,27 +95,51 @@ def _count_unknown(sent: Sent) -> int:
     exchange = sent.exchange
     if sent.is_disturbed or exchange.cuts:
         return ATTEMPTS * (1 + exchange.cuts) * (1 + len(exchange.repeats))
-    failed = sum(a.error is not None for a in (exchange.answer, *exchange.repeats))
-    return exchange.server_errors + ATTEMPTS * failed
+    return exchange.server_errors + ATTEMPTS * _count_failed(exchange)
 
 
-def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Usage]:
-    """Return the ledger by model, from rows of `/admin/v1/usage?by=model,adapter`."""
-    found: defaultdict[str, Usage] = defaultdict(Usage)
+def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[Name, Usage]:
+    """Return the ledger by key and model, from rows of `/admin/v1/usage?by=key,model,adapter`.
+
+    Rows of memory held, which have no requests, are left out.
+    """
+    found: defaultdict[Name, Usage] = defaultdict(Usage)
     for row in rows:
         counts = row["counts"]
-        name = f"{row['model']}:{row['adapter']}" if row["adapter"] else row["model"]
-        found[name] += Usage(counts["requests"] - counts["failed"], counts["completion_tokens"])
+        model = f"{row['model']}:{row['adapter']}" if row["adapter"] else row["model"]
+        if counts["requests"]:
+            found[row["key"], model] += Usage(counts["requests"] - counts["failed"], counts["completion_tokens"])
     return dict(found)
 
 
-def find_faults(expected: Mapping[str, Bounds], ledger: Mapping[str, Usage]) -> list[str]:
+def find_faults(expected: Mapping[Name, Bounds], ledger: Mapping[Name, Usage]) -> list[str]:
     """Return in words where the ledger is outside the bounds."""
     faults: list[str] = []
-    for model in sorted({*expected, *ledger}):
-        bounds, usage = expected.get(model, Bounds()), ledger.get(model, Usage())
+    for name in sorted({*expected, *ledger}):
+        bounds, usage = expected.get(name, Bounds()), ledger.get(name, Usage())
         for what in ("requests", "tokens"):
             least, has, most = (getattr(u, what) for u in (bounds.least, usage, bounds.most))
             if not least <= has <= most:
-                faults.append(f"{model}: {has} {what} in the ledger, not {least} to {most}")
+                faults.append(f"{name[1]} for {name[0]}: {has} {what} in the ledger, not {least} to {most}")
     return faults
+
+
+def find_spending_faults(
+    callers: Iterable[str], rows: Iterable[Mapping[str, Any]], spending: Iterable[Mapping[str, Mapping[str, Any]]]
+) -> list[str]:
+    """Return in words where a gateway's view of the budgets differs from the ledger.
+
+    Args:
+        callers: Names of keys with budgets.
+        rows: As for `read_rows`; those of the present month.
+        spending: What each gateway counts against the budgets, by key (`/admin/v1/keys`).
+    """
+    used: defaultdict[str, int] = defaultdict(int)
+    for row in rows:
+        used[row["key"]] += row["counts"]["prompt_tokens"] + row["counts"]["completion_tokens"]
+    return [
+        f"{caller}: {counted} tokens against the budget, {used[caller]} in the ledger"
+        for of_gateway in spending
+        for caller in callers
+        if (counted := of_gateway.get(caller, {}).get("month_tokens", 0)) != used[caller]
+    ]

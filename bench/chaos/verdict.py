@@ -29,7 +29,7 @@ class Job:
     """A request to send.
 
     `key`: its Idempotency-Key. `exact`: its answer is determined by its body, so that it can be
-    compared.
+    compared. `caller`: the name of its API key.
     """
 
     number: int
@@ -40,6 +40,7 @@ class Job:
     key: str | None = None
     temperature: float = 0.0
     engine: str = "builtin"
+    caller: str = ""
 
     @property
     def exact(self) -> bool:

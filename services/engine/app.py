@@ -22,8 +22,9 @@ from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Event
 from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.lora_layers import LoraAdapter
-from services.engine.kv_transfer.destination import KvDestination
-from services.engine.kv_transfer.exchange import KvExchange
+from services.engine.kv_transfer.destination import BatcherStore, KvDestination
+from services.engine.kv_transfer.exchange import Destination, KvExchange
+from services.engine.kv_transfer.group_destination import GroupDestination
 from services.engine.kv_transfer.source import KvSource
 from services.engine.later_stage import LaterStage
 from services.engine.loader_client import LoaderClient
@@ -293,7 +294,12 @@ class Engine(InstanceProcess):
         if computable.runner is not None:
             revision = self._start.card.info.revision
             kv_source = KvSource(self._batcher, revision, self._settings.stage_host)
-            self._exchange = KvExchange(kv_source, KvDestination(self._batcher, revision))
+            destination: Destination = (
+                KvDestination(BatcherStore(self._batcher), revision)
+                if self._start.stage is None
+                else GroupDestination(self._batcher, revision)
+            )
+            self._exchange = KvExchange(kv_source, destination)
             self._serving.exchange = self._exchange
             self._migration.open(self._exchange)
         self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)

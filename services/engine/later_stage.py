@@ -26,6 +26,7 @@ from services.engine.stages.booked_pages import BookedPages
 from services.engine.stages.connections import Inbound, Outbound
 from services.engine.stages.group_loss import GroupLoss
 from services.engine.stages.stage_kv import StageKv
+from services.engine.stages.stage_receiving import StageReceiving
 from services.engine.stages.steps import StageSteps
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import (
@@ -106,6 +107,7 @@ class LaterStage(InstanceProcess):
         self._computing: asyncio.Future[None] | None = None
         self._lease: BookedPages | None = None
         self._kv: StageKv | None = None
+        self._receiving: StageReceiving | None = None
         self._loader = LoaderWatch(self._weights, self._reporter)
 
     def _exit_conditions(self) -> dict[asyncio.Event, ThawError]:
@@ -148,6 +150,10 @@ class LaterStage(InstanceProcess):
         steps = StageSteps(ready.part, *self._ring, ready.kv_blocks, context, self._on_closing)
         revision, host = start.card.info.revision, self._settings.stage_host
         steps.kv = self._kv = StageKv(ready.layout, revision, host, steps.held, self._submit)
+        outbound = self._ring[1]
+        steps.receiving = self._receiving = StageReceiving(
+            ready.layout, revision, ready.part.device, self._submit, outbound.put_small
+        )
         self._serving.steps = steps
         self._computing = asyncio.wrap_future(self._device_loop.serve(start.instance_id, steps))
 
@@ -181,6 +187,8 @@ class LaterStage(InstanceProcess):
     async def _stop_engine(self) -> None:
         if self._kv is not None:
             await self._kv.close()
+        if self._receiving is not None:
+            self._receiving.close()
         if self._serving.steps is not None:
             self._serving.steps.stop()
         if self._lease is not None:

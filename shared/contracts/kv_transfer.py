@@ -4,7 +4,7 @@ The migrator gets a `KvOffer` with the request's tokens (`TokensRead`), and pass
 `PrepareResume`. The destination then connects to the source over TCP: bulk data never travels on
 NATS. On the connection the destination asks, and the source answers:
 
-    `KvPull`     tokens [start, end) of one choice, please.
+    `KvPull`     tokens [start, end) of one choice in some layers, please.
     `KvPiece`    keys and values of some of these tokens in some layers; the bytes follow.
     `KvPulled`   there are no more pieces: all are sent, or the source has no more.
 
@@ -12,7 +12,8 @@ NATS. On the connection the destination asks, and the source answers:
 a piece to its tokens. ADR 0084 has the reasons.
 
 Each stage of a group has the keys and values of its layers. The destination connects to all of them
-(ADR 0093).
+(ADR 0093). A group as destination does this in each of its stages, which asks for its own layers
+only (ADR 0094).
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class KvLayout(Frozen):
     byte_order: Literal["little", "big"] = "little"
     layers: tuple[KvLayer, ...] = Field(min_length=1)
 
+    def select(self, first: int, count: int) -> KvLayout:
+        """Return the layout of some of the layers."""
+        return self.model_copy(update={"layers": self.layers[first : first + count]})
+
     @property
     def layer_bytes(self) -> tuple[int, ...]:
         """Return the bytes of one token in each layer."""
@@ -68,6 +73,7 @@ class KvPart(Frozen):
     host: str
     port: int = Field(gt=0, lt=65536)
     layout: KvLayout
+    selects_layers: bool = Field(default=False, description="It understands `KvPull.first_layer` and `layer_count`.")
 
 
 class KvOffer(KvPart):
@@ -100,16 +106,24 @@ class KvOffer(KvPart):
 
 
 class KvPull(Message):
-    """Ask for tokens [start, end) of a choice."""
+    """Ask for tokens [start, end) of a choice.
+
+    Attributes:
+        first_layer: Position of the first wanted layer in the layout of the part.
+        layer_count: Wanted layers; None: all from `first_layer` on. The pieces are those of a
+            layout that has these layers only.
+    """
 
     kind: Literal["pull"] = "pull"
     choice: int = Field(ge=0)
     start: int = Field(ge=0)
     end: int = Field(gt=0)
+    first_layer: int = Field(default=0, ge=0)
+    layer_count: int | None = Field(default=None, gt=0)
 
 
 class KvPiece(Message):
-    """Keys and values follow: of tokens [start, end), for `layer_count` layers of the layout.
+    """Keys and values follow: of tokens [start, end), for `layer_count` of the wanted layers.
 
     Attributes:
         prefix_hash: Of the model, its layout, the key's salt and the tokens up to `end`.
@@ -120,7 +134,7 @@ class KvPiece(Message):
     choice: int = Field(ge=0)
     start: int = Field(ge=0)
     end: int = Field(gt=0)
-    first_layer: int = Field(ge=0, description="Position in the layout.")
+    first_layer: int = Field(ge=0, description="Position among the wanted layers.")
     layer_count: int = Field(gt=0)
     prefix_hash: str
     checksum: int = Field(ge=0)

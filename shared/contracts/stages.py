@@ -15,6 +15,9 @@ ring is closed. Bulk data never travels on NATS. On a connection, the stage befo
     `StageRelease`   sequences whose keys and values are no longer needed.
     `KvPermit`       another engine may read a sequence's keys and values. It returns to stage 0
                      with the addresses of all stages.
+    `KvReceive`      each stage receives the keys and values of its layers from another engine.
+    `KvReceived`     a stage has received what it could. It is passed on to stage 0.
+    `KvEndReceive`   the transfer is over: its connections are closed.
     `GroupClosing`   the first stage has stopped; each stage stops too.
 
 `services/engine/domain/stage_frames.py` has the format of a frame, and ADR 0067 the reasons.
@@ -28,7 +31,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, TypeAdapter, model_validator
 
 from shared.contracts.base import ErrorBody, Frozen, Message
-from shared.contracts.kv_transfer import TICKET, KvPart
+from shared.contracts.kv_transfer import TICKET, KvOffer, KvPart
 
 MAX_STAGES = 8
 STAGEABLE = frozenset(
@@ -190,6 +193,7 @@ class GroupCapacity(Message):
     kind: Literal["capacity"] = "capacity"
     kv_blocks: int = Field(ge=0)
     sends_kv: bool = Field(default=False, description="Every stage up to here understands `KvPermit`.")
+    receives_kv: bool = Field(default=False, description="Every stage up to here understands `KvReceive`.")
 
 
 class StageStep(Message):
@@ -243,12 +247,71 @@ class KvPermit(Message):
     refused: str = ""
 
 
+class KvReceive(Message):
+    """The tokens of the sequence follow, as those of `KvPermit`. Each stage answers `KvReceived`.
+
+    A stage stores what it receives until it gets a step of the sequence, its release or another
+    order for it.
+
+    Attributes:
+        number: Of the order, in this group.
+        choice: Of the sequence in the source's request.
+        start: Tokens whose keys and values every stage has already.
+        end: Tokens whose keys and values are wanted.
+        within_ms: Milliseconds after which no further range is asked for; None: no limit.
+        stall_ms: Milliseconds that the source may send nothing.
+    """
+
+    kind: Literal["kv_receive"] = "kv_receive"
+    number: int = Field(ge=0)
+    offer: KvOffer
+    choice: int = Field(ge=0)
+    sequence: int = Field(ge=0)
+    start: int = Field(ge=0)
+    end: int = Field(gt=0)
+    within_ms: int | None = Field(default=None, ge=0)
+    stall_ms: int = Field(gt=0)
+
+
+class KvReceived(Message):
+    """A stage has the keys and values of the first `end` tokens.
+
+    Attributes:
+        number: Of the order.
+        nbytes: Received for it.
+        reason: Why the transfer ended early; empty: it did not.
+    """
+
+    kind: Literal["kv_received"] = "kv_received"
+    number: int = Field(ge=0)
+    end: int = Field(ge=0)
+    nbytes: int = Field(default=0, ge=0)
+    reason: str = ""
+
+
+class KvEndReceive(Message):
+    """Close the connections of an order's source. A stage that still receives reports at once."""
+
+    kind: Literal["kv_end_receive"] = "kv_end_receive"
+    number: int = Field(ge=0)
+    ticket: str = Field(pattern=TICKET)
+
+
 class GroupClosing(Message):
     kind: Literal["closing"] = "closing"
 
 
 StageMessage = Annotated[
-    GroupCapacity | StageStep | StageResult | StageFailed | StageRelease | KvPermit | GroupClosing,
+    GroupCapacity
+    | StageStep
+    | StageResult
+    | StageFailed
+    | StageRelease
+    | KvPermit
+    | KvReceive
+    | KvReceived
+    | KvEndReceive
+    | GroupClosing,
     Field(discriminator="kind"),
 ]
 STAGE_MESSAGE: TypeAdapter[StageMessage] = TypeAdapter(StageMessage)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from services.engine.domain.kv_pieces import Piece
-from services.engine.domain.step_planning import blocks_for
+from services.engine.domain.step_planning import BLOCK_TOKENS, blocks_for
 from services.engine.generation.kv_bytes import layout_of, read_piece, write_piece
 from services.engine.generation.kv_cache import SequenceKV
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PreparedSequence
 from services.engine.generation.runner import Runner, RunnerLost
 from services.engine.generation.sequences import Sequence
-from shared.contracts.kv_transfer import KvLayout, KvPart
+from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPart
 from shared.errors import EngineFailed, InsufficientMemory, NotFound, ThawError, UnsupportedParameter
 
 
@@ -58,14 +58,60 @@ class PermittedSequence:
     state: SequenceKV
 
 
+@dataclass(frozen=True)
+class GroupOrder:
+    """An order to all stages of a group: receive the keys and values of one sequence.
+
+    Attributes:
+        choice: Of the sequence in the source's request.
+        start: Tokens that every stage has already.
+        end: Tokens whose keys and values are wanted.
+        within_s: Seconds after which no further range is asked for.
+        stall_s: Seconds that the source may send nothing.
+        on_failed: Called from any thread when a later stage reports that its transfer has failed.
+    """
+
+    offer: KvOffer
+    choice: int
+    tokens: tuple[int, ...]
+    start: int
+    end: int
+    within_s: float
+    stall_s: float
+    on_failed: Callable[[], None]
+
+
+class Receipt(Protocol):
+    """What the later stages report of an order. Used from any thread.
+
+    - `order`: what was ordered.
+    - `failure`: why the first stage that failed did so; empty: none has failed.
+    - `nbytes`: received by the stages that have reported.
+    - `wait` returns the tokens that each later stage has. It raises `EngineFailed` if a stage does
+      not report within `timeout_s`.
+    - `stop` ends the transfer, and closes the connections that are kept for the next order.
+    """
+
+    @property
+    def order(self) -> GroupOrder: ...
+    @property
+    def failure(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    def wait(self, timeout_s: float) -> tuple[int, ...]: ...
+    def stop(self) -> None: ...
+
+
 @runtime_checkable
 class StagedRunner(Protocol):
     """The runner of a group's first stage: later stages have the other layers (ADR 0093).
 
     - `permit` lets an engine read the sequences there, and returns where.
+    - `receive` orders the later stages to receive their layers of a sequence (ADR 0094).
     """
 
     def permit(self, permission: Permission, sequences: Many[PermittedSequence]) -> tuple[KvPart, ...]: ...
+    def receive(self, state: SequenceKV, order: GroupOrder) -> Receipt: ...
 
 
 @dataclass(frozen=True)
@@ -113,16 +159,6 @@ class KvTransfers:
         if self._layout is None:
             self._layout = layout_of(self._capable().warm_up())
         return self._layout
-
-    def own_layout(self) -> KvLayout:
-        """Return the layout of an engine that can receive: it has all layers.
-
-        Raises:
-            UnsupportedParameter: It cannot.
-        """
-        if isinstance(self._runner, StagedRunner):
-            raise UnsupportedParameter("A group in stages receives no keys and values", param="kv")
-        return self.layout()
 
     def _capable(self) -> KvRunner:
         runner: object = self._runner
@@ -201,6 +237,8 @@ class KvTransfers:
     def store(self, number: int, index: int, piece: Piece, data: bytearray) -> None:
         """Store a piece of a sequence that an order has accepted.
 
+        In a group it counts when all stages have it (`settle`).
+
         Args:
             number: Of the order.
             index: Of the sequence in the order.
@@ -214,7 +252,7 @@ class KvTransfers:
         part = self._prepared.find_receiving(number, index)
         if part is None:
             raise NotFound("The prepared sequences were discarded")
-        runner, layout = self._capable(), self.own_layout()
+        runner, layout = self._capable(), self.layout()
         if part.state is None:
             part.state = runner.new_state()
         part.ends = part.ends or [part.computed] * len(layout.layers)
@@ -225,7 +263,58 @@ class KvTransfers:
         part.written = max(part.written, piece.end)
         write_piece(part.state, piece, layout, data, runner.device)
         part.ends[piece.layers] = [piece.end] * piece.layer_count
-        self._prepared.record_received(number, index, min(part.ends))
+        if not isinstance(runner, StagedRunner):
+            self._prepared.record_received(number, index, min(part.ends))
+
+    def receive_in_group(self, number: int, index: int, order: GroupOrder) -> Receipt:
+        """Order the later stages to receive a sequence that an order has accepted.
+
+        The memory for it is reserved. If not all of it is free, fewer tokens are ordered.
+
+        Args:
+            number: Of the order.
+            index: Of the sequence in the order.
+            order: Its `start` and `end` are replaced.
+
+        Raises:
+            NotFound: The sequence is not received any more.
+            InsufficientMemory: Requests need the memory.
+            UnsupportedParameter: A stage does not receive keys and values.
+            EngineFailed: A stage has ended.
+        """
+        runner: object = self._capable()
+        if not isinstance(runner, StagedRunner):
+            raise UnsupportedParameter("This engine is no group", param="kv")
+        part = self._prepared.find_receiving(number, index)
+        if part is None:
+            raise NotFound("The prepared sequences were discarded")
+        end = min(len(part.tokens) - 1, (part.blocks + max(0, self._free_blocks())) * BLOCK_TOKENS)
+        if end <= part.computed:
+            raise InsufficientMemory("Running requests need the memory of the prepared sequences")
+        if part.state is None:
+            part.state = self._capable().new_state()
+        part.ends = [part.computed] * len(self.layout().layers)
+        part.written = max(part.written, end)
+        try:
+            return runner.receive(part.state, replace(order, start=part.computed, end=end))
+        except RunnerLost as e:  # the next step ends the engine
+            raise EngineFailed(str(e)) from e
+
+    def settle(self, number: int, index: int, others: Many[int]) -> int:
+        """Count the tokens that all stages of the group have, and return their number.
+
+        Args:
+            others: Tokens that each later stage has.
+
+        Raises:
+            NotFound: The sequence is not received any more.
+        """
+        part = self._prepared.find_receiving(number, index)
+        if part is None:
+            raise NotFound("The prepared sequences were discarded")
+        end = max(part.computed, min((*part.ends, *others)))
+        self._prepared.record_received(number, index, end)
+        return end
 
     def end_receiving(self, number: int) -> None:
         """Have the rest of an order computed."""

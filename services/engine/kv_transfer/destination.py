@@ -1,7 +1,8 @@
 """The destination of a transfer: connects to the source, and stores what it can verify.
 
 A group in stages has a source for each stage. They send their layers at the same time, each over a
-connection of its own, and a token counts as received when all its layers are there.
+connection of its own, and a token counts as received when all its layers are there. A stage of a
+group as destination asks for its own layers only (`group_destination`).
 
 Whatever fails, the rest of the sequences is computed: no error leaves this module.
 """
@@ -14,21 +15,22 @@ import secrets
 import socket
 import threading
 import time
-import zlib
 from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from services.engine.domain.frames import ProtocolError
 from services.engine.domain.kv_frames import GREETING, prove_ticket
 from services.engine.domain.kv_pieces import PIECE_BYTES, KvIdentity, Piece, PrefixHash, pull_tokens
 from services.engine.domain.step_planning import BLOCK_TOKENS
 from services.engine.generation.kv_transfers import KvTransfers
-from services.engine.kv_transfer.connection import KvConnection, KvFrame
-from services.engine.kv_transfer.source import Transferring, layout_difference
-from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPart, KvPiece, KvPull, KvPulled
+from services.engine.kv_transfer.arrivals import Expected, NotTransferred, Selection, match_parts, verify_content
+from services.engine.kv_transfer.connection import KvConnection
+from services.engine.kv_transfer.source import Transferring
+from shared.contracts.kv_transfer import KvLayout, KvOffer, KvPart, KvPull, KvPulled
 from shared.contracts.stages import MAX_STAGES
 from shared.engines.peer_sockets import configure, receive
 from shared.engines.secret_proof import NONCE_BYTES, PROOF_BYTES
@@ -42,12 +44,33 @@ KEPT_CONNECTIONS = 64
 MAX_TRANSFERS = 8
 """Transfers that are received at the same time; more wait."""
 _STORES_AHEAD = 4
-_STEP_WITHIN_S = 10.0
+STEP_WITHIN_S = 10.0
 """A step of this engine may take so long."""
 
 
-class NotTransferred(Exception):
-    """The source sent something that must not be used, or nothing."""
+class Storing(Protocol):
+    """Stores keys and values between two steps of an engine. Called from any thread.
+
+    - `layout`: how this engine stores them.
+    - `store`: `number` is that of the order, and `index` that of the sequence in the order. The
+      future raises `ThawError` if the sequence is not received any more.
+    """
+
+    def layout(self) -> Future[KvLayout]: ...
+    def store(self, number: int, index: int, piece: Piece, data: bytearray) -> Future[None]: ...
+
+
+class BatcherStore:
+    """Stores in the sequences of a batcher."""
+
+    def __init__(self, batcher: Transferring) -> None:
+        self._batcher = batcher
+
+    def layout(self) -> Future[KvLayout]:
+        return self._batcher.transfer(KvTransfers.layout)
+
+    def store(self, number: int, index: int, piece: Piece, data: bytearray) -> Future[None]:
+        return self._batcher.transfer(lambda t: t.store(number, index, piece, data))
 
 
 @dataclass(frozen=True)
@@ -58,11 +81,13 @@ class Wanted:
         choice: Its choice in the request.
         tokens: Of which all but the last need keys and values.
         computed: Tokens that it has already.
+        index: Of the sequence in the order.
     """
 
     choice: int
     tokens: tuple[int, ...]
     computed: int
+    index: int = 0
 
     @property
     def end(self) -> int:
@@ -90,7 +115,27 @@ class Transfer:
     stall_s: float = STALL_S
     tokens: int = 0
     nbytes: int = 0
+    is_stopped: bool = False
+    _source: Source | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def use(self, source: Source | None) -> None:
+        """Close these connections if the transfer is stopped.
+
+        Raises:
+            NotTransferred: It was stopped before.
+        """
+        with self._lock:
+            self._source = source
+            if source is not None and self.is_stopped:
+                raise NotTransferred("the transfer was ended")
+
+    def stop(self) -> None:
+        """End the transfer: it fails soon, if it is not over. Called from any thread."""
+        with self._lock:
+            self.is_stopped, source = True, self._source
+        if source is not None:
+            source.close()
 
     def count(self, nbytes: int) -> None:
         """Count received bytes. Called from any thread."""
@@ -117,12 +162,14 @@ class Part:
     """A connection to a process that has some layers.
 
     Attributes:
-        identity: Of its keys and values; the layout has these layers only.
-        first_layer: Position of the first one in the layout of the whole model.
+        identity: Of its keys and values; the layout has the wanted layers only.
+        first_layer: Position of the first one in the layout of this engine.
+        selection: The wanted layers.
     """
 
     identity: KvIdentity
     first_layer: int
+    selection: Selection
     connection: KvConnection
 
 
@@ -142,9 +189,17 @@ class Source:
 class KvDestination:
     """Receives keys and values for prepared sequences. `receive` runs in a thread of its own."""
 
-    def __init__(self, batcher: Transferring, revision: str) -> None:
-        self._batcher, self._revision = batcher, revision
+    def __init__(self, store: Storing, revision: str, *, is_stage: bool = False) -> None:
+        """Create it.
+
+        Args:
+            store: Stores what is received.
+            revision: Of the model's weights.
+            is_stage: This engine has a part of the model's layers only.
+        """
+        self._store, self._revision, self._is_stage = store, revision, is_stage
         self._kept: dict[str, Source] = {}
+        self._active: list[Transfer] = []
         self._lock = threading.Lock()
         self._is_closed = False
         self._threads = ThreadPoolExecutor(MAX_TRANSFERS * MAX_STAGES, thread_name_prefix="kv-part")
@@ -162,7 +217,7 @@ class KvDestination:
             offer: Of the source; None: the one of the last call for this name.
         """
         began = time.monotonic()
-        reason, source = "", self._take(transfer.name)
+        reason, source = "", self._take(transfer.name, transfer)
         try:
             if all(w.computed >= w.end for w in wanted):
                 return Received()
@@ -170,14 +225,15 @@ class KvDestination:
                 if offer is None:
                     raise NotTransferred("there is no source")
                 source = self._connect(offer, transfer.variant)
-            for index, sequence in enumerate(wanted):
-                self._receive_sequence(source, transfer, index, sequence, began + transfer.within_s)
+            transfer.use(source)
+            for sequence in wanted:
+                self._receive_sequence(source, transfer, sequence, began + transfer.within_s)
         except (NotTransferred, ProtocolError, NotInTime, OSError, EOFError, ThawError) as e:
             reason = str(e) or type(e).__name__
             log.info("keys and values are computed, not received", extra={"prepared": transfer.name, "reason": reason})
         finally:
-            if source is not None:
-                self._keep_or_close(transfer.name, source, is_usable=not reason)
+            transfer.use(None)
+            self._end(transfer, source, is_usable=not reason and not transfer.is_stopped)
         return Received(transfer.tokens, transfer.nbytes, (time.monotonic() - began) * 1e3, reason)
 
     def forget(self, name: str) -> None:
@@ -191,36 +247,42 @@ class KvDestination:
         with self._lock:
             self._is_closed = True
             sources, self._kept = list(self._kept.values()), {}
+            active = list(self._active)
         for source in sources:
             source.close()
+        for transfer in active:
+            transfer.stop()
         self._threads.shutdown(wait=False)
 
     # Connections
 
-    def _take(self, name: str) -> Source | None:
+    def _take(self, name: str, transfer: Transfer | None = None) -> Source | None:
         with self._lock:
+            if transfer is not None:
+                self._active.append(transfer)
+                transfer.is_stopped |= self._is_closed
             return self._kept.pop(name, None)
 
-    def _keep_or_close(self, name: str, source: Source, *, is_usable: bool) -> None:
-        """Keep a connection for the rest of the sequences, which is generated meanwhile."""
-        dropped = [source]
+    def _end(self, transfer: Transfer, source: Source | None, *, is_usable: bool) -> None:
+        """Keep the connections for the rest of the sequences, which is generated meanwhile."""
+        dropped = [source] if source is not None else []
         with self._lock:
-            if is_usable and not self._is_closed:
-                self._kept[name] = source
+            self._active.remove(transfer)
+            if source is not None and is_usable and not self._is_closed:
+                self._kept[transfer.name] = source
                 oldest = list(self._kept)[: max(0, len(self._kept) - KEPT_CONNECTIONS)]
                 dropped = [self._kept.pop(n) for n in oldest]
         for each in dropped:
             each.close()
 
     def _connect(self, offer: KvOffer, variant: str) -> Source:
-        layout = self._batcher.transfer(KvTransfers.own_layout).result(_STEP_WITHIN_S)
-        layouts = match_parts(layout, offer)
+        layout = self._store.layout().result(STEP_WITHIN_S)
         parts: list[Part] = []
         try:
-            for part, own in zip(offer.parts, layouts, strict=True):
-                identity = KvIdentity(self._revision, variant, offer.cache_salt, own)
+            for selection in match_parts(layout, offer, is_stage=self._is_stage):
+                identity = KvIdentity(self._revision, variant, offer.cache_salt, selection.layout)
                 first_layer = sum(len(p.identity.layout.layers) for p in parts)
-                parts.append(Part(identity, first_layer, self._connect_part(offer, part)))
+                parts.append(Part(identity, first_layer, selection, self._connect_part(offer, selection.part)))
         except BaseException:
             for connected in parts:
                 connected.connection.close()
@@ -249,13 +311,13 @@ class KvDestination:
 
     # Pieces
 
-    def _receive_sequence(self, source: Source, transfer: Transfer, index: int, wanted: Wanted, deadline: float) -> None:
+    def _receive_sequence(self, source: Source, transfer: Transfer, wanted: Wanted, deadline: float) -> None:
         hashes = [PrefixHash(part.identity, wanted.tokens) for part in source.parts]
         most, at = pull_tokens(source.layout), wanted.computed
         while at < wanted.end and (time.monotonic() < deadline or not transfer.nbytes):
             until = min(wanted.end, (at // BLOCK_TOKENS) * BLOCK_TOKENS + most)
             asked = KvPull(choice=wanted.choice, start=at, end=until)
-            reached = self._receive_range(source, transfer, index, asked, hashes)
+            reached = self._receive_range(source, transfer, wanted.index, asked, hashes)
             transfer.tokens += reached - at
             if reached < until:
                 return  # the source computes its prompt, or was preempted: the rest is computed here
@@ -282,94 +344,26 @@ class KvDestination:
 
     def _receive_part(self, transfer: Transfer, index: int, asked: KvPull, part: Part, hashes: PrefixHash) -> int:
         """Store the pieces that one part sends of a range, and return the token that they reach."""
-        part.connection.send(asked)
+        selected = {"first_layer": part.selection.first_layer, "layer_count": part.selection.layer_count}
+        part.connection.send(asked.model_copy(update=selected))
         layout = part.identity.layout
         most_bytes = max(PIECE_BYTES, max(layout.layer_bytes) * BLOCK_TOKENS)
-        expected = _Expected(layout, asked.choice, asked.start, asked.end)
+        expected = Expected(layout, asked.choice, asked.start, asked.end)
         stores: deque[Future[None]] = deque()
         try:
             while True:
                 frame = part.connection.get(most_bytes, transfer.stall_s)
                 if isinstance(frame.message, KvPulled):
                     while stores:
-                        stores.popleft().result(_STEP_WITHIN_S)
+                        stores.popleft().result(STEP_WITHIN_S)
                     return expected.start
                 piece = expected.take(frame)
-                _verify_content(frame, hashes.up_to(piece.end))
+                verify_content(frame, hashes.up_to(piece.end))
                 place = replace(piece, first_layer=part.first_layer + piece.first_layer)
-                storing = partial(KvTransfers.store, number=transfer.number, index=index, piece=place, data=frame.data)
-                stores.append(self._batcher.transfer(storing))
+                stores.append(self._store.store(transfer.number, index, place, frame.data))
                 transfer.count(len(frame.data))
                 while len(stores) > _STORES_AHEAD:
-                    stores.popleft().result(_STEP_WITHIN_S)
+                    stores.popleft().result(STEP_WITHIN_S)
         finally:
             for future in stores:
                 future.cancel()
-
-
-@dataclass
-class _Expected:
-    """The place of the next piece: tokens from `start`, layers from `layer`.
-
-    `until` is the end of a block of which some layers have arrived, or of the range.
-    """
-
-    layout: KvLayout
-    choice: int
-    start: int
-    until: int
-    layer: int = 0
-    block_end: int | None = None
-
-    def take(self, frame: KvFrame) -> Piece:
-        """Return the piece of a frame.
-
-        Raises:
-            NotTransferred: It does not follow the pieces before.
-            ProtocolError: The frame is no piece.
-        """
-        m = frame.message
-        if not isinstance(m, KvPiece):
-            raise ProtocolError(f"The source sent {m.kind!r}")
-        follows = (m.choice, m.start, m.first_layer) == (self.choice, self.start, self.layer)
-        is_whole = m.end == self.block_end if self.block_end is not None else self.start < m.end <= self.until
-        piece = Piece(m.start, m.end, m.first_layer, m.layer_count)
-        if not follows or not is_whole or m.first_layer + m.layer_count > len(self.layout.layers):
-            raise NotTransferred("a piece is not of the range that was asked for")
-        if len(frame.data) != piece.size_bytes(self.layout):
-            raise NotTransferred(f"a piece has {len(frame.data)} bytes, not {piece.size_bytes(self.layout)}")
-        self.layer = (m.first_layer + m.layer_count) % len(self.layout.layers)
-        if self.layer:
-            self.block_end = m.end
-        else:
-            self.start, self.block_end = m.end, None
-        return piece
-
-
-def _verify_content(frame: KvFrame, prefix_hash: str) -> None:
-    """Raise `NotTransferred` if a piece is of other tokens or another model, or was damaged."""
-    assert isinstance(frame.message, KvPiece)
-    if not hmac.compare_digest(frame.message.prefix_hash, prefix_hash):
-        raise NotTransferred("a piece is of other tokens, or of another model")
-    if zlib.crc32(frame.data) != frame.message.checksum:
-        raise NotTransferred("a piece was damaged on its way")
-
-
-def match_parts(own: KvLayout, offer: KvOffer) -> tuple[KvLayout, ...]:
-    """Return the layout of this engine in the layers of each part of an offer.
-
-    Raises:
-        NotTransferred: A part stores keys and values otherwise, or the parts are not all layers of
-            this engine in their order.
-    """
-    found: list[KvLayout] = []
-    first = 0
-    for part in offer.parts:
-        end = first + len(part.layout.layers)
-        found.append(own.model_copy(update={"layers": own.layers[first:end]}))
-        if difference := layout_difference(found[-1], part.layout):
-            raise NotTransferred(difference)
-        first = end
-    if first != len(own.layers):
-        raise NotTransferred("the engines store keys and values differently (layers)")
-    return tuple(found)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from services.engine.generation.prepared_prefixes import Computed, Outcome, PrepareOrder
 from services.engine.generation.request import GenerationRequest
-from services.engine.kv_transfer.destination import MAX_TRANSFERS, STALL_S, KvDestination, Received, Transfer, Wanted
+from services.engine.kv_transfer.destination import MAX_TRANSFERS, STALL_S, Received, Transfer, Wanted
 from services.engine.kv_transfer.source import KvSource, Transferring
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError
@@ -25,6 +25,20 @@ class Preparing(Transferring, Protocol):
     """The engine's batcher."""
 
     def prepare(self, order: PrepareOrder) -> None: ...
+
+
+class Destination(Protocol):
+    """Receives keys and values: `KvDestination`, or that of a group.
+
+    - `has_source`: more can be received for the sequences of this name.
+    - `receive` runs in a thread, and never raises. Without an offer it uses that of the last call.
+    - `forget` closes the connections for this name.
+    """
+
+    def has_source(self, name: str) -> bool: ...
+    def receive(self, transfer: Transfer, wanted: list[Wanted], offer: KvOffer | None) -> Received: ...
+    def forget(self, name: str) -> None: ...
+    def close(self) -> None: ...
 
 
 async def carry_out(batcher: Preparing, order: PrepareOrder) -> Outcome:
@@ -46,7 +60,7 @@ async def carry_out(batcher: Preparing, order: PrepareOrder) -> Outcome:
 class KvExchange:
     """The transfers of one engine."""
 
-    def __init__(self, source: KvSource, destination: KvDestination) -> None:
+    def __init__(self, source: KvSource, destination: Destination) -> None:
         self.source, self._destination = source, destination
         self._threads = ThreadPoolExecutor(MAX_TRANSFERS, thread_name_prefix="kv-in")
         self._received: dict[str, Received] = {}
@@ -67,7 +81,8 @@ class KvExchange:
         receiving: list[asyncio.Future[Received]] = []
 
         def receive(number: int, computed: tuple[int, ...]) -> Received:
-            wanted = [Wanted(*each) for each in zip(wanted_choices, order.sequences, computed, strict=True)]
+            each = zip(wanted_choices, order.sequences, computed, strict=True)
+            wanted = [Wanted(choice, tokens, has, index) for index, (choice, tokens, has) in enumerate(each)]
             transfer = Transfer(order.name, number, order.variant, order.reply_within_s, stall_s)
             try:
                 return self._destination.receive(transfer, wanted, offer)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from services.engine.domain.frames import ProtocolError
@@ -28,7 +28,7 @@ from services.engine.domain.kv_frames import GREETING, TICKET_BYTES, prove_ticke
 from services.engine.domain.kv_pieces import KvIdentity, Piece, PrefixHash, plan_pieces
 from services.engine.generation.kv_transfers import Snapshot
 from services.engine.kv_transfer.connection import KvConnection
-from shared.contracts.kv_transfer import KvPiece, KvPull, KvPulled
+from shared.contracts.kv_transfer import KvLayout, KvPiece, KvPull, KvPulled
 from shared.engines.peer_sockets import configure
 from shared.engines.secret_proof import NONCE_BYTES, PROOF_BYTES
 from shared.errors import EngineFailed, ThawError
@@ -39,8 +39,11 @@ R = TypeVar("R")
 HANDSHAKE_WITHIN_S = 5.0
 MAX_CALLERS = 16
 """Connections without a proof yet; further ones are closed at once."""
-MAX_READERS = 16
-"""Connections that read; further ones are closed, and their engines compute instead."""
+MAX_READERS = 32
+"""Connections that read; further ones are closed, and their engines compute instead.
+
+A migrator moves four requests at once; each stage of the largest group reads over its own.
+"""
 TICKET_S = 60.0
 """A ticket expires so many seconds after it was renewed or used last."""
 AHEAD = 4
@@ -253,14 +256,15 @@ class KvReaders:
             return
         until = min(pull.end, snapshot.computed)
         sent, reason = pull.start, "" if until >= pull.end else "they are not computed yet"
-        hashes = PrefixHash(ticket.identity, snapshot.tokens)
-        layout = ticket.identity.layout
+        layout = _select_layers(ticket.identity.layout, pull)
+        hashes = PrefixHash(replace(ticket.identity, layout=layout), snapshot.tokens)
         ahead: deque[tuple[Piece, Future[memoryview]]] = deque()
         pieces = plan_pieces(pull.start, until, layout)
         try:
             while True:
                 while len(ahead) < AHEAD and (piece := next(pieces, None)) is not None:
-                    ahead.append((piece, self._reading.copy(ticket.request_id, pull.choice, piece)))
+                    place = replace(piece, first_layer=pull.first_layer + piece.first_layer)
+                    ahead.append((piece, self._reading.copy(ticket.request_id, pull.choice, place)))
                 if not ahead:
                     break
                 piece, copied = ahead.popleft()
@@ -293,3 +297,15 @@ class KvReaders:
             return future.result(_STEP_WITHIN_S)
         finally:
             future.cancel()
+
+
+def _select_layers(layout: KvLayout, pull: KvPull) -> KvLayout:
+    """Return the layout of the layers that are asked for.
+
+    Raises:
+        ProtocolError: There are no such layers.
+    """
+    count = len(layout.layers) - pull.first_layer if pull.layer_count is None else pull.layer_count
+    if count < 1 or pull.first_layer + count > len(layout.layers):
+        raise ProtocolError(f"A reader asked for layers from {pull.first_layer} on, and there are {len(layout.layers)}")
+    return layout.select(pull.first_layer, count)

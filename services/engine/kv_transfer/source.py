@@ -72,7 +72,14 @@ class KvSource:
         permission = Permission(request_id, ticket.ticket, ticket.secret, cache_salt)
         later = await asyncio.wrap_future(self._batcher.transfer(lambda t: t.permit(permission)))
         return KvOffer(
-            host=host, port=port, ticket=ticket.ticket, secret=ticket.secret, layout=layout, cache_salt=cache_salt, later=later
+            host=host,
+            port=port,
+            ticket=ticket.ticket,
+            secret=ticket.secret,
+            layout=layout,
+            selects_layers=True,
+            cache_salt=cache_salt,
+            later=later,
         )
 
     def retain_s(self, request_id: str) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from services.engine.domain.frames import HEADER_BYTES, ProtocolError, decode_header, decode_message, encode_head
 from services.engine.domain.stage_frames import STAGES
 from services.engine.generation.runner import RunnerLost
-from shared.contracts.stages import StageMessage
+from shared.contracts.stages import KvReceived, StageMessage
 
 QUEUED_FRAMES = 8
 """Most frames that wait in one direction; at least the micro-batches of a step (`MAX_STAGES`)."""
@@ -87,6 +87,11 @@ class Inbound(Connection):
         """
         super().__init__(sock, peer, on_lost)
         self._max_data_bytes, self._on_frame = max_data_bytes, on_frame
+        self.on_report: Callable[[KvReceived | None], None] | None = None
+        """Gets each `KvReceived` at once, instead of `get`, and None when the connection ends.
+
+        It is called from any thread.
+        """
         self._frames: queue.Queue[Frame | None] = queue.Queue(QUEUED_FRAMES)
         self._thread = threading.Thread(target=self._receive, name="stage-in", daemon=True)
         self._thread.start()
@@ -114,7 +119,11 @@ class Inbound(Connection):
             while True:
                 lengths = decode_header(STAGES, bytes(self._read(HEADER_BYTES)), self._max_data_bytes)
                 message = decode_message(STAGES, bytes(self._read(lengths.message)))
-                self._put(Frame(message, self._read(lengths.data)))
+                frame = Frame(message, self._read(lengths.data))
+                if self.on_report is not None and isinstance(message, KvReceived):
+                    self.on_report(message)
+                    continue
+                self._put(frame)
                 self._on_frame()
         except ProtocolError as e:
             self._fail(str(e))
@@ -145,6 +154,8 @@ class Inbound(Connection):
         with contextlib.suppress(queue.Full):  # a full queue wakes its reader anyway
             self._frames.put_nowait(None)
         self._on_frame()
+        if self.on_report is not None:
+            self.on_report(None)
 
 
 class Outbound(Connection):

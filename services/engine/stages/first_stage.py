@@ -7,6 +7,7 @@ number. When the batcher drops a sequence's state, the other stages free theirs 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -15,14 +16,25 @@ import torch
 from services.engine.domain.frames import ProtocolError
 from services.engine.domain.micro_batches import split_rows
 from services.engine.generation.kv_cache import SequenceKV, Slice
-from services.engine.generation.kv_transfers import Permission, PermittedSequence
+from services.engine.generation.kv_transfers import GroupOrder, Permission, PermittedSequence
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, Row, RunnerLost
 from services.engine.stages.connections import Frame, Inbound, Outbound
 from services.engine.stages.part import StagePart
+from services.engine.stages.receipts import Receipts, StageReceipt
 from services.engine.stages.tensors import from_bytes, to_bytes, tokens_to_bytes
 from shared.contracts.kv_transfer import KvPart
-from shared.contracts.stages import GroupCapacity, KvPermit, StageFailed, StageRelease, StageResult, StageRow, StageStep
+from shared.contracts.stages import (
+    GroupCapacity,
+    KvEndReceive,
+    KvPermit,
+    KvReceive,
+    StageFailed,
+    StageRelease,
+    StageResult,
+    StageRow,
+    StageStep,
+)
 from shared.errors import InvalidRequest, ThawError, UnsupportedParameter, from_body
 
 
@@ -51,12 +63,14 @@ class FirstStageRunner:
         self._part, self._stages, self._context, self._within_s = part, stages, context, result_within_s
         self._inbound: Inbound | None = None
         self._outbound: Outbound | None = None
-        self._sends_kv = False
-        self._sequences, self._steps = itertools.count(), itertools.count()
+        self._sends_kv = self._receives_kv = False
+        self._receipts = Receipts()
+        self._sequences, self._steps, self._orders = itertools.count(), itertools.count(), itertools.count()
 
     def connect(self, inbound: Inbound, outbound: Outbound) -> None:
         """Use these connections: from the last stage, and to the second."""
         self._inbound, self._outbound = inbound, outbound
+        inbound.on_report = self._receipts.take
 
     def agree_on_capacity(self, kv_blocks: int) -> int:
         """Return the KV blocks that all stages can hold. Waits until all have their weights.
@@ -65,11 +79,11 @@ class FirstStageRunner:
             RunnerLost: A stage has ended, or does not answer.
         """
         inbound, outbound = self._connections()
-        outbound.put_small(GroupCapacity(kv_blocks=kv_blocks, sends_kv=True))
+        outbound.put_small(GroupCapacity(kv_blocks=kv_blocks, sends_kv=True, receives_kv=True))
         message = inbound.get(float("inf")).message
         if not isinstance(message, GroupCapacity):
             raise RunnerLost(f"The last stage sent {message.kind!r} before the group was ready")
-        self._sends_kv = message.sends_kv
+        self._sends_kv, self._receives_kv = message.sends_kv, message.receives_kv
         return message.kv_blocks
 
     def new_state(self) -> StagedSequence:
@@ -122,6 +136,34 @@ class FirstStageRunner:
                 raise UnsupportedParameter(passed.refused or "Not every stage sends keys and values", param="kv")
             parts = passed.parts
         return parts
+
+    def receive(self, state: SequenceKV, order: GroupOrder) -> StageReceipt:
+        """Order the later stages to receive their layers of a sequence.
+
+        Raises:
+            UnsupportedParameter: A stage does not receive keys and values.
+            RunnerLost: A stage has ended.
+        """
+        _, outbound = self._connections()
+        if not self._receives_kv:
+            raise UnsupportedParameter("A stage of this group has a version that receives no keys and values", param="kv")
+        assert isinstance(state, StagedSequence)
+        number = next(self._orders)
+        ending = KvEndReceive(number=number, ticket=order.offer.ticket)
+        receipt = StageReceipt(order, self._stages - 1, lambda: outbound.put_small(ending))
+        asked = KvReceive(
+            number=number,
+            offer=order.offer,
+            choice=order.choice,
+            sequence=state.number,
+            start=order.start,
+            end=order.end,
+            within_ms=None if order.within_s == math.inf else round(order.within_s * 1e3),
+            stall_ms=max(1, round(order.stall_s * 1e3)),
+        )
+        self._receipts.add(number, receipt)
+        outbound.put(Frame(asked, tokens_to_bytes(order.tokens[: order.end + 1])))
+        return receipt
 
     def compute_own(self, rows: Sequence[Row]) -> torch.Tensor:
         """Compute this stage's layers, and return the hidden states of all new tokens."""

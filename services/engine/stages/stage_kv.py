@@ -62,7 +62,7 @@ class StageKv:
         permitted = _Permitted(message.sequence, Snapshot(tokens, message.computed))
         self._permitted[message.request_id, message.choice] = permitted
         self._readers.renew(ticket)
-        part = KvPart(host=host, port=port, layout=self._layout)
+        part = KvPart(host=host, port=port, layout=self._layout, selects_layers=True)
         return message.model_copy(update={"parts": (*message.parts, part)})
 
     def release(self, number: int) -> None:

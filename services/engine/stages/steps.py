@@ -11,11 +11,15 @@ from services.engine.generation.runner import RunnerLost
 from services.engine.stages.connections import Frame, Inbound, Outbound
 from services.engine.stages.part import StagePart
 from services.engine.stages.stage_kv import StageKv
+from services.engine.stages.stage_receiving import StageReceiving
 from services.engine.stages.tensors import from_bytes, to_bytes, tokens_from_bytes
 from shared.contracts.stages import (
     GroupCapacity,
     GroupClosing,
+    KvEndReceive,
     KvPermit,
+    KvReceive,
+    KvReceived,
     StageFailed,
     StageMessage,
     StageRelease,
@@ -51,6 +55,8 @@ class StageSteps:
         self._sequences: dict[int, SequenceKV] = {}
         self.kv: StageKv | None = None
         """Sends keys and values to other engines; None: nothing does. Set before the first step."""
+        self.receiving: StageReceiving | None = None
+        """Receives those of other engines; None: nothing does. Set before the first step."""
         self._is_stopped = self._is_closing = False
 
     @property
@@ -93,11 +99,18 @@ class StageSteps:
             return False
         frame = self._inbound.get(0)
         match frame.message:
-            case GroupCapacity(kv_blocks=blocks, sends_kv=sends_kv):
-                sends_kv = sends_kv and self.kv is not None
-                self._outbound.put_small(GroupCapacity(kv_blocks=min(blocks, self._kv_blocks), sends_kv=sends_kv))
+            case GroupCapacity() as capacity:
+                self._outbound.put_small(self._limit(capacity))
             case KvPermit() as permit:
                 self._permit(permit, frame)
+            case KvReceive() as asked:
+                self._receive(asked, frame)
+            case KvReceived():
+                self._outbound.put_small(frame.message)
+            case KvEndReceive(number=number, ticket=ticket):
+                if self.receiving is not None:
+                    self.receiving.stop(number, ticket)
+                self._relay(frame.message)
             case StageStep() as step:
                 self._outbound.put(self._compute(step, frame))
             case StageRelease(sequences=numbers):
@@ -105,6 +118,8 @@ class StageSteps:
                     self._sequences.pop(number, None)
                     if self.kv is not None:
                         self.kv.release(number)
+                    if self.receiving is not None:
+                        self.receiving.release(number)
                 self._relay(frame.message)
             case StageFailed():
                 self._outbound.put_small(frame.message)
@@ -119,6 +134,29 @@ class StageSteps:
     def _relay(self, message: StageMessage) -> None:
         if not self._part.layers.is_last:
             self._outbound.put_small(message)
+
+    def _limit(self, capacity: GroupCapacity) -> GroupCapacity:
+        """Return what all stages up to this one can do."""
+        return GroupCapacity(
+            kv_blocks=min(capacity.kv_blocks, self._kv_blocks),
+            sends_kv=capacity.sends_kv and self.kv is not None,
+            receives_kv=capacity.receives_kv and self.receiving is not None,
+        )
+
+    def _receive(self, asked: KvReceive, frame: Frame) -> None:
+        """Begin to receive a sequence, and pass the order on."""
+        try:
+            tokens = tokens_from_bytes(frame.data)
+        except ProtocolError as e:
+            raise RunnerLost(str(e)) from e
+        if not self._part.layers.is_last:
+            self._outbound.put(Frame(asked, frame.data))
+        if self.receiving is None:
+            raise RunnerLost("The first stage has ordered keys and values, which this stage does not receive")
+        try:
+            self.receiving.begin(asked, tokens, self._find(asked.sequence, asked.start))
+        except ThawError as e:
+            self._outbound.put_small(KvReceived(number=asked.number, end=asked.start, reason=e.message))
 
     def _permit(self, permit: KvPermit, frame: Frame) -> None:
         """Let another engine read a sequence. The last stage returns the message without tokens."""
@@ -137,6 +175,9 @@ class StageSteps:
             hidden = from_bytes(frame, tokens, part.hidden_size, part.dtype)
         except ProtocolError as e:
             raise RunnerLost(str(e)) from e
+        if self.receiving is not None:
+            for row in step.rows:
+                self.receiving.end(row.sequence)
         try:
             slices = [Slice(self._find(row.sequence, row.start), row.start, row.count) for row in step.rows]
             output = to_bytes(part.compute(slices, (), hidden))

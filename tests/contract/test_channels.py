@@ -15,7 +15,8 @@ from shared.contracts.base import Message, Request
 from shared.contracts.channels import CHANNELS
 
 ROOT = Path(__file__).resolve().parents[2]
-BETWEEN_STAGES = {"GroupCapacity", "GroupClosing", "KvPermit", "StageFailed", "StageRelease", "StageResult", "StageStep"}
+BETWEEN_STAGES = {"GroupCapacity", "GroupClosing", "KvEndReceive", "KvPermit", "KvReceive", "KvReceived", "StageFailed"}
+BETWEEN_STAGES |= {"StageRelease", "StageResult", "StageStep"}
 BETWEEN_ENGINES = {"KvPull", "KvPiece", "KvPulled"}
 NOT_ON_NATS = {"EngineStart", "ExecutorStart", "EngineForked", "EngineExited", "ZygoteFailure", "ZygoteReady"} | {
     f"Socket{name}"

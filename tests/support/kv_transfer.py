@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.engine.generation.batcher import Batcher
+from services.engine.generation.kv_transfers import StagedRunner
 from services.engine.generation.prepared_prefixes import Computed, Outcome, PrepareOrder
-from services.engine.kv_transfer.destination import KvDestination, Received
-from services.engine.kv_transfer.exchange import KvExchange, carry_out
+from services.engine.kv_transfer.destination import BatcherStore, KvDestination, Received
+from services.engine.kv_transfer.exchange import Destination, KvExchange, carry_out
+from services.engine.kv_transfer.group_destination import GroupDestination
 from services.engine.kv_transfer.source import KvSource
 from shared.contracts.kv_transfer import KvOffer
 
@@ -24,7 +26,11 @@ class Side:
 
     def __init__(self, batcher: Batcher, revision: str = REVISION) -> None:
         self.batcher = batcher
-        self.exchange = KvExchange(KvSource(batcher, revision, "127.0.0.1"), KvDestination(batcher, revision))
+        is_group = isinstance(batcher._runner, StagedRunner)
+        destination: Destination = (
+            GroupDestination(batcher, revision) if is_group else KvDestination(BatcherStore(batcher), revision)
+        )
+        self.exchange = KvExchange(KvSource(batcher, revision, "127.0.0.1"), destination)
 
     async def receive(
         self, name: str, sequences: tuple[tuple[int, ...], ...], offer: KvOffer, within_s: float = 60.0

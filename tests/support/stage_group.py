@@ -20,6 +20,7 @@ from services.engine.stages.connections import Inbound, Outbound
 from services.engine.stages.first_stage import FirstStageRunner
 from services.engine.stages.part import StagePart
 from services.engine.stages.stage_kv import StageKv
+from services.engine.stages.stage_receiving import StageReceiving
 from services.engine.stages.steps import StageSteps
 from shared.contracts.models import ModelCard
 from shared.contracts.stages import split_layers
@@ -41,11 +42,16 @@ class _Later:
         part.compute([Slice(state, 0, len(WARM_UP))], (), torch.zeros(len(WARM_UP), part.hidden_size, dtype=part.dtype))
         self.layout = layout_of(state)
 
-    def begin(self, *, sends_kv: bool) -> None:
-        """Start to compute; with `sends_kv`, as the current version."""
+    def begin(self, *, sends_kv: bool, receives_kv: bool) -> None:
+        """Start to compute; if it sends and receives keys and values, as the current version."""
         self.kv = StageKv(self.layout, "test", "127.0.0.1", self.steps.held, partial(self.loop.submit, "stage"))
         if sends_kv:
             self.steps.kv = self.kv
+        self.receiving = StageReceiving(
+            self.layout, "test", torch.device("cpu"), partial(self.loop.submit, "stage"), self.ring[1].put_small
+        )
+        if receives_kv:
+            self.steps.receiving = self.receiving
         self.loop.serve("stage", self.steps)
 
 
@@ -58,7 +64,14 @@ class LocalGroup:
     """
 
     def __init__(
-        self, bound: BoundModel, card: ModelCard, count: int, kv_blocks: int = 1 << 16, *, old_stages: tuple[int, ...] = ()
+        self,
+        bound: BoundModel,
+        card: ModelCard,
+        count: int,
+        kv_blocks: int = 1 << 16,
+        *,
+        old_stages: tuple[int, ...] = (),
+        sending_stages: tuple[int, ...] = (),
     ) -> None:
         """Start the stages.
 
@@ -67,7 +80,8 @@ class LocalGroup:
             card: Of the model.
             count: Stages.
             kv_blocks: Of each stage.
-            old_stages: Stages of a version that sends no keys and values.
+            old_stages: Stages of a version that sends and receives no keys and values.
+            sending_stages: Stages of a version that only sends them.
         """
         ranges = split_layers(bound.config.get_text_config().num_hidden_layers, count)
         kind, device = checkpoint.model_class(bound.config, card, Path(card.spec.source)), torch.device("cpu")
@@ -78,7 +92,7 @@ class LocalGroup:
         context = card.context_length
         self.later = [_Later(part, (pairs[i][1], pairs[i + 1][0]), kv_blocks, context) for i, part in enumerate(parts[1:])]
         for index, stage in enumerate(self.later, 1):
-            stage.begin(sends_kv=index not in old_stages)
+            stage.begin(sends_kv=index not in old_stages, receives_kv=index not in (*old_stages, *sending_stages))
         self._inbound = Inbound(pairs[-1][1], "last", _MOST_BYTES, lambda reason: None, lambda: None)
         self._outbound = Outbound(pairs[0][0], "next", lambda reason: None, _WITHIN_S)
         self.runner = FirstStageRunner(parts[0], count, context, _WITHIN_S)
@@ -91,6 +105,8 @@ class LocalGroup:
 
     async def close(self) -> None:
         """End all stages."""
+        for stage in self.later:
+            stage.receiving.close()
         await asyncio.gather(*(stage.kv.close() for stage in self.later))
         for connection in (self._outbound, self._inbound, *(c for stage in self.later for c in stage.ring)):
             connection.close()

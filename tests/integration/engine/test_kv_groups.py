@@ -226,20 +226,3 @@ async def test_stage_that_cannot_listen_costs_no_answer(exact: FromGroup) -> Non
     with pytest.raises(UnsupportedParameter, match="THAW_STAGE_HOST"):
         await exact.offer(asked)
     assert flat((await exact.finish(asked))[0]) == flat(whole[0])
-
-
-async def test_group_receives_nothing_and_computes_the_tokens(exact_model: LoadedModel) -> None:
-    group = LocalGroup(exact_model.bound, exact_model.start.card, 2)
-    pair = Pair(exact_model, runners=(None, group.runner))
-    try:
-        _, whole = pair.whole()
-        asked = await pair.begin()
-        await pair.until_generated(asked, 20)
-        sequences = pair.sequences(asked)
-        outcome, received = await pair.to.receive(asked.request_id, sequences, await pair.offer(asked))
-        assert (outcome.received, "group in stages" in received.reason) == (0, True)
-        assert outcome.tokens == len(sequences[0]) - 1
-        assert flat((await pair.finish(asked))[0]) == flat(whole[0])
-    finally:
-        await pair.close()
-        await group.close()

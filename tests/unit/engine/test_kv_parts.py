@@ -15,7 +15,7 @@ from services.engine.generation.kv_bytes import layout_of, read_piece, write_pie
 from services.engine.generation.kv_cache import SequenceKV
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
-from services.engine.kv_transfer.destination import NotTransferred, match_parts
+from services.engine.kv_transfer.arrivals import NotTransferred, match_parts
 from services.engine.stages.tensors import tokens_from_bytes, tokens_to_bytes
 from shared.contracts.kv_transfer import KvLayer, KvLayout, KvOffer, KvPart
 from shared.contracts.stages import STAGE_MESSAGE, GroupCapacity
@@ -62,8 +62,9 @@ def offer(*counts: int) -> KvOffer:
 def test_parts_of_an_offer_are_one_layout() -> None:
     own = layout_of(sequence(1))
     assert own == offer(LAYERS).layout
-    assert match_parts(own, offer(LAYERS)) == (own,)
-    assert match_parts(own, made := offer(1, 2, 1)) == tuple(part.layout for part in made.parts)
+    assert [s.layout for s in match_parts(own, offer(LAYERS))] == [own]
+    selected = match_parts(own, made := offer(1, 2, 1))
+    assert [(s.layout, s.first_layer, s.layer_count) for s in selected] == [(part.layout, 0, None) for part in made.parts]
     assert offer(1, 2, 1).token_bytes == offer(LAYERS).token_bytes == LAYERS * 2 * HEADS * SIZE * 4
 
 

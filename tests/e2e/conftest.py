@@ -17,6 +17,7 @@ from shared.contracts.models import ModelSpec
 from shared.ports import free_port
 from tests.support.forking import executed
 from tests.support.launcher import Thaw
+from tests.support.paced_zygote import Pace
 from thaw.cli.demo import budget_for_two
 from thaw.demo.models import make_demo_model
 
@@ -27,19 +28,27 @@ MODELS = ("one", "two", "three")
 
 
 @pytest.fixture(scope="module")
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Pace:
+    """Return the pace of the engines of a mesh that has its environment."""
+    return Pace(tmp_path_factory.mktemp("pace"))
+
+
+@pytest.fixture(scope="module")
 def mesh(request: pytest.FixtureRequest) -> Iterator[Thaw]:
     """Start the mesh.
 
     The test module may set `DRAM` (bytes for unused weights, instead of the loader's default),
-    `POLICY` (of the scheduler), `PRICES` (as JSON), `SHARED` (true: the mesh of all modules that
-    set it), or `EXECUTED` (true: every process is executed, as by users, none forked from the
-    tests' server).
+    `POLICY` (of the scheduler), `PRICES` (as JSON), `PACED` (true: the fixture `pace` slows the
+    engines down), `SHARED` (true: the mesh of all modules that set it), or `EXECUTED` (true: every
+    process is executed, as by users, none forked from the tests' server).
     """
     if getattr(request.module, "SHARED", False):
         yield request.getfixturevalue("shared_mesh")
         return
     start = executed() if getattr(request.module, "EXECUTED", False) else contextlib.nullcontext()
     options = {name.lower(): getattr(request.module, name, None) for name in ("DRAM", "POLICY", "PRICES")}
+    if getattr(request.module, "PACED", False):
+        options["pace"] = request.getfixturevalue("pace")
     with start, started(**options) as thaw:
         yield thaw
 
@@ -51,13 +60,16 @@ def shared_mesh() -> Iterator[Thaw]:
 
 
 @contextlib.contextmanager
-def started(dram: int | None = None, policy: str | None = None, prices: str | None = None) -> Iterator[Thaw]:
+def started(
+    dram: int | None = None, policy: str | None = None, prices: str | None = None, pace: Pace | None = None
+) -> Iterator[Thaw]:
     # The policy and the port of the scheduler's metrics, which is that of no other mesh.
     port = {"THAW_SCHEDULER_METRICS_PORT": str(free_port())}
     # Tests that run at the same time keep the device of a shared mesh busy.
     batches = {"THAW_BATCH_START_AFTER_IDLE": "0"}
     given = {"THAW_POLICY": policy, "THAW_PRICES": prices}
-    thaw = Thaw(**port, **batches, **{name: value for name, value in given.items() if value is not None})
+    paced = {} if pace is None else pace.environment
+    thaw = Thaw(**port, **batches, **paced, **{name: value for name, value in given.items() if value is not None})
     memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"
     specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))

@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -19,12 +20,14 @@ from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.mesh import held
 from tests.support.moving import Roomy, Stream, body
+from tests.support.paced_zygote import Pace
 from thaw.demo.models import Shape
 
 CONTEXT = 4_096
-TOKENS = 2_000
-"""Of a stream that is longer than the start of a group, of its successor, and the migration."""
-LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True}
+"""Nearly a minute at the slow pace: longer than the start of a group, of its successor, and the
+migration, also on a busy machine.
+"""
 STREAMS = 6
 """Under load: two run in the group, two wait in its queue, and two at the gateway."""
 OPTIONS: dict[str, Any] = {"max_concurrency": 2, "max_model_len": 2_500, "keep_alive": -1}
@@ -42,8 +45,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
 
 
 @pytest.fixture(scope="module")
-def mesh(server: TierServer) -> Iterator[Roomy]:
-    with paced_nodes(server, OPTIONS, THAW_CACHE_BYTES="0", THAW_MIGRATE_KV="always") as found:
+def mesh(server: TierServer, pace: Pace) -> Iterator[Roomy]:
+    with paced_nodes(server, OPTIONS, THAW_CACHE_BYTES="0", THAW_MIGRATE_KV="always", **pace.environment) as found:
         yield found
 
 
@@ -65,8 +68,16 @@ def reserved(mesh: Roomy) -> dict[str, int]:
 
 
 @pytest.fixture
-def grouped(mesh: Roomy, server: TierServer, expected: Stream) -> Iterator[Stream]:
-    """Start a stream for which the scheduler chooses a group, and wait until that serves."""
+def slow(pace: Pace) -> Iterator[contextlib.ExitStack]:
+    """Slow the engines down until the test closes this, or ends."""
+    with contextlib.ExitStack() as found:
+        found.enter_context(pace.slowed())
+        yield found
+
+
+@pytest.fixture
+def grouped(mesh: Roomy, server: TierServer, expected: Stream, slow: contextlib.ExitStack) -> Iterator[Stream]:
+    """Start a slow stream for which the scheduler chooses a group, and wait until that serves."""
     register_for_group(mesh, server, "far", OPTIONS)
     stream = Stream(mesh.url, body("far", **LONG)).start()
     try:
@@ -88,13 +99,14 @@ def is_one_instance(mesh: Roomy) -> bool:
 
 
 def test_stream_runs_through_consolidation_and_the_memory_of_the_group_is_given_back(
-    mesh: Roomy, grouped: Stream, expected: Stream
+    mesh: Roomy, grouped: Stream, expected: Stream, slow: contextlib.ExitStack
 ) -> None:
     before = set(mesh.records())
     nodes = set(stages_of(mesh, "far").values())
     until(lambda: bool(whole(mesh, "preparing", "loading", "ready")), what="a whole instance starts")
     until(lambda: is_one_instance(mesh), what="the group has stopped")
     assert not grouped.done, "the client still reads"
+    slow.close()
     [one] = instances(mesh)
     assert one["node"] in nodes
     grouped.result().assert_same(expected)
@@ -113,7 +125,7 @@ def test_stream_runs_through_consolidation_and_the_memory_of_the_group_is_given_
 
 
 def test_death_of_the_successor_during_its_start_leaves_the_group_and_it_is_tried_again(
-    mesh: Roomy, grouped: Stream, expected: Stream
+    mesh: Roomy, grouped: Stream, expected: Stream, slow: contextlib.ExitStack
 ) -> None:
     killed: list[int] = []
 
@@ -127,13 +139,16 @@ def test_death_of_the_successor_during_its_start_leaves_the_group_and_it_is_trie
     until(is_killed, what="the successor's process starts")
     until(lambda: not whole(mesh, "preparing", "loading"), what="its start has failed")
     assert sorted(stages_of(mesh, "far")) == [0, 1], "the group serves on"
+    slow.close()
     grouped.result().assert_same(expected)
     until(lambda: is_one_instance(mesh), what="the group is consolidated in the end")
     mesh.assert_settled()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_death_of_a_stage_during_the_migration(mesh: Roomy, grouped: Stream, expected: Stream, victim: int) -> None:
+def test_death_of_a_stage_during_the_migration(
+    mesh: Roomy, grouped: Stream, expected: Stream, slow: contextlib.ExitStack, victim: int
+) -> None:
     """The migrator is stopped until the stage is gone: the successor computes the tokens."""
     before = set(mesh.records())
     with held(mesh.pid("migrator")):
@@ -142,30 +157,37 @@ def test_death_of_a_stage_during_the_migration(mesh: Roomy, grouped: Stream, exp
         processes = [psutil.Process(pid) for pid in pids.values()]
         os.kill(pids[victim], signal.SIGKILL)
         assert not psutil.wait_procs(processes, timeout=60)[1], "no half group is left"
+    slow.close()
     grouped.result().assert_same(expected)
     until(lambda: is_one_instance(mesh), what="the successor serves alone")
     mesh.assert_settled()
 
 
-def test_under_load_every_stage_becomes_a_whole_instance_and_no_request_restarts(mesh: Roomy, server: TierServer) -> None:
+def test_under_load_every_stage_becomes_a_whole_instance_and_no_request_restarts(
+    mesh: Roomy, server: TierServer, pace: Pace
+) -> None:
     asked: list[dict[str, Any]] = [
-        {"prompt": f"Once upon a time {n}", "max_tokens": 1_000, "ignore_eos": True} for n in range(STREAMS)
+        {"prompt": f"Once upon a time {n}", "max_tokens": 300, "ignore_eos": True} for n in range(STREAMS)
     ]
     undisturbed = [Stream(mesh.url, body("single", **one)).start() for one in asked]
     for stream in undisturbed:
         stream.result()
     register_for_group(mesh, server, "far", OPTIONS | {"replicas": {"min": 0, "max": 2}})
     before = set(mesh.records())
+
+    def has_moved() -> bool:
+        return any(m.outcome == "moved" for r in consolidations(mesh) if r.migration_id not in before for m in r.requests)
+
     try:
-        streams = [Stream(mesh.url, body("far", **one)).start() for one in asked]
-        until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
-        until(lambda: {i["node"] for i in whole(mesh, "ready")} == set(NODES), what="each node has a whole instance")
-        until(lambda: all(i["load"]["active"] for i in whole(mesh, "ready")), what="both serve")
+        with pace.slowed():
+            streams = [Stream(mesh.url, body("far", **one)).start() for one in asked]
+            until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
+            until(lambda: {i["node"] for i in whole(mesh, "ready")} == set(NODES), what="each node has a whole instance")
+            until(lambda: all(i["load"]["active"] for i in whole(mesh, "ready")), what="both serve")
+            until(has_moved, what="a request of the group has moved")
         for stream, alone in zip(streams, undisturbed, strict=True):
             stream.result().assert_same(alone)
         until(lambda: not any(i["group"] for i in instances(mesh)), what="the group has stopped")
         assert len(whole(mesh, "ready")) == 2
-        moved = [m for r in consolidations(mesh) if r.migration_id not in before for m in r.requests]
-        assert "moved" in {m.outcome for m in moved}
     finally:
         forget(mesh)

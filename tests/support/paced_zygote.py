@@ -2,25 +2,64 @@
 
 It is started as `python -m tests.support.paced_zygote SOCKET`. The builtin engine computes several
 hundred tokens of a small model in a second, and keeps a core busy. A stream that has to last for
-some seconds, while processes are stopped and killed around it, takes less than half of the CPU time
-if the engine waits.
+some seconds, while processes are stopped and killed around it, takes a fraction of the CPU time if
+the engine waits. `Pace` changes the wait while engines run: a stream lasts until the test has seen
+what it waits for, however busy the machine is, and then ends soon.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
-STEP_S: Final = 0.006
-PACED: Final = {"THAW_ZYGOTE_MODULE": "tests.support.paced_zygote"}
-"""Environment of a mesh whose engines are paced."""
+_STEP, _FILE = "THAW_TEST_STEP_S", "THAW_TEST_STEP_FILE"
+"""Environment of engines: seconds before each step, or a file that has them."""
+MODULE: Final = "tests.support.paced_zygote"
+PACED: Final = {"THAW_ZYGOTE_MODULE": MODULE, _STEP: "0.006"}
+"""Environment of a mesh whose engines always wait."""
+SLOW_STEP_S: Final = 0.1
+
+
+class Pace:
+    """The wait of engines, which is none until a test slows them down."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "step_s"
+        # The last round of a migration takes a step or two, which pause the stream.
+        pause_s = 10 * SLOW_STEP_S
+        self.environment = {"THAW_ZYGOTE_MODULE": MODULE, _FILE: str(self._file), "THAW_MIGRATE_PAUSE": str(pause_s)}
+        """Of a mesh, or of one engine whose zygote is this module."""
+
+    @contextlib.contextmanager
+    def slowed(self, step_s: float = SLOW_STEP_S) -> Iterator[None]:
+        """Make all engines wait for `step_s` seconds before each step, until the block ends."""
+        draft = self._file.with_suffix(".new")
+        draft.write_text(str(step_s))
+        draft.rename(self._file)
+        try:
+            yield
+        finally:
+            self._file.unlink()
+
+
+def _wait_s() -> float:
+    if file := os.environ.get(_FILE):
+        try:
+            return float(Path(file).read_text())
+        except FileNotFoundError:
+            return 0.0
+    return float(os.environ.get(_STEP, "0"))
 
 
 def _paced(forward: Callable[..., Any]) -> Callable[..., Any]:
     def after_a_wait(runner: Any, rows: Sequence[Any]) -> Any:
-        time.sleep(STEP_S)
+        if wait_s := _wait_s():
+            time.sleep(wait_s)
         return forward(runner, rows)
 
     return after_a_wait

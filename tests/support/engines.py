@@ -33,6 +33,7 @@ from shared.contracts.inference import (
 )
 from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
+from tests.support.paced_zygote import Pace
 
 _numbers = itertools.count(1)
 WITHIN_S = 120.0
@@ -41,11 +42,9 @@ WITHIN_S = 120.0
 class ZygoteProcess:
     """A zygote of its own; ready when the constructor returns."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, module: str = "services.engine.zygote") -> None:
         self.socket = directory / "z.sock"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.engine.zygote", str(self.socket)], stdout=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen([sys.executable, "-m", module, str(self.socket)], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.first_line = self.process.stdout.readline()
 
@@ -143,6 +142,11 @@ class Engines:
             log_path=str(self.directory / f"{instance}.log"),
             environment={"THAW_NATS_URL": self.nats_url, "THAW_ENGINE_THREADS": "1", **environment},
         )
+
+    def paced(self, card: ModelCard, pace: Pace) -> EngineStart:
+        """Return a start of an engine with this pace; its zygote is `paced_zygote`."""
+        start = self.spec(card)
+        return start.model_copy(update={"environment": start.environment | pace.environment})
 
     def spawn(self, start: EngineStart, module: str = "services.engine") -> subprocess.Popen[bytes]:
         """`python -m MODULE SPEC`, without a zygote."""

@@ -15,6 +15,7 @@ from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.integration.engine.processes import exited, forked
 from tests.support.engines import Engines, ZygoteClient, ZygoteProcess
+from tests.support.paced_zygote import MODULE, Pace
 from tests.support.segments import FakeLoader, card_of
 from tests.support.servers import NatsServer
 
@@ -33,9 +34,15 @@ def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def zygote() -> Iterator[ZygoteProcess]:
     # A socket path must be short, and pytest's own directories are too long.
     with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
-        process = ZygoteProcess(Path(directory))
+        process = ZygoteProcess(Path(directory), MODULE)
         yield process
         process.close()
+
+
+@pytest.fixture
+def pace(tmp_path: Path) -> Pace:
+    """Return the pace of engines that have its environment."""
+    return Pace(tmp_path)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
@@ -14,15 +14,14 @@ from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import DrainEngine
 from shared.contracts.inference import FairShare
-from tests.integration.engine.processes import SLOW, forked
-from tests.integration.engine.test_kv_process import Move, Pair, stalled
+from tests.integration.engine.processes import forked
+from tests.integration.engine.test_kv_process import LONG, Move, Pair, stalled
 from tests.integration.engine.test_stages import LAYERS, Group
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.kv_transfer import Fault, Proxy
+from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
 from thaw.demo.models import Shape, make_demo_model
-
-BODY: dict[str, Any] = {**SLOW, "temperature": 1.0}
 
 
 def model(directory: Path, dtype: str) -> Path:
@@ -43,23 +42,23 @@ class Started(Protocol):
 
 
 @pytest.fixture
-async def started(group: Group, tmp_path: Path) -> Started:
+async def started(group: Group, tmp_path: Path, pace: Pace) -> Started:
     async def begin(stages: int, dtype: str = "float32") -> Pair:
         directory = model(tmp_path, dtype)
-        await group.begin(directory, stages)
-        whole = group.engines.spec(card_of(directory))
+        await group.begin(directory, stages, pace)
+        whole = group.engines.paced(card_of(directory), pace)
         pid = await forked(group.client, whole)
         first = await group.ready()
         assert (await group.engines.settled(whole.instance_id)).state == "ready"
         group.pids.append(pid)
-        return Pair((first, whole.instance_id), (group.pids[0], pid), group.engines, group.client)
+        return Pair((first, whole.instance_id), (group.pids[0], pid), group.engines, group.client, pace)
 
     return begin
 
 
 @pytest.mark.parametrize(("dtype", "stages"), [("float32", 3), ("bfloat16", 2)])
 async def test_request_moves_with_the_keys_and_values_of_all_stages(started: Started, dtype: str, stages: int) -> None:
-    move = Move(await started(stages, dtype), BODY)
+    move = Move(await started(stages, dtype), LONG)
     await move.begin()
     read = await move.read()
     assert read.kv is not None
@@ -79,7 +78,7 @@ async def test_request_moves_with_the_keys_and_values_of_all_stages(started: Sta
 
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_stage_that_is_killed_while_it_sends_costs_no_answer(started: Started, group: Group, victim: int) -> None:
-    move = Move(await started(2), BODY)
+    move = Move(await started(2), LONG)
     async with stalled(move, victim) as preparing:
         os.kill(group.pids[victim], signal.SIGKILL)
         prepared = await preparing
@@ -89,7 +88,7 @@ async def test_stage_that_is_killed_while_it_sends_costs_no_answer(started: Star
 
 
 async def test_frozen_stage_is_given_up_and_the_group_continues(started: Started, group: Group) -> None:
-    move = Move(await started(2), BODY)
+    move = Move(await started(2), LONG)
     await move.begin()
     read = await move.read()
     os.kill(group.pids[1], signal.SIGSTOP)
@@ -106,9 +105,8 @@ async def test_frozen_stage_is_given_up_and_the_group_continues(started: Started
 async def test_wrong_pieces_are_not_used(started: Started) -> None:
     """A damaged piece of the later stage; another API key; only the first stage's layers."""
     pair = await started(2)
-    move = Move(pair, BODY)
-    move.stream = await pair.engines.ask(pair.instances[0], "completion", share=FairShare(flow="key a"), **BODY)
-    await move.stream.until(lambda _: len(move.stream.tokens()) > 30)
+    move = Move(pair, LONG)
+    await move.begin(31, share=FairShare(flow="key a"))
     read = await move.read()
     assert read.kv is not None
     assert read.kv.cache_salt == "key a"
@@ -130,7 +128,7 @@ async def test_wrong_pieces_are_not_used(started: Started) -> None:
 
 async def test_draining_group_ends_when_its_last_request_was_read(started: Started, group: Group) -> None:
     pair = await started(2)
-    move = Move(pair, BODY)
+    move = Move(pair, LONG)
     await move.begin()
     read = await move.read()
     await move.prepare(read, read.kv)

@@ -20,13 +20,16 @@ from shared.contracts.inference import InferFinished, InferStarted, InferYielded
 from shared.contracts.kv_transfer import KvOffer
 from shared.contracts.migration import ForgetResume, PrepareResume, ReadTokens, ResumePrepared, TokensRead, YieldInfer
 from shared.errors import ThawError
-from tests.integration.engine.processes import SLOW, forked, until_streaming
+from tests.integration.engine.processes import SLOW, forked
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.kv_transfer import Fault, Proxy
+from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
 
-BODY: dict[str, Any] = {**SLOW, "temperature": 1.0, "n": 2}
-"""Two choices of 900 tokens."""
+LONG: dict[str, Any] = SLOW | {"max_tokens": 200, "temperature": 1.0}
+"""A request that lasts until it is resumed: the engine is slow until then."""
+BODY = LONG | {"n": 2}
+STEP_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Pair:
     pids: tuple[int, int]
     engines: Engines
     client: ZygoteClient
+    pace: Pace
     gone: set[int] = field(default_factory=set)
 
     async def exited(self, pid: int) -> None:
@@ -52,12 +56,12 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path) -> AsyncIterator[Pair]:
-    starts = [engines.spec(card_of(demo_directory)) for _ in range(2)]
+async def pair(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path, pace: Pace) -> AsyncIterator[Pair]:
+    starts = [engines.paced(card_of(demo_directory), pace) for _ in range(2)]
     pids = [await forked(client, start) for start in starts]
     for start in starts:
         assert (await engines.settled(start.instance_id)).state == "ready"
-    made = Pair((starts[0].instance_id, starts[1].instance_id), (pids[0], pids[1]), engines, client)
+    made = Pair((starts[0].instance_id, starts[1].instance_id), (pids[0], pids[1]), engines, client, pace)
     yield made
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -71,10 +75,13 @@ class Move:
     def __init__(self, pair: Pair, body: dict[str, Any]) -> None:
         self._pair, self._body = pair, body
         self._engines = pair.engines
+        self._slow = contextlib.ExitStack()
 
-    async def begin(self) -> None:
-        self.stream = await self._engines.ask(self._pair.instances[0], "completion", **self._body)
-        await until_streaming(self.stream)
+    async def begin(self, tokens: int = 8, **named: Any) -> None:
+        """Begin a slow response, and wait until it has some tokens."""
+        self._slow.enter_context(self._pair.pace.slowed(STEP_S))
+        self.stream = await self._engines.ask(self._pair.instances[0], "completion", **named, **self._body)
+        await self.stream.until(lambda _: len(self.stream.tokens()) >= tokens)
         started = self.stream.replies[0]
         assert isinstance(started, InferStarted)
         self.started = started
@@ -97,6 +104,7 @@ class Move:
 
     async def finish(self, at: Literal[0, 1] = 1) -> None:
         """Resume the request, and compare the whole response with that of an undisturbed run."""
+        self._slow.close()
         stream, count = self.stream, self._body.get("n", 1)
         choices = tuple(
             ResumedChoice(index=i, token_ids=tuple(stream.tokens(i)), text_chars=len(stream.text(i))) for i in range(count)

@@ -26,15 +26,20 @@ from shared.contracts.migration import (
 from shared.errors import Conflict, InsufficientMemory, InvalidRequest, NotFound
 from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
 from tests.support.engines import Engines, ZygoteClient
+from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
 
-BODY: dict[str, Any] = {**SLOW, "temperature": 1.0, "n": 2}
+BODY: dict[str, Any] = {**SLOW, "max_tokens": 200, "temperature": 1.0, "n": 2}
+"""A request that lasts until it yields: the engine is slow until then."""
+STEP_S = 0.05
 
 
 @pytest.fixture
-async def pair(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path) -> AsyncIterator[tuple[str, str]]:
+async def pair(
+    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path, pace: Pace
+) -> AsyncIterator[tuple[str, str]]:
     """Yield two ready engines of one model."""
-    starts = [engines.spec(card_of(demo_directory)) for _ in range(2)]
+    starts = [engines.paced(card_of(demo_directory), pace) for _ in range(2)]
     pids = [await forked(client, start) for start in starts]
     for start in starts:
         assert (await engines.settled(start.instance_id)).state == "ready"
@@ -44,22 +49,23 @@ async def pair(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_
         await exited(client, pid)
 
 
-async def test_a_request_resumes_at_another_engine(engines: Engines, pair: tuple[str, str]) -> None:
+async def test_a_request_resumes_at_another_engine(engines: Engines, pair: tuple[str, str], pace: Pace) -> None:
     source, to = (subjects.engine_control(instance) for instance in pair)
     mesh = engines.mesh
-    stream = await engines.ask(pair[0], "completion", **BODY)
-    await until_streaming(stream)
-    started = stream.replies[0]
-    assert isinstance(started, InferStarted)
-    assert (started.fixed, started.seed is not None) == ("", True)
-    read = await mesh.request(source, ReadTokens(request_id=stream.request_id), TokensRead)
-    assert [c.index for c in read.choices] == [0, 1]
-    assert read.running.generated_tokens == sum(len(c.token_ids) for c in read.choices) > 0
-    known = tuple((*p, *c.token_ids) for p, c in zip(read.prompt_token_ids, read.choices, strict=True))
-    prepared = await mesh.request(to, PrepareResume(prepared="m", revision="test", sequences=known), ResumePrepared)
-    assert prepared.tokens == sum(len(s) - 1 for s in known)
-    await mesh.request(source, YieldInfer(request_id=stream.request_id), Done)
-    assert isinstance(await stream.last(), InferYielded)
+    with pace.slowed(STEP_S):
+        stream = await engines.ask(pair[0], "completion", **BODY)
+        await until_streaming(stream)
+        started = stream.replies[0]
+        assert isinstance(started, InferStarted)
+        assert (started.fixed, started.seed is not None) == ("", True)
+        read = await mesh.request(source, ReadTokens(request_id=stream.request_id), TokensRead)
+        assert [c.index for c in read.choices] == [0, 1]
+        assert read.running.generated_tokens == sum(len(c.token_ids) for c in read.choices) > 0
+        known = tuple((*p, *c.token_ids) for p, c in zip(read.prompt_token_ids, read.choices, strict=True))
+        prepared = await mesh.request(to, PrepareResume(prepared="m", revision="test", sequences=known), ResumePrepared)
+        assert prepared.tokens == sum(len(s) - 1 for s in known)
+        await mesh.request(source, YieldInfer(request_id=stream.request_id), Done)
+        assert isinstance(await stream.last(), InferYielded)
     for gone in (YieldInfer(request_id=stream.request_id), ReadTokens(request_id=stream.request_id)):
         with pytest.raises(NotFound):
             await mesh.request(source, gone, Done)
@@ -68,7 +74,7 @@ async def test_a_request_resumes_at_another_engine(engines: Engines, pair: tuple
     rest = await engines.ask(pair[1], "completion", resume=resume, **BODY)
     last = await rest.last()
     assert isinstance(last, InferFinished)
-    assert last.usage.completion_tokens == 1800
+    assert last.usage.completion_tokens == 400
     whole = await engines.answer(pair[0], "completion", **{**BODY, "seed": started.seed})
     for i in (0, 1):
         assert stream.tokens(i) + rest.tokens(i) == whole.tokens(i)

@@ -19,6 +19,7 @@ from shared.contracts.inference import CancelInfer, Endpoint, InferChunk, InferF
 from shared.contracts.stages import Stage, split_layers
 from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
 from tests.support.engines import Engines, Stream, ZygoteClient
+from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
 
 LAYERS = 4
@@ -40,10 +41,10 @@ class Group:
         self.starts: list[EngineStart] = []
         self.pids: list[int] = []
 
-    async def begin(self, directory: Path, count: int) -> None:
+    async def begin(self, directory: Path, count: int, pace: Pace | None = None) -> None:
         card = card_of(directory)
         for index, layers in enumerate(split_layers(LAYERS, count)):
-            start = self.engines.spec(card)
+            start = self.engines.spec(card) if pace is None else self.engines.paced(card, pace)
             stage = Stage(group_id=f"g{os.getpid()}-{id(self)}", index=index, count=count, layers=layers, secret="x" * 43)
             self.starts.append(start.model_copy(update={"stage": stage}))
         # The last stage starts first: the order does not matter.

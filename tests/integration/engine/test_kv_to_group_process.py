@@ -8,22 +8,21 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
 from shared.contracts.base import Done
 from shared.contracts.migration import ForgetResume
 from shared.errors import ThawError
-from tests.integration.engine.processes import SLOW, forked
+from tests.integration.engine.processes import forked
 from tests.integration.engine.test_kv_group_process import model
-from tests.integration.engine.test_kv_process import Move, Pair, stalled
+from tests.integration.engine.test_kv_process import LONG, Move, Pair, stalled
 from tests.integration.engine.test_stages import Group
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.kv_transfer import Fault, Proxy
+from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
-
-BODY: dict[str, Any] = {**SLOW, "temperature": 1.0}
 
 
 @pytest.fixture
@@ -40,23 +39,23 @@ class Started(Protocol):
 
 
 @pytest.fixture
-async def started(group: Group, tmp_path: Path) -> Started:
+async def started(group: Group, tmp_path: Path, pace: Pace) -> Started:
     async def begin(stages: int, dtype: str = "float32") -> Pair:
         directory = model(tmp_path, dtype)
-        await group.begin(directory, stages)
-        whole = group.engines.spec(card_of(directory))
+        await group.begin(directory, stages, pace)
+        whole = group.engines.paced(card_of(directory), pace)
         pid = await forked(group.client, whole)
         first = await group.ready()
         assert (await group.engines.settled(whole.instance_id)).state == "ready"
         group.pids.append(pid)
-        return Pair((whole.instance_id, first), (pid, group.pids[0]), group.engines, group.client)
+        return Pair((whole.instance_id, first), (pid, group.pids[0]), group.engines, group.client, pace)
 
     return begin
 
 
 @pytest.mark.parametrize(("dtype", "stages"), [("float32", 3), ("bfloat16", 2)])
 async def test_request_moves_with_the_keys_and_values_of_all_layers(started: Started, dtype: str, stages: int) -> None:
-    move = Move(await started(stages, dtype), BODY)
+    move = Move(await started(stages, dtype), LONG)
     await move.begin()
     read = await move.read()
     assert read.kv is not None
@@ -75,7 +74,7 @@ async def test_request_moves_with_the_keys_and_values_of_all_layers(started: Sta
 
 async def test_engine_that_is_killed_while_it_sends_costs_no_answer(started: Started) -> None:
     pair = await started(2)
-    move = Move(pair, BODY)
+    move = Move(pair, LONG)
     async with stalled(move) as preparing:
         os.kill(pair.pids[0], signal.SIGKILL)
         prepared = await preparing
@@ -86,7 +85,7 @@ async def test_engine_that_is_killed_while_it_sends_costs_no_answer(started: Sta
 
 async def test_frozen_engine_is_given_up(started: Started) -> None:
     pair = await started(2)
-    move = Move(pair, BODY)
+    move = Move(pair, LONG)
     await move.begin()
     read = await move.read()
     os.kill(pair.pids[0], signal.SIGSTOP)
@@ -103,7 +102,7 @@ async def test_frozen_engine_is_given_up(started: Started) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_stage_that_is_killed_while_it_receives_disturbs_nothing(started: Started, group: Group, victim: int) -> None:
     """The group ends, and the request continues where it runs."""
-    move = Move(await started(2), BODY)
+    move = Move(await started(2), LONG)
     async with stalled(move) as preparing:
         os.kill(group.pids[victim], signal.SIGKILL)
         if victim:
@@ -117,7 +116,7 @@ async def test_stage_that_is_killed_while_it_receives_disturbs_nothing(started: 
 
 async def test_frozen_stage_delays_the_group_until_it_continues(started: Started, group: Group) -> None:
     """No token counts before it has reported its layers."""
-    move = Move(await started(2), BODY)
+    move = Move(await started(2), LONG)
     await move.begin()
     read = await move.read()
     os.kill(group.pids[1], signal.SIGSTOP)
@@ -134,7 +133,7 @@ async def test_frozen_stage_delays_the_group_until_it_continues(started: Started
 
 
 async def test_damaged_pieces_are_not_used(started: Started) -> None:
-    move = Move(await started(2), BODY)
+    move = Move(await started(2), LONG)
     await move.begin()
     await move.stream.until(lambda _: len(move.stream.tokens()) > 30)
     read = await move.read()
@@ -153,7 +152,7 @@ async def test_damaged_pieces_are_not_used(started: Started) -> None:
 
 async def test_dropped_preparation_ends_the_transfer(started: Started) -> None:
     pair = await started(2)
-    move = Move(pair, BODY)
+    move = Move(pair, LONG)
     async with stalled(move) as preparing:
         await pair.engines.mesh.request(pair.controls[1], ForgetResume(prepared=move.stream.request_id), Done)
         with pytest.raises(ThawError, match="discarded"):
@@ -163,15 +162,15 @@ async def test_dropped_preparation_ends_the_transfer(started: Started) -> None:
 
 
 async def test_request_moves_from_one_group_to_another(
-    started: Started, engines: Engines, client: ZygoteClient, loader: FakeLoader, tmp_path: Path
+    started: Started, engines: Engines, client: ZygoteClient, loader: FakeLoader, tmp_path: Path, pace: Pace
 ) -> None:
     """Of other stages: three read from two."""
     pair = await started(2)
     other = Group(engines, client, loader)
     try:
-        await other.begin(model(tmp_path, "float32"), 3)
+        await other.begin(model(tmp_path, "float32"), 3, pace)
         first = await other.ready()
-        move = Move(Pair((pair.instances[1], first), (pair.pids[1], other.pids[0]), engines, client), BODY)
+        move = Move(Pair((pair.instances[1], first), (pair.pids[1], other.pids[0]), engines, client, pace), LONG)
         await move.begin()
         read = await move.read()
         prepared = await move.prepare(read, read.kv)

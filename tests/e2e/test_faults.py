@@ -16,7 +16,12 @@ import pytest
 from tests.e2e.test_batches import lines, results, start, wait
 from tests.e2e.test_demo import QUESTION, ask, stream
 from tests.support.launcher import Thaw, until
+from tests.support.paced_zygote import Pace
 from thaw.demo.models import make_demo_model
+
+PACED = True
+BATCH, BATCH_TOKENS = 100, 32
+BATCH_STEP_S = 0.03
 
 
 def kill(pid: int) -> None:
@@ -88,18 +93,19 @@ def test_killed_idle_engine_is_replaced_by_the_next_request(mesh: Thaw, plain: o
     assert engine_pid(mesh, "one") != engine
 
 
-def test_stream_whose_engine_dies_resumes_on_another(mesh: Thaw, plain: openai.OpenAI) -> None:
+def test_stream_whose_engine_dies_resumes_on_another(mesh: Thaw, pace: Pace, plain: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "one",
         "messages": QUESTION,
-        "max_tokens": 900,
+        "max_tokens": 300,
         "temperature": 0,
         "extra_body": {"ignore_eos": True},
     }
     whole = plain.chat.completions.create(**asked).choices[0].message.content
-    chunks = plain.chat.completions.create(**asked, stream=True)
-    pieces = [next(chunks).choices[0].delta.content or ""]
-    kill(engine_pid(mesh, "one"))
+    with pace.slowed():
+        chunks = plain.chat.completions.create(**asked, stream=True)
+        pieces = [next(chunks).choices[0].delta.content or ""]
+        kill(engine_pid(mesh, "one"))
     pieces += [c.delta.content or "" for chunk in chunks for c in chunk.choices]
     assert "".join(pieces) == whole
 
@@ -131,21 +137,25 @@ def test_servers_and_loader_are_restarted(mesh: Thaw, client: openai.OpenAI, ser
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "nodeagent.node-0", "engine", "gateway"])
-def test_batch_has_one_result_for_each_request_when_a_process_is_killed(mesh: Thaw, client: openai.OpenAI, victim: str) -> None:
+def test_batch_has_one_result_for_each_request_when_a_process_is_killed(
+    mesh: Thaw, pace: Pace, client: openai.OpenAI, victim: str
+) -> None:
     patient = client.with_options(max_retries=20)
-    begun = wait(patient, start(patient, lines(200, max_tokens=64)), counts=3)
-    assert begun.status == "in_progress"
-    old = engine_pid(mesh, "one") if victim == "engine" else mesh.pid(victim)
-    kill(old)
+    asked = lines(BATCH, max_tokens=BATCH_TOKENS)
+    with pace.slowed(BATCH_STEP_S):
+        begun = wait(patient, start(patient, asked), counts=3)
+        assert begun.status == "in_progress"
+        old = engine_pid(mesh, "one") if victim == "engine" else mesh.pid(victim)
+        kill(old)
     batch = wait(patient, begun, within=240.0)
     assert (batch.status, batch.error_file_id) == ("completed", None)
     answered = results(patient, batch.output_file_id)
-    assert [answer["custom_id"] for answer in answered] == [f"request-{i}" for i in range(200)]
+    assert [answer["custom_id"] for answer in answered] == [f"request-{i}" for i in range(BATCH)]
     assert {answer["response"]["status_code"] for answer in answered} == {200}
-    assert len({answer["response"]["body"]["id"] for answer in answered}) == 200
-    for i in (0, 100, 199):
-        asked = json.loads(lines(i + 1, max_tokens=64).splitlines()[i])["body"]
-        alone = patient.chat.completions.create(**asked).choices[0].message.content
+    assert len({answer["response"]["body"]["id"] for answer in answered}) == BATCH
+    for i in (0, BATCH // 2, BATCH - 1):
+        request = json.loads(asked.splitlines()[i])["body"]
+        alone = patient.chat.completions.create(**request).choices[0].message.content
         assert answered[i]["response"]["body"]["choices"][0]["message"]["content"] == alone
     if victim != "engine":
         until(lambda: restarted(mesh, victim, old), what=f"{victim} is restarted")

@@ -23,12 +23,13 @@ from tests.support.adapters import write_adapter
 from tests.support.launcher import Thaw, until
 from tests.support.moving import Roomy, Stream, body
 from tests.support.otlp import OtlpReceiver
+from tests.support.paced_zygote import Pace
 from thaw.demo.models import make_demo_model
 
-TOKENS = 500
+TOKENS = 200
+"""Longer than a test needs, also on a busy machine: engines are slow meanwhile."""
 LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
-LONGEST = LONG | {"max_tokens": 1200}
-"""Longer than a migration takes, also on a busy machine."""
+LONGEST = LONG | {"max_tokens": 400}
 SHARED = ("first", "second", "vectors")
 
 
@@ -40,9 +41,9 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 @pytest.fixture(scope="module")
-def mesh(receiver: OtlpReceiver) -> Iterator[Roomy]:
+def mesh(receiver: OtlpReceiver, pace: Pace) -> Iterator[Roomy]:
     """Start a mesh with three shared models, and two dedicated ones with the same weights."""
-    thaw = Roomy(THAW_OTLP_ENDPOINT=receiver.grpc_url, OTEL_BSP_SCHEDULE_DELAY="200", THAW_SUSPEND="auto")
+    thaw = Roomy(THAW_OTLP_ENDPOINT=receiver.grpc_url, OTEL_BSP_SCHEDULE_DELAY="200", THAW_SUSPEND="auto", **pace.environment)
     models = thaw.home / "models"
     first, second = [_generator(models / f"m{seed}", seed) for seed in (1, 2)]
     vectors = _encoder(models / "vectors", first)
@@ -148,13 +149,14 @@ def test_shared_models_answer_sleep_wake_and_survive_the_end_of_their_executor(m
     assert ready["first"]["pids"] == ready["second"]["pids"] != [pid]
 
 
-def test_embeddings_are_those_of_a_dedicated_engine(mesh: Roomy) -> None:
+def test_embeddings_are_those_of_a_dedicated_engine(mesh: Roomy, pace: Pace) -> None:
     pid = executor(mesh)
     alone = embed(mesh, "vectors-alone")
     assert running(mesh, "vectors-alone")["vectors-alone"]["pids"] != [pid]
     assert embed(mesh, "vectors") == pytest.approx(alone, abs=1e-6)
-    streams = started(mesh)
-    assert embed(mesh, "vectors") == pytest.approx(alone, abs=1e-6), "while other models generate"
+    with pace.slowed():
+        streams = started(mesh)
+        assert embed(mesh, "vectors") == pytest.approx(alone, abs=1e-6), "while other models generate"
     for stream in streams.values():
         assert stream.result().done
     assert embed(mesh, "second") != pytest.approx(embed(mesh, "first"), abs=1e-3), "generators embed, too"
@@ -192,23 +194,25 @@ def _complete(mesh: Thaw, model: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_every_stream_of_a_killed_executor_continues(mesh: Roomy, undisturbed: dict[str, Stream]) -> None:
+def test_every_stream_of_a_killed_executor_continues(mesh: Roomy, pace: Pace, undisturbed: dict[str, Stream]) -> None:
     pid = executor(mesh)
-    streams = started(mesh)
-    kill(pid)
+    with pace.slowed():
+        streams = started(mesh)
+        kill(pid)
     for name, stream in streams.items():
         stream.result().assert_same(undisturbed[name])
     assert executor(mesh) != pid
 
 
-def test_streams_outlive_the_nodeagent_and_the_executor_is_adopted(mesh: Roomy, undisturbed: dict[str, Stream]) -> None:
+def test_streams_outlive_the_nodeagent_and_the_executor_is_adopted(mesh: Roomy, pace: Pace, undisturbed: dict[str, Stream]) -> None:
     pid = executor(mesh)
     mesh.json("sleep", "vectors")
-    streams = started(mesh)
-    old = mesh.kill("nodeagent.node-0")
+    with pace.slowed():
+        streams = started(mesh)
+        old = mesh.kill("nodeagent.node-0")
+        mesh.await_replaced("nodeagent.node-0", old)
     for name, stream in streams.items():
         stream.result().assert_same(undisturbed[name])
-    mesh.await_replaced("nodeagent.node-0", old)
     until(lambda: {"first", "second"} <= set(running(mesh)), what="the instances are adopted")
     assert executor(mesh) == pid, "another model is attached to the adopted executor"
 
@@ -262,19 +266,21 @@ def test_ps_shows_the_instances_of_an_executor(mesh: Roomy) -> None:
     assert sum(ready[name]["memory_bytes"] for name in SHARED) > 0
 
 
-def test_migrated_stream_of_a_shared_model_equals_the_undisturbed_one(mesh: Roomy) -> None:
+def test_migrated_stream_of_a_shared_model_equals_the_undisturbed_one(mesh: Roomy, pace: Pace) -> None:
     pid = executor(mesh)
     undisturbed = {name: stream.result() for name, stream in started(mesh, fields=LONGEST).items()}
     mesh.json("node", "uncordon", "node-1")
     try:
-        streams = started(mesh, fields=LONGEST)
-        (record,) = mesh.order(request_id=streams["first"].request_id, node="node-1")["migrations"]
+        with pace.slowed():
+            streams = started(mesh, fields=LONGEST)
+            (record,) = mesh.order(request_id=streams["first"].request_id, node="node-1")["migrations"]
         assert record["state"] == "done", record
         assert [m["outcome"] for m in record["requests"]] == ["moved"]
         for name, stream in streams.items():
             stream.result().assert_same(undisturbed[name])
-        streams = started(mesh, fields=LONGEST)
-        drained = mesh.json("node", "drain", "node-0")
+        with pace.slowed():
+            streams = started(mesh, fields=LONGEST)
+            drained = mesh.json("node", "drain", "node-0")
         assert drained["left"] == []
         for name, stream in streams.items():
             stream.result().assert_same(undisturbed[name])

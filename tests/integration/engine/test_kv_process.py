@@ -103,11 +103,15 @@ class Move:
         assert isinstance(await self.stream.last(), InferYielded)
 
     async def finish(self, at: Literal[0, 1] = 1) -> None:
-        """Resume the request, and compare the whole response with that of an undisturbed run."""
+        """Resume the request, and compare the whole response with that of an undisturbed run.
+
+        Tokens of a killed engine that arrive later are not part of it.
+        """
         self._slow.close()
         stream, count = self.stream, self._body.get("n", 1)
+        received = [(stream.tokens(i), stream.text(i)) for i in range(count)]
         choices = tuple(
-            ResumedChoice(index=i, token_ids=tuple(stream.tokens(i)), text_chars=len(stream.text(i))) for i in range(count)
+            ResumedChoice(index=i, token_ids=tuple(tokens), text_chars=len(text)) for i, (tokens, text) in enumerate(received)
         )
         resume = Resume(
             revision="test",
@@ -119,9 +123,9 @@ class Move:
         self.rest = await self._engines.ask(self._pair.instances[at], "completion", resume=resume, **self._body)
         assert isinstance(await self.rest.last(), InferFinished)
         whole = await self._engines.answer(self._pair.instances[at], "completion", **{**self._body, "seed": self.started.seed})
-        for i in range(count):
-            assert stream.tokens(i) + self.rest.tokens(i) == whole.tokens(i)
-            assert stream.text(i) + self.rest.text(i) == whole.text(i)
+        for i, (tokens, text) in enumerate(received):
+            assert tokens + self.rest.tokens(i) == whole.tokens(i)
+            assert text + self.rest.text(i) == whole.text(i)
 
 
 @contextlib.asynccontextmanager

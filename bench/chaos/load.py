@@ -69,8 +69,13 @@ def jobs(served: tuple[Served, ...], seed: int, client: int) -> Iterator[Job]:
             key=f"chaos-{seed}-{client}-{number}-{random_.getrandbits(32):08x}" if keyed else None,
             temperature=1.0 if sampled else 0.0,
             engine=model.engine,
-            caller=CALLERS[client % len(CALLERS)],
+            caller=caller_of(client),
         )
+
+
+def caller_of(client: int) -> str:
+    """Return the name of a client's API key."""
+    return CALLERS[client % len(CALLERS)]
 
 
 def secret_of(caller: str) -> str:
@@ -181,7 +186,7 @@ class Client(threading.Thread):
         self._work = work
         self._struck = struck
         self._done = done
-        caller = CALLERS[number % len(CALLERS)]
+        caller = caller_of(number)
         self._asker, self._twin = Asker(url, caller, gateway_of), Asker(url, caller, gateway_of)
         self._random = random.Random(number)
         self._stopped = threading.Event()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import SecretStr
@@ -19,6 +21,9 @@ from tests.support.paced_zygote import MODULE, Pace
 from tests.support.segments import FakeLoader, card_of
 from tests.support.servers import NatsServer
 
+if TYPE_CHECKING:
+    from tests.integration.engine.test_families import LoadedModel
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -28,6 +33,43 @@ def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from thaw.demo.models import make_demo_model
 
     return make_demo_model(tmp_path_factory.mktemp("demo") / "test", "test")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: small models, and tests beside each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
+    """Load the family `llama` of `test_families` in both data types."""
+    with loaded_llama(tmp_path_factory.mktemp("llama"), demo_directory, request.param) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def exact_llama(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
+    with loaded_llama(tmp_path_factory.mktemp("llama32"), demo_directory, "float32") as model:
+        yield model
+
+
+@contextlib.contextmanager
+def loaded_llama(directory: Path, tokenizer: Path, dtype: str) -> Iterator[LoadedModel]:
+    import torch
+
+    from tests.integration.engine.test_families import LoadedModel, save
+
+    model = LoadedModel(save("llama", directory / "m", tokenizer, getattr(torch, dtype)), dtype)
+    try:
+        yield model
+    finally:
+        model.close()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferRequest
 from tests.support.segments import WrittenSegment, card_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = 1024
 _SMALL: dict[str, Any] = {
@@ -152,14 +154,6 @@ class LoadedModel:
         loop.stop()
         assert not left
         return tokens
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def save(name: str, directory: Path, tokenizer: Path, dtype: torch.dtype) -> Path:

@@ -36,7 +36,7 @@ async def group(engines: Engines, loader: FakeLoader, client: ZygoteClient) -> A
 
 
 class Started(Protocol):
-    """Starts a group, and one engine of the same model."""
+    """Starts a group, and one engine of the same model, to which its requests move."""
 
     async def __call__(self, stages: int, dtype: str = "float32") -> Pair: ...
 
@@ -44,16 +44,20 @@ class Started(Protocol):
 @pytest.fixture
 async def started(group: Group, tmp_path: Path, pace: Pace) -> Started:
     async def begin(stages: int, dtype: str = "float32") -> Pair:
-        directory = model(tmp_path, dtype)
-        await group.begin(directory, stages, pace)
-        whole = group.engines.paced(card_of(directory), pace)
-        pid = await forked(group.client, whole)
-        first = await group.ready()
-        assert (await group.engines.settled(whole.instance_id)).state == "ready"
-        group.pids.append(pid)
-        return Pair((first, whole.instance_id), (group.pids[0], pid), group.engines, group.client, pace)
+        return await begin_pair(group, model(tmp_path, dtype), stages, pace)
 
     return begin
+
+
+async def begin_pair(group: Group, directory: Path, stages: int, pace: Pace) -> Pair:
+    """Start the stages of a group, and one engine."""
+    await group.begin(directory, stages, pace)
+    whole = group.engines.paced(card_of(directory), pace)
+    pid = await forked(group.client, whole)
+    first = await group.ready()
+    assert (await group.engines.settled(whole.instance_id)).state == "ready"
+    group.pids.append(pid)
+    return Pair((first, whole.instance_id), (group.pids[0], pid), group.engines, group.client, pace)
 
 
 @pytest.mark.parametrize(("dtype", "stages"), [("float32", 3), ("bfloat16", 2)])

@@ -7,14 +7,12 @@ process; `test_kv_group_process.py` has processes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,38 +22,16 @@ from services.engine.kv_transfer import readers
 from shared.contracts.inference import FairShare
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError, UnsupportedParameter
-from tests.integration.engine.test_families import LoadedModel, save
+from tests.integration.engine.test_families import LoadedModel
 from tests.integration.engine.test_kv_transfer import BODIES, BODY, PROMPT, Pair, Round, check_rounds, rounds_of
 from tests.integration.engine.test_resume import flat, request
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.launcher import until
 from tests.support.stage_group import LocalGroup
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STAGES = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    directory = save("llama", tmp_path_factory.mktemp("kvg") / "m", demo_directory, getattr(torch, request.param))
-    model = LoadedModel(directory, request.param)
-    yield model
-    model.close()
-
-
-@pytest.fixture(scope="module")
-def exact_model(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    directory = save("llama", tmp_path_factory.mktemp("kvg32") / "m", demo_directory, torch.float32)
-    model = LoadedModel(directory, "float32")
-    yield model
-    model.close()
 
 
 class FromGroup(Pair):
@@ -75,15 +51,15 @@ def from_group(loaded: LoadedModel, stages: int = STAGES, **options: Any) -> Fro
 
 
 @pytest.fixture
-async def pair(loaded: LoadedModel) -> AsyncIterator[FromGroup]:
-    made = from_group(loaded)
+async def pair(llama: LoadedModel) -> AsyncIterator[FromGroup]:
+    made = from_group(llama)
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def exact(exact_model: LoadedModel) -> AsyncIterator[FromGroup]:
-    made = from_group(exact_model)
+async def exact(exact_llama: LoadedModel) -> AsyncIterator[FromGroup]:
+    made = from_group(exact_llama)
     yield made
     await made.close()
 
@@ -113,10 +89,10 @@ async def test_moved_request_has_all_keys_and_values_of_its_stages(pair: FromGro
 @given(rounds_of(STAGES, 60_000), st.sampled_from(sorted(BODIES)), st.booleans())
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sequence_of_rounds_gives_the_undisturbed_tokens(
-    exact_model: LoadedModel, rounds: list[Round], body: str, is_preempted: bool
+    exact_llama: LoadedModel, rounds: list[Round], body: str, is_preempted: bool
 ) -> None:
     async def run() -> None:
-        pair = from_group(exact_model)
+        pair = from_group(exact_llama)
         await check_rounds(pair, rounds, body, lambda asked: offer_if_computed(pair, asked.request_id), is_preempted=is_preempted)
 
     asyncio.run(run())
@@ -205,8 +181,8 @@ async def test_stages_bind_keys_and_values_to_the_key_of_the_request(exact: From
     assert claim("key a") == len(prompts[0]) - 1
 
 
-async def test_group_with_a_stage_of_the_previous_version_offers_nothing(exact_model: LoadedModel) -> None:
-    pair = from_group(exact_model, old_stages=(2,))
+async def test_group_with_a_stage_of_the_previous_version_offers_nothing(exact_llama: LoadedModel) -> None:
+    pair = from_group(exact_llama, old_stages=(2,))
     try:
         _, whole = pair.whole()
         asked = await pair.begin()

@@ -43,6 +43,12 @@ class Pair:
     pace: Pace
     gone: set[int] = field(default_factory=set)
 
+    def reversed(self) -> Pair:
+        """Return the pair whose requests move from the second engine to the first."""
+        first, second = self.instances
+        pid, other = self.pids
+        return Pair((second, first), (other, pid), self.engines, self.client, self.pace, self.gone)
+
     async def exited(self, pid: int) -> None:
         """Wait until this process has ended."""
         while pid not in self.gone:

@@ -6,49 +6,29 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
 from shared.contracts.base import Done
 from shared.contracts.migration import ForgetResume
 from shared.errors import ThawError
-from tests.integration.engine.processes import forked
-from tests.integration.engine.test_kv_group_process import model
+from tests.integration.engine.test_kv_group_process import Started, begin_pair, model
+from tests.integration.engine.test_kv_group_process import group as group
 from tests.integration.engine.test_kv_process import LONG, Move, Pair, stalled
 from tests.integration.engine.test_stages import Group
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.paced_zygote import Pace
-from tests.support.segments import FakeLoader, card_of
-
-
-@pytest.fixture
-async def group(engines: Engines, loader: FakeLoader, client: ZygoteClient) -> AsyncIterator[Group]:
-    group = Group(engines, client, loader)
-    yield group
-    await group.close()
-
-
-class Started(Protocol):
-    """Starts an engine, and a group of the same model, to which its requests move."""
-
-    async def __call__(self, stages: int, dtype: str = "float32") -> Pair: ...
+from tests.support.segments import FakeLoader
 
 
 @pytest.fixture
 async def started(group: Group, tmp_path: Path, pace: Pace) -> Started:
+    """Return what starts an engine, and a group of the same model, to which its requests move."""
+
     async def begin(stages: int, dtype: str = "float32") -> Pair:
-        directory = model(tmp_path, dtype)
-        await group.begin(directory, stages, pace)
-        whole = group.engines.paced(card_of(directory), pace)
-        pid = await forked(group.client, whole)
-        first = await group.ready()
-        assert (await group.engines.settled(whole.instance_id)).state == "ready"
-        group.pids.append(pid)
-        return Pair((whole.instance_id, first), (pid, group.pids[0]), group.engines, group.client, pace)
+        return (await begin_pair(group, model(tmp_path, dtype), stages, pace)).reversed()
 
     return begin
 

@@ -7,14 +7,12 @@ Its tokens are compared with those of an undisturbed run. The stages run in this
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,38 +22,16 @@ from services.engine.kv_transfer import readers
 from shared.contracts.inference import FairShare
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError
-from tests.integration.engine.test_families import LoadedModel, save
+from tests.integration.engine.test_families import LoadedModel
 from tests.integration.engine.test_kv_transfer import BODIES, BODY, PROMPT, Pair, Round, check_rounds, rounds_of
 from tests.integration.engine.test_resume import flat, request
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.launcher import until
 from tests.support.stage_group import LocalGroup
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    directory = save("llama", tmp_path_factory.mktemp("kvto") / "m", demo_directory, getattr(torch, request.param))
-    model = LoadedModel(directory, request.param)
-    yield model
-    model.close()
-
-
-@pytest.fixture(scope="module")
-def exact_model(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    directory = save("llama", tmp_path_factory.mktemp("kvto32") / "m", demo_directory, torch.float32)
-    model = LoadedModel(directory, "float32")
-    yield model
-    model.close()
 
 
 class ToGroup(Pair):
@@ -84,23 +60,23 @@ DIVISIONS = [(1, 2), (1, 3), (3, 3), (3, 2), (2, 3)]
 
 
 @pytest.fixture(params=DIVISIONS, ids=lambda s: f"{s[0]} to {s[1]}")
-async def pair(request: pytest.FixtureRequest, loaded: LoadedModel) -> AsyncIterator[ToGroup]:
-    made = ToGroup(loaded, request.param)
+async def pair(request: pytest.FixtureRequest, llama: LoadedModel) -> AsyncIterator[ToGroup]:
+    made = ToGroup(llama, request.param)
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def exact(exact_model: LoadedModel) -> AsyncIterator[ToGroup]:
-    made = ToGroup(exact_model, (1, 3))
+async def exact(exact_llama: LoadedModel) -> AsyncIterator[ToGroup]:
+    made = ToGroup(exact_llama, (1, 3))
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def same(exact_model: LoadedModel) -> AsyncIterator[ToGroup]:
+async def same(exact_llama: LoadedModel) -> AsyncIterator[ToGroup]:
     """Both are groups of equal stages: each stage reads from one of the source."""
-    made = ToGroup(exact_model, (3, 3))
+    made = ToGroup(exact_llama, (3, 3))
     yield made
     await made.close()
 
@@ -129,10 +105,10 @@ async def test_group_receives_all_keys_and_values(pair: ToGroup, body: str) -> N
 @given(st.sampled_from(DIVISIONS), rounds_of(1, 60_000), st.sampled_from(sorted(BODIES)), st.booleans())
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sequence_of_rounds_gives_the_undisturbed_tokens(
-    exact_model: LoadedModel, stages: tuple[int, int], rounds: list[Round], body: str, is_preempted: bool
+    exact_llama: LoadedModel, stages: tuple[int, int], rounds: list[Round], body: str, is_preempted: bool
 ) -> None:
     async def run() -> None:
-        pair = ToGroup(exact_model, stages)
+        pair = ToGroup(exact_llama, stages)
 
         async def offer_if_computed(asked: Any) -> KvOffer | None:
             try:
@@ -220,8 +196,8 @@ async def test_source_of_the_previous_version_with_equal_stages_is_read(same: To
     assert (outcome.received, received.reason) == (len(sequences[0]) - 1, "")
 
 
-async def test_group_with_a_stage_of_the_previous_version_computes(exact_model: LoadedModel) -> None:
-    pair = ToGroup(exact_model, (1, 3), sending_stages=(2,))
+async def test_group_with_a_stage_of_the_previous_version_computes(exact_llama: LoadedModel) -> None:
+    pair = ToGroup(exact_llama, (1, 3), sending_stages=(2,))
     try:
         _, whole = pair.whole()
         asked = await pair.begin()

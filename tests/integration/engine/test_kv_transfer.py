@@ -28,25 +28,11 @@ from tests.integration.engine.test_resume import Deltas, RecordedBatcher, cut, f
 from tests.support.kv_transfer import Fault, Proxy, Side
 from tests.support.launcher import until
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = 300
 BODY: dict[str, Any] = {"max_tokens": TOKENS}
 PROMPT = [5 + i % 900 for i in range(150)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    directory = save("llama", tmp_path_factory.mktemp("kv") / "m", demo_directory, getattr(torch, request.param))
-    model = LoadedModel(directory, request.param)
-    yield model
-    model.close()
 
 
 class Pair:
@@ -121,8 +107,8 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(loaded: LoadedModel) -> AsyncIterator[Pair]:
-    made = Pair(loaded)
+async def pair(llama: LoadedModel) -> AsyncIterator[Pair]:
+    made = Pair(llama)
     yield made
     await made.close()
 

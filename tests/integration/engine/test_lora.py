@@ -28,6 +28,8 @@ from tests.integration.engine.test_families import (
 from tests.support.adapters import adapter_card, merge, write_adapter
 from tests.support.segments import WrittenSegment
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]},
     "qwen3": {"targets": ["q_proj", "down_proj"], "use_rslora": True},
@@ -64,14 +66,6 @@ def attachments() -> Iterator[Attachments]:
     attachments = Attachments()
     yield attachments
     attachments.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def mixed(loaded: LoadedModel, adapters: list[LoraAdapter | None]) -> tuple[list[list[int]], list[list[int]]]:

@@ -26,6 +26,8 @@ from shared.contracts.inference import ChoiceDelta, InferRequest, Resume, Resume
 from shared.errors import Conflict, InsufficientMemory
 from tests.integration.engine.test_families import BF16_NEAR_TIE, LoadedModel, save
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = list(range(20, 50))
 TOKENS = 32
 Deltas = dict[int, list[ChoiceDelta]]
@@ -87,14 +89,6 @@ class RecordedBatcher:
         self.batcher.stop()
         self.ended.result(60)
         self.loop.stop()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["llama", "llama-dynamic-rope", "mistral-window"])

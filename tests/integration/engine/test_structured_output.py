@@ -21,6 +21,8 @@ from tests.integration.engine.test_families import LoadedModel, save
 from tests.integration.engine.test_resume import RecordedBatcher, cut, flat, request
 from tests.support.engines import Engines
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -37,14 +39,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "penalised": {"temperature": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.3, "seed": 7},
     "logprobs": {"logprobs": 3},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

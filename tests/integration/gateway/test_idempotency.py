@@ -186,7 +186,7 @@ async def test_a_killed_gateways_generation_is_joined(node: FakeNode, serve: Ser
             process.kill()
             await process.wait()
         again = asyncio.create_task(other.http.post(URL, json=chat(stream=True), headers=KEY))
-        await until(lambda: _taken_over(node))
+        await until(lambda: taken_over(node))
         paced.go.set()
         answer = await again
         assert content(answer.text) == "one two"
@@ -197,15 +197,15 @@ async def test_a_killed_gateways_generation_is_joined(node: FakeNode, serve: Ser
     assert engine.cancelled == []
 
 
-async def _entry(node: FakeNode) -> Entry | None:
+async def entry_of(node: FakeNode) -> Entry | None:
     bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
     value = (await bucket.get(NAME)).value
     return Entry.model_validate_json(value) if value else None
 
 
-async def _taken_over(node: FakeNode) -> bool:
+async def taken_over(node: FakeNode) -> bool:
     """True if the key's owner is another gateway than the engine responds to."""
-    entry = await _entry(node)
+    entry = await entry_of(node)
     return entry is not None and entry.owner.split(":")[0] != entry.reply.split(".")[-2]
 
 
@@ -266,8 +266,8 @@ async def test_recorded_attempt_on_a_vanished_engine_is_restarted(gateway: Serve
     assert len(engine.requests) == 1
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_stopped_gateway_hands_its_generation_over(node: FakeNode, serve: ServeFn) -> None:
+async def hand_over(node: FakeNode, serve: ServeFn) -> FakeEngine:
+    """Stop a gateway during a generation, which another gateway continues; return the engine."""
     paced = Paced()
     engine = await node.engine("alpha", paced)
     async with serve(drain_timeout=0.2) as first, serve() as second:
@@ -279,9 +279,15 @@ async def test_stopped_gateway_hands_its_generation_over(node: FakeNode, serve: 
             first.stop.set()
             assert "shutting_down" in [line async for line in lines if line][-1]
         again = asyncio.create_task(second.http.post(URL, json=chat(stream=True), headers=KEY))
-        await until(lambda: _taken_over(node))
+        await until(lambda: taken_over(node))
         paced.go.set()
         assert content((await again).text) == "one two"
+    return engine
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_stopped_gateway_hands_its_generation_over(node: FakeNode, serve: ServeFn) -> None:
+    engine = await hand_over(node, serve)
     assert len(engine.requests) == 1
     assert engine.cancelled == []
 
@@ -382,7 +388,7 @@ async def test_an_expired_response_is_generated_again(gateway: Served, node: Fak
 
 
 async def _done(node: FakeNode) -> bool:
-    entry = await _entry(node)
+    entry = await entry_of(node)
     return entry is not None and entry.state == "done"
 
 
@@ -392,7 +398,7 @@ async def test_owner_whose_claim_was_taken_over_answers_503(gateway: Served, nod
     first = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))
     await engine.until(lambda: len(engine.requests) == 1)
     bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
-    entry = await _entry(node)
+    entry = await entry_of(node)
     assert entry is not None
     usurped = entry.model_copy(update={"owner": "other:1"})
     await bucket.put(NAME, usurped.model_dump_json().encode())

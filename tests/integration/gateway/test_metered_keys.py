@@ -14,7 +14,7 @@ from shared.contracts.base import Message
 from shared.contracts.inference import InferRequest
 from shared.contracts.usage import ReportUsage, UsageRecorded, UsageRow
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_idempotency import KEY, TEXT, URL, Paced, _entry, _taken_over, claimed, content
+from tests.integration.gateway.test_idempotency import KEY, TEXT, URL, Paced, claimed, content, entry_of, hand_over
 from tests.integration.gateway.test_idempotency import impatient as impatient
 from tests.support.fake_engine import FakeNode
 
@@ -62,7 +62,7 @@ async def ledger(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def ended(node: FakeNode) -> bool:
-    entry = await _entry(node)
+    entry = await entry_of(node)
     return entry is not None and entry.state == "done"
 
 
@@ -107,20 +107,7 @@ async def test_response_whose_owner_was_lost_before_its_end_counts_where_it_was_
 
 @pytest.mark.usefixtures("impatient")
 async def test_response_of_a_stopped_gateway_counts_where_it_is_continued(node: FakeNode, serve: ServeFn, ledger: Ledger) -> None:
-    paced = Paced()
-    engine = await node.engine("alpha", paced)
-    async with serve(drain_timeout=0.2) as first, serve() as second:
-        await until_listed(first, CARDS)
-        await until_listed(second, CARDS)
-        async with first.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as broken:
-            lines = broken.aiter_lines()
-            await anext(lines)
-            first.stop.set()
-            assert "shutting_down" in [line async for line in lines if line][-1]
-        again = asyncio.create_task(second.http.post(URL, json=chat(stream=True), headers=KEY))
-        await until(lambda: _taken_over(node))
-        paced.go.set()
-        assert content((await again).text) == "one two"
+    engine = await hand_over(node, serve)
     await until(lambda: ledger.counted(1))
     assert (ledger.tokens, ledger.failed) == (TOKENS, 0)
     assert len(engine.requests) == 1
@@ -132,7 +119,7 @@ async def test_owner_that_lost_its_key_leaves_the_count_to_the_new_one(gateway: 
     first = asyncio.create_task(gateway.http.post(URL, json=chat(), headers=KEY))
     await engine.until(lambda: len(engine.requests) == 1)
     bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
-    entry = await _entry(node)
+    entry = await entry_of(node)
     assert entry is not None
     name = (await bucket.keys())[0]
     await bucket.put(name, entry.model_copy(update={"owner": "other:1"}).model_dump_json().encode())

@@ -13,15 +13,14 @@ from services.engine.domain.kv_pieces import Piece
 from services.engine.domain.step_planning import BLOCK_TOKENS
 from services.engine.generation.kv_bytes import layout_of, read_piece
 from services.engine.generation.kv_cache import SequenceKV
-from services.engine.generation.kv_transfers import GroupOrder, KvTransfers
-from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
+from services.engine.generation.kv_transfers import GroupOrder
 from services.engine.kv_transfer.arrivals import NotTransferred, match_parts
 from services.engine.stages.receipts import Receipts, StageReceipt
 from services.engine.stages.stage_receiving import StageReceiving
 from shared.contracts.kv_transfer import KvOffer
 from shared.contracts.stages import STAGE_MESSAGE, GroupCapacity, KvReceive, KvReceived
 from shared.errors import EngineFailed, InsufficientMemory, NotFound
-from tests.unit.engine.test_kv_parts import FakeRunner, offer, sequence
+from tests.unit.engine.test_kv_parts import FakeRunner, Receiving, offer, sequence
 
 TOKENS = 3 * BLOCK_TOKENS
 
@@ -44,52 +43,26 @@ def asked(made: KvOffer, on_failed: Callable[[], None] = lambda: None) -> GroupO
     return GroupOrder(made, 0, tuple(range(TOKENS + 1)), 0, TOKENS, 1.0, 1.0, on_failed)
 
 
-class Receiving:
-    """The first stage of a group, which has accepted an order of `TOKENS` tokens."""
-
-    def __init__(self, free_blocks: int) -> None:
-        self.runner = FakeGroup()
-        self.prepared = PreparedPrefixes(self.runner)  # type: ignore[arg-type]  # it computes nothing
-        self.transfers = KvTransfers(self.runner, self.prepared, lambda: (), lambda: free_blocks)  # type: ignore[arg-type]
-        accepted: list[int] = []
-        self.prepared.order(
-            PrepareOrder(
-                "p",
-                (tuple(range(TOKENS + 1)),),
-                None,
-                "",
-                60.0,
-                60.0,
-                lambda outcome: None,
-                on_accepted=lambda number, computed: accepted.append(number),
-            ),
-            100,
-        )
-        (self.number,) = accepted
-
-    def computed(self) -> int:
-        part = self.prepared.find_receiving(self.number, 0)
-        assert part is not None
-        return part.computed
+def accepted(free_blocks: int) -> Receiving:
+    """Return the first stage of a group, which has accepted an order of `TOKENS` tokens."""
+    return Receiving(TOKENS, FakeGroup(), free_blocks)
 
 
 def test_group_orders_what_it_has_memory_for() -> None:
-    made = Receiving(free_blocks=2)
+    made = accepted(free_blocks=2)
     receipt = made.transfers.receive_in_group(made.number, 0, asked(offer(2, 2)))
     assert (receipt.order.start, receipt.order.end) == (0, 2 * BLOCK_TOKENS)
     assert made.prepared.blocks == 2
     with pytest.raises(InsufficientMemory):
-        Receiving(free_blocks=0).transfers.receive_in_group(made.number, 0, asked(offer(2, 2)))
+        accepted(free_blocks=0).transfers.receive_in_group(made.number, 0, asked(offer(2, 2)))
 
 
 def test_group_counts_the_tokens_that_all_stages_have() -> None:
-    made, source = Receiving(free_blocks=9), sequence(TOKENS)
+    made = accepted(free_blocks=9)
     made.transfers.receive_in_group(made.number, 0, asked(offer(2, 2)))
-    piece, layout = Piece(0, 100, 0, 4), layout_of(source)
-    data: Any = bytearray(read_piece(source, piece, layout))
-    made.transfers.store(made.number, 0, piece, data)
-    assert made.computed() == 0
-    assert made.transfers.settle(made.number, 0, (120, 70)) == made.computed() == 70
+    made.store(Piece(0, 100, 0, 4))
+    assert made.computed == 0
+    assert made.transfers.settle(made.number, 0, (120, 70)) == made.computed == 70
     made.prepared.forget("p")
     with pytest.raises(NotFound):
         made.transfers.settle(made.number, 0, (120, 70))

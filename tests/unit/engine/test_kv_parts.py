@@ -100,11 +100,16 @@ def test_tokens_that_were_cut_off_are_refused() -> None:
 
 
 class Receiving:
-    """A prepared sequence that is received."""
+    """A prepared sequence that is received.
 
-    def __init__(self, tokens: int) -> None:
-        self.prepared = PreparedPrefixes(FakeRunner())  # type: ignore[arg-type]  # it computes nothing
-        self.transfers = KvTransfers(FakeRunner(), self.prepared, lambda: (), lambda: 100)  # type: ignore[arg-type]
+    Attributes:
+        number: Of the order that was accepted.
+    """
+
+    def __init__(self, tokens: int, runner: FakeRunner | None = None, free_blocks: int = 100) -> None:
+        runner = runner or FakeRunner()
+        self.prepared = PreparedPrefixes(runner)  # type: ignore[arg-type]  # it computes nothing
+        self.transfers = KvTransfers(runner, self.prepared, lambda: (), lambda: free_blocks)  # type: ignore[arg-type]
         accepted: list[int] = []
         self.prepared.order(
             PrepareOrder(

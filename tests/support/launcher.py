@@ -195,8 +195,13 @@ class Thaw:
             found[:] = self.instances(model)
             return len(found) == 1
 
-        until(is_one, what=f"one instance of {model} is ready")
+        until(is_one, what=lambda: f"one instance of {model} is ready, of {self.instances_in_words()}{self.last_words()}")
         return found[0]
+
+    def instances_in_words(self) -> str:
+        """Return all instances with their states, for a failed test."""
+        found = [i for n in self.cluster()["nodes"] for i in n["instances"]]
+        return ", ".join(f"{i['instance_id']} of {i['model']}: {i['state']}" for i in found) or "no instances"
 
     def plan(self, model: str) -> dict[str, Any]:
         """Return the model's last plan once it has ended: a start may respond before."""

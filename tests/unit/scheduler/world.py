@@ -71,6 +71,8 @@ class Running:
     private: int = 0
     phases: tuple[PhaseSpan, ...] = ()
     suspension: Suspension = Suspension()
+    is_ending: bool = False
+    """It has failed, and its bytes are not proved free yet."""
     group: GroupPlace | None = None
     """Its place, if it is a stage of a group on several nodes."""
     token: int = 0
@@ -85,7 +87,7 @@ class Running:
             return self.left
         if self.queued_until is not None:
             return 0
-        return self.command.reserve_bytes if self.state.holds_memory else 0
+        return self.command.reserve_bytes if self.state.holds_memory or self.is_ending else 0
 
 
 @dataclass
@@ -208,6 +210,7 @@ class Agent:
                 r.state = InstanceState.SUSPENDED if r.suspending else InstanceState.STOPPED
             elif r.state.parked and r.stopped:
                 r.state = InstanceState.STOPPED
+            r.is_ending = False
 
     def status(self, now: float) -> NodeStatus:
         self.settle(now)
@@ -248,7 +251,9 @@ def _status(r: Running, now: float) -> InstanceStatus:
         state=r.state,
         accepts_requests=r.accepts_requests,
         progress=r.progress,
-        memory=InstanceMemory(reserved=r.reserved if r.state.parked else c.reserve_bytes, kv=c.kv_bytes, private=r.private),
+        memory=InstanceMemory(
+            reserved=r.reserved if r.state.parked or r.is_ending else c.reserve_bytes, kv=c.kv_bytes, private=r.private
+        ),
         suspension=r.suspension,
         freed_bytes=c.reserve_bytes if stopped else None,
         capacity=c.card.spec.max_concurrency,
@@ -459,9 +464,10 @@ class World:
             agent.finish_stops()
         self.hear()
 
-    def fail(self, model: str, error: ErrorBody) -> None:
+    def fail(self, model: str, error: ErrorBody, *, is_ending: bool = False) -> None:
+        """Let the instances fail; `is_ending`: their bytes are free after `finish_stops`."""
         for r in self.of(model):
-            r.state, r.error = InstanceState.FAILED, error
+            r.state, r.error, r.is_ending = InstanceState.FAILED, error, is_ending
         self.hear()
 
     def sent(self, kind: type[E]) -> list[E]:

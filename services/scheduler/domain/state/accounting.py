@@ -15,7 +15,7 @@ from services.scheduler.domain.state.device_memory import per_device_bytes, susp
 from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.shared_weights import units_on, weights_of
 from services.scheduler.domain.state.volatile import InstanceReport
-from shared.contracts.node import InstanceState
+from shared.contracts.node import InstanceState, NodeStatus
 from shared.sizing import need_of
 from shared.unit_charges import BookedWeights, SharedUnits
 
@@ -32,7 +32,8 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
 
     Bytes are held from the moment a start is sent until the nodeagent reports the instance gone.
     Bytes that a nodeagent reserves beyond the known instances (a process not proved gone) count
-    too. Weights that instances of a separate device share count once, and so does the executor of
+    too; those of failed instances become free soon, so that no instance is stopped to replace
+    them. Weights that instances of a separate device share count once, and so does the executor of
     shared instances.
     """
     units = units_on(state, node, device_id)
@@ -101,7 +102,10 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     reported = presence.status if presence else None
     for device in reported.devices if reported else ():
         if device.device_id == device_id:
-            held += max(0, device.reserved_bytes - device.executor_bytes - known)
+            unknown = max(0, device.reserved_bytes - device.executor_bytes - known)
+            held += unknown
+            if unknown and reported is not None:
+                leaving += min(unknown, _count_failed_bytes(state, reported, device_id))
             executor = max(executor, device.executor_bytes)
             break
     held += executor
@@ -213,6 +217,15 @@ def is_drained(report: InstanceReport | None) -> bool:
     if report is None or report.status.state is not InstanceState.DRAINING:
         return False
     return not (report.status.load.active or report.status.load.waiting)
+
+
+def _count_failed_bytes(state: ClusterState, status: NodeStatus, device_id: str) -> int:
+    """Return the bytes that failed instances, whose processes end, still reserve on a device."""
+    return sum(
+        s.memory.reserved // max(1, len(s.device_ids))
+        for s in status.instances
+        if s.state is InstanceState.FAILED and device_id in s.device_ids and s.instance_id not in state.instances
+    )
 
 
 def _count_bytes_to_free(state: ClusterState, i: Instance) -> int:

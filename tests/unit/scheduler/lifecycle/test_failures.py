@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from services.scheduler.domain.effects import LoadEnded, PublishLoadFailed, SendRelease, StepDown
 from services.scheduler.domain.events import StartRefused
 from services.scheduler.domain.lifecycle.failures import MAX_KILLED
@@ -28,6 +30,37 @@ def test_failed_start_is_retried_once_on_another_node(w: World) -> None:
     w.demand("a")
     w.get_ready()
     assert w.state.models["a"].error is None
+
+
+@pytest.mark.parametrize("is_start", [True, False], ids=["start", "ready"])
+def test_failed_instance_is_replaced_in_its_own_memory(w: World, is_start: bool) -> None:
+    """The next start waits for the memory of a failed instance, and evicts no other model."""
+    w.node("n1", budget=800 * MIB)
+    w.model("idle", weights=150 * MIB)
+    w.model("a", weights=150 * MIB)
+    w.up("idle")
+    w.demand("a")
+    if not is_start:
+        w.get_ready("a")
+    w.fail("a", EngineFailed("boom").body(), is_ending=True)
+    w.tick(0.01)
+    w.demand("a")
+    assert len(w.starts("a")) == 1, "the memory is not free yet"
+    w.finish_stops()
+    assert len(w.starts("a")) == 2
+    assert not w.stops("idle")
+
+
+def test_model_is_evicted_if_a_failed_instance_keeps_too_little(w: World) -> None:
+    w.node("n1", budget=800 * MIB)
+    w.model("idle", weights=150 * MIB)
+    w.model("a", weights=150 * MIB)
+    w.model("larger", weights=350 * MIB)
+    w.up("idle")
+    w.demand("a")
+    w.fail("a", CheckpointInvalid("shape of lm_head").body(), is_ending=True)
+    w.demand("larger")
+    assert w.stops("idle")
 
 
 def test_start_whose_engine_was_killed_is_retried_more_often(w: World) -> None:

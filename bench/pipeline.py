@@ -1,7 +1,7 @@
-"""Pipeline groups: time to first token by stages, time per token, and the pause of consolidation.
+"""Pipeline groups: time to first token by stages, time per token, and the pauses of moves.
 
     python -m bench.pipeline [--size 60m] [--pace-mib 20] [--stages 1,2,4] [--rounds N]
-        [--parts start,consolidation] [--kv auto] [--prompt 32] [--json PATH [--add]]
+        [--parts start,consolidation,migration] [--kv auto] [--prompt 32] [--json PATH [--add]]
 
 A mesh of real processes on this machine: as many nodes as the largest group has stages, and one
 beside. Every loader has one connection to a web server that sends `--pace-mib` MiB/s on each. So
@@ -16,6 +16,9 @@ consolidation  a model with an objective that one node misses: the scheduler tak
                two of its tokens from the start of the migration to its end. Reported beside the
                time per token before and after, and that of one engine on the node beside; the JSON
                also has the tokens whose keys and values the stages sent, and those recomputed.
+migration      a stream moves between two groups of two stages, there and back. Reported: the pause at the
+               gateway, the duration, and the tokens whose keys and values were sent or that were
+               recomputed. `--kv never` gives the same moves with everything recomputed.
 
 All processes share the cores of this machine: stages of a group do not compute on hardware of
 their own, as they would on several machines.
@@ -35,7 +38,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.moving import Bed, Timed, Values, await_tokens, completion
+from bench.moving import Bed, Timed, Values, await_tokens, completion, order
 from bench.report import spread, write
 from bench.slow_source import slow_source
 from shared.contracts.models import ModelSpec
@@ -44,7 +47,7 @@ from tests.support.launcher import until
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
-PARTS = ("start", "consolidation")
+PARTS = ("start", "consolidation", "migration")
 BESIDE = "beside"
 PROMPT = 32
 TOKENS = 64
@@ -55,6 +58,10 @@ READS = 7000
 """Tokens that the client of `consolidation` reads at most."""
 AFTER = 200
 """Tokens after the migration, before the client leaves."""
+GROUPS, STAGES = 2, 2
+"""Of `migration`."""
+BETWEEN = 20
+"""Tokens before each move of `migration`."""
 OPTIONS = {"max_concurrency": 2, "max_model_len": CONTEXT}
 GOAL_TTFT, GOAL_TPOT, GOAL_GAP_MS = 0.35, 1.2, 100.0
 """Of the issue: TTFT at s = 4 by that of one worker, TPOT of a group by that of one engine, and the
@@ -76,10 +83,10 @@ class Groups(Bed):
             THAW_LOADER_REMOTE_THREADS="1",
         )
 
-    def raise_up(self, url: str, directory: Path, stages: list[int]) -> None:
+    def raise_up(self, url: str, directory: Path, stages: list[int], nodes: int) -> None:
         card = card_of(ModelSpec(name="one", source=str(directory), **OPTIONS))
         room = 2 * need_of(card).total + 64 * MIB
-        self.nodes = [f"node-{n}" for n in range(max(2, *stages))]
+        self.nodes = [f"node-{n}" for n in range(nodes)]
         far = {"source": f"{url}/m", "placement": {"devices": ["node-*/*"]}}
         document = {
             "mesh": {"port": self.port, "nodes": {n: {"cpu:0": room} for n in (*self.nodes, BESIDE)}},
@@ -89,11 +96,21 @@ class Groups(Bed):
                 *({"name": f"probe-{n}", **far, "placement": {"devices": [f"{n}/*"]}} for n in self.nodes),
                 {"name": "local", "source": str(directory), "placement": {"devices": [f"{BESIDE}/*"]}},
                 {"name": "far", **far, "slo": {"ttft": 0.001}},
+                {"name": "groups", **far, "stages": STAGES, "replicas": {"min": 0, "max": GROUPS}},
             ],
         }
         path = self.home / "thaw.yaml"
         path.write_text(json.dumps(document))
         self.json("up", "--detach", "--config", str(path))
+
+    def first_stages(self, model: str) -> dict[str, str]:
+        """Return the node of each ready instance of the model, of a group that of its first stage."""
+        return {
+            i["instance_id"]: n["node"]
+            for n in self.cluster()["nodes"]
+            for i in n["instances"]
+            if i["model"] == model and i["state"] == "ready" and (i["group"] or {"index": 0})["index"] == 0
+        }
 
     def measure_links(self) -> None:
         """Let each node fetch once, so that the scheduler knows its link."""
@@ -212,6 +229,30 @@ def _note(stream: Timed, began: float, moved_at: int, gateway_ms: float, figures
     figures["consolidation.after_ms"].append(tpot_ms(stream.at[moved_at + AFTER // 2 :]))
 
 
+def migration(mesh: Groups, rounds: int, figures: Values, prompt: int) -> None:
+    """Part 3: a stream with a prompt of `prompt` tokens moves there and back, `rounds` times."""
+    mesh.change("groups", replicas={"min": GROUPS, "max": GROUPS})
+    until(lambda: len(mesh.first_stages("groups")) == GROUPS, 240, "two groups are ready")
+    stream = Timed(mesh.url, completion("groups", prompt, READS))
+    stream.start()
+    for _ in range(2 * rounds):
+        await_tokens(stream, len(stream.tokens) + BETWEEN)
+        here, _ = mesh.place("groups", serving=True)
+        there = next(node for instance, node in mesh.first_stages("groups").items() if instance != here)
+        if (record := order(mesh, stream, there)) is None:
+            figures["migration.not_done"].append(1.0)
+            continue
+        figures["migration.pause_ms"].append(record["requests"][0]["pause_ms"])
+        figures["migration.duration_ms"].append(record["duration_ms"])
+        for name, field in (("kv_tokens", "kv_tokens"), ("kv_bytes", "kv_bytes"), ("recomputed_tokens", "tokens")):
+            figures[f"migration.{name}"].append(sum(r[field] for r in record["rounds"]))
+    stream.leave()
+    stream.result()
+    mesh.change("groups", replicas={"min": 0, "max": GROUPS})
+    mesh.json("sleep", "groups")
+    mesh.await_settled()
+
+
 def start_table(stages: list[int], figures: Values) -> Table:
     table = Table("start", "first token ms", "by one worker", "ms per token", "by one engine", title="Cold starts of one request")
     for key in (*(f"s{s}" for s in stages), "then_start"):
@@ -241,6 +282,11 @@ def goals(figures: Values) -> list[str]:
         lines.append(f"longest gap of consolidation: {spread(gaps)} ms (goal: at most {limit:.0f} ms)")
         after = median(figures["consolidation.after_ms"]) / median(figures["consolidation.before_ms"])
         lines.append(f"time per token after consolidation by before: {after:.2f}")
+    if pauses := figures.get("migration.pause_ms"):
+        lines.append(
+            f"move between two groups: pause {spread(pauses)} ms, duration {spread(figures['migration.duration_ms'])} ms, "
+            f"{median(figures['migration.kv_tokens']):.0f} tokens sent, {median(figures['migration.recomputed_tokens']):.0f} recomputed"
+        )
     return lines
 
 
@@ -252,7 +298,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--kv", default="auto", choices=("auto", "always", "never"), help="THAW_MIGRATE_KV of the migrators.")
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="Tokens of the prompt in `consolidation`.")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="Tokens of the prompt in `consolidation` and `migration`.")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--add", action="store_true", help="Keep what the file has of other parts.")
     options = parser.parse_args()
@@ -266,13 +312,15 @@ def main() -> None:
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
         with slow_source(directory.parent, int(options.pace_mib * MIB)) as url:
-            mesh.raise_up(url, directory, stages)
+            mesh.raise_up(url, directory, stages, max(2, *stages, GROUPS * STAGES if "migration" in parts else 0))
             mesh.measure_links()
             if "start" in parts:
                 start(mesh, url, directory, stages, options.rounds, figures)
                 shown.print(start_table(stages, figures))
             if "consolidation" in parts:
                 consolidation(mesh, options.rounds, figures, options.prompt)
+            if "migration" in parts:
+                migration(mesh, options.rounds, figures, options.prompt)
     finally:
         mesh.close()
     for line in goals(figures):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from services.scheduler.domain.effects import SendStop
 from services.scheduler.domain.lifecycle.deliveries import is_underway
 from services.scheduler.domain.lifecycle.failures import on_start_stalled
+from services.scheduler.domain.lifecycle.scale_down import scale_down
 from services.scheduler.domain.lifecycle.transitions import learn_stage, stop_instance
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.entities import Instance
@@ -101,7 +102,7 @@ def settle_groups(tx: Transaction) -> None:
 def _check_node(tx: Transaction, stage: LaterStage, first: Instance, *, is_silent: bool) -> None:
     node = tx.state.nodes.get(stage.node)
     if node is not None and node.drain_since is not None:
-        stop_instance(tx, first, "drain", f"stage {stage.index} is on {stage.node}, which is drained")
+        scale_down(tx, [first])  # its requests move as those of an instance there (migration/orders.py)
     elif is_silent and first.ready_at is None:
         _end(tx, stage, EngineFailed(f"Node {stage.node}, which starts stage {stage.index}, is silent").body())
 

@@ -36,7 +36,7 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
         if not ready:
             return "drain", "its model was changed"
         return ("if_idle", "its model was changed") if may_ask else None
-    node = tx.state.nodes.get(i.node)
+    node = tx.state.find_drained_node(i)
     if node is not None and node.drain_since is not None:
         if not ready or tx.now - node.drain_since > tx.policy.drain_timeout_s:
             return "drain", f"{node.name} is drained"

@@ -105,11 +105,15 @@ def _can_move(model: Model) -> bool:
 
 
 def drain_node(tx: Transaction, name: str) -> None:
-    """Step 1, for a drained node; what cannot migrate has `drain_timeout_s` to finish."""
+    """Step 1, for a drained node; what cannot migrate has `drain_timeout_s` to finish.
+
+    A group moves as a whole when the node has any of its stages.
+    """
     node = tx.state.nodes.get(name)
     if node is None or node.drain_since is None:
         return
-    for i in tx.state.on_node(name):
+    groups = {stage.first for stage in tx.state.later_stages.values() if stage.node == name}
+    for i in (*tx.state.on_node(name), *(tx.state.instances[g] for g in sorted(groups) if g in tx.state.instances)):
         if i.state is InstanceState.READY and i.leaving == "no" and tx.idle_since(i.instance_id) is None:
             plan_migration(tx, i, "drain")
 
@@ -251,8 +255,7 @@ def _can_be_destination(tx: Transaction, move: Migration, source: Instance, i: I
         return False
     if not (i.state is InstanceState.READY or i.state.starting or i.state is InstanceState.RESUMING):
         return False
-    node = tx.state.nodes.get(i.node)
-    if node is None or node.drain_since is not None:
+    if i.node not in tx.state.nodes or tx.state.find_drained_node(i) is not None:
         return False
     return (not move.node or i.node == move.node) and (not move.device or i.device_ids == (move.device,))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.effects import SendPrepare, SendStart, SendStop
+from services.scheduler.domain.effects import OrderMigration, SendPrepare, SendStart, SendStop
 from services.scheduler.domain.events import AddModelsRequested, NodeStatusReceived, StartRefused
 from services.scheduler.domain.placement.groups import card_of_parts
 from services.scheduler.domain.state.accounting import booking_of
@@ -173,7 +173,7 @@ def test_refused_stage_stops_the_group_and_is_no_failure_of_the_model() -> None:
     assert "m" not in w.state.failures
 
 
-def test_drained_node_of_a_later_stage_moves_the_group() -> None:
+def test_drained_node_of_a_later_stage_stops_an_idle_group() -> None:
     w = started()
     w.get_ready("m")
     first, later = first_of(w), later_of(w)
@@ -183,6 +183,43 @@ def test_drained_node_of_a_later_stage_moves_the_group() -> None:
     w.finish_stops()
     assert not first.state.holds_memory
     assert not later.state.holds_memory
+
+
+def test_drained_node_of_a_later_stage_moves_the_requests_of_the_group() -> None:
+    w = started()
+    w.node("n3")  # with n2, room for a second group
+    w.get_ready("m")
+    first, later = first_of(w), later_of(w)
+    first.active = 1
+    w.tick()
+    drained = w.state.later_stages[later.command.instance_id].node
+    w.change_node(drained, "drain")
+    w.tick(0.25)
+    assert not [s for s in w.sent(SendStop) if s.command.instance_id == first.command.instance_id], (
+        "nothing could take its requests"
+    )
+    second = w.starts("m")[STAGES:]
+    assert len(second) == STAGES
+    assert drained not in {s.node for s in second}
+    w.get_ready("m")
+    w.tick(0.25)
+    [record] = [e.record for e in w.sent(OrderMigration)]
+    assert (record.reason, record.source_instance) == ("drain", first.command.instance_id)
+    assert record.instance_id == second[0].command.instance_id
+    assert first.command.instance_id in [s.command.instance_id for s in w.sent(SendStop)]
+
+
+def test_group_with_a_stage_on_a_drained_node_has_the_drain_timeout_to_finish() -> None:
+    w = started()
+    w.get_ready("m")
+    first, later = first_of(w), later_of(w)
+    first.active = 1
+    w.tick()
+    w.change_node(w.state.later_stages[later.command.instance_id].node, "drain")
+    w.tick(1)
+    assert not w.sent(SendStop), "no other nodes have room for a group"
+    w.tick(w.policy.drain_timeout_s)
+    assert first.command.instance_id in [s.command.instance_id for s in w.sent(SendStop)]
 
 
 def test_new_leader_learns_the_later_stages_from_reports() -> None:

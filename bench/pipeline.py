@@ -16,9 +16,9 @@ consolidation  a model with an objective that one node misses: the scheduler tak
                two of its tokens from the start of the migration to its end. Reported beside the
                time per token before and after, and that of one engine on the node beside; the JSON
                also has the tokens whose keys and values the stages sent, and those recomputed.
-migration      a stream moves between two groups of two stages, there and back. Reported: the pause at the
-               gateway, the duration, and the tokens whose keys and values were sent or that were
-               recomputed. `--kv never` gives the same moves with everything recomputed.
+migration      a stream moves between two groups of two stages, there and back. Reported: the
+               pause at the gateway, the duration, and the tokens whose keys and values were sent
+               or that were recomputed. `--kv never` gives the same moves with everything recomputed.
 
 All processes share the cores of this machine: stages of a group do not compute on hardware of
 their own, as they would on several machines.
@@ -104,7 +104,7 @@ class Groups(Bed):
         self.json("up", "--detach", "--config", str(path))
 
     def first_stages(self, model: str) -> dict[str, str]:
-        """Return the node of each ready instance of the model, of a group that of its first stage."""
+        """Return the node of each ready instance of the model; of a group its first stage's."""
         return {
             i["instance_id"]: n["node"]
             for n in self.cluster()["nodes"]

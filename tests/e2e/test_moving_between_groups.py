@@ -6,6 +6,7 @@ computes the answer of one engine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -160,8 +161,6 @@ def test_death_of_a_stage_during_the_migration_loses_no_token(
 
 
 def order_unless_refused(mesh: Roomy, stream: Stream, node: str) -> None:
-    """Order the migration; whether it succeeds is not what the test is about."""
-    try:
+    """Order the migration, which ends in any state, or with an error."""
+    with contextlib.suppress(httpx.HTTPStatusError):
         mesh.order(request_id=stream.request_id, node=node)
-    except httpx.HTTPStatusError as e:
-        assert e.response.status_code < 600

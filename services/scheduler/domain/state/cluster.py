@@ -185,7 +185,7 @@ class ClusterState:
         return sorted(found, key=lambda s: s.index) if len(found) > 1 else found
 
     def find_drained_node(self, i: Instance) -> Node | None:
-        """Return the drained node that an instance, or a later stage of it, is on; None: none is."""
+        """Return the drained node that an instance or a later stage of it is on; None: none is."""
         names = (i.node, *(s.node for s in self.stages_behind(i.instance_id))) if i.stages > 1 else (i.node,)
         found = (self.nodes.get(name) for name in names)
         return next((node for node in found if node is not None and node.drain_since is not None), None)

@@ -18,7 +18,7 @@ consolidation  a model with an objective that one node misses: the scheduler tak
                also has the tokens whose keys and values the stages sent, and those recomputed.
 migration      a stream moves between two groups of two stages, there and back. Reported: the
                pause at the gateway, the duration, and the tokens whose keys and values were sent
-               or that were recomputed. `--kv never` gives the same moves with everything recomputed.
+               or that were recomputed. `--kv never` gives the same moves, with all recomputed.
 
 All processes share the cores of this machine: stages of a group do not compute on hardware of
 their own, as they would on several machines.

@@ -16,6 +16,7 @@ from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.shared_weights import units_on, weights_of
 from services.scheduler.domain.state.volatile import InstanceReport
 from shared.contracts.node import InstanceState, NodeStatus
+from shared.errors import InsufficientMemory
 from shared.sizing import need_of
 from shared.unit_charges import BookedWeights, SharedUnits
 
@@ -220,11 +221,18 @@ def is_drained(report: InstanceReport | None) -> bool:
 
 
 def _count_failed_bytes(state: ClusterState, status: NodeStatus, device_id: str) -> int:
-    """Return the bytes that failed instances, whose processes end, still reserve on a device."""
+    """Return the bytes that failed instances, whose processes end, still reserve on a device.
+
+    Those of starts that lacked memory (of the host, for example) are not counted: another start in
+    their place would lack it too, and has to stop another instance.
+    """
     return sum(
         s.memory.reserved // max(1, len(s.device_ids))
         for s in status.instances
-        if s.state is InstanceState.FAILED and device_id in s.device_ids and s.instance_id not in state.instances
+        if s.state is InstanceState.FAILED
+        and device_id in s.device_ids
+        and s.instance_id not in state.instances
+        and (s.error is None or s.error.code != InsufficientMemory.code)
     )
 
 

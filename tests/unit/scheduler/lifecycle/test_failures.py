@@ -51,6 +51,18 @@ def test_failed_instance_is_replaced_in_its_own_memory(w: World, is_start: bool)
     assert not w.stops("idle")
 
 
+def test_model_is_evicted_for_a_start_that_lacked_shared_memory(w: World) -> None:
+    """Its own memory does not help the next start: the host's is used by the other model."""
+    w.node("n1", budget=800 * MIB)
+    w.model("idle", weights=150 * MIB)
+    w.model("a", weights=150 * MIB)
+    w.up("idle")
+    w.demand("a")
+    w.fail("a", no_room(None), is_ending=True)
+    w.demand("a")
+    assert w.stops("idle")
+
+
 def test_model_is_evicted_if_a_failed_instance_keeps_too_little(w: World) -> None:
     w.node("n1", budget=800 * MIB)
     w.model("idle", weights=150 * MIB)

@@ -96,7 +96,13 @@ class Groups(Bed):
                 *({"name": f"probe-{n}", **far, "placement": {"devices": [f"{n}/*"]}} for n in self.nodes),
                 {"name": "local", "source": str(directory), "placement": {"devices": [f"{BESIDE}/*"]}},
                 {"name": "far", **far, "slo": {"ttft": 0.001}},
-                {"name": "groups", **far, "stages": STAGES, "replicas": {"min": 0, "max": GROUPS}},
+                {
+                    "name": "groups",
+                    **far,
+                    "stages": STAGES,
+                    "replicas": {"min": 0, "max": GROUPS},
+                    "placement": {"devices": ["node-*/*"], "spread": True},
+                },
             ],
         }
         path = self.home / "thaw.yaml"
@@ -111,6 +117,18 @@ class Groups(Bed):
             for i in n["instances"]
             if i["model"] == model and i["state"] == "ready" and (i["group"] or {"index": 0})["index"] == 0
         }
+
+    def await_serving(self, model: str) -> str:
+        """Wait until one of these instances reports a request, and return its id."""
+        found: list[str] = []
+
+        def is_reported() -> bool:
+            stages = [i for n in self.cluster()["nodes"] for i in n["instances"] if i["load"]["active"]]
+            found[:] = [i["instance_id"] for i in stages if i["instance_id"] in self.first_stages(model)]
+            return bool(found)
+
+        until(is_reported, what=f"an instance of {model} serves")
+        return found[0]
 
     def measure_links(self) -> None:
         """Let each node fetch once, so that the scheduler knows its link."""
@@ -235,13 +253,15 @@ def migration(mesh: Groups, rounds: int, figures: Values, prompt: int) -> None:
     until(lambda: len(mesh.first_stages("groups")) == GROUPS, 240, "two groups are ready")
     stream = Timed(mesh.url, completion("groups", prompt, READS))
     stream.start()
+    await_tokens(stream, 1)
+    here = mesh.await_serving("groups")
     for _ in range(2 * rounds):
         await_tokens(stream, len(stream.tokens) + BETWEEN)
-        here, _ = mesh.place("groups", serving=True)
         there = next(node for instance, node in mesh.first_stages("groups").items() if instance != here)
         if (record := order(mesh, stream, there)) is None:
             figures["migration.not_done"].append(1.0)
             continue
+        here = record["instance_id"]
         figures["migration.pause_ms"].append(record["requests"][0]["pause_ms"])
         figures["migration.duration_ms"].append(record["duration_ms"])
         for name, field in (("kv_tokens", "kv_tokens"), ("kv_bytes", "kv_bytes"), ("recomputed_tokens", "tokens")):

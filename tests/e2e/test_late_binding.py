@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.support.launcher import Thaw, until
+from tests.support.launcher import Thaw, running, until
 from tests.support.moving import Stream, body
 from thaw.demo.models import make_demo_model
 
@@ -25,17 +25,10 @@ def mesh() -> Iterator[Thaw]:
     for source in sources.values():
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
-    config = {
-        "mesh": {"port": thaw.port, "nodes": {"node-0": {d: {"size": "700MiB", "memory": "separate"} for d in DEVICES}}},
-        "defaults": {"keep_alive": -1, "isolation": "shared", "max_concurrency": 4},
-        "models": [{"name": name, "source": str(source)} for name, source in sources.items()],
-    }
-    (thaw.home / "thaw.yaml").write_text(json.dumps(config))
-    try:
-        thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
-        yield thaw
-    finally:
-        thaw.close()
+    nodes = {"node-0": {d: {"size": "700MiB", "memory": "separate"} for d in DEVICES}}
+    models = [{"name": name, "source": str(source)} for name, source in sources.items()]
+    with running(thaw, nodes, models, isolation="shared", max_concurrency=4) as found:
+        yield found
 
 
 def text(mesh: Thaw, model: str) -> str:

@@ -7,7 +7,6 @@ computes the answer of one engine.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -18,13 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from shared.contracts.models import ModelSpec
-from shared.sizing import MIB, need_of
 from tests.e2e.paced_nodes import instances
-from tests.support.launcher import until
-from tests.support.moving import Roomy, Stream, body
+from tests.support.launcher import running, until
+from tests.support.moving import STAGED_OPTIONS, Roomy, Stream, body, stage_budgets
 from tests.support.paced_zygote import Pace
-from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
 NODES = ("node-0", "node-1", "node-2", "node-3")
@@ -40,27 +36,15 @@ Group = dict[int, dict[str, Any]]
 def mesh(pace: Pace) -> Iterator[Roomy]:
     thaw = Roomy(THAW_DRAM_BYTES="0", THAW_MIGRATE_KV="always", **pace.environment)
     source = make_demo_model(thaw.home / "models" / "m", "test")
-    options: dict[str, Any] = {"max_concurrency": 4}
-    single = need_of(card_of(ModelSpec(name="single", source=str(source), **options))).total
-    half = single - 4 * MIB  # too little for the whole model: of its KV cache a stage needs half
+    stage, whole = stage_budgets(source)
     staged = {"name": "staged", "source": str(source), "stages": 2, "replicas": {"min": 2, "max": 2}}
-    config = {
-        "mesh": {
-            "port": thaw.port,
-            "nodes": {**{node: {"cpu:0": half} for node in NODES}, "whole": {"cpu:0": single + 2 * MIB}},
-        },
-        "defaults": {"keep_alive": -1, **options},
-        "models": [
-            {**staged, "placement": {"devices": ["node-*/*"]}},
-            {"name": "single", "source": str(source), "placement": {"devices": ["whole/*"]}},
-        ],
-    }
-    (thaw.home / "thaw.yaml").write_text(json.dumps(config))
-    try:
-        thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
-        yield thaw
-    finally:
-        thaw.close()
+    models: list[dict[str, Any]] = [
+        {**staged, "placement": {"devices": ["node-*/*"]}},
+        {"name": "single", "source": str(source), "placement": {"devices": ["whole/*"]}},
+    ]
+    nodes = {**{node: {"cpu:0": stage} for node in NODES}, "whole": {"cpu:0": whole}}
+    with running(thaw, nodes, models, **STAGED_OPTIONS) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +53,7 @@ def expected(mesh: Roomy) -> Stream:
 
 
 def find_groups(mesh: Roomy) -> list[Group]:
-    """Return the groups all of whose stages are ready, that with the most requests first."""
+    """Return the groups whose stages are all ready, sorted by running requests, most first."""
     found: dict[str, Group] = {}
     for stage in instances(mesh, "staged"):
         if stage["state"] == "ready":

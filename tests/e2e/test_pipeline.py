@@ -6,7 +6,6 @@ The devices have memory of their own, as two GPUs have.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -15,11 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.contracts.models import ModelSpec
-from shared.sizing import MIB, need_of
-from tests.support.launcher import until
-from tests.support.moving import Roomy, Stream, body
-from thaw.cli.demo import card_of
+from tests.support.launcher import running, until
+from tests.support.moving import STAGED_OPTIONS, Roomy, Stream, body, stage_budgets
 from thaw.demo.models import make_demo_model
 
 LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
@@ -30,29 +26,17 @@ def mesh() -> Iterator[Roomy]:
     """Start a mesh with one model in two stages, and the same weights served by one engine."""
     thaw = Roomy(THAW_DRAM_BYTES="0")
     source = make_demo_model(thaw.home / "models" / "m", "test")
-    options: dict[str, Any] = {"max_concurrency": 4}
-    single = need_of(card_of(ModelSpec(name="single", source=str(source), **options))).total
-    half = single - 4 * MIB  # too little for the whole model: of its KV cache a stage needs half
-    config = {
-        "mesh": {
-            "port": thaw.port,
-            "nodes": {
-                "node-0": {device: {"size": half, "memory": "separate"} for device in ("cpu:0", "cpu:1")},
-                "node-1": {"cpu:0": single + 2 * MIB},
-            },
-        },
-        "defaults": {"keep_alive": -1, **options},
-        "models": [
-            {"name": "staged", "source": str(source), "stages": 2},
-            {"name": "single", "source": str(source)},
-        ],
+    stage, whole = stage_budgets(source)
+    nodes = {
+        "node-0": {device: {"size": stage, "memory": "separate"} for device in ("cpu:0", "cpu:1")},
+        "node-1": {"cpu:0": whole},
     }
-    (thaw.home / "thaw.yaml").write_text(json.dumps(config))
-    try:
-        thaw.json("up", "--detach", "--config", str(thaw.home / "thaw.yaml"))
-        yield thaw
-    finally:
-        thaw.close()
+    models: list[dict[str, Any]] = [
+        {"name": "staged", "source": str(source), "stages": 2},
+        {"name": "single", "source": str(source)},
+    ]
+    with running(thaw, nodes, models, **STAGED_OPTIONS) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

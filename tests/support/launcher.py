@@ -11,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -279,6 +279,21 @@ class Thaw:
                     if reaper.__file__ not in process.cmdline():
                         process.kill()
             shutil.rmtree(self.home, ignore_errors=True)
+
+
+T = TypeVar("T", bound=Thaw)
+
+
+@contextlib.contextmanager
+def running(mesh: T, nodes: Mapping[str, Any], models: Sequence[Mapping[str, Any]], **defaults: Any) -> Iterator[T]:
+    """Start a mesh with these nodes and models, and stop it in the end."""
+    document = {"mesh": {"port": mesh.port, "nodes": nodes}, "defaults": {"keep_alive": -1, **defaults}, "models": models}
+    (mesh.home / "thaw.yaml").write_text(json.dumps(document))
+    try:
+        mesh.json("up", "--detach", "--config", str(mesh.home / "thaw.yaml"))
+        yield mesh
+    finally:
+        mesh.close()
 
 
 def until(condition: Callable[[], bool], within: float = 120.0, what: str | Callable[[], str] = "") -> None:

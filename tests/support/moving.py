@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,11 +18,14 @@ from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState
 from shared.messaging.streams import migrations_bucket
-from shared.sizing import need_of
+from shared.sizing import MIB, need_of
 from tests.support.launcher import Thaw, until
 from tests.support.mesh import is_engine
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
+
+STAGED_OPTIONS: dict[str, Any] = {"max_concurrency": 4}
+"""Of the models that `stage_budgets` is for."""
 
 
 class Roomy(Thaw):
@@ -62,6 +66,8 @@ class Roomy(Thaw):
     def place(self, model: str, *, serving: bool = False) -> tuple[str, str]:
         """Return the model's ready instance with the most requests, and its node.
 
+        A group is on the node of its first stage.
+
         Args:
             serving: Wait until an instance reports a request.
         """
@@ -69,7 +75,12 @@ class Roomy(Thaw):
 
         def is_reported() -> bool:
             nodes = self.cluster()["nodes"]
-            found[:] = [(i, n) for n in nodes for i in n["instances"] if i["model"] == model and i["state"] == "ready"]
+            found[:] = [
+                (i, n)
+                for n in nodes
+                for i in n["instances"]
+                if i["model"] == model and i["state"] == "ready" and not is_later_stage(i)
+            ]
             return not serving or any(i["load"]["active"] for i, _ in found)
 
         until(is_reported, what=f"an instance of {model} serves")
@@ -209,6 +220,19 @@ class Roomy(Thaw):
         Prepared state that no resume used is kept for at most 30 s.
         """
         until(self.settled, within, "no request, no keys and values, no migration is left")
+
+
+def is_later_stage(instance: dict[str, Any]) -> bool:
+    return instance["group"] is not None and instance["group"]["index"] > 0
+
+
+def stage_budgets(source: Path) -> tuple[int, int]:
+    """Return the bytes of a device for one of two stages of a model, and for the whole model.
+
+    The first is too small for the whole model: of its KV cache a stage needs half.
+    """
+    whole = need_of(card_of(ModelSpec(name="whole", source=str(source), **STAGED_OPTIONS))).total
+    return whole - 4 * MIB, whole + 2 * MIB
 
 
 async def _records(url: str) -> dict[str, MigrationRecord]:

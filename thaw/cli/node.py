@@ -109,21 +109,15 @@ def drain(
 
 
 def _until_empty(api: Api, name: str, within: float) -> tuple[list[InstanceStatus], list[MigrationRecord]]:
-    """Return the instances that are left on a node, and the migrations off it.
-
-    A group with a later stage there is moved as a whole, from the node of its first stage.
-    """
+    """The instances that are left on a node, and those that were moved off it."""
     known = {r.migration_id for r in api.migrations(limit=1000) if r.over}
     deadline = time.monotonic() + within
-    groups: set[str] = set()
     while True:
         cluster = api.cluster()
         left = [i for n in cluster.nodes if n.node == name and n.alive for i in n.instances if i.state.holds_memory]
-        groups |= {i.group.first for i in left if i.group is not None}
         if not left or time.monotonic() >= deadline:
             records = api.migrations(limit=1000)
-            drained = [r for r in records if r.reason == "drain" and r.migration_id not in known]
-            return left, [r for r in drained if r.source_node == name or r.source_instance in groups]
+            return left, [r for r in records if r.source_node == name and r.reason == "drain" and r.migration_id not in known]
         time.sleep(_LOOK_S)
 
 

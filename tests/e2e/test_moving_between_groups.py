@@ -109,11 +109,12 @@ def test_drain_of_a_node_with_a_later_stage_moves_the_requests_of_its_group(
     before = set(mesh.records())
     with pace.slowed():
         serving, other = begin(mesh, reading)
-        mesh.json("node", "drain", serving[1]["node"])
+        answer = mesh.json("node", "drain", serving[1]["node"])
         until(lambda: any(r.over for key, r in mesh.records().items() if key not in before), what="the migration is over")
     reading.result().assert_same(expected)
     [record] = [r for key, r in mesh.records().items() if key not in before]
     assert (record.state, record.reason, record.instance_id) == ("done", "drain", other[0]["instance_id"])
+    assert (answer["ok"], answer["moved"], answer["left"]) == (True, 1, []), answer
     assert sum(r.kv_tokens for r in record.rounds) >= GENERATED
     until(lambda: len(find_groups(mesh)) == 1, what="the drained group has stopped")
     mesh.json("node", "uncordon", serving[1]["node"])

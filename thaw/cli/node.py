@@ -80,11 +80,13 @@ def drain(
     Example: [bold]thaw node drain node-1[/]
     """
     api, out = Api.find(), screen(as_json)
+    known = {r.migration_id for r in api.migrations(limit=1000)}
+    groups = {i.group.first for i in _find_instances(api, node) if i.group is not None}
     api.change_node(node, "drain")
     if detach:
         out.print(f"[green]✓[/] {node} is being emptied; `thaw ps` shows what is left")
         return {"node": node, "action": "drain"}
-    left, records = _until_empty(api, node, timeout)
+    left, records = _until_empty(api, node, timeout, known, groups)
     moved = [m for r in records for m in r.requests if m.outcome == "moved"]
     stuck = [f"{m.request_id}: {m.reason}" for r in records for m in r.requests if m.outcome in ("failed", "fixed") and m.reason]
     if left:
@@ -108,16 +110,39 @@ def drain(
     }
 
 
-def _until_empty(api: Api, name: str, within: float) -> tuple[list[InstanceStatus], list[MigrationRecord]]:
-    """The instances that are left on a node, and those that were moved off it."""
-    known = {r.migration_id for r in api.migrations(limit=1000) if r.over}
+def _find_instances(api: Api, name: str) -> list[InstanceStatus]:
+    """Return the instances on a node, stages of groups included, that hold memory."""
+    return [i for n in api.cluster().nodes if n.node == name and n.alive for i in n.instances if i.state.holds_memory]
+
+
+def _until_empty(
+    api: Api, name: str, within: float, known: set[str], groups: set[str]
+) -> tuple[list[InstanceStatus], list[MigrationRecord]]:
+    """Wait until a node is empty and the migrations off it are over.
+
+    An instance may stop before the record of its migration is complete.
+
+    Args:
+        api: The mesh.
+        name: The node.
+        within: Seconds to wait.
+        known: Ids of earlier migrations.
+        groups: Groups with a stage on the node, by the instance id of their first stage, from where
+            a group's requests move.
+
+    Returns:
+        The instances that are left, and the migrations.
+    """
     deadline = time.monotonic() + within
     while True:
-        cluster = api.cluster()
-        left = [i for n in cluster.nodes if n.node == name and n.alive for i in n.instances if i.state.holds_memory]
-        if not left or time.monotonic() >= deadline:
-            records = api.migrations(limit=1000)
-            return left, [r for r in records if r.source_node == name and r.reason == "drain" and r.migration_id not in known]
+        left = _find_instances(api, name)
+        records = [
+            r
+            for r in api.migrations(limit=1000)
+            if r.reason == "drain" and r.migration_id not in known and (r.source_node == name or r.source_instance in groups)
+        ]
+        if (not left and all(r.over for r in records)) or time.monotonic() >= deadline:
+            return left, records
         time.sleep(_LOOK_S)
 
 

@@ -19,13 +19,16 @@ from shared.contracts.prices import GIB_HOUR, Cost, Prices
 REPORT_INTERVAL_S = 2.0
 MAX_ROWS_PER_REPORT = 1_000
 MAX_ROWS_VIEWED = 50_000
-RETENTION_HOURS = 400 * 24
+HOURS_PER_DAY = 24
+RETENTION_HOURS = 400 * HOURS_PER_DAY
+HOURLY_HOURS = 62 * HOURS_PER_DAY
+"""Older hours are summed up by day: those before the present and the last month."""
 MAX_HOUR = 10_000_000
 """Hours since 1970, of the year 3110."""
 MAX_COUNT = 1 << 53
 MAX_NAME_CHARACTERS = 1_000
 MAX_KEYS_PER_VIEW = 1_000
-Dimension = Literal["key", "model", "adapter", "hour"]
+Dimension = Literal["key", "model", "adapter", "hour", "day"]
 
 
 class Counts(Frozen):
@@ -229,13 +232,17 @@ class ViewUsage(Request):
     since: int = Field(ge=0, le=MAX_HOUR)
     until: int | None = Field(default=None, ge=0, le=MAX_HOUR)
     model: str | None = Field(default=None, max_length=MAX_NAME_CHARACTERS)
-    by: tuple[Dimension, ...] = Field(default=("key", "model"), max_length=4)
+    by: tuple[Dimension, ...] = Field(default=("key", "model"), max_length=5)
 
 
 class UsageSum(Frozen):
     """Counts of one combination of the dimensions; None: summed over all.
 
     Attributes:
+        hour: Hours since 1970 in UTC; the first of its day for hours older than `HOURLY_HOURS`.
+        day: The first hour of the day in UTC.
+        cold_start_phases_s: The parts of `cold_start_s` by phase, of the critical paths of the
+            starts. Starts whose phases were not recorded have no part.
         cost: The counts at the present prices; None: the mesh has no prices.
     """
 
@@ -243,7 +250,9 @@ class UsageSum(Frozen):
     model: str | None = None
     adapter: str | None = None
     hour: int | None = None
+    day: int | None = None
     counts: Counts
+    cold_start_phases_s: dict[str, float] = Field(default_factory=dict)
     cost: Cost | None = None
 
 

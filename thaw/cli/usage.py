@@ -10,6 +10,7 @@ from typing import Annotated, get_args
 import typer
 from rich.table import Table
 
+from shared.contracts.phases import Phase
 from shared.contracts.usage import Counts, Dimension, UsageSum, UsageViewed
 from thaw.cli.api import Api
 from thaw.cli.focus import DIMENSIONS, focus_csv, format_exact
@@ -38,8 +39,11 @@ _COLUMNS = (
 
 @verb
 def usage(
-    by: Annotated[str, typer.Option("--by", help="Dimensions of the sums: key, model, adapter, hour.")] = "key,model",
+    by: Annotated[str, typer.Option("--by", help="Dimensions of the sums: key, model, adapter, hour, day.")] = "key,model",
     since: Annotated[str, typer.Option("--since", help="How far back, in whole hours, e.g. 24h or 7d.")] = "7d",
+    phases: Annotated[
+        bool, typer.Option("--phases", help="Show the seconds of cold starts by phase, or add them to --csv.")
+    ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV and nothing else.")] = False,
     as_focus: Annotated[
         bool, typer.Option("--focus", help="Print CSV with the columns of FOCUS, by the hour; needs prices.")
@@ -50,6 +54,7 @@ def usage(
 
     Examples:
     [bold]thaw usage --by key,hour --since 24h --csv[/]
+    [bold]thaw usage --by model,day --phases[/]
     [bold]thaw usage --since 30d --focus > charges.csv[/]
     """
     if as_focus:
@@ -67,10 +72,10 @@ def usage(
             raise CommandError("There are more rows than one answer has.", "Choose a shorter time with --since.")
         typer.echo(focus_csv(viewed.rows, viewed.currency), nl=False)
     elif as_csv:
-        typer.echo(_csv(viewed, dimensions), nl=False)
+        typer.echo(_csv(viewed, dimensions, phases), nl=False)
     else:
         out = screen(as_json)
-        out.print(_table(viewed, dimensions))
+        out.print(_phase_table(viewed, dimensions) if phases else _table(viewed, dimensions))
         if not viewed.complete:
             out.print("[yellow]there are more rows; choose fewer dimensions or a shorter time[/]")
     return viewed.model_dump(mode="json", exclude={"v", "kind"})
@@ -87,6 +92,8 @@ def _value(row: UsageSum, dimension: str) -> str:
     value = getattr(row, dimension)
     if dimension == "hour":
         return time.strftime("%Y-%m-%dT%H:00Z", time.gmtime(value * _HOUR_S))
+    if dimension == "day":
+        return time.strftime("%Y-%m-%d", time.gmtime(value * _HOUR_S))
     return str(value or _ABSENT.get(dimension, ""))
 
 
@@ -124,13 +131,37 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
     return table
 
 
-def _csv(viewed: UsageViewed, dimensions: list[str]) -> str:
+def _phase_table(viewed: UsageViewed, dimensions: list[str]) -> Table:
+    table = Table(box=None, header_style="dim")
+    found = _find_phases(viewed)
+    for name in dimensions:
+        table.add_column(name.upper())
+    for title in ("COLD", "COLD S", *(f"{phase.upper()} S" for phase in found)):
+        table.add_column(title, justify="right")
+    for row in viewed.rows:
+        if row.counts.cold_start_s:
+            seconds = (row.counts.cold_start_s, *(row.cold_start_phases_s.get(phase, 0.0) for phase in found))
+            names = (_value(row, name) for name in dimensions)
+            table.add_row(*names, f"{row.counts.cold_requests:,}", *(f"{s:,.1f}" for s in seconds))
+    return table
+
+
+def _find_phases(viewed: UsageViewed) -> list[str]:
+    """Return the phases of the rows in the order of a start."""
+    found = {phase for row in viewed.rows for phase in row.cold_start_phases_s}
+    known = [phase.value for phase in Phase if phase.value in found]
+    return known + sorted(found - set(known))
+
+
+def _csv(viewed: UsageViewed, dimensions: list[str], phases: bool) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     counts = list(Counts.model_fields)
+    parts = _find_phases(viewed) if phases else []
     money = ["cost", "currency"] if viewed.currency is not None else []
-    writer.writerow([*dimensions, *counts, *money])
+    writer.writerow([*dimensions, *counts, *(f"cold_start_{phase}_s" for phase in parts), *money])
     for row in viewed.rows:
         cost = [format_exact(row.cost.total), viewed.currency] if row.cost is not None else []
-        writer.writerow([*(_value(row, name) for name in dimensions), *(getattr(row.counts, name) for name in counts), *cost])
+        amounts = [*(getattr(row.counts, name) for name in counts), *(row.cold_start_phases_s.get(phase, 0.0) for phase in parts)]
+        writer.writerow([*(_value(row, name) for name in dimensions), *amounts, *cost])
     return text.getvalue()

@@ -11,15 +11,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import RowMapping, Select, delete, func, literal, select
+from sqlalchemy import RowMapping, Select, delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
 from services.scheduler.adapters.repository import require_epoch
-from services.scheduler.adapters.start_charges import inside, record_displacements, select_start_charges
+from services.scheduler.adapters.start_charges import record_displacements, select_charged_phases, select_start_charges
+from services.scheduler.adapters.start_phases import record_start_phases
+from services.scheduler.adapters.usage_dimensions import group_dimensions, inside, select_dimensions
+from services.scheduler.adapters.usage_roll_up import roll_up
 from shared.contracts.prices import Cost, Prices
 from shared.contracts.usage import (
+    HOURLY_HOURS,
+    HOURS_PER_DAY,
     MAX_ROWS_VIEWED,
     RETENTION_HOURS,
     ColdWait,
@@ -100,6 +105,9 @@ class Ledger:
                 sums[tuple(row[name] for name in by)] = _Sum({name: int(row[name] or 0) for name in _COUNTS})
             for row in (await connection.execute(select_start_charges(query, by))).mappings():
                 sums.setdefault(tuple(row[name] for name in by), _Sum()).add_starts(row)
+            for row in (await connection.execute(select_charged_phases(query, by))).mappings():
+                phases = sums.setdefault(tuple(row[name] for name in by), _Sum()).phases
+                phases[row["phase"]] = phases.get(row["phase"], 0.0) + float(row["cold_start_s"] or 0.0)
             for row in (await connection.execute(_select_held(query, by))).mappings():
                 found = sums.setdefault(tuple(row[name] for name in by), _Sum())
                 found.byte_s[row["kind"]] = found.byte_s.get(row["kind"], 0.0) + float(row["byte_s"] or 0.0)
@@ -119,6 +127,7 @@ class Ledger:
                     clearing_device_s=sum(total.clearing_s.values()),
                     **{f"held_{kind}_byte_s": amount for kind, amount in total.byte_s.items()},
                 ),
+                cold_start_phases_s={phase: s for phase, s in sorted(total.phases.items()) if s},
                 cost=total.cost if self.prices is not None else None,
             )
             for name, total in totals.items()
@@ -187,8 +196,8 @@ class Ledger:
         """Charge starts that no request asked for to their models' owners.
 
         Requests that waited for such a start share it with the owner, who counts as one of them.
-        What starts took from others is recorded as well. A start that was recorded before changes
-        nothing.
+        What starts took from others and their phases are recorded as well. A start that was
+        recorded before changes nothing.
 
         Args:
             epoch: The leader's epoch.
@@ -208,6 +217,7 @@ class Ledger:
                 starts = insert(tables.cold_waits).on_conflict_do_nothing(index_elements=["plan_id", "key", "model", "adapter"])
                 await connection.execute(starts, [wait.model_dump() for wait in waits])
             await record_displacements(connection, since, owner)
+            await record_start_phases(connection, since)
 
     async def read_held_clocks(self) -> dict[str, float]:
         """Return the time up to which each node's memory is recorded, in Unix seconds."""
@@ -223,19 +233,20 @@ class Ledger:
         return found
 
     async def prune(self, epoch: int, hour: int) -> None:
-        """Delete hours beyond the retention, and spools that are silent for long.
+        """Delete days beyond the retention and silent spools, and sum up old hours by day.
 
         Raises:
             StaleEpoch: `epoch` is not the present one.
         """
         async with self._engine.begin() as connection:
             await require_epoch(connection, epoch)
-            for table in (tables.usage, tables.displacements, tables.cold_waits, tables.held_memory):
-                await connection.execute(delete(table).where(table.c.hour < hour - RETENTION_HOURS))
+            for table in (tables.usage, tables.displacements, tables.cold_waits, tables.start_phases, tables.held_memory):
+                await connection.execute(delete(table).where(table.c.hour < _first_of_day(hour - RETENTION_HOURS)))
             clocks = tables.held_clocks
             await connection.execute(delete(clocks).where(clocks.c.until < (hour - _SPOOL_HOURS) * 3600.0))
             for table in (tables.usage_spools, tables.metered_responses):
                 await connection.execute(delete(table).where(table.c.hour < hour - _SPOOL_HOURS))
+            await roll_up(connection, _first_of_day(hour - HOURLY_HOURS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +266,14 @@ class HeldBatch:
 class _Sum:
     """Sums of one combination of the dimensions.
 
-    `starts`: by the names of `Counts`. `device_s`, `clearing_s`: device-seconds of starts and of
-    clearing by the kind of the device. `byte_s`: by the kind of the memory.
+    `starts`: by the names of `Counts`. `phases`: seconds of starts by phase. `device_s`,
+    `clearing_s`: device-seconds of starts and of clearing by the kind of the device. `byte_s`: by
+    the kind of the memory.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
     device_s: dict[str, float] = field(default_factory=dict)
     clearing_s: dict[str, float] = field(default_factory=dict)
     byte_s: dict[str, float] = field(default_factory=dict)
@@ -271,6 +284,7 @@ class _Sum:
             self.counts[name] = self.counts.get(name, 0) + count
         for mine, others in (
             (self.starts, other.starts),
+            (self.phases, other.phases),
             (self.device_s, other.device_s),
             (self.clearing_s, other.clearing_s),
             (self.byte_s, other.byte_s),
@@ -305,6 +319,10 @@ def _cost(found: _Sum, model: str, prices: Prices) -> Cost:
 def compute_us(counts: Mapping[str, Any]) -> dict[str, int]:
     """Return the microseconds of computing by kind of device, of sums by the names of `Counts`."""
     return {"cpu": int(counts.get("compute_cpu_us") or 0), "cuda": int(counts.get("compute_cuda_us") or 0)}
+
+
+def _first_of_day(hour: int) -> int:
+    return hour // HOURS_PER_DAY * HOURS_PER_DAY
 
 
 async def _without_known_responses(connection: AsyncConnection, report: ReportUsage) -> ReportUsage:
@@ -344,9 +362,9 @@ async def _add_rows(connection: AsyncConnection, rows: Sequence[UsageRow], waits
 
 def _sums(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     table = tables.usage
-    by = [table.c[name] for name in dimensions]
-    statement = select(*by, *(func.sum(table.c[name]).label(name) for name in _COUNTS)).where(*inside(query, table))
-    return statement.group_by(*by) if by else statement
+    sums = [func.sum(table.c[name]).label(name) for name in _COUNTS]
+    statement = select(*select_dimensions(table, dimensions), *sums).where(*inside(query, table))
+    return statement.group_by(*group_dimensions(table, dimensions)) if dimensions else statement
 
 
 async def _read_clocks(connection: AsyncConnection) -> dict[str, float]:
@@ -378,6 +396,5 @@ def _sum_up(batches: Iterable[HeldBatch]) -> dict[tuple[int, str, str, str], flo
 
 def _select_held(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
     table = tables.held_memory
-    by = [literal("").label(name) if name == "adapter" else table.c[name] for name in dimensions]
-    statement = select(*by, table.c.kind, func.sum(table.c.byte_s).label("byte_s")).where(*inside(query, table))
-    return statement.group_by(*(table.c[name] for name in dimensions if name != "adapter"), table.c.kind)
+    columns = [*select_dimensions(table, dimensions), table.c.kind, func.sum(table.c.byte_s).label("byte_s")]
+    return select(*columns).where(*inside(query, table)).group_by(*group_dimensions(table, dimensions), table.c.kind)

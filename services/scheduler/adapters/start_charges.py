@@ -16,6 +16,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from services.scheduler.adapters import tables
+from services.scheduler.adapters.usage_dimensions import group_dimensions, inside, select_dimensions
 from shared.contracts.usage import ViewUsage
 
 MIGRATES = "migrate"
@@ -83,11 +84,27 @@ def select_start_charges(query: ViewUsage, dimensions: tuple[str, ...]) -> Selec
     The columns: `cold_start_s` with its part `restart_s`, `victims` and `clearing_s`, as in
     `Counts`, and seconds times devices as `cold_device_s` and `clearing_device_s`.
     """
-    charges = union_all(_charge_own_starts(query), _charge_waiters(query), _charge_owners(query)).subquery()
-    by = [*(charges.c[name] for name in dimensions), charges.c.device_kind]
+    charges = _charge_all(query)
     sums = [func.sum(charges.c[name]).label(name) for name in ("cold_start_s", "restart_s", "victims", "clearing_s")]
     sums += [func.sum(charges.c[n] * charges.c.devices).label(label) for n, label in _TIMES_DEVICES]
-    return select(*by, *sums).group_by(*by)
+    kind = charges.c.device_kind
+    return select(*select_dimensions(charges, dimensions), kind, *sums).group_by(*group_dimensions(charges, dimensions), kind)
+
+
+def select_charged_phases(query: ViewUsage, dimensions: tuple[str, ...]) -> Select[Any]:
+    """Sum up the parts of `cold_start_s` by the dimensions and the phase of the start.
+
+    Starts whose phases were not recorded have no part.
+    """
+    charges, phases = _charge_all(query), tables.start_phases
+    charged = func.sum(charges.c.cold_start_s * phases.c.share).label("cold_start_s")
+    statement = select(*select_dimensions(charges, dimensions), phases.c.phase, charged)
+    joined = statement.join_from(charges, phases, phases.c.plan_id == charges.c.start_id)
+    return joined.group_by(*group_dimensions(charges, dimensions), phases.c.phase)
+
+
+def _charge_all(query: ViewUsage) -> Subquery:
+    return union_all(_charge_own_starts(query), _charge_waiters(query), _charge_owners(query)).subquery()
 
 
 _TIMES_DEVICES = (("cold_start_s", "cold_device_s"), ("clearing_s", "clearing_device_s"))
@@ -99,7 +116,7 @@ def _charge_own_starts(query: ViewUsage) -> Select[Any]:
     everyone = _everyone(query)
     is_restart = exists().where(rows.c.plan_id == waits.c.plan_id, rows.c.restart_s > 0)
     share = everyone.c.start_s * waits.c.requests / everyone.c.all
-    charged = _columns(waits, waits.c.device_kind, waits.c.devices, share, literal(0.0), literal(0.0), literal(0.0))
+    charged = _columns(waits, waits, share, literal(0.0), literal(0.0), literal(0.0))
     return select(*charged).join(everyone, everyone.c.plan_id == waits.c.plan_id).where(*inside(query, waits), ~is_restart)
 
 
@@ -108,7 +125,7 @@ def _charge_waiters(query: ViewUsage) -> Select[Any]:
     waits, rows = tables.cold_waits, tables.displacements
     everyone = _everyone(query)
     restart, victims, clearing = (rows.c[n] * waits.c.requests / everyone.c.all for n in ("restart_s", "victims", "clearing_s"))
-    charged = _columns(waits, rows.c.device_kind, rows.c.devices, restart, restart, victims * 1.0, clearing)
+    charged = _columns(waits, rows, restart, restart, victims * 1.0, clearing)
     joined = select(*charged).join(everyone, everyone.c.plan_id == waits.c.plan_id).join(rows, rows.c.payer == waits.c.plan_id)
     return joined.where(*inside(query, waits))
 
@@ -116,9 +133,7 @@ def _charge_waiters(query: ViewUsage) -> Select[Any]:
 def _charge_owners(query: ViewUsage) -> Select[Any]:
     """Charge owners for what starts took from others while no request has waited for the payer."""
     waits, rows = tables.cold_waits, tables.displacements
-    charged = _columns(
-        rows, rows.c.device_kind, rows.c.devices, rows.c.restart_s, rows.c.restart_s, rows.c.victims * 1.0, rows.c.clearing_s
-    )
+    charged = _columns(rows, rows, rows.c.restart_s, rows.c.restart_s, rows.c.victims * 1.0, rows.c.clearing_s)
     return select(*charged).where(*inside(query, rows), ~exists().where(waits.c.plan_id == rows.c.payer))
 
 
@@ -135,23 +150,14 @@ def _everyone(query: ViewUsage) -> Subquery:
 
 def _columns(
     table: Table,
-    kind: ColumnElement[str],
-    devices: ColumnElement[int],
+    plan: Table,
     start: ColumnElement[Any],
     restart: ColumnElement[Any],
     victims: ColumnElement[Any],
     clearing: ColumnElement[Any],
 ) -> list[ColumnElement[Any]]:
+    """Return the dimensions of `table`, and the amounts for the start that `plan` names."""
     names = [table.c[n].label(n) if n in table.c else literal("").label(n) for n in _DIMENSIONS]
+    of_plan = [plan.c.plan_id.label("start_id"), plan.c.device_kind.label("device_kind"), plan.c.devices.label("devices")]
     amounts = (("cold_start_s", start), ("restart_s", restart), ("victims", victims), ("clearing_s", clearing))
-    return [*names, kind.label("device_kind"), devices.label("devices"), *(amount.label(name) for name, amount in amounts)]
-
-
-def inside(query: ViewUsage, table: Table) -> list[ColumnElement[bool]]:
-    """Return the conditions of a row that the query asks for."""
-    conditions = [table.c.hour >= query.since]
-    if query.until is not None:
-        conditions.append(table.c.hour < query.until)
-    if query.model is not None:
-        conditions.append(table.c.model == query.model)
-    return conditions
+    return [*names, *of_plan, *(amount.label(name) for name, amount in amounts)]

@@ -185,6 +185,16 @@ displacements = Table(
 """What starts took from others. The requests that waited for the plan `payer` share it; without
 such requests `key` pays, the owner of the payer's model.
 """
+start_phases = Table(
+    "start_phases",
+    metadata,
+    Column("plan_id", Text, primary_key=True),
+    Column("phase", Text, primary_key=True),
+    Column("hour", Integer, nullable=False),
+    Column("share", Float, nullable=False),
+    Index("start_phases_by_hour", "hour"),
+)
+"""Each phase's share of a start's seconds."""
 usage_spools = Table(
     "usage_spools",
     metadata,

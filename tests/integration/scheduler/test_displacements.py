@@ -20,6 +20,7 @@ from services.scheduler.adapters.spending import Spending
 from services.scheduler.domain.state.changes import Put
 from shared.contracts.admin import ExplainPlan, PlanExplained
 from shared.contracts.node import InstanceState
+from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import Candidate, PlanRecord, Preemption
 from shared.contracts.prices import Prices
 from shared.contracts.usage import RETENTION_HOURS, ColdWait, Counts, ReportUsage, UsageSum, ViewSpending, ViewUsage
@@ -53,6 +54,12 @@ def plan(plan_id: str, model: str, victims: int = 0, cleared_s: float | None = N
     chosen = Candidate(node="n", way="load", **where)
     given = {"created": AT, "trigger": "demand", "way": "load", "outcome": "ready", "measured_ms": 8000.0, **fields}
     return PlanRecord(plan_id=plan_id, model=model, chosen=chosen, **given)
+
+
+def spans(rng: random.Random) -> tuple[PhaseSpan, ...]:
+    """Return phases that overlap, leave gaps and end after the start, at random."""
+    phases = rng.sample((Phase.RESERVE, Phase.CONTAINER, Phase.LOAD, Phase.INIT), rng.randint(1, 4))
+    return tuple(PhaseSpan(phase=p, start_ms=rng.uniform(-50, 5000), duration_ms=rng.uniform(0, 5000)) for p in phases)
 
 
 def waited(
@@ -109,7 +116,7 @@ async def test_clearing_is_shared_by_who_waited_and_victims_do_not_pay_for_resta
         assert {key: s.day_money for key, s in spent.items()} == {"alice": 78, "carol": 10}
         with pytest.raises(StaleEpoch):
             await ledger.record_starts(term.epoch - 1, AT - 10, owner)
-        await ledger.prune(term.epoch, HOUR + RETENTION_HOURS + 1)
+        await ledger.prune(term.epoch, HOUR + RETENTION_HOURS + 24)
         assert await view(ledger, "key") == ()
 
 
@@ -153,6 +160,7 @@ async def test_the_sum_over_keys_is_the_sum_over_plans(engine: AsyncEngine, data
             "measured_ms": rng.uniform(10, 9000) if is_ready else None,
             "caused_by": rng.choice(plans).plan_id if plans and rng.random() < 0.4 else None,
             "devices": rng.choice((1, 2)),
+            "measured": spans(rng),
         }
         plans.append(plan(f"p{n}", rng.choice("abc"), victims, **fields))
     starts = {p.plan_id: p.measured_ms / 1e3 for p in plans if p.measured_ms is not None}
@@ -171,7 +179,7 @@ async def test_the_sum_over_keys_is_the_sum_over_plans(engine: AsyncEngine, data
                 await ledger.record_starts(term.epoch, AT - 10, owner)
             await ledger.record(term.epoch, report, HOUR)
         await ledger.record_starts(term.epoch, AT - 10, owner)
-        rows = {by: [r.counts for r in await view(ledger, *by)] for by in ((), ("key",), ("key", "model", "hour"))}
+        found = [await view(ledger, *by) for by in ((), ("key",), ("key", "model", "day"), ("key", "model", "hour"))]
     cleared = [p for p in plans if p.chosen is not None and p.chosen.cleared_ms is not None]
     caused = [p for p in plans if p.caused_by is not None and p.plan_id in starts]
     unasked = [p for p in plans if p.trigger in ("wake", "park") and p.plan_id in starts]
@@ -182,10 +190,12 @@ async def test_the_sum_over_keys_is_the_sum_over_plans(engine: AsyncEngine, data
         "restart_s": sum(starts[p.plan_id] for p in caused),
         "cold_start_s": sum(starts[plan_id] for plan_id in paid),
     }
-    for counts in rows.values():
+    for rows in found:
         for name, amount in expected.items():
-            assert sum(getattr(c, name) for c in counts) == pytest.approx(amount), name
-        assert all(getattr(c, name) >= 0 for c in counts for name in STARTS)
+            assert sum(getattr(r.counts, name) for r in rows) == pytest.approx(amount), name
+        assert all(getattr(r.counts, name) >= 0 for r in rows for name in STARTS)
+        for row in rows:
+            assert sum(row.cold_start_phases_s.values()) == pytest.approx(row.counts.cold_start_s), "the phases tile the starts"
 
 
 async def test_a_plan_keeps_its_preemption_and_its_cause(engine: AsyncEngine, database_url: str) -> None:

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -22,11 +23,12 @@ import pytest
 
 from services.scheduler.adapters.database import connect, migrate, plain_url
 from services.scheduler.adapters.leadership import leadership
-from services.scheduler.adapters.ledger import Ledger
+from services.scheduler.adapters.ledger import HeldBatch, Ledger
 from services.scheduler.adapters.repository import StaleEpoch
 from services.scheduler.adapters.spending import Spending
 from shared.contracts.prices import Prices, TokenPrices
 from shared.contracts.usage import (
+    HOURLY_HOURS,
     RETENTION_HOURS,
     ColdWait,
     Counts,
@@ -215,10 +217,49 @@ async def test_the_ledger_records_a_spool_in_order_and_once(database_url: str) -
                 await ledger.record(term.epoch - 1, _report(20, 30), HOUR)
             await ledger.record(term.epoch, _report(20, 30, hour=5), HOUR)
             assert [r.hour for r in (await ledger.view(ViewUsage(since=0, by=("hour",)))).rows] == [HOUR, 5]
-            await ledger.prune(term.epoch, RETENTION_HOURS + 6)
+            await ledger.prune(term.epoch, RETENTION_HOURS + 24)
             assert [r.hour for r in (await ledger.view(ViewUsage(since=0, by=("hour",)))).rows] == [HOUR]
             until_now = await ledger.view(ViewUsage(since=0, until=HOUR, by=("key",)))
             assert until_now.rows == ()
+    finally:
+        await engine.dispose()
+
+
+async def test_old_hours_are_summed_up_by_day(database_url: str) -> None:
+    """Sums over days stay as they are, whenever and how often the hours are summed up."""
+    rng = random.Random(7)
+    days = 5
+    first = HOUR // 24 * 24 - HOURLY_HOURS - days * 24
+    engine = connect(database_url)
+    try:
+        await migrate(engine)
+        ledger = Ledger(engine)
+        async with leadership(plain_url(database_url)) as term:
+
+            async def record(spool: str, hours: list[int]) -> None:
+                rows = tuple(
+                    UsageRow(hour=hour, key=rng.choice("kl"), model="m", counts=Counts(requests=1, prompt_tokens=rng.randint(1, 9)))
+                    for hour in hours
+                )
+                await ledger.record(term.epoch, ReportUsage(spool=spool, start=0, end=1, rows=rows), HOUR)
+                held = {(hour, "k", "m", "cpu"): rng.uniform(1, 9) for hour in hours}
+                await ledger.record_held(term.epoch, [HeldBatch(spool, hours[0] * 3600.0, hours[-1] * 3600.0, held)])
+
+            async def view(*by: Any) -> list[dict[str, Any]]:
+                return sorted((r.model_dump() for r in (await ledger.view(ViewUsage(since=0, by=by))).rows), key=str)
+
+            await record("one", list(range(first, first + days * 24)))
+            for spool, last in (("two", first + 60), ("three", first + days * 24)):
+                before = await view("key", "day")
+                await ledger.prune(term.epoch, last + HOURLY_HOURS)
+                for row, old in zip(await view("key", "day"), before, strict=True):
+                    assert row["counts"] == pytest.approx(old["counts"])
+                hours = {row["hour"] for row in await view("hour")}
+                assert {hour for hour in hours if hour < last // 24 * 24} == set(range(first, last // 24 * 24, 24))
+                assert {hour for hour in hours if hour >= last} == set(range(last, first + days * 24))
+                await record(spool, list(range(first, first + 40, 7)))  # a gateway was without a scheduler
+            await ledger.prune(term.epoch, HOUR)
+            assert {row["hour"] for row in await view("hour")} == set(range(first, first + days * 24, 24))
     finally:
         await engine.dispose()
 
@@ -305,6 +346,8 @@ async def test_the_command_prints_json_and_csv(served: Served) -> None:
     assert header.startswith("key,hour,requests,failed,prompt_tokens")
     assert line.startswith("(no key),")
     assert line.split(",")[2] == "1"
+    titles, *_ = (await run("--by", "day", "--phases")).splitlines()
+    assert titles.split()[:3] == ["DAY", "COLD", "COLD"]
     table = await run()
     assert "REQUESTS" in table
     assert "EUR" in table

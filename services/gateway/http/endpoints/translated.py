@@ -78,9 +78,7 @@ class TranslatedEndpoint(ABC):
         parsed = await self._parsers.parse("other", received.body.content, scope["path"], query, names, history)
         return received.with_held(parsed)
 
-    async def _translate(
-        self, received: ReceivedRequest, given: ParsedRequest, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _translate(self, received: ReceivedRequest, given: ParsedRequest, scope: Scope, receive: Receive, send: Send) -> None:
         history = await self.history(given, scope)
         received.reservation.grow(len(history))
         parsed = await self._parse(received, scope, history)

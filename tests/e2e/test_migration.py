@@ -274,7 +274,7 @@ def test_many_random_moves_under_load(mesh: Roomy, pace: Pace, undisturbed: list
     ids=["format", "tool"],
 )
 def test_constrained_output_survives_a_move_and_a_kill(mesh: Roomy, pace: Pace, constraint: dict[str, Any], finish: str) -> None:
-    """The next engine continues the grammar where the response is, and the same JSON comes out."""
+    """The next engine continues the grammar where the response is, and returns the same JSON."""
     asked = {"model": "one", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 2000, "seed": 5}
     asked |= constraint | {"return_token_ids": True}
     expected = ChatStream(mesh.url, asked).start().result()

@@ -33,10 +33,10 @@ def answer(path: str, body: Any) -> dict[str, Any]:
         message = {"id": "msg_x", "type": "message", "role": "assistant", "model": body["model"]}
         return message | {"content": content, "stop_reason": "end_turn", "stop_sequence": None, "usage": usage}
     if path == "/v1/responses":
-        content = [{"type": "output_text", "text": text, "annotations": []}]
-        output = [{"id": "msg_x", "type": "message", "role": "assistant", "status": "completed", "content": content}]
+        parts = [{"type": "output_text", "text": text, "annotations": []}]
+        output = [{"id": "msg_x", "type": "message", "role": "assistant", "status": "completed", "content": parts}]
         response = {"id": "resp_x", "object": "response", "created_at": 1, "model": body["model"], "status": "completed"}
-        options = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        options: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
         return response | {"output": output, "usage": usage} | options
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     return {"id": "x", "model": body["model"], "choices": [choice]}

@@ -150,7 +150,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
-async def test_what_no_engine_may_get_is_refused_in_the_form_of_the_api(
+async def test_other_large_bodies_are_refused_in_the_form_of_the_api(
     gateway: Served, http: httpx.AsyncClient, node: FakeNode, path: str
 ) -> None:
     """An image for a model that takes text only, long text in base64, and long prose."""
@@ -184,7 +184,7 @@ async def test_bodies_over_the_limit_are_refused_in_the_form_of_the_api(node: Fa
         await all_closed(gateway)
 
 
-async def test_what_is_no_image_is_refused(gateway: Served, http: httpx.AsyncClient, node: FakeNode) -> None:
+async def test_other_media_than_images_are_refused(gateway: Served, http: httpx.AsyncClient, node: FakeNode) -> None:
     await node.engine("plain")
     asked = asking("/v1/messages")
     asked["messages"][0]["content"][1]["source"]["media_type"] = "text/html"

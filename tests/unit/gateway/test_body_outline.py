@@ -142,12 +142,11 @@ def test_only_media_of_hosted_models_may_be_long() -> None:
 
 def test_a_translated_chat_has_each_piece_once_and_only_in_media() -> None:
     hosted = card_of("own", engine="vllm")
-    image = {"type": "image_url", "image_url": {"url": "data:," + BASE64.decode()}}
-    request, engine_request = chat_of(image)
-    lost = json.loads(engine_request.body) | {"messages": [{"role": "user", "content": "?"}]}
-    copied = json.loads(engine_request.body) | {"user": request.messages[0].content[0]["image_url"]["url"]}
-    twice = json.loads(engine_request.body)
-    twice["messages"] *= 2
+    _, engine_request = chat_of({"type": "image_url", "image_url": {"url": "data:," + BASE64.decode()}})
+    sent = json.loads(engine_request.body)
+    lost = sent | {"messages": [{"role": "user", "content": "?"}]}
+    copied = sent | {"user": sent["messages"][0]["content"][0]["image_url"]["url"]}
+    twice = sent | {"messages": sent["messages"] * 2}
     for changed in (lost, copied, twice):
         body = json.dumps(changed).encode()
         with pytest.raises(PayloadTooLarge):

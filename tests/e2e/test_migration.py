@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -16,7 +17,8 @@ import pytest
 
 from shared.ports import free_port
 from tests.support.launcher import until
-from tests.support.moving import Roomy, Stream, body
+from tests.support.mesh import kill
+from tests.support.moving import ChatStream, Roomy, Stream, body
 from tests.support.otlp import OtlpReceiver
 from tests.support.paced_zygote import Pace
 
@@ -68,6 +70,10 @@ BODIES: list[dict[str, Any]] = [
     body("one", seed=10, max_tokens=TOKENS, prompt="né 日本 café"),
     body("one", seed=11, max_tokens=TOKENS - 100),
 ]
+CITIES: dict[str, Any] = {"type": "array", "items": {"enum": ["Bern", "Rome", "Oslo"]}, "minItems": 20, "maxItems": 20}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"cities": CITIES}, "required": ["cities"], "additionalProperties": False}
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "travel", "parameters": SCHEMA}}
 LONG = body("one", max_tokens=500, ignore_eos=True)
 """A single stream that is still running when the migrator gets its order, on a busy machine too:
 engines are slow until then.
@@ -256,4 +262,34 @@ def test_many_random_moves_under_load(mesh: Roomy, pace: Pace, undisturbed: list
     assert not load.faults, load.faults
     assert load.ended >= STREAMS
     assert states.get("failed", 0) == 0, states
+    mesh.await_settled()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "finish"),
+    [
+        ({"response_format": FORMAT}, "stop"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "travel"}}}, "tool_calls"),
+    ],
+    ids=["format", "tool"],
+)
+def test_constrained_output_survives_a_move_and_a_kill(mesh: Roomy, pace: Pace, constraint: dict[str, Any], finish: str) -> None:
+    """The next engine continues the grammar where the response is, and returns the same JSON."""
+    asked = {"model": "one", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 2000, "seed": 5}
+    asked |= constraint | {"return_token_ids": True}
+    expected = ChatStream(mesh.url, asked).start().result()
+    assert expected.finish == finish
+    assert len(json.loads(expected.text)["cities"]) == 20
+    with pace.slowed():
+        stream = ChatStream(mesh.url, asked).start()
+        until(lambda: len(stream.tokens) > 10, what="the response has begun")
+        (record,) = mesh.move_away(stream.request_id)["migrations"]
+        assert [moved["outcome"] for moved in record["requests"]] == ["moved"]
+        begun = len(stream.tokens)
+        until(lambda: len(stream.tokens) > begun, what="the response continues on the other node")
+        kill(mesh.serving("one")[2])
+    assert len(stream.tokens) < len(expected.tokens)
+    stream.result().assert_same(expected)
+    kinds = [h["kind"] for h in mesh.json("trace", stream.request_id)["request"]["handovers"]]
+    assert kinds == ["move", "failover"]
     mesh.await_settled()

@@ -1,10 +1,9 @@
-"""Bodies larger than a NATS message in a whole mesh, with the real openai client."""
+"""Bodies larger than a NATS message in a whole mesh, with the real clients of each API."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -12,16 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import psutil
 import pytest
 import yaml
 
+from tests.support.fake_digests import ASKED, digests
 from tests.support.launcher import ROOT, Thaw, until
 
 COMMAND = [sys.executable, "-m", "tests.support.fake_openai", "--port", "{port}"]
 SOUND = random.Random(7).randbytes(1 << 20) * 96
 """About 100 MB."""
+IMAGES = [base64.b64encode(SOUND[: size << 20]).decode() for size in (41, 1, 30)]
+"""96 MiB in all."""
+IMAGE = base64.b64encode(SOUND[: 9 << 20]).decode()
+OTHER_APIS = ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
+TEXT: list[Any] = [{"type": "text", "text": ASKED}]
 DIGEST = f"{len(SOUND)} {hashlib.sha256(SOUND).hexdigest()}"
 
 
@@ -29,17 +35,19 @@ DIGEST = f"{len(SOUND)} {hashlib.sha256(SOUND).hexdigest()}"
 def mesh() -> Iterator[Thaw]:
     thaw = Thaw()
     model = {
-        "name": "ear",
         "source": "engine://m",
         "engine": "openai",
         "memory": "600MiB",
         "max_model_len": 4096,
         "command": COMMAND,
         "env": {"PYTHONPATH": str(ROOT)},
-        "routes": ["/v1/audio/transcriptions"],
     }
+    models = [
+        model | {"name": "ear", "routes": ["/v1/audio/transcriptions"]},
+        model | {"name": "eye", "routes": OTHER_APIS},
+    ]
     config = thaw.home / "thaw.yaml"
-    config.write_text(yaml.safe_dump({"mesh": {"port": thaw.port, "nodes": {"node-0": {"cpu:0": "1GiB"}}}, "models": [model]}))
+    config.write_text(yaml.safe_dump({"mesh": {"port": thaw.port, "nodes": {"node-0": {"cpu:0": "2GiB"}}}, "models": models}))
     try:
         thaw.json("up", "--detach", "--config", str(config))
         yield thaw
@@ -50,6 +58,12 @@ def mesh() -> Iterator[Thaw]:
 @pytest.fixture
 def client(mesh: Thaw) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=300, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def messages(mesh: Thaw) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=mesh.url, api_key="none", timeout=300, max_retries=0) as client:
         yield client
 
 
@@ -64,7 +78,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def host_of(mesh: Thaw) -> int:
-    """Return the engine's host."""
+    """Return the host of the engine of the model `ear`."""
     pids = mesh.instance("ear")["pids"]
     return int(next(p for p in pids if "tests.support.fake_openai" not in psutil.Process(p).cmdline()))
 
@@ -88,14 +102,54 @@ def test_a_large_upload_is_transcribed_with_little_memory(mesh: Thaw, client: op
 
 
 def test_large_images_of_a_chat_arrive_unchanged(client: openai.OpenAI) -> None:
-    urls = ["data:image/png;base64," + base64.b64encode(SOUND[: size << 20]).decode() for size in (40, 1, 30)]
+    urls = [f"data:image/png;base64,{image}" for image in IMAGES]
     images: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    content: list[Any] = [{"type": "text", "text": "Which of them is née?"}, *images]
-    answer = client.chat.completions.create(
-        model="ear", messages=[{"role": "user", "content": content}], extra_body={"fake": {"digests": True}}
-    )
-    expected = [[len(url), hashlib.sha256(url.encode()).hexdigest()] for url in urls]
-    assert json.loads(answer.choices[0].message.content or "") == expected
+    answer = client.chat.completions.create(model="ear", messages=[{"role": "user", "content": [*TEXT, *images]}])
+    assert answer.choices[0].message.content == digests(urls)
+
+
+def image_block(image: str) -> Any:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image}}
+
+
+def response_input(image: str) -> Any:
+    url = f"data:image/png;base64,{image}"
+    return [{"role": "user", "content": [{"type": "input_text", "text": ASKED}, {"type": "input_image", "image_url": url}]}]
+
+
+def test_large_images_of_a_message_arrive_unchanged_with_little_memory(mesh: Thaw, messages: anthropic.Anthropic) -> None:
+    """The gateway translates the message to a chat completion."""
+    asked: dict[str, Any] = {"model": "ear", "max_tokens": 5}
+    messages.messages.create(**asked, messages=[{"role": "user", "content": "Hello"}])
+    processes = (mesh.pid("gateway"), host_of(mesh))
+    before = [peak_bytes(p) for p in processes]
+    content: Any = [*TEXT, *map(image_block, IMAGES)]
+    answer: Any = messages.messages.create(**asked, messages=[{"role": "user", "content": content}])
+    assert answer.content[0].text == digests([f"data:image/png;base64,{image}" for image in IMAGES])
+    for pid, peak in zip(processes, before, strict=True):
+        assert peak_bytes(pid) - peak < len(SOUND) / 2, pid
+    until(lambda: open_bodies(mesh) == 0, what="the gateway has closed the bodies")
+
+
+def test_large_images_of_other_apis_are_translated(mesh: Thaw, client: openai.OpenAI) -> None:
+    expected = digests([f"data:image/png;base64,{IMAGE}"])
+    assert client.responses.create(model="ear", input=response_input(IMAGE)).output_text == expected
+    ollama = pytest.importorskip("ollama").Client(host=mesh.url, timeout=300)
+    try:
+        picture = base64.b64decode(IMAGE)
+        assert ollama.chat("ear", [{"role": "user", "content": ASKED, "images": [picture]}]).message.content == expected
+        assert ollama.generate("ear", ASKED, images=[picture]).response == expected
+    finally:
+        ollama._client.close()
+
+
+def test_an_engine_that_serves_the_routes_receives_large_bodies(client: openai.OpenAI, messages: anthropic.Anthropic) -> None:
+    conversation: Any = [{"role": "user", "content": [*TEXT, image_block(IMAGE)]}]
+    answer: Any = messages.messages.create(model="eye", max_tokens=5, messages=conversation)
+    assert answer.content[0].text == digests([IMAGE])
+    assert messages.messages.count_tokens(model="eye", messages=conversation).input_tokens == len(IMAGE)
+    response = client.responses.create(model="eye", input=response_input(IMAGE))
+    assert response.output_text == digests([f"data:image/png;base64,{IMAGE}"])
 
 
 def test_an_upload_survives_the_death_of_its_engine(mesh: Thaw, client: openai.OpenAI) -> None:
@@ -104,8 +158,11 @@ def test_an_upload_survives_the_death_of_its_engine(mesh: Thaw, client: openai.O
     assert died.exists()
 
 
-def test_bodies_over_the_limit_are_refused(client: openai.OpenAI) -> None:
+def test_bodies_over_the_limit_are_refused(client: openai.OpenAI, messages: anthropic.Anthropic) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         client.audio.transcriptions.create(model="ear", file=("sound.wav", SOUND + SOUND[: 8 << 20]))
     body: Any = refused.value.body
     assert (refused.value.status_code, body["code"]) == (413, "payload_too_large")
+    content: Any = [*TEXT, *map(image_block, (*IMAGES, IMAGE))]
+    with pytest.raises(anthropic.RequestTooLargeError):
+        messages.messages.create(model="ear", max_tokens=5, messages=[{"role": "user", "content": content}])

@@ -21,10 +21,10 @@ accepts only the options, and serves only the endpoints, that the engine's docum
                       the first token), exit (it exits at once)
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status};
-{"digests": true} answers with those of a chat's images;
 {"adapter": true} answers with the weights of the LoRA adapter that the request names;
 {"mute": true} holds from then on, {"eat": true} takes memory without end; {"says": text} makes one
-like vLLM generate that (fake_tokens.py). GET /stats returns options, environment and calls.
+like vLLM generate that (fake_tokens.py). A text asks for the digests of images (fake_digests.py).
+GET /stats returns options, environment and calls.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.support.fake_digests import answer, asks_for_digests
 from tests.support.fake_lora import FakeLora
 from tests.support.fake_ranks import follow, meet
 from tests.support.fake_tokens import prompt_of, saying, saying_llama, text_of
@@ -121,6 +122,7 @@ _SWITCHES: dict[str, list[str]] = {
 RUNNER = "import sys, time; held = b'w' * (int(sys.argv[1]) << 20); print('loaded', flush=True); time.sleep(600)"
 _NOTED_BYTES = 4 << 20
 """Of a larger body only the size is noted."""
+_OTHER_APIS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
 _KEYS = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}
 
 
@@ -170,6 +172,7 @@ class Fake:
             Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/v1/rerank", self.echo, methods=["POST"]),
             Route("/v1/audio/transcriptions", self.transcribe, methods=["POST"]),
+            *(Route(path, self.digest, methods=["POST"]) for path in _OTHER_APIS),
             Route("/stats", self.stats, methods=["GET"]),
         ]
         published = {
@@ -235,6 +238,9 @@ class Fake:
     async def echo(self, request: Request) -> Response:
         return JSONResponse({"echo": await self._note(request)})
 
+    async def digest(self, request: Request) -> Response:
+        return JSONResponse(answer(request.url.path, await self._note(request)))
+
     async def transcribe(self, request: Request) -> Response:
         """Answer with the size and digest of the file.
 
@@ -280,8 +286,8 @@ class Fake:
         if body.get("priority") and getattr(self.options, "scheduling_policy", None) != "priority":
             return JSONResponse({"error": {"message": "Got priority but Priority scheduling is not enabled.", "code": 400}}, 400)
         chat = request.url.path.endswith("chat/completions")
-        if fake.get("digests"):
-            return JSONResponse({"id": "x", "choices": [{"index": 0, "message": {"role": "assistant", "content": _digests(body)}}]})
+        if asks_for_digests(body):
+            return JSONResponse(answer(request.url.path, body))
         if "says" in fake:
             events = saying_llama(body) if self.like == "llamacpp" and not chat else saying(body, chat=chat)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -416,13 +422,6 @@ class Fake:
         else:
             self._bring_back()
         return JSONResponse({}, 200 if body["model"] in self.stored else 404)
-
-
-def _digests(body: Any) -> str:
-    """Return sizes and digests of a conversation's images, as JSON."""
-    parts = [part for m in body["messages"] for part in m["content"] if part["type"] == "image_url"]
-    urls = [part["image_url"]["url"].encode() for part in parts]
-    return json.dumps([[len(url), hashlib.sha256(url).hexdigest()] for url in urls])
 
 
 def _token(i: int, letter: str = "t") -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import nats
@@ -208,9 +208,12 @@ class Roomy(Thaw):
             time.sleep(0.2)
 
     def settled(self) -> bool:
-        """True if no engine serves or keeps state, and no migration is in progress."""
+        """True if no engine serves or keeps state, and no migration is in progress.
+
+        The status of a failed instance has the load from before its failure.
+        """
         cluster = self.cluster()
-        live = [i for n in cluster["nodes"] for i in n["instances"]]
+        live = [i for n in cluster["nodes"] for i in n["instances"] if i["state"] != "failed"]
         busy = any(i["load"]["active"] or i["load"]["waiting"] or i["load"]["kv_bytes_used"] for i in live)
         return not busy and not cluster["migrations"]
 
@@ -289,6 +292,7 @@ class Stream:
     began: float = 0.0
     first: float = 0.0
     ids: set[str] = field(default_factory=set)
+    path: ClassVar[str] = "/v1/completions"
 
     def __post_init__(self) -> None:
         self.opened = threading.Event()
@@ -309,7 +313,7 @@ class Stream:
             wanted = {**self.body, "stream": True, "stream_options": {"include_usage": True}}
             with (
                 httpx.Client(timeout=120, trust_env=False, verify=False) as client,
-                client.stream("POST", f"{self.url}/v1/completions", json=wanted, headers=self.headers) as response,
+                client.stream("POST", f"{self.url}{self.path}", json=wanted, headers=self.headers) as response,
             ):
                 self.request_id = response.headers.get("x-request-id", "")
                 last = time.monotonic()
@@ -337,7 +341,7 @@ class Stream:
         self.ids.add(chunk["id"])
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
-            self.text += choice["text"]
+            self.text += self._text_of(choice)
             if choice.get("logprobs"):
                 self.tokens += choice["logprobs"]["tokens"]
                 self.logprobs += choice["logprobs"]["token_logprobs"]
@@ -346,6 +350,9 @@ class Stream:
             self.finish = choice["finish_reason"] or self.finish
             self.first = self.first or time.monotonic()
         self.opened.set()
+
+    def _text_of(self, choice: dict[str, Any]) -> str:
+        return str(choice["text"])
 
     def result(self, within: float = 240.0) -> Stream:
         self.thread.join(within)
@@ -376,3 +383,14 @@ class Stream:
         assert self.usage == undisturbed.usage
         assert len(self.ids) == 1
         assert all(abs(a - b) < 1e-2 for a, b in zip(self.logprobs, undisturbed.logprobs, strict=True))
+
+
+class ChatStream(Stream):
+    """One streamed chat completion; its text is the content, or the arguments of tool calls."""
+
+    path = "/v1/chat/completions"
+
+    def _text_of(self, choice: dict[str, Any]) -> str:
+        delta = choice["delta"]
+        calls = (call["function"].get("arguments") for call in delta.get("tool_calls") or ())
+        return "".join(text for text in (delta.get("content"), *calls) if text)

@@ -138,3 +138,16 @@ def test_only_media_of_hosted_models_may_be_long() -> None:
     for asked, card in ((chat_of(image, image), builtin), (chat_of(image, text), hosted), (chat_of(text), hosted)):
         with pytest.raises(PayloadTooLarge, match="limit of 10 bytes"):
             check_held(*asked, card, 10)
+
+
+def test_a_translated_chat_has_each_piece_once_and_only_in_media() -> None:
+    hosted = card_of("own", engine="vllm")
+    _, engine_request = chat_of({"type": "image_url", "image_url": {"url": "data:," + BASE64.decode()}})
+    sent = json.loads(engine_request.body)
+    lost = sent | {"messages": [{"role": "user", "content": "?"}]}
+    copied = sent | {"user": sent["messages"][0]["content"][0]["image_url"]["url"]}
+    twice = sent | {"messages": sent["messages"] * 2}
+    for changed in (lost, copied, twice):
+        body = json.dumps(changed).encode()
+        with pytest.raises(PayloadTooLarge):
+            check_held(ChatCompletionRequest.model_validate_json(body), engine_request.with_body(body), hosted, 10)

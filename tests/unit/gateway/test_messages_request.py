@@ -152,3 +152,11 @@ def test_unsupported_request_is_refused_by_name(fields: dict[str, Any], kind: ty
     with pytest.raises(kind) as caught:
         chat(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("media_type", ["text/html", "image/", "image/png;x=1", "image/p ng", "", None])
+def test_media_type_of_an_image_is_checked(media_type: Any) -> None:
+    block = {"type": "image", "source": {"type": "base64", "media_type": media_type, "data": "AA"}}
+    with pytest.raises(InvalidRequest) as caught:
+        messages({"role": "user", "content": [block]})
+    assert caught.value.param == "messages[0].content[0].source.media_type"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from services.gateway.domain.body_outline import CELL_BYTES, JsonOutline
 from services.gateway.http.parsing.request_parser import parse
 from services.gateway.http.translation.ollama_requests import TranslatedRequest, translate_request
 from shared.errors import InvalidRequest, UnsupportedParameter
@@ -86,6 +88,34 @@ def test_images_become_content_parts() -> None:
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
         {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9j/4AAQ"}},
     ]
+
+
+def test_image_of_a_data_url_keeps_its_type() -> None:
+    url = f"data:image/webp;base64,{PNG}"
+    assert body("/api/generate", prompt="", images=[url])["messages"][0]["content"] == [
+        {"type": "image_url", "image_url": {"url": url}}
+    ]
+
+
+@pytest.mark.parametrize("data", ["data:text/html;base64,AA", "data:image/png,AA", "data:image/p g;base64,AA", "data:"])
+def test_data_url_of_no_image_is_refused(data: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        body("/api/chat", messages=[message("What?", images=[PNG, data])])
+    assert caught.value.param == "images[1]"
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"), [("iVBORw0KGgo", "png"), ("\\/9j\\/4AAQ", "jpeg"), ("R0lGOD", "gif"), ("UklGR", "webp")]
+)
+def test_type_of_an_image_is_found_in_an_outline(start: str, kind: str) -> None:
+    """Its string begins with a cell of base64, so that the outline cuts out the most it can."""
+    before = '{"messages":[{"role":"user","content":"","images":["'
+    asked = " " * (CELL_BYTES - len(before)) + before + start + "QUJD" * CELL_BYTES + '"]}],"model":"m"}'
+    outline = JsonOutline("thaw0123456789abcdef")
+    outline.feed(asked.encode())
+    outline.finish()
+    [part] = json.loads(translate_request("/api/chat", bytes(outline.kept)).body)["messages"][0]["content"]
+    assert re.match(rf"data:image/{kind};base64,[^:]{{14,16}}thaw0123456789abcdefp0p", part["image_url"]["url"])
 
 
 def test_results_of_tools_answer_the_calls_in_their_order() -> None:

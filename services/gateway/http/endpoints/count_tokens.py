@@ -5,16 +5,15 @@ The gateway counts with the model's own tokenizer and chat template, so no insta
 
 from __future__ import annotations
 
-import time
-
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.adapters.rate_limiter import is_limited
 from services.gateway.domain.catalog import unknown_model
-from services.gateway.http.endpoints.inference import Inference, client_of
+from services.gateway.domain.held_request import check_held
+from services.gateway.http.endpoints.inference import Inference
+from services.gateway.http.endpoints.received import receive_request
 from services.gateway.http.errors import json_response
-from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import check_model
 from services.gateway.http.scopes import caller_of
@@ -35,21 +34,21 @@ class CountTokens:
         self._passthrough = Inference(gateway, "other", parsers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_at, gateway, headers = time.monotonic(), self._gateway, Headers(scope=scope)
+        gateway, headers = self._gateway, Headers(scope=scope)
         names = {name: headers[name] for name in (*FORWARDED, "content-type") if name in headers}
-        query = scope["query_string"].decode("latin-1")
-        with gateway.admission.begin(client_of(scope)) as reservation:
-            limit = self._passthrough.body_limit(scope)
-            body = await read_body(scope, receive, limit, reservation, gateway.settings.body_timeout)
-            given = await self._parsers.parse("other", body, ROUTE, query, names)
+        query, limit = scope["query_string"].decode("latin-1"), self._passthrough.body_limit(scope)
+        async with receive_request(gateway, scope, receive, limit, ("other",)) as received:
+            body = received.body.content
+            given = received.with_held(await self._parsers.parse("other", body, ROUTE, query, names))
             card = gateway.catalog.resolve(given.request.model)
             if not given.engine_request.is_json or ROUTE in card.routes:
-                await self._passthrough.infer(given, reservation, arrived_at, scope, receive, send)
+                await self._passthrough.infer(given, received.reservation, received.arrived_at, scope, receive, send)
                 return
             if not caller_of(scope).may_use(gateway.catalog.lora_adapter(given.request.model) or card):
                 raise unknown_model(given.request.model)
-            parsed = await self._parsers.parse("other", body, ROUTE, query, names, _NO_HISTORY)
+            parsed = received.with_held(await self._parsers.parse("other", body, ROUTE, query, names, _NO_HISTORY))
             assert isinstance(parsed.request, ChatCompletionRequest)
+            check_held(parsed.request, parsed.engine_request, card, limit)
             check_model(parsed, card)
             limited = await self._count_request(scope)
             tokens = await gateway.prompt_lengths.count(parsed.request, card)

@@ -15,15 +15,13 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.adapters.engine_client import ENVELOPE_BYTES
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, digest
 from services.gateway.adapters.rate_limiter import Admitted, is_limited
-from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Reservation
 from services.gateway.domain.catalog import unknown_model
-from services.gateway.domain.held_request import can_hold_body, check_held, too_large
+from services.gateway.domain.held_request import check_held
 from services.gateway.domain.limits.estimate import estimate_tokens, predict_cost
+from services.gateway.http.endpoints.received import receive_request
 from services.gateway.http.error_formats import error_format_of
-from services.gateway.http.parsing.body import BodyReceiver, read_body, read_body_or_beginning
 from services.gateway.http.parsing.idempotency_key import idempotency_key_of, with_seed
-from services.gateway.http.parsing.large_body import LargeBodyLimits, hold_body
 from services.gateway.http.parsing.multipart import is_form
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import ParsedRequest, check_model
@@ -60,13 +58,6 @@ class _IdempotencyKey:
     new_entry: Entry
 
 
-def client_of(scope: Scope) -> str:
-    """Name the client for admission control by its API key, or else its address."""
-    key = caller_of(scope).digest or Authorizer.key_hash(Headers(scope=scope))
-    client = scope.get("client")
-    return key or (f"address {client[0]}" if client else "")
-
-
 def _estimate(parsed: ParsedRequest) -> float:
     return estimate_tokens(parsed.request, len(parsed.engine_request.body))
 
@@ -83,9 +74,6 @@ def _asked_priority(scope: Scope) -> int | None:
 
 class Inference:
     """The ASGI endpoint of one kind of request."""
-
-    holds_large_bodies = True
-    """True if a body that exceeds a message may go to an engine all the same."""
 
     def __init__(self, gateway: Gateway, endpoint: Endpoint, parsers: ParserProcess) -> None:
         self._gateway = gateway
@@ -108,49 +96,9 @@ class Inference:
         return max(0, min(settings.max_body_bytes, admitted_bytes, payload_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_at, gateway = time.monotonic(), self._gateway
-        with gateway.admission.begin(client_of(scope)) as reservation:
-            limit, timeout_s = self.body_limit(scope), gateway.settings.body_timeout
-            if not self.holds_large_bodies:
-                body: bytes | list[bytes] = await read_body(scope, receive, limit, reservation, timeout_s)
-            else:
-                receiver = BodyReceiver(receive)
-                body = await read_body_or_beginning(receiver, limit, reservation, timeout_s)
-                if isinstance(body, list):
-                    await self._infer_large(body, limit, reservation, arrived_at, scope, receiver, send)
-                    return
-            assert isinstance(body, bytes)
-            parsed = await self._parse(scope, body)
-            await self.infer(parsed, reservation, arrived_at, scope, receive, send)
-
-    async def _infer_large(
-        self,
-        beginning: list[bytes],
-        limit: int,
-        reservation: Reservation,
-        arrived_at: float,
-        scope: Scope,
-        receive: BodyReceiver,
-        send: Send,
-    ) -> None:
-        """Serve a request whose body exceeds a message, from a file that ends with the request.
-
-        Args:
-            beginning: Parts of the body that have been received.
-            limit: Maximum bytes of a body that is sent in a message.
-        """
-        gateway, settings = self._gateway, self._gateway.settings
-        if not settings.max_held_bytes or not any(can_hold_body(self._endpoint, card) for card in gateway.catalog.cards()):
-            await receive.discard(settings.body_timeout)
-            raise too_large(limit)
-        left_s = settings.body_timeout - (time.monotonic() - arrived_at)
-        limits = LargeBodyLimits(settings.max_body_bytes, limit, settings.body_timeout, left_s=left_s)
-        with gateway.bodies.scope() as bodies, gateway.held_admission.begin(client_of(scope)) as held_reservation:
-            received = await hold_body(scope, receive, beginning, limits, bodies, held_reservation)
-            parsed = await self._parse(scope, received.content)
-            engine_request = replace(parsed.engine_request, held=received.held, held_digest=received.digest)
-            parsed = replace(parsed, engine_request=engine_request)
-            await self.infer(parsed, reservation, arrived_at, scope, receive, send)
+        async with receive_request(self._gateway, scope, receive, self.body_limit(scope), (self._endpoint,)) as received:
+            parsed = received.with_held(await self._parse(scope, received.body.content))
+            await self.infer(parsed, received.reservation, received.arrived_at, scope, receive, send)
 
     async def _parse(self, scope: Scope, body: bytes) -> ParsedRequest:
         headers = Headers(scope=scope)

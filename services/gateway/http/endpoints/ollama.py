@@ -44,8 +44,6 @@ _COMMANDS = {
 class OllamaInference(Inference):
     """The ASGI endpoint of chat, generation and embeddings in Ollama's form."""
 
-    holds_large_bodies = False
-
     def __init__(self, gateway: Gateway, parsers: ParserProcess) -> None:
         super().__init__(gateway, "chat", parsers)
 

@@ -51,7 +51,9 @@ class Responses(TranslatedEndpoint):
 
     def translator(self, parsed: ParsedRequest, scope: Scope) -> ResponseTranslator:
         request = _request_of(parsed)
-        is_stored = request.store is not False and self._gateway.responses.accepts(len(parsed.engine_request.body))
+        # The items of a request whose body is in a file lack the pieces that only the file has.
+        is_small = parsed.engine_request.held is None and self._gateway.responses.accepts(len(parsed.engine_request.body))
+        is_stored = request.store is not False and is_small
         return ResponseTranslator(request, f"resp_{unique_part(parsed, scope)}", int(time.time()), is_stored=is_stored)
 
     async def before_end(self, parsed: ParsedRequest, translator: ChatTranslator, scope: Scope) -> None:

@@ -7,7 +7,6 @@ response is translated back.
 
 from __future__ import annotations
 
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,9 +16,8 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.adapters.idempotency_store import digest
-from services.gateway.domain.admission import Reservation
-from services.gateway.http.endpoints.inference import Inference, client_of
-from services.gateway.http.parsing.body import read_body
+from services.gateway.http.endpoints.inference import Inference
+from services.gateway.http.endpoints.received import ReceivedRequest, receive_request
 from services.gateway.http.parsing.idempotency_key import idempotency_key_of
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import ParsedRequest
@@ -46,16 +44,15 @@ class TranslatedEndpoint(ABC):
         self._chat = Inference(gateway, "chat", parsers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_at, gateway = time.monotonic(), self._gateway
-        with gateway.admission.begin(client_of(scope)) as reservation:
-            limit = self._passthrough.body_limit(scope)
-            body = await read_body(scope, receive, limit, reservation, gateway.settings.body_timeout)
-            given = await self._parse(body, scope)
-            if not given.engine_request.is_json or scope["path"] in gateway.catalog.resolve(given.request.model).routes:
-                await self._passthrough.infer(given, reservation, arrived_at, scope, receive, send)
+        limit = self._passthrough.body_limit(scope)
+        async with receive_request(self._gateway, scope, receive, limit, ("other", "chat")) as received:
+            given = await self._parse(received, scope)
+            routes = self._gateway.catalog.resolve(given.request.model).routes
+            if not given.engine_request.is_json or scope["path"] in routes:
+                await self._passthrough.infer(given, received.reservation, received.arrived_at, scope, receive, send)
                 return
             try:
-                await self._translate(body, given, reservation, arrived_at, scope, receive, send)
+                await self._translate(received, given, scope, receive, send)
             except ThawError as e:
                 e.param = self._rename(e.param)
                 raise
@@ -75,24 +72,16 @@ class TranslatedEndpoint(ABC):
         """Convert an engine's error to this API's form."""
         return data
 
-    async def _parse(self, body: bytes, scope: Scope, history: bytes | None = None) -> ParsedRequest:
-        headers = Headers(scope=scope)
+    async def _parse(self, received: ReceivedRequest, scope: Scope, history: bytes | None = None) -> ParsedRequest:
+        headers, query = Headers(scope=scope), scope["query_string"].decode("latin-1")
         names = {name: headers[name] for name in (*FORWARDED, "content-type") if name in headers}
-        return await self._parsers.parse("other", body, scope["path"], scope["query_string"].decode("latin-1"), names, history)
+        parsed = await self._parsers.parse("other", received.body.content, scope["path"], query, names, history)
+        return received.with_held(parsed)
 
-    async def _translate(
-        self,
-        body: bytes,
-        given: ParsedRequest,
-        reservation: Reservation,
-        arrived_at: float,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _translate(self, received: ReceivedRequest, given: ParsedRequest, scope: Scope, receive: Receive, send: Send) -> None:
         history = await self.history(given, scope)
-        reservation.grow(len(history))
-        parsed = await self._parse(body, scope, history)
+        received.reservation.grow(len(history))
+        parsed = await self._parse(received, scope, history)
         size, limit = len(parsed.engine_request.body), self._chat.body_limit(scope)
         if size > limit:
             raise PayloadTooLarge(f"The conversation has {size} bytes, and the limit is {limit}. Send a shorter one")
@@ -102,7 +91,7 @@ class TranslatedEndpoint(ABC):
             await self.before_end(parsed, translator, scope)
 
         translated = TranslatedSend(send, ChatTranslation(translator, self.convert_error, before_end))
-        await self._chat.infer(parsed, reservation, arrived_at, scope, receive, translated)
+        await self._chat.infer(parsed, received.reservation, received.arrived_at, scope, receive, translated)
 
     def _rename(self, param: str | None) -> str | None:
         """Rename a field of the chat completion to that of this API."""
@@ -115,4 +104,4 @@ class TranslatedEndpoint(ABC):
 def unique_part(parsed: ParsedRequest, scope: Scope) -> str:
     """Return a new id, or that of the first response to a repeated idempotent request."""
     name = idempotency_key_of(scope)
-    return uuid.uuid4().hex if name is None else digest(name.encode(), parsed.engine_request.body)[:32]
+    return uuid.uuid4().hex if name is None else digest(name.encode(), parsed.engine_request.identity)[:32]

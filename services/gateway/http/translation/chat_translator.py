@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from services.gateway.http.error_formats import format_event
 from shared.errors import InvalidRequest
 
+_IMAGE_TYPE = re.compile(r"image/[a-z0-9][a-z0-9.+-]{0,63}", re.IGNORECASE)
 Event = dict[str, Any]
 """An event of a stream; `type` is its name."""
 
@@ -75,6 +77,19 @@ def require_text(value: Any, param: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"Invalid value for '{param}': a string is required.", param=param)
     return value
+
+
+def image_url_of(media_type: str, data: str, param: str) -> str:
+    """Return the data URL of an image in base64.
+
+    Only the beginning of `data` may be present: of a body in a file, markers stand for the rest.
+
+    Raises:
+        InvalidRequest: The media type is not that of an image.
+    """
+    if not _IMAGE_TYPE.fullmatch(media_type):
+        raise InvalidRequest(f"Invalid value for '{param}': a type such as image/png is required.", param=param)
+    return f"data:{media_type};base64,{data}"
 
 
 def contents_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

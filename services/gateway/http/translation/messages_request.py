@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.gateway.http.translation.chat_translator import ClientRequest, contents_of, require_text
+from services.gateway.http.translation.chat_translator import ClientRequest, contents_of, image_url_of, require_text
 from shared.contracts.openai import Objects
 from shared.errors import InvalidRequest, UnsupportedParameter
 
@@ -162,7 +162,7 @@ def _image_url(source: Any, where: str) -> str:
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "base64":
         media_type = require_text(source.get("media_type"), f"{where}.media_type")
-        return f"data:{media_type};base64,{require_text(source.get('data'), f'{where}.data')}"
+        return image_url_of(media_type, require_text(source.get("data"), f"{where}.data"), f"{where}.media_type")
     if kind == "url":
         return require_text(source.get("url"), f"{where}.url")
     raise _refusal_of(where, kind)

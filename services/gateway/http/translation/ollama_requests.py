@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.http.parsing.validation import validate_body
+from services.gateway.http.translation.chat_translator import image_url_of
 from shared.compact_json import encode_json
 from shared.contracts.inference import Endpoint
 from shared.contracts.openai import Objects, Texts
@@ -38,7 +39,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "typical_p": (1,), "tf
 values with which they change nothing.
 """
 _IMAGE_TYPES = (("iVBOR", "png"), ("/9j/", "jpeg"), ("R0lGOD", "gif"), ("UklGR", "webp"))
-"""Beginnings of images in base64."""
+"""Beginnings of images in base64. They stay in the outline of a body that exceeds a message."""
+_DATA_URL = re.compile(r"data:(.{1,80}?);base64,", re.ASCII)
 _ZERO_DURATION = re.compile(r"0+(\.0*)?(ns|us|ms|s|m|h)?")
 _LOADING_PROMPT = "."
 """Prompt of the one token that a request without a prompt generates, to wake its model."""
@@ -336,15 +338,17 @@ def _content(message: OllamaMessage) -> str | list[dict[str, Any]]:
     text = message.content or ""
     if not message.images:
         return text
-    images = [{"type": "image_url", "image_url": {"url": _image_url(data)}} for data in message.images]
+    urls = [_image_url(data, f"images[{i}]") for i, data in enumerate(message.images)]
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"type": "text", "text": text}, *images] if text else images
 
 
-def _image_url(data: str) -> str:
+def _image_url(data: str, param: str) -> str:
     if data.startswith("data:"):
-        return data
+        given = _DATA_URL.match(data)
+        return image_url_of(given[1] if given else "", data[given.end() if given else 0 :], param)
     kind = next((kind for start, kind in _IMAGE_TYPES if data.startswith(start)), "png")
-    return f"data:image/{kind};base64,{data}"
+    return image_url_of(f"image/{kind}", data, param)
 
 
 def _tool_call(call: dict[str, Any], new_id: str, where: str) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from services.gateway.http.middleware.request_guard import RequestGuard
 from services.gateway.http.middleware.request_id import RequestIds
 from services.gateway.http.parsing.parser_process import ParserProcess
 from services.gateway.http.parsing.request_parser import BodyLimits
+from services.gateway.http.responses.usage_header import USAGE_HEADER
 from services.gateway.http.scopes import check_scoped
 from services.gateway.http.server import HttpServer
 from services.gateway.http.translation.scoring import SCORING_ROUTES
@@ -125,6 +126,7 @@ def http_app(gateway: Gateway, parsers: ParserProcess, *, is_loopback: bool) -> 
             "retry-after-ms",
             "server-timing",
             "x-thaw-ignored",
+            USAGE_HEADER,
             "x-thaw-queue-position",
             *(f"x-ratelimit-{part}-{what}" for part in ("limit", "remaining", "reset") for what in ("requests", "tokens")),
         ]

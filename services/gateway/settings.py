@@ -95,6 +95,10 @@ class GatewaySettings(CommonSettings):
         default=5.0, gt=0, description="Seconds without a token after which a stream gets SSE comments about its model's start."
     )
     waking_comment_interval: float = Field(default=3.0, gt=0, description="Seconds between these comments.")
+    usage_headers: bool = Field(
+        default=False,
+        description="Responses say what they used: the header x-thaw-usage, or a comment in streams (docs/metering.md).",
+    )
     keep_alive_interval: float = Field(
         default=15.0, gt=0, description="Seconds of silence after which a stream gets a keep-alive comment."
     )

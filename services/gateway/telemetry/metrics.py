@@ -72,6 +72,12 @@ class Metrics:
 
         self.key_requests = meter.create_counter("thaw.key.requests", "{request}", "Metered requests, by API key and model.")
         self.key_tokens = meter.create_counter("thaw.key.tokens", "{token}", "Metered tokens, by API key, model and type.")
+        self.key_compute = meter.create_counter(
+            "thaw.key.compute", "s", "Device time of metered requests, by API key, model and thaw.device.kind."
+        )
+        self.key_cold = meter.create_counter(
+            "thaw.key.cold_requests", "{request}", "Metered requests that waited for a cold start, by API key and model."
+        )
         self.batches = meter.create_counter("thaw.batches", "{batch}", "Batches that have ended, by status.")
         self.batch_requests = meter.create_counter("thaw.batch.requests", "{request}", "Stored results of batches, by HTTP status.")
 
@@ -150,6 +156,10 @@ class Metrics:
         for kind, tokens in (("input", record.prompt_tokens), ("output", record.completion_tokens)):
             if tokens:
                 self.key_tokens.add(tokens, names | {"gen_ai.token.type": kind})
+        if record.compute_us:
+            self.key_compute.add(record.compute_us / 1e6, names | {"thaw.device.kind": record.compute_kind})
+        if record.plan_id is not None:
+            self.key_cold.add(1, names)
 
     def record_objective(self, model: str, *, is_met: bool) -> None:
         self.objectives.add(1, {"gen_ai.request.model": model, "thaw.met": is_met})

@@ -38,6 +38,7 @@ async def test_declared_route_wakes_its_model_and_returns_the_engines_answer(htt
     assert answer.status_code == 200
     assert answer.json() == {"route": URL, "asked": ASKED}
     assert "queue;dur=" in answer.headers["server-timing"]
+    assert "x-thaw-usage" not in answer.headers
     assert engine.requests[0].request.endpoint == "other"
     metrics = (await http.get("/metrics")).text
     assert 'gen_ai_operation_name="other"' in metrics

@@ -117,6 +117,29 @@ async def test_usage_is_metered_by_key_and_model_and_cold_starts_by_who_waited(s
     assert total.cold_start_s == pytest.approx(alice.cold_start_s + bob.cold_start_s)
     metrics = (await served.http.get("/metrics")).text
     assert 'thaw_key_requests_total{gen_ai_request_model="a",thaw_key="alice"} 3.0' in metrics
+    assert 'thaw_key_compute_seconds_total{gen_ai_request_model="a",thaw_device_kind="cpu",thaw_key="alice"} 0.75' in metrics
+    assert 'thaw_key_cold_requests_total{gen_ai_request_model="a",thaw_key="alice"} 3.0' in metrics
+
+
+async def test_responses_say_what_they_used(site: Site, tmp_path: Path) -> None:
+    """The cold request with its start, a warm one, and a stream before its end."""
+    await serving_node(site, budget=700 * MIB)
+    site.scheduler()
+    await site.add(spec("a"))
+    chat: dict[str, Any] = {"model": "a", "messages": [{"role": "user", "content": "Hi"}]}
+    async with gateway(site, admin_key="root", home=tmp_path / "home", usage_headers=True) as served:
+        cold, warm = [await served.http.post("/v1/chat/completions", json=chat) for _ in range(2)]
+        stream = await served.http.post("/v1/chat/completions", json=chat | {"stream": True})
+        (counts,) = (await until_counted(served.base, 3)).values()
+    tokens = "prompt={prompt_tokens}, cached=0, completion={completion_tokens}".format(**warm.json()["usage"])
+    used = f"{tokens}, compute-ms=250.000;device=cpu"
+    assert warm.headers["x-thaw-usage"] == used
+    prefix, _, start = cold.headers["x-thaw-usage"].partition(", cold-start-ms=")
+    start_ms, _, plan = start.partition(";plan=")
+    assert prefix == used
+    assert float(start_ms) / 1e3 == pytest.approx(counts.cold_start_s)
+    assert json.loads(plan)
+    assert stream.text.endswith(f": usage {used}\n\ndata: [DONE]\n\n")
 
 
 async def test_an_abandoned_stream_is_charged_for_what_was_generated(served: Served) -> None:

@@ -28,6 +28,7 @@ from services.gateway.http.errors import json_response
 from services.gateway.http.responses.buffered import BufferedSink
 from services.gateway.http.responses.engine_errors import convert_error
 from services.gateway.http.responses.event_stream import DONE, EventStream, comment
+from services.gateway.http.responses.usage_header import USAGE_HEADER, format_usage
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.passthrough import PassthroughResponse
 from services.gateway.settings import GatewaySettings
@@ -113,6 +114,8 @@ class ResponseWriter:
         self._progress = progress
         self._error_format = error_format
         self._accepts_events = accepts_events
+        if settings.usage_headers and isinstance(sink, EventStream):
+            sink.before_done = self._late_comments
         self._comments = bytearray()
         self._headers_sent = False
         self._headers_sent_early = False
@@ -219,13 +222,16 @@ class ResponseWriter:
         return data + separator + self._error_format.event(error, events)
 
     def _ending(self) -> bytes:
-        """Format what an HTTP response still needs if its headers were sent early."""
+        """Format what an HTTP response of an engine still needs at its end."""
         passthrough = self._request.response.passthrough
-        if passthrough is None or not self._headers_sent_early:
+        if passthrough is None:
             return b""
+        used = self._usage_comment() if passthrough.is_event_stream and passthrough.is_between_events else b""
+        if not self._headers_sent_early:
+            return used
         if not self._streams:
             return self._error_format.event(_unexpected_response(passthrough), 0)
-        return self._late_headers() if self._owes_timing else b""
+        return (self._late_headers() if self._owes_timing else b"") + used
 
     def _insert_timing(self, data: bytes) -> bytes:
         """Insert the timing before `[DONE]`, where OpenAI's clients stop."""
@@ -237,13 +243,16 @@ class ResponseWriter:
 
     def _whole_response(self) -> Response:
         request, passthrough = self._request, self._request.response.passthrough
+        own = extra_headers(request)
+        if self._settings.usage_headers and (used := format_usage(request)):
+            own[USAGE_HEADER] = used
         if passthrough is not None:
-            body, headers = passthrough.take(), passthrough_headers(passthrough) | extra_headers(request)
+            body, headers = passthrough.take(), passthrough_headers(passthrough) | own
             if (error := convert_error(passthrough, body, self._error_format)) is not None:
                 return json_response(error, passthrough.head.status, headers | {"content-type": "application/json"})
             return Response(body, passthrough.head.status, headers)
         assert not isinstance(self._sink, EventStream)
-        return json_response(self._sink.body(), headers=extra_headers(request))
+        return json_response(self._sink.body(), headers=own)
 
     async def _send(self, data: bytes, send: Send, more: bool) -> None:
         await self._send_headers(send)
@@ -276,6 +285,15 @@ class ResponseWriter:
         names = comment(f"x-thaw-ignored {ignored_names(self._request)}") if ignored else b""
         return names + comment(f"timing {server_timing(self._request)}")
 
+    def _late_comments(self) -> bytes:
+        """Format what precedes `[DONE]`: late headers, and what the request used."""
+        late = self._late_headers() if self._headers_sent_early else b""
+        return late + self._usage_comment()
+
+    def _usage_comment(self) -> bytes:
+        used = format_usage(self._request) if self._settings.usage_headers else ""
+        return comment(f"usage {used}") if used else b""
+
     def _restart_timer(self) -> None:
         """The request waits for another instance: comment on that in time."""
         if self._timer is not None:
@@ -290,7 +308,7 @@ class ResponseWriter:
         if not has_output or request.ticket.stage is Stage.QUEUED:
             self._comments += comment(self._progress(request))
             if not has_output and isinstance(self._sink, EventStream):
-                self._sink.before_done = self._late_headers
+                self._sink.before_done = self._late_comments
             completion.wake()
             delay_s = self._settings.waking_comment_interval
         else:

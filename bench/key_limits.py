@@ -31,6 +31,7 @@ _LIMITS = {
     "tokens_per_minute": 10**9,
     "concurrent_requests": 1000,
     "tokens_per_day": 10**12,
+    "device_seconds_per_day": 10**9,
     "money_per_month": 10**9,
     "models": ["*"],
 }

@@ -77,7 +77,7 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
         month = Period.of_hour(HOUR).month_end
         assert f"The month ends at {_day_of(month)}" in error.message
 
-        # So do the seconds that devices computed: each request of the fake engine takes a quarter of one.
+        # Each request of the fake engine takes a quarter of a device-second.
         await change(one, "team", money_per_month=None, device_seconds_per_day=1000)
         await until(lambda: _is_known(two, "sk-team"))
         await until(lambda: _has_device_seconds(one, two, size))
@@ -100,7 +100,7 @@ async def _agree(one: Served, two: Served, least: int) -> bool:
 
 
 async def _has_device_seconds(one: Served, two: Served, size: int) -> bool:
-    """Both gateways show a quarter of a second for each request, of which the last was the key's own."""
+    """Both gateways show the same usage, of a quarter of a device-second for each request."""
     shown = [await spending(served) for served in (one, two)]
     return all(s["day_device_s"] == s["day_tokens"] / size / 4 for s in shown) and shown[0] == shown[1]
 

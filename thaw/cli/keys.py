@@ -336,8 +336,8 @@ def _describe_budgets(key: ApiKey, spent: KeySpending) -> str:
     given = (
         (spent.day_tokens, key.tokens_per_day, "tokens/day"),
         (spent.month_tokens, key.tokens_per_month, "tokens/month"),
-        (round(spent.day_device_s, 1), _short(key.device_seconds_per_day), "device-seconds/day"),
-        (round(spent.month_device_s, 1), _short(key.device_seconds_per_month), "device-seconds/month"),
+        (round(spent.day_device_s, 1), _format_number(key.device_seconds_per_day), "device-seconds/day"),
+        (round(spent.month_device_s, 1), _format_number(key.device_seconds_per_month), "device-seconds/month"),
         (round(spent.day_money, 2), key.money_per_day, "money/day"),
         (round(spent.month_money, 2), key.money_per_month, "money/month"),
     )
@@ -362,12 +362,12 @@ def _seconds(text: str, option: str) -> int:
         raise CommandError(f"{option} {text!r} is no duration.", "Give e.g. 30m, 12h or 30d.") from e
 
 
-def _short(value: float | None) -> str | None:
+def _format_number(value: float | None) -> str | None:
     return None if value is None else f"{value:.12g}"
 
 
 def _or_dash(value: float | None) -> str:
-    return _short(value) or "-"
+    return _format_number(value) or "-"
 
 
 def _time(at: float) -> str:

@@ -14,6 +14,7 @@ from nats.js.errors import KeyNotFoundError
 from rich.console import Console
 
 from services.gateway import authorization
+from services.gateway.adapters import key_writer
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
 from shared.contracts.keys import NewKey
@@ -69,6 +70,14 @@ async def test_the_old_key_of_a_rotation_is_refused_when_the_overlap_has_ended(
         assert [await status_of(guarded, key) for key in ("sk-old", "sk-new")] == statuses
     answer = await guarded.http.get("/v1/models", headers={"authorization": "Bearer sk-old"})
     assert "alice has expired" in answer.json()["error"]["message"]
+    # The key can be rotated again, and its expired predecessor is deleted.
+    clock = SimpleNamespace(time=lambda: ended + 3601, monotonic=time.monotonic)
+    monkeypatch.setattr(key_writer, "time", clock)
+    body = {"sha256": hash_key("sk-newer"), "overlap_s": 60}
+    assert (await guarded.http.post("/admin/v1/keys/alice/rotate", json=body, headers=ADMIN)).status_code == 200
+    assert [await status_of(guarded, key) for key in ("sk-new", "sk-newer")] == [200, 200]
+    listed = (await guarded.http.get("/admin/v1/keys", headers=ADMIN)).json()["keys"]
+    assert sorted(key["expires"] is None for key in listed) == [False, True]
 
 
 async def test_a_change_that_cannot_be_logged_is_refused_but_a_revocation_is_made(guarded: Served, node: FakeNode) -> None:

@@ -3,6 +3,9 @@
 Two gateway processes and the engine of prepared tokens. A pair is one request with a key without
 limits and one with a key that has all limits, one after the other on the same connection, in
 alternating order. One gateway owns the limited key; the other leases from it.
+
+With `--part propagation` it measures instead how long a change of a key takes: from the request at
+one gateway until the other gateway lists the key's models accordingly, `--pairs` times.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ _LIMITS = {
     "tokens_per_minute": 10**9,
     "concurrent_requests": 1000,
     "tokens_per_day": 10**12,
+    "device_seconds_per_day": 10**9,
     "money_per_month": 10**9,
     "models": ["*"],
 }
 _WARM_UP = 200
 _RESAMPLES = 500
+_PROPAGATION_BOUND_S = 30.0
 
 
 def add_key(port: int, name: str, key: str, limits: dict[str, object]) -> None:
@@ -79,6 +84,26 @@ def take_pairs(port: int, count: int, *, has_headers: bool = True) -> list[float
     return found
 
 
+def take_propagations(ports: list[int], count: int) -> list[float]:
+    """Return the milliseconds until a change of a key at one gateway holds at the other."""
+    found = []
+    with contextlib.ExitStack() as stack:
+        changing, watching = (
+            stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, headers=headers))
+            for port, headers in zip(ports, (ADMIN, {"authorization": f"Bearer {LIMITED}"}), strict=True)
+        )
+        for number in range(count):
+            is_allowed = bool(number % 2)
+            models = ["*"] if is_allowed else ["no-model"]
+            begun = time.perf_counter()
+            changing.patch("/admin/v1/keys/limited", json={"models": models}).raise_for_status()
+            while bool(watching.get("/v1/models").raise_for_status().json()["data"]) is not is_allowed:
+                if time.perf_counter() - begun > _PROPAGATION_BOUND_S:
+                    raise RuntimeError("a gateway does not learn of the change")
+            found.append((time.perf_counter() - begun) * 1e3)
+    return found
+
+
 def interval(values: list[float]) -> tuple[float, float]:
     """Return the bootstrap's 95 % interval of the median."""
     draw = random.Random(1)
@@ -89,7 +114,8 @@ def interval(values: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=1500)
-    parser.add_argument("--part", choices=_PARTS, default="all", help="which of the limits the key has")
+    parts = (*_PARTS, "propagation")
+    parser.add_argument("--part", choices=parts, default="all", help="which of the limits the key has, or the time of a change")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     figures: dict[str, float] = {}
@@ -109,9 +135,15 @@ def main() -> None:
         for number, port in enumerate(ports):
             processes.await_answer(f"gateway-{number}", port, FREE)
         add_key(ports[0], "plain", PLAIN, {})
-        add_key(ports[0], "limited", LIMITED, _PARTS[options.part])
+        add_key(ports[0], "limited", LIMITED, _PARTS.get(options.part, {}))
         for port in ports:
             await_key(port, LIMITED)
+        if options.part == "propagation":
+            took = sorted(take_propagations(ports, options.pairs))
+            figures = {"median_ms": statistics.median(took), "p99_ms": took[int(0.99 * len(took))], "max_ms": took[-1]}
+            print(f"{len(took)} changes: " + ", ".join(f"{name} {value:.1f}" for name, value in figures.items()))
+            write(options.json, figures)
+            return
         for number, port in enumerate(ports):
             pairs = take_pairs(port, options.pairs, has_headers=options.part != "budgets")
             low, high = interval(pairs)

@@ -44,6 +44,7 @@ _LIMITS = {
     "concurrent_requests": 1000,
     "tokens_per_day": 10**12,
     "tokens_per_month": 10**12,
+    "device_seconds_per_month": 10**9,
 }
 _BUILTIN = {"one": "test", "two": "test", "three": "test", "five": "5m"}
 _MAKE_GGUF = ROOT / "tests" / "integration" / "engines_real" / "make_gguf.py"

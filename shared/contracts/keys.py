@@ -18,6 +18,8 @@ HASH_PATTERN = r"^[0-9a-f]{64}$"
 MAX_MODEL_PATTERNS = 256
 MAX_PRIORITY = 100
 MAX_OVERLAP_S = 30 * 24 * 3600
+MAX_DEVICE_SECONDS = 1e12
+DeviceSeconds = Annotated[float, Field(gt=0, le=MAX_DEVICE_SECONDS, allow_inf_nan=False)]
 Money = Annotated[Decimal, Field(gt=0, max_digits=21, decimal_places=6)]
 Scope = Literal["inference", "read-only", "admin"]
 
@@ -34,6 +36,9 @@ class KeyLimits(Frozen):
         concurrent_requests: Requests that are active at the same time, waiting ones included.
         tokens_per_day: Budget of prompt and completion tokens of a day in UTC.
         tokens_per_month: The same of a calendar month in UTC.
+        device_seconds_per_day: Budget of the seconds of a day in UTC for which devices computed for
+            the key's requests or started instances for them, times the devices of the instance.
+        device_seconds_per_month: The same of a calendar month in UTC.
         money_per_day: Budget in the currency of the mesh's prices; without prices nothing costs.
         money_per_month: The same of a calendar month.
         priority: The highest priority of its requests (-100 to 100; higher is served first), and
@@ -48,6 +53,8 @@ class KeyLimits(Frozen):
     concurrent_requests: int | None = Field(default=None, ge=1)
     tokens_per_day: int | None = Field(default=None, ge=1)
     tokens_per_month: int | None = Field(default=None, ge=1)
+    device_seconds_per_day: DeviceSeconds | None = None
+    device_seconds_per_month: DeviceSeconds | None = None
     money_per_day: Money | None = None
     money_per_month: Money | None = None
     priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -56,12 +63,18 @@ class KeyLimits(Frozen):
     @property
     def has_budget(self) -> bool:
         """True if any budget of a day or month is set."""
-        return not (
+        has_tokens_or_money = not (
             self.tokens_per_day is None
             and self.tokens_per_month is None
             and self.money_per_day is None
             and self.money_per_month is None
         )
+        return has_tokens_or_money or self.has_device_seconds_budget
+
+    @property
+    def has_device_seconds_budget(self) -> bool:
+        """True if a budget of device-seconds is set."""
+        return not (self.device_seconds_per_day is None and self.device_seconds_per_month is None)
 
 
 class ApiKey(KeyLimits):
@@ -110,6 +123,8 @@ class KeySpending(Frozen):
 
     day_tokens: int = 0
     month_tokens: int = 0
+    day_device_s: float = 0.0
+    month_device_s: float = 0.0
     day_money: Decimal = Decimal(0)
     month_money: Decimal = Decimal(0)
 

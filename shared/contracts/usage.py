@@ -192,17 +192,24 @@ class Period(Frozen):
 class Spent(KeySpending):
     """What the ledger has of a key in the present day and month.
 
-    Tokens are those of prompts and completions. Money is their cost, and that of starts, of
+    Tokens are those of prompts and completions. Device-seconds are those of computing and of cold
+    starts, which contain clearing. Money is their cost, and that of starts, of
     clearing and of memory held; 0 without prices.
     """
 
 
 class ViewSpending(Request):
-    """Ask what keys have used in the present day and month."""
+    """Ask what keys have used in the present day and month.
+
+    Attributes:
+        has_device_seconds_budget: The device-seconds of cold starts are needed, even if they have
+            no price.
+    """
 
     deadline_ms: Deadline = 2_000
     kind: Literal["view_spending"] = "view_spending"
     keys: tuple[str, ...] = Field(max_length=MAX_KEYS_PER_VIEW)
+    has_device_seconds_budget: bool = False
 
 
 class SpendingViewed(Message):

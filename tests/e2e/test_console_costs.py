@@ -34,7 +34,7 @@ HALF_A_BIN = 2 ** (0.5 / BINS_PER_DOUBLING) - 1
 def spent(mesh: Thaw) -> dict[str, Any]:
     """Return the ledger's sums after a key with budgets has used a model."""
     headers = {"authorization": f"Bearer {mesh.endpoints['admin_key']}"}
-    budgets = {"tokens_per_day": 1000, "money_per_month": "50"}
+    budgets = {"tokens_per_day": 1000, "device_seconds_per_day": 3600, "money_per_month": "50"}
     with httpx.Client(base_url=f"{mesh.url}/admin/v1", headers=headers, timeout=120) as admin:
         admin.post("/keys", json={"name": "spender", "sha256": hash_key(KEY), **budgets}).raise_for_status()
         viewer = {"name": "viewer", "scope": "read-only", "sha256": hash_key(VIEWER)}
@@ -94,6 +94,10 @@ def test_usage_shows_costs_of_the_ledger_and_budgets_with_what_is_spent(page: Pa
     counts = spent["rows"][0]["counts"]
     used = counts["prompt_tokens"] + counts["completion_tokens"]
     assert by_tokens.locator("td").all_inner_texts()[1:3] == [f"{used:,}", "1,000"]
+    by_time = budgets.get_by_role("row", name=re.compile("spender device-seconds of a day")).locator("td").all_inner_texts()
+    device_s = (counts["compute_cpu_us"] + counts["compute_cuda_us"]) / 1e6 + counts["cold_device_s"]
+    assert by_time[2] == "3,600 s"
+    assert float(by_time[1].removesuffix(" s")) == pytest.approx(device_s, abs=0.06)
     by_money = budgets.get_by_role("row", name=re.compile("spender money of a month"))
     assert abs(amount(by_money.locator("td").nth(1).inner_text()) - Decimal(cost["total"])) <= shown
     assert amount(by_money.locator("td").nth(2).inner_text()) == 50

@@ -16,7 +16,18 @@ from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from shared.contracts.keys import MAX_PRIORITY, ApiKey, ChangeKey, KeyList, KeyLog, KeySpending, NewKey, RotateKey, Scope
+from shared.contracts.keys import (
+    MAX_DEVICE_SECONDS,
+    MAX_PRIORITY,
+    ApiKey,
+    ChangeKey,
+    KeyList,
+    KeyLog,
+    KeySpending,
+    NewKey,
+    RotateKey,
+    Scope,
+)
 from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.errors import CommandError
@@ -43,6 +54,21 @@ DayTokens = Annotated[
     int | None, typer.Option("--budget-day-tokens", min=0, help="Tokens per day (UTC), over all gateways; 0: no budget.")
 ]
 MonthTokens = Annotated[int | None, typer.Option("--budget-month-tokens", min=0, help="Tokens per month (UTC); 0: no budget.")]
+DayDeviceSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--budget-day-device-seconds",
+        min=0,
+        max=MAX_DEVICE_SECONDS,
+        help="Seconds of devices per day: computing and cold starts; 0: no budget.",
+    ),
+]
+MonthDeviceSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--budget-month-device-seconds", min=0, max=MAX_DEVICE_SECONDS, help="Seconds of devices per month, likewise; 0: no budget."
+    ),
+]
 DayMoney = Annotated[
     str | None, typer.Option("--budget-day-money", help="Money per day, in the currency of the mesh's prices; 0: no budget.")
 ]
@@ -64,6 +90,8 @@ def add(
     concurrent: Concurrent = None,
     budget_day_tokens: DayTokens = None,
     budget_month_tokens: MonthTokens = None,
+    budget_day_device_seconds: DayDeviceSeconds = None,
+    budget_month_device_seconds: MonthDeviceSeconds = None,
     budget_day_money: DayMoney = None,
     budget_month_money: MonthMoney = None,
     priority: Priority = None,
@@ -78,6 +106,7 @@ def add(
     [bold]thaw keys add alice[/]
     [bold]thaw keys add ci --models 'qwen*' --rpm 60 --tpm 100000 --concurrent 4 --expires 30d[/]
     [bold]thaw keys add team-a --budget-day-tokens 2000000 --budget-month-money 50[/]
+    [bold]thaw keys add team-b --budget-day-device-seconds 3600[/]
     [bold]thaw keys add dashboard --scope read-only[/]
     """
     if admin and scope not in (None, "admin"):
@@ -92,6 +121,7 @@ def add(
             {"name": name, "scope": chosen, "sha256": digest}
             | _limits(models, rpm, tpm, concurrent, expires)
             | _budgets(budget_day_tokens, budget_month_tokens, budget_day_money, budget_month_money)
+            | _device_seconds(budget_day_device_seconds, budget_month_device_seconds)
             | _shares(priority, weight)
         )
     except ValidationError as e:
@@ -156,6 +186,8 @@ def change(
     concurrent: Concurrent = None,
     budget_day_tokens: DayTokens = None,
     budget_month_tokens: MonthTokens = None,
+    budget_day_device_seconds: DayDeviceSeconds = None,
+    budget_month_device_seconds: MonthDeviceSeconds = None,
     budget_day_money: DayMoney = None,
     budget_month_money: MonthMoney = None,
     priority: Priority = None,
@@ -170,6 +202,7 @@ def change(
     limits = (
         _limits(models, rpm, tpm, concurrent, expires)
         | _budgets(budget_day_tokens, budget_month_tokens, budget_day_money, budget_month_money)
+        | _device_seconds(budget_day_device_seconds, budget_month_device_seconds)
         | _shares(priority, weight)
     )
     if not limits:
@@ -264,7 +297,7 @@ def _limits(
 
 
 def _budgets(day_tokens: int | None, month_tokens: int | None, day_money: str | None, month_money: str | None) -> dict[str, object]:
-    """Return the budgets that the options give; 0 removes one."""
+    """Return the budgets of tokens and money that the options give; 0 removes one."""
     found: dict[str, object] = {}
     for field, tokens in (("tokens_per_day", day_tokens), ("tokens_per_month", month_tokens)):
         if tokens is not None:
@@ -276,6 +309,12 @@ def _budgets(day_tokens: int | None, month_tokens: int | None, day_money: str | 
         if money is not None:
             found[field] = _amount(money, option) or None
     return found
+
+
+def _device_seconds(day: float | None, month: float | None) -> dict[str, object]:
+    """Return the budgets of device-seconds that the options give; 0 removes one."""
+    given = (("device_seconds_per_day", day), ("device_seconds_per_month", month))
+    return {field: seconds or None for field, seconds in given if seconds is not None}
 
 
 def _shares(priority: int | None, weight: float | None) -> dict[str, object]:
@@ -297,6 +336,8 @@ def _describe_budgets(key: ApiKey, spent: KeySpending) -> str:
     given = (
         (spent.day_tokens, key.tokens_per_day, "tokens/day"),
         (spent.month_tokens, key.tokens_per_month, "tokens/month"),
+        (round(spent.day_device_s, 1), _format_number(key.device_seconds_per_day), "device-seconds/day"),
+        (round(spent.month_device_s, 1), _format_number(key.device_seconds_per_month), "device-seconds/month"),
         (round(spent.day_money, 2), key.money_per_day, "money/day"),
         (round(spent.month_money, 2), key.money_per_month, "money/month"),
     )
@@ -321,8 +362,12 @@ def _seconds(text: str, option: str) -> int:
         raise CommandError(f"{option} {text!r} is no duration.", "Give e.g. 30m, 12h or 30d.") from e
 
 
+def _format_number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.12g}"
+
+
 def _or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.12g}"
+    return _format_number(value) or "-"
 
 
 def _time(at: float) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _KEPT = 64
-"""Compiled grammars that are kept for later requests with the same format."""
+"""Compiled grammars that are kept for later requests of the same API key with the same format."""
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """White space between tokens of JSON. Bounded: a small model at a low temperature would otherwise
 emit it until `max_tokens`.
@@ -53,7 +53,7 @@ class GrammarCompiler:
         self._eos = sorted(token for token in eos if 0 <= token < vocab_size)
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._kept: OrderedDict[OutputFormat, Grammar] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, OutputFormat], Grammar] = OrderedDict()
 
     def prepare(self) -> None:
         """Import the library, and build its copy of the vocabulary, unless that is done."""
@@ -61,8 +61,12 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = self._build_vocabulary()
 
-    def compile(self, wanted: OutputFormat) -> Grammar:
+    def compile(self, wanted: OutputFormat, flow: str = "") -> Grammar:
         """Return the grammar of `wanted`.
+
+        Args:
+            flow: Opaque id of the API key. Keys share no grammars: the time of a compilation would
+                show that another key has used the format.
 
         Raises:
             InvalidRequest: The format is invalid, too complex, or allows no text at all.
@@ -72,10 +76,10 @@ class GrammarCompiler:
         self.prepare()
         with self._lock:
             assert self._vocabulary is not None
-            grammar = self._kept.get(wanted)
+            grammar = self._kept.get((flow, wanted))
             if grammar is None:
-                grammar = self._kept[wanted] = Grammar(_compile(wanted, self._vocabulary))
-            self._kept.move_to_end(wanted)
+                grammar = self._kept[flow, wanted] = Grammar(_compile(wanted, self._vocabulary))
+            self._kept.move_to_end((flow, wanted))
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
             return grammar

@@ -101,9 +101,9 @@ class RequestReader:
         if not self._generates:
             raise InvalidRequest("This model embeds and does not generate; use /v1/embeddings", param="model")
         if request.endpoint == "chat":
-            read = self._chat(request.request_id, _validate(ChatCompletionRequest, request.body))
+            read = self._chat(request.request_id, _validate(ChatCompletionRequest, request.body), request.share.flow)
         else:
-            read = self._completion(request.request_id, _validate(CompletionRequest, request.body))
+            read = self._completion(request.request_id, _validate(CompletionRequest, request.body), request.share.flow)
         read = replace(read, share=request.share)
         return read if request.resume is None else self._add_resume_state(read, request.resume)
 
@@ -158,7 +158,7 @@ class RequestReader:
         if revision != self._revision:
             raise Conflict(f"These are the weights of revision {self._revision}, and the tokens are of {revision}", param=RESUME)
 
-    def _chat(self, request_id: str, body: ChatCompletionRequest) -> GenerationRequest:
+    def _chat(self, request_id: str, body: ChatCompletionRequest, flow: str) -> GenerationRequest:
         tools = read_tools(body.tools, body.tool_choice, (body.model_extra or {}).get("parallel_tool_calls"))
         if tools is not None and tools.mode == "none":
             tools = None
@@ -173,7 +173,7 @@ class RequestReader:
             body.chat_template_kwargs or {},
         )
         top = (body.top_logprobs or 0) if body.logprobs else None
-        read = self._generation(request_id, body, [(prompt, None)], top, tools)
+        read = self._generation(request_id, body, [(prompt, None)], top, flow, tools)
         if form is None:
             return read
         return replace(read, tool_format=form, shown_tokens=frozenset(self._tokens.special_ids(tags_of(form)).values()))
@@ -197,7 +197,7 @@ class RequestReader:
             )
         return form
 
-    def _completion(self, request_id: str, body: CompletionRequest) -> GenerationRequest:
+    def _completion(self, request_id: str, body: CompletionRequest, flow: str) -> GenerationRequest:
         if (body.best_of or 1) > (body.n or 1):
             raise UnsupportedParameter("best_of over n is not supported by this engine", param="best_of")
         if body.echo and body.logprobs is not None:
@@ -207,7 +207,7 @@ class RequestReader:
             ids = self._ids(prompt, "prompt")
             shown = prompt if isinstance(prompt, str) else self._tokens.decode(ids)
             prompts.append((ids, shown if body.echo else None))
-        return self._generation(request_id, body, prompts, body.logprobs)
+        return self._generation(request_id, body, prompts, body.logprobs, flow)
 
     def _generation(
         self,
@@ -215,6 +215,7 @@ class RequestReader:
         body: Generating,
         prompts: list[tuple[list[int], str | None]],
         top_logprobs: int | None,
+        flow: str,
         tools: ToolRequest | None = None,
     ) -> GenerationRequest:
         choices = []
@@ -234,19 +235,19 @@ class RequestReader:
             sum(len(ids) for ids, _ in prompts),
             single if body.return_token_ids else None,
             _list_ignored(body),
-            grammar=self._grammar(body, tools),
+            grammar=self._grammar(body, tools, flow),
         )
 
-    def _grammar(self, body: Generating, tools: ToolRequest | None) -> Grammar | None:
+    def _grammar(self, body: Generating, tools: ToolRequest | None, flow: str) -> Grammar | None:
         given = (body.model_extra or {}) | {name: getattr(body, name) for name in body.model_fields_set & FIELDS}
         wanted = read_output_format(given)
         if tools is not None and (tools.is_enforced or wanted is not None):
             for tool in tools.tools:
-                self._grammars.compile(schema_format(tool.schema, "tools"))  # alone: a bad schema shows at its start
+                self._grammars.compile(schema_format(tool.schema, "tools"), flow)  # alone: a bad schema shows at its start
             form = self._form_of_calls()
             content = wanted if tools.mode == "auto" else None
             wanted = write_tool_grammar(tools, form, self._tokens.special_ids(tags_of(form)), content)
-        return self._grammars.compile(wanted) if wanted is not None else None
+        return self._grammars.compile(wanted, flow) if wanted is not None else None
 
     def _token_limit(self, body: Generating, prompt: int) -> int:
         limit = min(self._capacity.context, self._capacity.kv_tokens)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 
 from services.gateway.adapters.key_store import KeyStore
-from services.gateway.domain.limits.spending import Exhausted, Unreported, Used, find_exhausted
+from services.gateway.domain.limits.spending import ComputeRates, Exhausted, Unreported, Used, find_exhausted
 from services.gateway.domain.usage_records import UsageRecord
 from shared.contracts import subjects
 from shared.contracts.keys import ApiKey, KeySpending
@@ -47,6 +47,7 @@ class BudgetKeeper:
         self._unreported = unreported
         self._reporting = reporting
         self._reserved: dict[str, Used] = {}
+        self._rates = ComputeRates()
         self._spent: dict[str, Spent] = {}
         self._known: set[str] = set()
         self._period = self._now = Period.of_hour(0)
@@ -85,13 +86,13 @@ class BudgetKeeper:
         exhausted = find_exhausted(key, self._spent_in(key.name, period), self._unreported.total(key.name), reserved, period)
         if exhausted is not None:
             raise _refusal(key, exhausted, self._prices)
-        money = self._estimate(tokens, model)
+        money, device_s = self._estimate(tokens, model), self._rates.estimate(model, tokens)
         reserved = self._reserved.setdefault(key.name, reserved)
-        reserved.add(tokens, money)
+        reserved.add(tokens, money, device_s)
         try:
             yield
         finally:
-            reserved.add(-tokens, -money)
+            reserved.add(-tokens, -money, -device_s)
             if abs(reserved.tokens) < 1 and not reserved.money:
                 self._reserved.pop(key.name, None)
 
@@ -99,8 +100,10 @@ class BudgetKeeper:
         """A request of the key ended, and is not in the ledger yet."""
         if key is None or not key.has_budget:
             return
-        money = self._cost(record)
-        self._unreported.add(record.key, record.prompt_tokens + record.completion_tokens, money)
+        tokens = record.prompt_tokens + record.completion_tokens
+        device_s = record.compute_us / 1e6 if record.compute_kind else 0.0
+        self._rates.add(record.model, tokens, device_s)
+        self._unreported.add(record.key, tokens, self._cost(record), device_s)
 
     def _cost(self, record: UsageRecord) -> Decimal:
         if self._prices is None:
@@ -124,6 +127,8 @@ class BudgetKeeper:
             found[name] = KeySpending(
                 day_tokens=spent.day_tokens + int(own.tokens),
                 month_tokens=spent.month_tokens + int(own.tokens),
+                day_device_s=spent.day_device_s + own.device_s,
+                month_device_s=spent.month_device_s + own.device_s,
                 day_money=spent.day_money + own.money,
                 month_money=spent.month_money + own.money,
             )
@@ -141,11 +146,11 @@ class BudgetKeeper:
         spent = self._spent.get(name)
         if spent is None:
             return Spent()
-        gone: dict[str, int | Decimal] = {}
+        gone: dict[str, float | Decimal] = {}
         if self._period.day != period.day:
-            gone |= {"day_tokens": 0, "day_money": Decimal(0)}
+            gone |= {"day_tokens": 0, "day_device_s": 0.0, "day_money": Decimal(0)}
         if self._period.month != period.month:
-            gone |= {"month_tokens": 0, "month_money": Decimal(0)}
+            gone |= {"month_tokens": 0, "month_device_s": 0.0, "month_money": Decimal(0)}
         return spent.model_copy(update=gone) if gone else spent
 
     def _estimate(self, tokens: float, model: str) -> Decimal:
@@ -170,9 +175,11 @@ class BudgetKeeper:
     async def _ask(self, names: set[str]) -> None:
         self._unreported.begin_ask()
         listed, spent = sorted(names), dict[str, Spent]()
+        has_device_seconds = any(key.has_device_seconds_budget for key in self._keys.list_keys())
         try:
             for at in range(0, len(listed), MAX_KEYS_PER_VIEW):
-                query = ViewSpending(keys=tuple(listed[at : at + MAX_KEYS_PER_VIEW]))
+                keys = tuple(listed[at : at + MAX_KEYS_PER_VIEW])
+                query = ViewSpending(keys=keys, has_device_seconds_budget=has_device_seconds)
                 answer = await self._mesh.request(subjects.USAGE, query, SpendingViewed)
                 spent |= answer.keys
         except ThawError as e:
@@ -189,7 +196,8 @@ class BudgetKeeper:
 
 
 def _refusal(key: ApiKey, exhausted: Exhausted, prices: Prices | None) -> ThawError:
-    budget = exhausted.budget if exhausted.budget.endswith("tokens") or prices is None else f"{exhausted.budget} {prices.currency}"
+    unit = exhausted.unit or (prices.currency if prices is not None else "")
+    budget = f"{exhausted.budget} {unit}".rstrip()
     ends = datetime.fromtimestamp(exhausted.ends_at * _HOUR_S, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     if exhausted.is_reserved:
         error = RateLimitExceeded(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -119,12 +120,16 @@ class KeyWriter:
             Conflict: The new key exists already, or the key is being rotated.
         """
         present = self._find(name)
-        if len(present) > 1:
+        now = int(time.time())
+        digest = max(present, key=lambda d: _rank(present[d]))
+        old, replaced = present[digest], present.keys() - {digest}
+        if any((expires := present[d].expires) is None or expires > now for d in replaced):
             raise Conflict(f"The API key {name} is being rotated: its old key is still valid. Repeat the request later")
-        ((digest, old),) = present.items()
-        until = int(time.time()) + rotation.overlap_s
+        until = now + rotation.overlap_s
         async with self._audited("rotate", name, actor, {"overlap_s": rotation.overlap_s}) as bucket:
-            await self._create(bucket, rotation.sha256, old.model_copy(update={"created": int(time.time())}))
+            for expired in replaced:
+                await self._delete(bucket, expired)
+            await self._create(bucket, rotation.sha256, old.model_copy(update={"created": now}))
             if rotation.overlap_s == 0:
                 await self._delete(bucket, digest)
             else:
@@ -253,4 +258,9 @@ class KeyWriter:
         return found
 
     def _find_newest(self, name: str) -> ApiKey:
-        return max(self._find(name).values(), key=lambda key: (key.expires is None, key.created))
+        return max(self._find(name).values(), key=_rank)
+
+
+def _rank(key: ApiKey) -> tuple[float, int]:
+    """Order the keys of one name: the present one is the largest."""
+    return math.inf if key.expires is None else key.expires, key.created

@@ -80,7 +80,7 @@ class Spending:
             self._period = None
             self._day, self._month = await self._read(period.day), await self._read(period.month)
             self._period, self._has_new_starts, self._has_new_memory = period, True, True
-        if self._has_new_starts and self._prices is not None and (self._prices.device_seconds or self._prices.clearing_seconds):
+        if self._has_new_starts and (query.has_device_seconds_budget or self._are_starts_priced()):
             for sums in (self._day, self._month):
                 sums.starts = await self._ledger.sum_starts(sums.since)
             self._has_new_starts = False
@@ -92,6 +92,9 @@ class Spending:
             period=period, keys={key: spent for key in query.keys if (spent := self._spent(key)) != Spent()}, prices=self._prices
         )
 
+    def _are_starts_priced(self) -> bool:
+        return self._prices is not None and bool(self._prices.device_seconds or self._prices.clearing_seconds)
+
     async def _read(self, since: int) -> _Sums:
         sums = _Sums(since, compute_us=await self._ledger.sum_compute_us(since))
         for (key, model), tokens in (await self._ledger.sum_tokens(since)).items():
@@ -102,6 +105,8 @@ class Spending:
         return Spent(
             day_tokens=_count(self._day, key),
             month_tokens=_count(self._month, key),
+            day_device_s=_device_s(self._day, key),
+            month_device_s=_device_s(self._month, key),
             day_money=self._cost(self._day, key),
             month_money=self._cost(self._month, key),
         )
@@ -116,6 +121,12 @@ class Spending:
 
 def _count(sums: _Sums, key: str) -> int:
     return sum(prompt + completion for prompt, _, completion in sums.tokens.get(key, {}).values())
+
+
+def _device_s(sums: _Sums, key: str) -> float:
+    """Sum up computing and cold starts; the seconds of clearing are a part of their starts."""
+    started = sums.starts.get(key, StartSeconds())
+    return sum(sums.compute_us.get(key, {}).values()) / 1e6 + sum(started.cold.values())
 
 
 def _tokens(counts: Counts) -> Tokens:

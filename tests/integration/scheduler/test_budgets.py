@@ -77,6 +77,17 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
         month = Period.of_hour(HOUR).month_end
         assert f"The month ends at {_day_of(month)}" in error.message
 
+        # Each request of the fake engine takes a quarter of a device-second.
+        await change(one, "team", money_per_month=None, device_seconds_per_day=1000)
+        await until(lambda: _is_known(two, "sk-team"))
+        await until(lambda: _has_device_seconds(one, two, size))
+        used_s = (await spending(two))["day_device_s"]
+        await change(one, "team", device_seconds_per_day=used_s + 0.3)
+        _, error = await spend(two, "sk-team")
+        assert f"budget of {used_s + 0.3:.12g} device-seconds per day" in error.message
+        assert error.code == "insufficient_quota"
+        assert used_s + 0.5 == (await spending(two))["day_device_s"]
+
 
 def _day_of(hour: int) -> str:
     return datetime.fromtimestamp(hour * 3600, UTC).strftime("%Y-%m-%dT00:00:00Z")
@@ -86,6 +97,12 @@ async def _agree(one: Served, two: Served, least: int) -> bool:
     """Both gateways show the same usage, of at least so many tokens."""
     shown = [(await spending(served))["day_tokens"] for served in (one, two)]
     return bool(shown[0] == shown[1] >= least)
+
+
+async def _has_device_seconds(one: Served, two: Served, size: int) -> bool:
+    """Both gateways show the same usage, of a quarter of a device-second for each request."""
+    shown = [await spending(served) for served in (one, two)]
+    return all(s["day_device_s"] == s["day_tokens"] / size / 4 for s in shown) and shown[0] == shown[1]
 
 
 async def _is_known(served: Served, key: str) -> bool:

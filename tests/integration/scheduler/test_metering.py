@@ -345,7 +345,14 @@ async def test_sums_over_models_cost_what_each_model_costs(database_url: str) ->
             spending, keys = Spending(ledger), ViewSpending(keys=("k",))
             assert (await spending.view(keys, HOUR)).keys["k"].day_money == each
             await spending.record(term.epoch, _used("a", 1_000_000, 20).model_copy(update={"start": 10}), HOUR)
-            assert (await spending.view(keys, HOUR)).keys["k"].day_money == each + 100 + 400 + 6
+            spent = (await spending.view(keys, HOUR)).keys["k"]
+            assert spent.day_money == each + 100 + 400 + 6
+            assert (spent.day_device_s, spent.month_device_s) == (3 * 2 + 8, 3 * 2 + 8)
+            # Without prices, cold starts are read only for budgets of device-seconds.
+            free = Spending(Ledger(engine))
+            assert (await free.view(keys, HOUR)).keys["k"].day_device_s == 3 * 2
+            asked = keys.model_copy(update={"has_device_seconds_budget": True})
+            assert (await free.view(asked, HOUR)).keys["k"].day_device_s == 3 * 2 + 8
     finally:
         await engine.dispose()
 

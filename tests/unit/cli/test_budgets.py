@@ -7,6 +7,7 @@ from decimal import Decimal
 import pytest
 from typer.testing import CliRunner
 
+from shared.contracts.keys import ApiKey, KeySpending
 from thaw.cli import keys
 from thaw.cli.app import app
 from thaw.errors import CommandError
@@ -30,6 +31,14 @@ def test_an_amount_is_taken_exactly(text: str, amount: str) -> None:
 
 def test_zero_removes_a_budget() -> None:
     assert keys._budgets(0, None, "0", None) == {"tokens_per_day": None, "money_per_day": None}
+
+
+def test_device_seconds_are_given_and_removed() -> None:
+    assert keys._device_seconds(0.5, 0) == {"device_seconds_per_day": 0.5, "device_seconds_per_month": None}
+    assert keys._device_seconds(None, None) == {}
+    key = ApiKey(name="k", created=0, device_seconds_per_day=3600, device_seconds_per_month=0.5)
+    described = keys._describe_budgets(key, KeySpending(day_device_s=12.34, month_device_s=99))
+    assert described == "12.3 of 3600 device-seconds/day, 99.0 of 0.5 device-seconds/month"
 
 
 @pytest.mark.parametrize("verb", ["add", "change"])

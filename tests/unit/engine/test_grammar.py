@@ -48,6 +48,19 @@ def compiled(compiler: GrammarCompiler, **body: Any) -> Grammar:
     return compiler.compile(wanted)
 
 
+def test_keys_share_no_compiled_grammars_and_all_of_them_are_bounded(tokens: Tokenization) -> None:
+    compiler = GrammarCompiler(tokens, tokens.size, EOS)
+    wanted = OutputFormat("regex", "ab*", "guided_regex")
+    first = compiler.compile(wanted, "alice")
+    assert compiler.compile(wanted, "alice") is first
+    assert compiler.compile(wanted, "bob") is not first
+    assert compiler.compile(wanted) is not first
+    for number in range(64):
+        compiler.compile(wanted, f"key {number}")
+    assert len(compiler._kept) == 64
+    assert compiler.compile(wanted, "alice") is not first
+
+
 def generate(grammar: Grammar, seed: int, limit: int = 400) -> list[int]:
     """Choose among the allowed tokens at random, until one ends the response."""
     matcher, random = TokenMatcher(grammar), np.random.default_rng(seed)

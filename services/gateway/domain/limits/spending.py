@@ -8,7 +8,8 @@ and the sums do not have, and what its active requests are expected to use:
 2. A closed segment whose end the ledger has reached is confirmed. It counts until the ledger's sums
    arrive that were asked for after the confirmation.
 3. A reply that was lost leaves a segment closed that the sums have. So requests may count twice for
-   a few seconds; a request never counts too little on its own gateway.
+   a few seconds; a request never counts too little on its own gateway. Only its share of a cold
+   start is not known before the ledger has all requests that waited for the start.
 """
 
 from __future__ import annotations
@@ -16,24 +17,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import TypeVar
 
 from shared.contracts.keys import KeyLimits
 from shared.contracts.usage import Period, Spent
 
 _MAX_CLOSED = 4
 """Segments beyond it are merged: without a scheduler none is confirmed."""
+_RECENT = 8
+"""Requests over which the device-seconds of a token are averaged."""
+_Amount = TypeVar("_Amount", float, Decimal)
 
 
 @dataclass(slots=True)
 class Used:
-    """An amount of tokens, and its cost."""
+    """An amount of tokens, their cost, and the seconds that devices computed for them."""
 
     tokens: float = 0.0
     money: Decimal = Decimal(0)
+    device_s: float = 0.0
 
-    def add(self, tokens: float, money: Decimal) -> None:
+    def add(self, tokens: float, money: Decimal, device_s: float) -> None:
         self.tokens += tokens
         self.money += money
+        self.device_s += device_s
 
 
 _Sums = dict[str, Used]
@@ -48,9 +55,9 @@ class Unreported:
     _confirmed: _Sums = field(default_factory=dict)
     _asked: _Sums = field(default_factory=dict)
 
-    def add(self, key: str, tokens: float, money: Decimal) -> None:
+    def add(self, key: str, tokens: float, money: Decimal, device_s: float) -> None:
         """A request ended."""
-        self._open.setdefault(key, Used()).add(tokens, money)
+        self._open.setdefault(key, Used()).add(tokens, money, device_s)
 
     def cut(self, size: int) -> None:
         """A report begins; the spool ends at `size`, after all records that were added."""
@@ -79,13 +86,35 @@ class Unreported:
         found = Used()
         for sums in (self._open, self._confirmed, self._asked, *(sums for _, sums in self._closed)):
             if (used := sums.get(key)) is not None:
-                found.add(used.tokens, used.money)
+                found.add(used.tokens, used.money, used.device_s)
         return found
 
 
 def _merge(into: _Sums, more: Mapping[str, Used]) -> None:
     for key, used in more.items():
-        into.setdefault(key, Used()).add(used.tokens, used.money)
+        into.setdefault(key, Used()).add(used.tokens, used.money, used.device_s)
+
+
+@dataclass(slots=True)
+class ComputeRates:
+    """Device-seconds of a token of each model's recent requests, to estimate active ones.
+
+    Requests of a model that has not answered yet are estimated as 0.
+    """
+
+    _of_models: dict[str, float] = field(default_factory=dict)
+
+    def add(self, model: str, tokens: int, device_s: float) -> None:
+        """A request ended."""
+        if tokens <= 0:
+            return
+        rate = device_s / tokens
+        before = self._of_models.get(model, rate)
+        self._of_models[model] = before + (rate - before) / _RECENT
+
+    def estimate(self, model: str, tokens: float) -> float:
+        """Estimate the device-seconds of a request with so many tokens."""
+        return self._of_models.get(model, 0.0) * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +122,14 @@ class Exhausted:
     """A budget that refuses a request.
 
     Attributes:
-        budget: Its size, with its unit.
+        budget: Its size.
+        unit: What it counts; None: money.
         ends_at: The hour since 1970 at which its period ends.
         is_reserved: Only with the active requests, which may use less.
     """
 
     budget: str
+    unit: str | None
     period: str
     ends_at: int
     is_reserved: bool
@@ -112,18 +143,41 @@ def find_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: 
         reserved: Estimates of the active requests.
     """
     found: Exhausted | None = None
-    for name, ends_at, tokens, money, tokens_spent, money_spent in (
-        ("month", period.month_end, limits.tokens_per_month, limits.money_per_month, spent.month_tokens, spent.month_money),
-        ("day", period.day_end, limits.tokens_per_day, limits.money_per_day, spent.day_tokens, spent.day_money),
+    for name, ends_at, budgets, used in (
+        (
+            "month",
+            period.month_end,
+            (limits.tokens_per_month, limits.device_seconds_per_month, limits.money_per_month),
+            (spent.month_tokens, spent.month_device_s, spent.month_money),
+        ),
+        (
+            "day",
+            period.day_end,
+            (limits.tokens_per_day, limits.device_seconds_per_day, limits.money_per_day),
+            (spent.day_tokens, spent.day_device_s, spent.day_money),
+        ),
     ):
-        if tokens is not None and (used := tokens_spent + unreported.tokens) + reserved.tokens >= tokens:
-            exhausted = Exhausted(f"{tokens} tokens", name, ends_at, is_reserved=used < tokens)
-            if not exhausted.is_reserved:
-                return exhausted
-            found = found or exhausted
-        if money is not None and (cost := money_spent + unreported.money) + reserved.money >= money:
-            exhausted = Exhausted(str(money), name, ends_at, is_reserved=cost < money)
-            if not exhausted.is_reserved:
+        tokens, device_s, money = budgets
+        for budget, unit, is_reserved in (
+            (tokens, "tokens", _judge(tokens, used[0] + unreported.tokens, reserved.tokens)),
+            (device_s, "device-seconds", _judge(device_s, used[1] + unreported.device_s, reserved.device_s)),
+            (money, None, _judge(money, used[2] + unreported.money, reserved.money)),
+        ):
+            if is_reserved is None:
+                continue
+            exhausted = Exhausted(_format(budget), unit, name, ends_at, is_reserved=is_reserved)
+            if not is_reserved:
                 return exhausted
             found = found or exhausted
     return found
+
+
+def _judge(budget: _Amount | None, used: _Amount, reserved: _Amount) -> bool | None:
+    """Return None if a budget has some left, and else whether only with what is reserved."""
+    if budget is None or used + reserved < budget:
+        return None
+    return used < budget
+
+
+def _format(budget: float | Decimal | None) -> str:
+    return f"{budget:.12g}" if isinstance(budget, float) else str(budget)

@@ -21,7 +21,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help console up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines peers clients lock
+.PHONY: help console up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines kubernetes-tools peers clients lock
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into the cache directory (some six minutes on two cores)
 	@$(BIN)/python -m tests.support.real_engines
+
+kubernetes-tools: $(STAMP) ## Install helm and kubectl for the tests of deploy/, once, into the cache directory
+	@$(BIN)/python -m tests.support.kubernetes_tools
 
 peers: $(STAMP) ## Install the loaders that `python -m bench.loader` compares with, once, into the cache directory, and print their Python
 	@$(BIN)/python -m bench.peers

@@ -2,7 +2,7 @@
 
 `python -m thaw.kubernetes DIRECTORY NODE… | kubectl apply -f -` keeps all credentials in
 DIRECTORY (`thaw.secrets`), so that a later run with other nodes changes only theirs, and prints a
-Secret for each pod of deploy/kubernetes:
+Secret for each pod of deploy/kubernetes and of the chart deploy/helm/thaw:
 
     thaw-nats        authorization.conf: users and permissions
     thaw-postgres    password of the database's owner
@@ -33,7 +33,13 @@ def mesh_name(node: str) -> str:
 
 
 def secrets(
-    directory: Path, nodes: Sequence[str], *, nats: str = "nats:4222", postgres: str = "postgres:5432", peers: bool = False
+    directory: Path,
+    nodes: Sequence[str],
+    *,
+    nats: str = "nats:4222",
+    postgres: str = "postgres:5432",
+    peers: bool = False,
+    namespace: str = NAMESPACE,
 ) -> list[dict[str, Any]]:
     """Return the Secrets of a mesh, whose credentials are kept in `directory`.
 
@@ -42,6 +48,7 @@ def secrets(
         nats: host:port of NATS as the pods see it.
         postgres: host:port of PostgreSQL as the pods see it.
         peers: True if nodes may copy models from each other.
+        namespace: Namespace of the Secrets.
 
     Raises:
         OSError: `directory` cannot be written.
@@ -66,7 +73,7 @@ def secrets(
         {
             "apiVersion": "v1",
             "kind": "Secret",
-            "metadata": {"name": f"thaw-{name}", "namespace": NAMESPACE},
+            "metadata": {"name": f"thaw-{name}", "namespace": namespace},
             "stringData": content,
         }
         for name, content in contents.items()
@@ -80,9 +87,17 @@ def _main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--nats", default="nats:4222", metavar="HOST:PORT", help="NATS as the pods see it")
     parser.add_argument("--postgres", default="postgres:5432", metavar="HOST:PORT", help="PostgreSQL as the pods see it")
     parser.add_argument("--peers", action="store_true", help="nodes may copy models from each other (THAW_PEERS=true)")
+    parser.add_argument("--namespace", default=NAMESPACE, metavar="NAME", help="namespace of the Secrets (default: thaw)")
     given = parser.parse_args(arguments)
     try:
-        made = secrets(given.directory, given.nodes, nats=given.nats, postgres=given.postgres, peers=given.peers)
+        made = secrets(
+            given.directory,
+            given.nodes,
+            nats=given.nats,
+            postgres=given.postgres,
+            peers=given.peers,
+            namespace=given.namespace,
+        )
     except (OSError, ValueError) as e:
         parser.error(str(e))
     yaml.safe_dump_all(made, sys.stdout, sort_keys=False)

@@ -26,6 +26,7 @@ import yaml
 
 from shared.ports import free_port
 from tests.docker.engine import ROOT
+from tests.support.kubernetes_tools import kubectl
 from tests.support.launcher import until
 from tests.support.servers import wait_for_port, wheel_script
 
@@ -35,7 +36,6 @@ RELEASES = ("1.31", "1.37")
 NODES = ("gpu-a", "ip-10-0-0-1.ec2.internal")
 _PATCHES = {"node.yaml": "cpu", "nats-servers.yaml": "replicated"}
 Resource = dict[str, Any]
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: overlays are not rendered")
 
 
 def written() -> list[Resource]:
@@ -47,7 +47,7 @@ def written() -> list[Resource]:
 
 @cache
 def rendered(overlay: str) -> list[Resource]:
-    command = ["kubectl", "kustomize", str(DEPLOY / "overlays" / overlay)]
+    command = [kubectl(), "kustomize", str(DEPLOY / "overlays" / overlay)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return list(yaml.safe_load_all(done.stdout))
@@ -97,14 +97,12 @@ def test_schema_refuses_a_misspelled_field() -> None:
         kubernetes_validate.validate(broken, RELEASES[-1], strict=True)
 
 
-@needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_rendered_overlay_fits_the_schema(overlay: str) -> None:
     for resource in rendered(overlay):
         kubernetes_validate.validate(resource, RELEASES[-1], strict=True)
 
 
-@needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_reference_of_an_overlay_resolves(overlay: str, made: tuple[Path, dict[str, Resource]]) -> None:
     """What an overlay names exists in it; Secrets are those that thaw.kubernetes prints."""
@@ -135,13 +133,12 @@ def test_every_reference_of_an_overlay_resolves(overlay: str, made: tuple[Path, 
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports, name
 
 
-@needs_kubectl
 def test_kustomization_of_the_documentation_renders(tmp_path: Path) -> None:
     shutil.copytree(DEPLOY, tmp_path / "kubernetes")
     (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
     (tmp_path / "kubernetes" / "mine").mkdir()
     (tmp_path / "kubernetes" / "mine" / "kustomization.yaml").write_text(textwrap.dedent(example))
-    command = ["kubectl", "kustomize", str(tmp_path / "kubernetes" / "mine")]
+    command = [kubectl(), "kustomize", str(tmp_path / "kubernetes" / "mine")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     found = pods(list(yaml.safe_load_all(done.stdout)))["node"]["containers"]
     (nodeagent,) = [container for container in found if container["name"] == "nodeagent"]
@@ -238,6 +235,12 @@ def test_secrets_fit_the_schema_and_keep_passwords_when_a_node_is_added(made: tu
     assert later["thaw-nodes"].items() > secrets["thaw-nodes"]["stringData"].items()
     for name in ("thaw-gateway", "thaw-scheduler", "thaw-migrator", "thaw-postgres"):
         assert later[name] == secrets[name]["stringData"]
+
+
+def test_secrets_are_in_the_namespace_that_the_caller_names(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "thaw.kubernetes", "--namespace", "llm", str(tmp_path / "d"), *NODES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert {s["metadata"]["namespace"] for s in yaml.safe_load_all(done.stdout)} == {"llm"}
 
 
 def test_two_nodes_with_one_name_in_the_mesh_are_refused(tmp_path: Path) -> None:

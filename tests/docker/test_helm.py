@@ -50,7 +50,8 @@ def by_name(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
     """Return the objects without what differs between the chart and kustomize by intention.
 
     Kustomize names ConfigMaps by their content and makes the namespace. The chart has checksums
-    instead, labels of its own, and pools of nodes. Comments in configurations do not count.
+    instead, labels of its own, and pools of nodes. Comments in configurations do not count, and
+    neither does the order of volumes, which patches change.
     """
     names = {
         r["metadata"]["name"]: re.sub(r"-[a-z0-9]{10}$", "", r["metadata"]["name"]) for r in resources if r["kind"] == "ConfigMap"
@@ -69,6 +70,8 @@ def by_name(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
         if "nats.conf" in resource.get("data", {}):
             resource["data"] = {"nats.conf": manifests._plain(resource["data"]["nats.conf"])}
         one = plain(resource)
+        for pod in manifests.pods([one]).values():
+            pod["volumes"].sort(key=lambda volume: volume["name"])
         if one["kind"] != "Namespace":
             found[one["kind"], one["metadata"]["name"]] = one
     return found

@@ -162,3 +162,9 @@ def test_alerts_fire_as_described() -> None:
         ["promtool", "test", "rules", "alerts_test.yml"], cwd=OBSERVABILITY, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_rule_has_a_case_in_which_it_fires() -> None:
+    rules = {r["alert"] for g in yaml.safe_load((OBSERVABILITY / "alerts.yml").read_text())["groups"] for r in g["rules"]}
+    tests = yaml.safe_load((OBSERVABILITY / "alerts_test.yml").read_text())["tests"]
+    assert {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]} == rules

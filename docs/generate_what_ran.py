@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -62,7 +63,7 @@ def page() -> str:
     missing = [f"`{engine}`" for engine in get_args(Engine) if engine not in ran]
     not_run = (
         "\n## Not run\n\n| engine | hardware | |\n| --- | --- | --- |\n"
-        + "| every engine | NVIDIA GPUs ([gpu.md](gpu.md)) | not run |\n"
+        + ("" if any(m["machine"]["gpus"] for m in machines) else "| every engine | NVIDIA GPUs ([gpu.md](gpu.md)) | not run |\n")
         + (f"| {', '.join(missing)} | every processor | not run |\n" if missing else "")
     )
     return _INTRODUCTION + "".join(_section(machine) for machine in machines) + not_run + _clients()
@@ -84,7 +85,8 @@ def _client_section(found: dict[str, Any]) -> str:
 def _section(found: dict[str, Any]) -> str:
     machine = found["machine"]
     title = f"\n## {machine['processor']}, {machine['architecture']}\n\n"
-    about = f"{machine['cores']} cores, no GPU, {machine['system']}, Python {machine['python']}.\n\n"
+    gpus = ", ".join(f"{count} {name}" for name, count in Counter(machine["gpus"]).items()) or "no GPU"
+    about = f"{machine['cores']} cores, {gpus}, {machine['system']}, Python {machine['python']}.\n\n"
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in found["rows"]:
         groups.setdefault((row["engine"], row["version"], row["family"]), []).append(row)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections import Counter
 from functools import cache
@@ -49,16 +50,26 @@ def version_of(engine: str) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Describe the processor of this machine."""
+    """Describe the processor and the GPUs of this machine."""
     facts = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     names = {key.strip(): value.strip() for key, value in facts.items()}
     return {
         "processor": names.get("model name", platform.machine()),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
+        "gpus": _list_gpus(),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
     }
+
+
+def _list_gpus() -> list[str]:
+    """Return the names of the NVIDIA GPUs, as the driver's nvidia-smi prints them."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 class Recorder:

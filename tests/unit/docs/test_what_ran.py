@@ -35,6 +35,13 @@ def test_page_equals_the_results() -> None:
     )
 
 
+def test_section_of_a_machine_names_its_gpus() -> None:
+    machine = {"processor": "P", "architecture": "x86_64", "cores": 16, "system": "Linux", "python": "3.11"}
+    section = _generator["_section"]
+    assert "16 cores, 2 NVIDIA H100, Linux" in section({"machine": machine | {"gpus": ["NVIDIA H100"] * 2}, "rows": []})
+    assert "16 cores, no GPU, Linux" in section({"machine": machine | {"gpus": []}, "rows": []})
+
+
 def test_rows_have_a_version_and_a_passed_test() -> None:
     for path in (ROOT / "docs" / "what-ran.d").glob("*.json"):
         for row in json.loads(path.read_text())["rows"]:

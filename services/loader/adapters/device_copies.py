@@ -313,7 +313,9 @@ class Copies:
 
     def links(self) -> tuple[LinkStatus, ...]:
         with self._lock:
-            under_way = [(c.order.device, c.order.model) for c in self._copies.values() if c.arena and c.arena.watermark < c.arena.nbytes]
+            under_way = [
+                (c.order.device, c.order.model) for c in self._copies.values() if c.arena and c.arena.watermark < c.arena.nbytes
+            ]
         found: list[LinkStatus] = []
         for device in self._devices.opened:
             queued, speed = device.queued_bytes, device.bytes_per_second

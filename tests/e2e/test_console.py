@@ -42,7 +42,7 @@ def test_cluster_shows_memory_by_model_and_follows_actions(page: Page, client: o
     node = page.get_by_role("region", name="Node node-0")
     chip = node.get_by_role("button", name=re.compile("^one ready"))
     chip.click()
-    bar = node.get_by_role("img", name=re.compile("^Memory of cpu:0"))
+    bar = node.get_by_role("toolbar", name=re.compile("^Memory of cpu:0"))
     expect(bar).to_have_attribute("aria-label", re.compile("one: weights .* free "))
     details = page.get_by_role("complementary", name="Details")
     expect(details).to_contain_text("node-0 cpu:0")

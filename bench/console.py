@@ -4,7 +4,8 @@
 
 A real gateway process on a real nats-server; this process stands for the scheduler and answers with
 a cluster in which a tenth of the models, and as many instances, change between two readings. With
-Chromium it also prints the times of the first paint, as the browser has them, and of the first nodes.
+Chromium it also prints the times of the first paint, as the browser reports them, and of the first
+nodes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _WORST_TASK = """(seconds) => new Promise((done) => {
   new PerformanceObserver((list) => { for (const e of list.getEntries()) worst = Math.max(worst, e.duration); }).observe({ type: 'longtask' });
   setTimeout(() => done(worst), seconds * 1000);
 })"""
-"""Milliseconds of the longest task that blocks the page meanwhile; tasks under 50 ms are not reported."""
+"""Milliseconds of the longest task of the page meanwhile; tasks under 50 ms are not reported."""
 _OPENINGS = 5
 
 

@@ -1,4 +1,4 @@
-"""Simulations, migrations and drains in the console, in a real browser against a mesh of two nodes."""
+"""Simulations, migrations and drains in the console, in a real browser against two nodes."""
 
 from __future__ import annotations
 

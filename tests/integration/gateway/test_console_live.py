@@ -128,12 +128,12 @@ async def test_every_part_of_the_cluster_page_says_what_it_is_and_what_can_be_do
         await expect(details).to_contain_text(re.compile(r"Shared by models\s*80.0 MiB"))
         await expect(details.get_by_role("row", name=re.compile("^alpha"))).to_contain_text("80.0 MiB")
         await page.keyboard.press("Tab")
-        said = []
+        reported = []
         for _ in range(await bar.get_by_role("button").count()):
             await page.keyboard.press("Enter")
             part = await page.evaluate("document.activeElement.getAttribute('aria-label')")
             heading = await details.get_by_role("heading").inner_text()
-            said.append((part, heading, await details.locator(".notice b").inner_text()))
+            reported.append((part, heading, await details.locator(".notice b").inner_text()))
             await page.keyboard.press("ArrowRight")
         ready = [
             (f"{name}: {kind}: {size} MiB", name, kind)
@@ -146,7 +146,7 @@ async def test_every_part_of_the_cluster_page_says_what_it_is_and_what_can_be_do
             )
         ]
         ready = [(a.replace("rest", "reserved, not in use"), b, c.replace("rest", "reserved, not in use")) for a, b, c in ready]
-        assert said == [
+        assert reported == [
             *ready,
             ("hasty: waits for memory: 300.0 MiB", "hasty", "waits for memory"),
             ("vectors: left by suspended engines: 10.0 MiB", "vectors", "left by suspended engines"),

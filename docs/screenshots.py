@@ -64,7 +64,7 @@ def _list_requests(page: Page, url: str) -> None:
     with ThreadPoolExecutor() as requests:
         running = [requests.submit(_ask, url, WARM, 200) for _ in range(3)]
         page.get_by_role("link", name="Requests").click()
-        page.get_by_role("region", name="Running and waiting requests", exact=True).locator("tbody tr").nth(2).wait_for()
+        page.get_by_role("region", name="Running and waiting requests", exact=True).get_by_text("running").nth(2).wait_for()
         page.screenshot(path=IMAGES / "console-requests.png")
         for request in running:
             request.result()
@@ -76,6 +76,7 @@ def _explain(page: Page) -> None:
     page.get_by_role("button", name=COLD, exact=True).click()
     link = page.get_by_role("complementary", name="Details").get_by_role("link", name=re.compile(" on node-"))
     link.wait_for()
+    page.get_by_text(re.compile("among the latest [1-9]")).wait_for()
     page.screenshot(path=IMAGES / "console-models.png")
     link.click()
     page.get_by_role("region", name="Placement decision").wait_for()

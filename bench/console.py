@@ -1,9 +1,11 @@
-"""What open pages of the console cost a gateway.
+"""What open pages of the console cost a gateway, and how soon a browser shows them.
 
     python -m bench.console [--models 1000] [--nodes 100] [--pages 10] [--seconds 60]
 
 A real gateway process on a real nats-server; this process stands for the scheduler and answers with
-a cluster in which a tenth of the models, and as many instances, change between two readings.
+a cluster in which a tenth of the models, and as many instances, change between two readings. With
+Chromium it also prints the times of the first paint, as the browser reports them, and of the first
+nodes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import psutil
+from playwright.async_api import async_playwright
 
 from shared.contracts import subjects
 from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelView, NodeView
@@ -28,9 +31,19 @@ from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus
 from shared.messaging import Mesh
 from shared.ports import free_port
 from shared.settings import CommonSettings
+from tests.support.browser import CHROMIUM
 from tests.support.servers import NatsServer
 
 DEVICES = 8
+PAINTS = """() => Object.fromEntries(performance.getEntriesByType('paint').map((e) => [e.name, e.startTime]))"""
+"""Milliseconds from the navigation to the paints that the browser reports."""
+_WORST_TASK = """(seconds) => new Promise((done) => {
+  let worst = 0;
+  new PerformanceObserver((list) => { for (const e of list.getEntries()) worst = Math.max(worst, e.duration); }).observe({ type: 'longtask' });
+  setTimeout(() => done(worst), seconds * 1000);
+})"""
+"""Milliseconds of the longest task of the page meanwhile; tasks under 50 ms are not reported."""
+_OPENINGS = 5
 
 
 class Cluster:
@@ -116,6 +129,37 @@ async def measure(process: psutil.Process, seconds: float) -> float:
     return 100 * (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - started)
 
 
+async def draw(url: str, seconds: float) -> None:
+    """Open the cluster page in a browser, each time with an empty cache, and print its times."""
+    if CHROMIUM is None:
+        print("no Chromium is installed: no times of a browser")
+        return
+    first, full, nodes = list[float](), list[float](), list[float]()
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        for opening in range(_OPENINGS):
+            page = await browser.new_page()
+            await page.goto(f"{url}/ui")
+            await page.locator("section.node").first.wait_for()
+            nodes.append(await page.evaluate("performance.now()"))
+            paints = await page.evaluate(PAINTS)
+            first.append(paints["first-paint"])
+            full.append(paints["first-contentful-paint"])
+            if opening == _OPENINGS - 1:
+                worst = await page.evaluate(_WORST_TASK, seconds)
+                count = await page.locator("section.node").count()
+            await page.close()
+        await browser.close()
+    middle = _OPENINGS // 2
+    print(
+        f"browser: first paint after {sorted(first)[middle]:.0f} ms, first content {sorted(full)[middle]:.0f} ms, "
+        f"first nodes {sorted(nodes)[middle]:.0f} ms (median of {_OPENINGS} openings)"
+    )
+    print(
+        f"browser: {count} nodes are drawn at first; the longest task of the page in {seconds:.0f} s took {worst:.0f} ms (0: under 50)"
+    )
+
+
 async def run(models: int, nodes: int, pages: int, seconds: float) -> None:
     """Measure a gateway without pages, then with pages."""
     server, cluster, received = NatsServer(), Cluster(models, nodes), list[int]()
@@ -134,7 +178,8 @@ async def run(models: int, nodes: int, pages: int, seconds: float) -> None:
                 busy = await measure(process, seconds)
                 for follower in followers:
                     follower.cancel()
-        count = cluster.readings - readings
+            count = cluster.readings - readings
+            await draw(str(client.base_url), min(seconds, 20.0))
         print(
             f"{models} models, {nodes} nodes with {DEVICES} instances each; the scheduler's reply has {cluster.reply_bytes / 1e6:.1f} MB"
         )

@@ -59,6 +59,43 @@ def _compare(page: Page) -> None:
     page.screenshot(path=IMAGES / "console-playground.png")
 
 
+def _list_requests(page: Page, url: str) -> None:
+    """Photograph the list of requests while some run."""
+    with ThreadPoolExecutor() as requests:
+        running = [requests.submit(_ask, url, WARM, 200) for _ in range(3)]
+        page.get_by_role("link", name="Requests").click()
+        page.get_by_role("region", name="Running and waiting requests", exact=True).get_by_text("running").nth(2).wait_for()
+        page.screenshot(path=IMAGES / "console-requests.png")
+        for request in running:
+            request.result()
+
+
+def _explain(page: Page) -> None:
+    """Photograph the catalogue, and the last decision of a model."""
+    page.get_by_role("link", name="Models").click()
+    page.get_by_role("button", name=COLD, exact=True).click()
+    link = page.get_by_role("complementary", name="Details").get_by_role("link", name=re.compile(" on node-"))
+    link.wait_for()
+    page.get_by_text(re.compile("among the latest [1-9]")).wait_for()
+    page.screenshot(path=IMAGES / "console-models.png")
+    link.click()
+    page.get_by_role("region", name="Placement decision").wait_for()
+    page.screenshot(path=IMAGES / "console-explain.png")
+
+
+def _list_keys(page: Page, url: str, key: str) -> None:
+    """Photograph the keys with one that a user made."""
+    page.get_by_role("link", name="Keys").click()
+    page.get_by_label("Name", exact=True).fill("reports")
+    page.get_by_label("Scope").select_option("read-only")
+    page.get_by_role("button", name="Add the key").click()
+    page.get_by_role("rowheader", name="reports").wait_for()
+    page.reload()  # the key itself is shown once
+    page.get_by_role("rowheader", name="reports").wait_for()
+    page.screenshot(path=IMAGES / "console-keys.png")
+    httpx.delete(f"{url}/admin/v1/keys/reports", headers={"authorization": f"Bearer {key}"}, timeout=60).raise_for_status()
+
+
 def _diagnose(page: Page, url: str, key: str) -> None:
     """Photograph the findings while a node is cordoned."""
     headers = {"authorization": f"Bearer {key}"}
@@ -123,11 +160,13 @@ def main() -> int:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE)  # type: ignore[arg-type]
         page.goto(f"{url}/ui")
+        page.get_by_label("API key").wait_for()
+        page.screenshot(path=IMAGES / "console-login.png")
         page.get_by_label("API key").fill(key)
         page.get_by_role("button", name="Log in").click()
         page.locator(".chip").filter(has_text=WARM).first.click()
         running = [requests.submit(_ask, url, WARM, 200) for _ in range(4)]
-        page.get_by_role("img", name=re.compile(f"{WARM}: KV cache")).wait_for()
+        page.get_by_role("toolbar", name=re.compile(f"{WARM}: KV cache")).wait_for()
         page.screenshot(path=IMAGES / "console-cluster.png")
         for request in running:
             request.result()
@@ -137,6 +176,9 @@ def main() -> int:
         _ask_what_if(page)
         _sleep(url, key)
         _compare(page)
+        _list_requests(page, url)
+        _explain(page)
+        _list_keys(page, url, key)
         _show_history(page, url)
         _simulate(page)
         page.get_by_role("link", name="Usage").click()

@@ -1,71 +1,49 @@
-// Nodes and devices with their memory by model, live.
+// Nodes and devices with their memory by model, live. Each part can be selected.
 
-import { useState } from "preact/hooks";
-import { change, inPath } from "./api";
-import { counted, idle, size } from "./format";
+import { useMemo, useState } from "preact/hooks";
+import { Details, isSame, stateOf, type Selected } from "./clusterdetails";
+import { counted, size } from "./format";
+import { Flows } from "./flows";
 import type { Live } from "./live";
-import { logLink } from "./logs";
-import { Action, Badge, Facts, Freshness } from "./parts";
+import { divide, GONE, KINDS, MemoryBar, PARKED, type Part } from "./memorybar";
+import { Badge, Freshness, useFilter } from "./parts";
 import type { Device, Instance, Node } from "./types";
 
-interface Segment {
-  key: string;
-  kind: string;
-  label: string;
-  bytes: number;
-  instance?: string;
+/** Nodes that are drawn at once; the filter and a button show others. */
+const NODES = 25;
+
+interface Select {
+  selected: Selected;
+  select: (s: Selected) => void;
 }
 
-const PARKED = new Set(["suspended", "asleep"]);
-const GONE = new Set(["stopped", "failed"]);
-
-/** The parts of a memory bar, by kind. */
-const KINDS: Record<string, string> = {
-  weights: "weights",
-  kv: "KV cache in use",
-  process: "other memory of the engine",
-  rest: "reserved, not in use",
-  parked: "left by suspended engines",
-  executor: "executor",
-  reusable: "reusable weights",
-  free: "free",
-};
-
-/** Divide a device's budget among its instances, the executor, weights for reuse, and free memory. */
-export function segments(device: Device, instances: [string, Instance][]): Segment[] {
-  const found: Segment[] = [];
-  for (const [id, i] of instances) {
-    if (GONE.has(i.state) || !i.reserved_bytes) continue;
-    const share = i.devices.length || 1;
-    let left = i.reserved_bytes / share;
-    const take = (kind: string, bytes: number) => {
-      const part = Math.min(left, bytes / share);
-      left -= part;
-      if (part >= 1) found.push({ key: `${id} ${kind}`, kind, label: `${i.model}: ${KINDS[kind]}`, bytes: part, instance: id });
-    };
-    if (PARKED.has(i.state)) {
-      take("parked", i.reserved_bytes);
-      continue;
-    }
-    take("weights", i.weights_bytes);
-    take("kv", i.kv_bytes);
-    // A process's own memory is measured with its KV cache.
-    take("process", Math.max(0, i.private_bytes - i.kv_bytes));
-    take("rest", i.reserved_bytes);
-  }
-  if (device.executor_bytes) found.push({ key: "executor", kind: "executor", label: "executor", bytes: device.executor_bytes });
-  const free = Math.max(0, device.budget_bytes - found.reduce((sum, s) => sum + s.bytes, 0));
-  const reusable = Math.min(free, device.separate?.reusable_bytes ?? 0);
-  if (reusable) found.push({ key: "reusable", kind: "reusable", label: "reusable weights", bytes: reusable });
-  if (free - reusable >= 1) found.push({ key: "free", kind: "free", label: "free", bytes: free - reusable });
-  return found;
+/** A node with what is on it. */
+interface Place {
+  name: string;
+  node: Node;
+  devices: [string, Device][];
+  instances: [string, Instance][];
 }
 
-type Selected = { kind: "node" | "instance"; id: string } | null;
+function places(live: Live): Place[] {
+  const found = new Map<string, Place>();
+  for (const [name, node] of Object.entries(live.nodes)) found.set(name, { name, node, devices: [], instances: [] });
+  for (const entry of Object.entries(live.devices)) found.get(entry[1].node)?.devices.push(entry);
+  for (const entry of Object.entries(live.instances)) found.get(entry[1].node)?.instances.push(entry);
+  return [...found.values()].sort((a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }));
+}
+
+/** What the filter finds: a node by its name, state, labels, devices and models. */
+function searched({ name, node, devices, instances }: Place): string {
+  const state = [node.alive ? "" : "lost", node.cordoned ? "cordoned" : ""];
+  const labels = Object.entries(node.labels).map(([k, v]) => `${k}=${v}`);
+  return [name, ...state, ...labels, ...devices.map(([, d]) => d.name), ...instances.map(([, i]) => `${i.model} ${i.state}`)].join(" ");
+}
 
 export function ClusterPage({ live, mayChange }: { live: Live; mayChange: boolean }) {
   const [selected, select] = useState<Selected>(null);
-  const nodes = Object.entries(live.nodes).sort(([a], [b]) => a.localeCompare(b));
+  const nodes = useMemo(() => places(live), [live.nodes, live.devices, live.instances]);
+  const { shown, field, more } = useFilter(nodes, searched, NODES);
   const waiting = Object.entries(live.models).filter(([, m]) => m.waiting || (m.error && m.state === "failed"));
   return (
     <>
@@ -74,41 +52,35 @@ export function ClusterPage({ live, mayChange }: { live: Live; mayChange: boolea
       {live.arrived.has("cluster") && !nodes.length && <p>No node has reported yet. `thaw logs nodeagent` says why.</p>}
       <Totals live={live} />
       <ul class="legend" aria-label="Legend of the memory bars">
-        {Object.entries(KINDS).map(([kind, label]) => (
-          <li key={kind}><span class={`swatch seg-${kind}`} />{label}</li>
+        {Object.entries(KINDS).map(([kind, { name, about }]) => (
+          <li key={kind} title={about}><span class={`swatch seg-${kind}`} />{name}</li>
         ))}
       </ul>
+      {nodes.length > 1 && field("Find a node, or the nodes with a model")}
       <div class="columns">
         <div>
-          {nodes.map(([name, node]) => (
-            <NodeCard key={name} name={name} node={node} live={live} selected={selected} select={select} />
-          ))}
+          {shown.map((place) => <NodeCard key={place.name} place={place} live={live} selected={selected} select={select} />)}
+          {more("nodes")}
           {waiting.length > 0 && (
-            <section class="card">
+            <section class="card" aria-label="Waiting or failed models">
               <h2>Waiting or failed models</h2>
               <ul>
-                {waiting.map(([name, m]) => (
+                {waiting.slice(0, 100).map(([name, m]) => (
                   <li key={name}>
-                    <b>{name}</b> <Badge state={m.state} /> {m.waiting ? `${m.waiting} requests wait. ` : ""}
+                    <button type="button" class="link" onClick={() => select({ kind: "model", id: name })}>{name}</button>{" "}
+                    <Badge state={m.state} /> {m.waiting ? `${counted(m.waiting, "request")} waiting. ` : ""}
                     {m.error}
                   </li>
                 ))}
               </ul>
+              {waiting.length > 100 && <p>The first 100 of {waiting.length}. <a href="#/models">See the catalogue</a></p>}
             </section>
           )}
         </div>
         {selected && (
           <aside class="card" aria-label="Details">
             <button type="button" class="close" aria-label="Close the details" onClick={() => select(null)}>×</button>
-            {selected.kind === "node" && live.nodes[selected.id] && (
-              <NodeDetails name={selected.id} node={live.nodes[selected.id]!} live={live} mayChange={mayChange} />
-            )}
-            {selected.kind === "instance" &&
-              (live.instances[selected.id] ? (
-                <InstanceDetails id={selected.id} instance={live.instances[selected.id]!} live={live} mayChange={mayChange} />
-              ) : (
-                <p>This instance has ended.</p>
-              ))}
+            <Details selected={selected} select={select} live={live} mayChange={mayChange} />
           </aside>
         )}
       </div>
@@ -130,19 +102,9 @@ function Totals({ live }: { live: Live }) {
   );
 }
 
-interface CardProps {
-  name: string;
-  node: Node;
-  live: Live;
-  selected: Selected;
-  select: (s: Selected) => void;
-}
-
-function NodeCard({ name, node, live, selected, select }: CardProps) {
-  const devices = Object.entries(live.devices).filter(([, d]) => d.node === name);
-  const instances = Object.entries(live.instances).filter(([, i]) => i.node === name);
+function NodeCard({ place, live, selected, select }: { place: Place; live: Live } & Select) {
+  const { name, node, devices, instances } = place;
   const parked = instances.filter(([, i]) => PARKED.has(i.state));
-  const flows = node.links.filter((l) => l.loads || l.queued_bytes);
   return (
     <section class={`card node ${node.alive ? "" : "lost"}`} aria-label={`Node ${name}`}>
       <h2>
@@ -153,6 +115,7 @@ function NodeCard({ name, node, live, selected, select }: CardProps) {
       {devices.map(([id, device]) => (
         <DeviceBar
           key={id}
+          id={id}
           device={device}
           instances={instances.filter(([, i]) => i.devices.includes(device.device_id))}
           selected={selected}
@@ -164,53 +127,35 @@ function NodeCard({ name, node, live, selected, select }: CardProps) {
           Suspended:{" "}
           {parked.map(([id, i]) => (
             <button key={id} type="button" class="chip" onClick={() => select({ kind: "instance", id })}>
-              {i.model} {i.snapshot_bytes ? size(i.snapshot_bytes) : ""}
+              {i.model} {stateOf(i)}
             </button>
           ))}
         </p>
       )}
-      {flows.map((l) => (
-        <p key={l.link} class="quiet">
-          {l.link}: {l.loads} loads, {size(l.queued_bytes)} queued
-          {l.bytes_per_second ? `, ${size(l.bytes_per_second)}/s` : ""}
-        </p>
-      ))}
+      <Flows name={name} node={node} live={live} select={(link) => select({ kind: "link", id: name, link })} />
     </section>
   );
 }
 
-function DeviceBar(props: {
-  device: Device;
-  instances: [string, Instance][];
-  selected: Selected;
-  select: (s: Selected) => void;
-}) {
-  const { device, instances, selected, select } = props;
-  const parts = segments(device, instances);
-  const total = Math.max(1, device.budget_bytes, parts.reduce((sum, s) => sum + s.bytes, 0));
+function DeviceBar(props: { id: string; device: Device; instances: [string, Instance][] } & Select) {
+  const { id, device, instances, selected, select } = props;
+  const parts = divide(device, instances);
   const shown = instances.filter(([, i]) => !GONE.has(i.state) && !PARKED.has(i.state));
+  const chosen = (part: Part): Selected =>
+    part.instance ? { kind: "instance", id: part.instance, part: part.kind } : { kind: "device", id, part: part.kind };
   return (
     <div class="device">
       <div class="device-head">
-        <b>{device.device_id}</b> <span class="quiet">{device.name}</span>
+        <button type="button" class="link" aria-label={`Device ${device.device_id}`} onClick={() => select({ kind: "device", id })}>{device.device_id}</button>{" "}
+        <span class="quiet">{device.name}</span>
         <span class="right">
           {size(device.reserved_bytes)} of {size(device.budget_bytes)} reserved, {size(device.used_bytes)} in use
         </span>
       </div>
-      <div class="bar" role="img" aria-label={`Memory of ${device.device_id}: ${parts.map((s) => `${s.label} ${size(s.bytes)}`).join(", ")}`}>
-        {parts.map((s) => (
-          <span
-            key={s.key}
-            class={`seg seg-${s.kind} ${s.instance && selected?.id === s.instance ? "selected" : ""}`}
-            style={{ width: `${(100 * s.bytes) / total}%` }}
-            title={`${s.label}: ${size(s.bytes)}`}
-            onClick={() => s.instance && select({ kind: "instance", id: s.instance })}
-          />
-        ))}
-      </div>
+      <MemoryBar device={device} parts={parts} isSelected={(part) => isSame(chosen(part), selected)} select={(part) => select(chosen(part))} />
       <div class="chips">
-        {shown.map(([id, i]) => (
-          <button key={id} type="button" class="chip" onClick={() => select({ kind: "instance", id })}>
+        {shown.map(([key, i]) => (
+          <button key={key} type="button" class="chip" onClick={() => select({ kind: "instance", id: key })}>
             {i.model} <Badge state={i.state} />
             {i.phase && i.state !== "ready" ? ` ${i.phase} ${Math.round(100 * i.progress)}%` : ""}
             {i.active ? ` ${i.active} running` : ""}
@@ -218,105 +163,5 @@ function DeviceBar(props: {
         ))}
       </div>
     </div>
-  );
-}
-
-function NodeDetails({ name, node, live, mayChange }: { name: string; node: Node; live: Live; mayChange: boolean }) {
-  const path = `nodes/${encodeURIComponent(name)}`;
-  const count = Object.values(live.instances).filter((i) => i.node === name && !GONE.has(i.state)).length;
-  return (
-    <>
-      <h2>Node {name}</h2>
-      <Facts
-        items={[
-          ["State", node.alive ? "alive" : "lost"],
-          ["New instances", node.cordoned ? "none: the node is cordoned" : "allowed"],
-          ["Loader", node.loader_alive ? "alive" : "does not report"],
-          ["Instances", count],
-          ["Labels", Object.entries(node.labels).map(([k, v]) => `${k}=${v}`).join(", ")],
-          ["Host memory for weights", size(node.dram_budget_bytes)],
-          ["Disk cache", node.ssd_budget_bytes ? size(node.ssd_budget_bytes) : ""],
-          ["Snapshots", `${size(node.snapshot_bytes)} of ${size(node.snapshot_budget_bytes)}`],
-        ]}
-      />
-      {node.links.length > 0 && (
-        <table>
-          <caption>Links</caption>
-          <thead><tr><th scope="col">Link</th><th scope="col">Bandwidth</th><th scope="col">Loads</th><th scope="col">Queued</th></tr></thead>
-          <tbody>
-            {node.links.map((l) => (
-              <tr key={l.link}>
-                <td>{l.link}</td>
-                <td class="number">{l.bytes_per_second ? `${size(l.bytes_per_second)}/s` : ""}</td>
-                <td class="number">{l.loads}</td>
-                <td class="number">{size(l.queued_bytes)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      )}
-      {mayChange && (
-        <p>
-          {node.cordoned ? (
-            <Action label="Uncordon" description={`Uncordon ${name}: allow new instances`} run={() => change(`${path}/uncordon`)} />
-          ) : (
-            <Action label="Cordon" description={`Cordon ${name}: no new instances`} run={() => change(`${path}/cordon`)} />
-          )}
-          <Action label="Drain" description={`Drain ${name}: cordon it and let every instance leave`} run={() => change(`${path}/drain`)} />
-        </p>
-      )}
-    </>
-  );
-}
-
-function InstanceDetails({ id, instance: i, live, mayChange }: { id: string; instance: Instance; live: Live; mayChange: boolean }) {
-  const others = Object.keys(live.nodes).filter((n) => n !== i.node && live.nodes[n]!.alive);
-  const [target, setTarget] = useState("");
-  return (
-    <>
-      <h2>{i.model}</h2>
-      <Facts
-        items={[
-          ["State", <><Badge state={i.state} /> {i.phase && i.state !== "ready" ? `${i.phase} ${Math.round(100 * i.progress)}%` : ""}</>],
-          ["Instance", <code>{id}</code>],
-          ["Place", `${i.node} ${i.devices.join(", ")}`],
-          ["Engine", i.engine],
-          ["Weights", size(i.weights_bytes)],
-          ["Own memory", size(i.private_bytes)],
-          ["KV cache", `${size(i.kv_bytes)} in use`],
-          ["Reserved", size(i.reserved_bytes)],
-          ["Requests", `${i.active} of ${i.capacity} running, ${i.waiting} waiting, ${i.completed} completed`],
-          ["Tokens", i.tokens],
-          ["Idle", i.idle_s === null ? "" : idle(i.idle_s)],
-          ["Suspension", i.can_suspend ? "possible" : i.cannot_suspend],
-          ["Adapters", i.adapters.join(", ")],
-          ["Error", i.error],
-          ["Placement", <a href={`#/explain/${encodeURIComponent(i.plan_id)}`}>Why it is there</a>],
-          ["Log", mayChange ? <a href={logLink(i.node, `${id}.engine`)}>Log of its engine</a> : ""],
-        ]}
-      />
-      {mayChange && (
-        <p>
-          <Action label="Sleep" description={`Put ${i.model} to sleep`} run={() => change(`models/${inPath(i.model)}/sleep`)} />
-          <Action label="Wake" description={`Wake ${i.model}`} run={() => change(`models/${inPath(i.model)}/wake`)} />
-        </p>
-      )}
-      {mayChange && i.state === "ready" && others.length > 0 && (
-        <p>
-          <label>
-            Migrate to{" "}
-            <select value={target} onChange={(event) => setTarget(event.currentTarget.value)}>
-              <option value="">the scheduler's choice</option>
-              {others.map((n) => <option key={n}>{n}</option>)}
-            </select>
-          </label>
-          <Action
-            label="Migrate"
-            description={`Migrate the requests of ${i.model}`}
-            run={() => change("migrations", { instance_id: id, node: target || null, wait: false })}
-          />
-        </p>
-      )}
-    </>
   );
 }

@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { session } from "./api";
-import type { Instance, Device, Model, Node, Pull, RequestRecord } from "./types";
+import type { ActiveRequest, Instance, Device, Model, Node, Pull, RequestRecord } from "./types";
 
 type Section = Record<string, any>;
 interface Update {
@@ -20,25 +20,29 @@ export interface Live {
   instances: Record<string, Instance>;
   pulls: Record<string, Pull>;
   requests: Record<string, RequestRecord>;
+  active: Record<string, ActiveRequest>;
+  gateways: Record<string, { active: number }>;
   cluster: Record<string, { id: string; epoch: number }>;
   /** Topics whose view has arrived. */
   arrived: Set<string>;
   connected: boolean;
   /** Unix seconds of the latest data. */
   at: number;
+  /** Seconds that this machine's clock is ahead of the gateway's. */
+  ahead_s: number;
   errors: Record<string, string>;
 }
 
 const RETRY_MS = 1000;
 
 function empty(): Live {
-  const sections = { models: {}, nodes: {}, devices: {}, instances: {}, pulls: {}, requests: {}, cluster: {} };
-  return { ...sections, arrived: new Set(), connected: false, at: 0, errors: {} };
+  const sections = { models: {}, nodes: {}, devices: {}, instances: {}, pulls: {}, requests: {}, active: {}, gateways: {}, cluster: {} };
+  return { ...sections, arrived: new Set(), connected: false, at: 0, ahead_s: 0, errors: {} };
 }
 
 /** Apply an update to a copy: sections that did not change keep their identity. */
 function apply(before: Live, topic: string, update: Update): Live {
-  const after: Live = { ...before, connected: true, at: update.at, errors: { ...before.errors } };
+  const after: Live = { ...before, connected: true, at: update.at, ahead_s: Date.now() / 1000 - update.at, errors: { ...before.errors } };
   if (update.error) after.errors[topic] = update.error;
   else delete after.errors[topic];
   const sections = after as unknown as Record<string, Section>;

@@ -58,12 +58,16 @@ function useCosts(): Map<string, string> | null {
   return costs;
 }
 
-export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean }) {
-  const [selected, select] = useState<string | null>(null);
+/** The address of a model's details. */
+export const modelLink = (name: string): string => `#/models/${encodeURIComponent(name)}`;
+
+export function ModelsPage({ live, mayChange, name: named }: { live: Live; mayChange: boolean; name?: string }) {
+  const [selected, select] = useState<string | null>(named ?? null);
+  useEffect(() => select(named ?? null), [named]);
   const all = useMemo(() => Object.entries(live.models).sort(([a], [b]) => a.localeCompare(b)), [live.models]);
   const costs = useCosts();
   const measured = useMemo(() => latencies(Object.values(live.requests)), [live.requests]);
-  const { shown, field } = useFilter(all, ([name, m]) => `${name} ${m.aliases.join(" ")} ${m.state} ${m.engine}`);
+  const { shown, field, more } = useFilter(all, ([name, m]) => `${name} ${m.aliases.join(" ")} ${m.state} ${m.engine}`);
   const chosen = selected === null ? undefined : live.models[selected];
   return (
     <>
@@ -114,6 +118,7 @@ export function ModelsPage({ live, mayChange }: { live: Live; mayChange: boolean
               })}
             </tbody>
           </table>
+          {more("models")}
           <p class="quiet">Percentiles are times to the first token among the latest {Object.keys(live.requests).length} requests of the mesh.</p>
         </div>
         {selected !== null && chosen && (

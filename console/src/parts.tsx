@@ -71,8 +71,9 @@ export function Facts({ items }: { items: [string, ComponentChildren][] }) {
 }
 
 /** A search field above a long table, of which only the first rows are drawn. */
-export function useFilter<T>(items: T[], text: (item: T) => string, limit = 100) {
+export function useFilter<T>(items: T[], text: (item: T) => string, step = 100) {
   const [query, setQuery] = useState("");
+  const [limit, setLimit] = useState(step);
   const wanted = query.trim().toLowerCase();
   const found = wanted ? items.filter((item) => text(item).toLowerCase().includes(wanted)) : items;
   const field = (label: string) => (
@@ -84,5 +85,13 @@ export function useFilter<T>(items: T[], text: (item: T) => string, limit = 100)
       </span>
     </label>
   );
-  return { shown: found.slice(0, limit), field };
+  const more = (things: string) =>
+    found.length > limit && (
+      <p>
+        <button type="button" onClick={() => setLimit(limit + step)}>
+          Show {Math.min(step, found.length - limit)} more {things}
+        </button>
+      </p>
+    );
+  return { shown: found.slice(0, limit), field, more };
 }

@@ -1,13 +1,14 @@
-// Finished requests with their waterfall, the placement decision behind a cold start, and what-if queries.
+// Active and finished requests with their waterfall, the placement decision behind a cold start, and what-if queries.
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin, ApiError } from "./api";
 import { LatencyChart } from "./chart";
-import { clock, duration, optional } from "./format";
+import { clock, counted, duration, idle, optional } from "./format";
 import type { Live } from "./live";
-import { Facts, Freshness, useFilter } from "./parts";
+import { modelLink } from "./models";
+import { Badge, Facts, Freshness, useFilter } from "./parts";
 import { PlanCard } from "./placement";
-import type { LoadTrace, PlanExplained, RequestTrace, Segment, Span } from "./types";
+import type { ActiveRequest, LoadTrace, PlanExplained, RequestTrace, Segment, Span } from "./types";
 import { rows, type Stretch } from "./waterfall";
 import { WhatIf } from "./whatif";
 
@@ -22,6 +23,8 @@ export function RequestsPage({ live }: { live: Live }) {
     <>
       <h1>Requests</h1>
       <Freshness live={live} />
+      <ActiveRequests live={live} />
+      <h2>Finished</h2>
       {live.arrived.has("requests") && !requests.length && <p>No request has been traced yet.</p>}
       {records.length > 0 && <LatencyChart requests={records} />}
       {field("Find a request")}
@@ -53,6 +56,65 @@ export function RequestsPage({ live }: { live: Live }) {
         </table>
       </div>
     </>
+  );
+}
+
+const ACTIVE = 100;
+
+/** Seconds of the gateway's clock, once a second while `runs`. */
+function useNow(ahead_s: number, runs: boolean): number {
+  const [now, setNow] = useState(Date.now());
+  useEffect(() => {
+    if (!runs) return;
+    const timer = window.setInterval(() => setNow(Date.now()), 1000);
+    return () => window.clearInterval(timer);
+  }, [runs]);
+  return now / 1000 - ahead_s;
+}
+
+function where(r: ActiveRequest): string {
+  if (r.state === "following") return "gets the response of the request with the same Idempotency-Key";
+  if (!r.instance_id) return r.attempts ? "waits for another instance" : "waits for an instance";
+  return `${r.state === "running" ? "" : "queued, "}${r.node} ${r.instance_id}`;
+}
+
+/** Requests that have not ended, of all gateways. */
+function ActiveRequests({ live }: { live: Live }) {
+  const active = useMemo(() => Object.entries(live.active).sort(([, a], [, b]) => a.received - b.received), [live.active]);
+  const now = useNow(live.ahead_s, active.length > 0);
+  const total = Object.values(live.gateways).reduce((sum, g) => sum + g.active, 0);
+  return (
+    <section aria-label="Running and waiting requests">
+      <h2>Running and waiting</h2>
+      {live.arrived.has("requests") && <p class="quiet">{counted(total, "request")} at {counted(Object.keys(live.gateways).length, "gateway")}{total > ACTIVE ? `; the oldest ${ACTIVE} are listed` : ""}</p>}
+      {active.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label="Table of running and waiting requests">
+          <table>
+            <caption class="hidden">Running and waiting requests</caption>
+            <thead>
+              <tr>
+                {["Received", "Model", "Endpoint", "State", "Where", "For", "First token", "Tokens", "Request"].map((title) => <th key={title} scope="col">{title}</th>)}
+              </tr>
+            </thead>
+            <tbody>
+              {active.slice(0, ACTIVE).map(([id, r]) => (
+                <tr key={id}>
+                  <td>{clock(r.received)}</td>
+                  <td><a href={modelLink(r.model)}>{r.model}</a></td>
+                  <td>{r.endpoint}</td>
+                  <td><Badge state={r.state} /></td>
+                  <td>{where(r)}</td>
+                  <td class="number">{idle(Math.max(0, Math.floor(now - r.received)))}</td>
+                  <td class="number">{optional(r.ttft_ms)}</td>
+                  <td class="number">{r.output_tokens || ""}</td>
+                  <td><code>{id.slice(0, 16)}…</code></td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </section>
   );
 }
 

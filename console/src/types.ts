@@ -15,6 +15,7 @@ export interface Plan {
 export interface Model {
   state: string;
   engine: string;
+  pin: boolean;
   task: string;
   source: string;
   base: string | null;
@@ -36,9 +37,32 @@ export interface Node {
   snapshot_budget_bytes: number;
   snapshot_bytes: number;
   dram_budget_bytes: number;
+  /** Without what instances have. */
+  dram_bytes: number;
   ssd_budget_bytes: number;
-  loads: { model: string; total_bytes: number; loaded_bytes: number; fetched_bytes: number }[];
-  links: { link: string; bytes_per_second: number | null; queued_bytes: number; loads: number }[];
+  ssd_bytes: number;
+  loads: Load[];
+  links: Link[];
+}
+
+/** Weights on their way to a node. `total_bytes` 0: not known yet. */
+export interface Load {
+  model: string;
+  total_bytes: number;
+  loaded_bytes: number;
+  fetched_bytes: number;
+  on_devices: Record<string, number>;
+}
+
+export interface Link {
+  link: string;
+  bytes_per_second: number | null;
+  queued_bytes: number;
+  loads: number;
+  models: string[];
+  /** Since the loader's start. */
+  moved_bytes: number;
+  finish_ms: number | null;
 }
 
 export interface Pull {
@@ -64,12 +88,22 @@ export interface Device {
   reserved_bytes: number;
   executor_bytes: number;
   used_bytes: number;
-  separate: { total_bytes: number; free_bytes: number; mapped_bytes: number; reusable_bytes: number; lent_bytes: number } | null;
+  separate: Separate | null;
+}
+
+export interface Separate {
+  total_bytes: number;
+  free_bytes: number;
+  mapped_bytes: number;
+  reusable_bytes: number;
+  lent_bytes: number;
+  models: { model: string; mapped_bytes: number; reusable_bytes: number; shared_bytes: number }[];
 }
 
 export interface Instance {
   node: string;
   model: string;
+  revision: string;
   devices: string[];
   engine: string;
   state: string;
@@ -88,9 +122,25 @@ export interface Instance {
   idle_s: number | null;
   can_suspend: boolean;
   cannot_suspend: string;
+  suspended_by: "cpu" | "cuda" | "sleep" | "sleep_cuda" | null;
   snapshot_bytes: number;
+  swap_bytes: number;
   error: string | null;
   adapters: string[];
+}
+
+/** A request that has not ended. */
+export interface ActiveRequest {
+  model: string;
+  endpoint: string;
+  state: "waiting" | "running" | "following";
+  /** Unix seconds. */
+  received: number;
+  instance_id: string | null;
+  node: string;
+  attempts: number;
+  ttft_ms: number | null;
+  output_tokens: number;
 }
 
 export interface RequestRecord {

@@ -29,6 +29,7 @@ from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.handlers.find_request import subscribe_find_request
 from services.gateway.handlers.move_request import MoveRequestHandler
 from services.gateway.handlers.view_latencies import subscribe_view_latencies
+from services.gateway.handlers.view_requests import subscribe_view_requests
 from services.gateway.http.batches.runner import BatchRunner
 from services.gateway.http.console.endpoints import ROOT as CONSOLE_ROOT
 from services.gateway.http.console.endpoints import Console
@@ -228,6 +229,7 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
     await gateway.run(group)
     await subscribe_find_request(gateway)
     await subscribe_view_latencies(gateway)
+    await subscribe_view_requests(gateway)
     cards = CatalogWatcher(gateway.catalog, gateway.on_model_removed)
     for bucket, watcher in (
         (catalog_bucket, cards),

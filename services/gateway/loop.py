@@ -39,10 +39,12 @@ from services.gateway.domain.stored_responses import StorageBounds
 from services.gateway.domain.ticket import Stage, Ticket
 from services.gateway.idempotency.idempotent_request import IdempotentRequest
 from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.requests.active_view import view_active
 from services.gateway.requests.sink import TokenSink
 from services.gateway.requests.used import usage_record
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.request_log import RequestLog, RequestOrigin
+from shared.contracts.active_requests import MAX_LISTED, RequestsViewed
 from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.latencies import LatenciesViewed
 from shared.contracts.models import ModelCard
@@ -162,7 +164,7 @@ class Gateway:
         )
         buffer_limit_bytes = self.settings.stream_buffer_bytes
         request = ActiveRequest(ticket, card, engine_request, sink, self.dispatcher, buffer_limit_bytes)
-        request.key_digest = origin.caller.digest
+        request.key_digest, request.received_at = origin.caller.digest, origin.received_at
         if card.spec.slo.is_set and card.spec.base is None and origin.priority > BATCH_PRIORITY:
             request.standing = partial(self.objectives.standing, ticket.model)
         request.meter = partial(self._meter, request, origin)
@@ -212,6 +214,13 @@ class Gateway:
         """Return this gateway's latencies of a model in the last hour."""
         since, minutes = self._latencies.view(model, _minute())
         return LatenciesViewed(gateway=self.id, since=since, minutes=minutes)
+
+    def view_requests(self) -> RequestsViewed:
+        """Return the requests that this gateway serves, the oldest first."""
+        active = ((request_id, self._requests[ticket_id]) for request_id, ticket_id in self._ticket_ids.items())
+        running = [(request_id, request) for request_id, request in active if not request.completion.is_done]
+        views = tuple(view_active(request_id, request) for request_id, request in running[:MAX_LISTED])
+        return RequestsViewed(gateway=self.id, total=len(running), requests=views)
 
     def _judge(self, request: ActiveRequest) -> bool | None:
         """Count whether the request met its model's objective; return None if it does not count."""

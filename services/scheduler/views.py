@@ -82,12 +82,20 @@ def _loader(state: ClusterState, node: str) -> LoaderView | None:
     status = presence.status
     return LoaderView(
         dram_budget_bytes=status.dram_budget_bytes,
+        dram_bytes=status.dram_bytes,
         ssd_budget_bytes=status.ssd_budget_bytes,
+        ssd_bytes=status.ssd_bytes,
         bytes_per_second=status.bytes_per_second,
         links=status.links,
         memory=status.memory,
         loads=tuple(
-            LoadView(model=s.model, total_bytes=s.total_bytes, loaded_bytes=s.loaded_bytes, fetched_bytes=s.fetched_bytes)
+            LoadView(
+                model=s.model,
+                total_bytes=s.total_bytes,
+                loaded_bytes=s.loaded_bytes,
+                fetched_bytes=s.fetched_bytes,
+                on_devices=s.on_devices,
+            )
             for s in status.segments
             if s.error is None and not s.is_partial and (s.loaded_bytes < s.total_bytes or not s.total_bytes)
         ),

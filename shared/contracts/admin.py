@@ -303,19 +303,23 @@ class LoadView(Frozen):
     Attributes:
         total_bytes: 0: not known yet.
         fetched_bytes: Received from a remote source.
+        on_devices: Bytes on each device that the weights are brought to.
     """
 
     model: str
     total_bytes: int
     loaded_bytes: int
     fetched_bytes: int = 0
+    on_devices: dict[str, int] = Field(default_factory=dict)
 
 
 class LoaderView(Frozen):
-    """The budgets of a node's loader, and its bandwidths."""
+    """The budgets of a node's loader, what it uses of them, and its bandwidths."""
 
     dram_budget_bytes: int = 0
+    dram_bytes: int = Field(default=0, description="As in `LoaderStatus`: without what instances hold.")
     ssd_budget_bytes: int = 0
+    ssd_bytes: int = Field(default=0, description="As in `LoaderStatus`.")
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     links: tuple[LinkStatus, ...] = ()
     memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of cpu devices with memory of their own.")

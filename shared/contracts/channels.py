@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.contracts import (
+    active_requests,
     admin,
     audit,
     base,
@@ -306,6 +307,14 @@ CHANNELS: tuple[Channel, ...] = (
         "What every gateway has of a model's latencies in the last hour.",
         (latencies.ViewLatencies,),
         (latencies.LatenciesViewed,),
+    ),
+    Channel(
+        "viewRequests",
+        subjects.VIEW_REQUESTS,
+        "gateway",
+        "The requests that every gateway serves now.",
+        (active_requests.ViewRequests,),
+        (active_requests.RequestsViewed,),
     ),
     Channel(
         "migrations",

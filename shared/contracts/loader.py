@@ -287,6 +287,7 @@ class LinkStatus(Frozen):
     finish_ms: float | None = None
     moved_bytes: int = Field(default=0, description="Bytes that have crossed it since the loader was started.")
     is_paced: bool = Field(default=False, description="Its bandwidth is a setting of an experiment, not the machine's.")
+    models: tuple[str, ...] = Field(default=(), description="Models of its loads, in the order of their names.")
     group_bytes: int | None = Field(
         default=None,
         description="Of a device's bus: bytes of a group of copies, the smallest with the bus's full bandwidth as measured.",

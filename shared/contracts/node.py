@@ -185,6 +185,11 @@ class Suspension(Frozen):
         default=0, description="Of device memory that one leaves in use: as measured, before the first as expected."
     )
     snapshot_bytes: int = Field(default=0, description="Charged to the node's snapshot budget now.")
+    swap_bytes: int = Field(
+        default=0,
+        description="Of the snapshot, in swap: all of `snapshot_bytes` if the way is cpu, else what was written there from host "
+        "memory, which `snapshot_bytes` does not count.",
+    )
     need_bytes: int = Field(default=0, description="To be reserved for a resumption, what is left included.")
     resume_ms: float | None = Field(default=None, description="Expected: as measured, before the first from its bytes.")
     resumes: int = 0

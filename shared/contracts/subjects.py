@@ -139,6 +139,8 @@ FIND_REQUEST = f"{PREFIX}.gateway.find"
 """Every gateway receives it; the one that holds the request answers."""
 VIEW_LATENCIES = f"{PREFIX}.gateway.latencies"
 """Every gateway receives it, and answers."""
+VIEW_REQUESTS = f"{PREFIX}.gateway.requests"
+"""Every gateway receives it, and answers."""
 
 
 def replies(gateway_id: str) -> str:

@@ -57,6 +57,7 @@ MAY_PUBLISH = {
     "gatewayPresent": {"gateway"},
     "gatewayLimits": {"gateway"},
     "viewLatencies": {"gateway"},
+    "viewRequests": {"gateway"},
     "findRequest": {"scheduler"},
     "migrations": {"scheduler", "migrator"},
     "requestTrace": {"gateway"},
@@ -88,6 +89,7 @@ MAY_HEAR = {
     "gatewayPresent": {"gateway"},
     "gatewayLimits": {"gateway"},
     "viewLatencies": {"gateway"},
+    "viewRequests": {"gateway"},
     "findRequest": {"gateway"},
     "migrations": set(),  # over JetStream's own inboxes
     "requestTrace": set(),

@@ -42,7 +42,7 @@ def test_cluster_shows_memory_by_model_and_follows_actions(page: Page, client: o
     node = page.get_by_role("region", name="Node node-0")
     chip = node.get_by_role("button", name=re.compile("^one ready"))
     chip.click()
-    bar = node.get_by_role("img", name=re.compile("^Memory of cpu:0"))
+    bar = node.get_by_role("toolbar", name=re.compile("^Memory of cpu:0"))
     expect(bar).to_have_attribute("aria-label", re.compile("one: weights .* free "))
     details = page.get_by_role("complementary", name="Details")
     expect(details).to_contain_text("node-0 cpu:0")
@@ -55,6 +55,36 @@ def test_cluster_shows_memory_by_model_and_follows_actions(page: Page, client: o
     expect(node).to_contain_text("cordoned")
     details.get_by_role("button", name="Uncordon node-0").click()
     expect(node).not_to_contain_text("cordoned")
+
+
+def test_details_pin_a_model_and_lead_to_its_links_its_decision_and_the_model(
+    page: Page, client: openai.OpenAI, admin: httpx.Client
+) -> None:
+    ask(client, "one")
+    node = page.get_by_role("region", name="Node node-0")
+    chip = node.get_by_role("button", name=re.compile("^one ready"))
+    details = page.get_by_role("complementary", name="Details")
+    chip.click()
+    details.get_by_role("button", name="Pin one").click()
+    unpin = details.get_by_role("button", name="Unpin one")
+    expect(unpin).to_be_visible()
+    assert admin.get("/models/one/settings").json()["settings"]["pin"]
+    unpin.click()
+    expect(details.get_by_role("button", name="Pin one", exact=False).and_(page.locator("[aria-label^=Pin]"))).to_be_visible()
+    node.get_by_role("button", name="node-0", exact=True).click()
+    details.locator("td button.link").first.click()
+    expect(details).to_contain_text(re.compile(r"Moved\s*[\d.]+ [KMG]iB since the loader's start"))
+    assert serious_findings(page) == []
+    chip.click()
+    details.get_by_role("link", name="Why it is there").click()
+    expect(page.get_by_role("heading", name="Placement decision", level=1)).to_be_visible()
+    expect(page.get_by_role("region", name="Candidates")).to_contain_text("node-0")
+    assert serious_findings(page) == []
+    page.go_back()
+    chip.click()
+    details.get_by_role("link", name="one", exact=True).click()
+    expect(details.get_by_role("heading", name="one", exact=True)).to_be_visible()
+    expect(details.get_by_text("Change settings")).to_be_visible()
 
 
 def test_models_wake_and_show_the_latencies_of_their_requests(page: Page, client: openai.OpenAI) -> None:

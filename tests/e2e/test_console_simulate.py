@@ -1,4 +1,4 @@
-"""Simulations in the console, in a real browser against a mesh of two nodes."""
+"""Simulations, migrations and drains in the console, in a real browser against two nodes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from shared.contracts.models import ModelSpec
 from shared.sizing import need_of
 from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
+from tests.support.moving import Stream, body
+from tests.support.paced_zygote import Pace
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
@@ -26,9 +28,9 @@ VIEWER = "sk-thaw-simulate-viewer"
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Thaw]:
+def mesh(pace: Pace) -> Iterator[Thaw]:
     """Start a mesh whose two nodes hold one instance each, and send it requests."""
-    thaw = Thaw()
+    thaw = Thaw(**pace.environment)
     sources = {name: str(make_demo_model(thaw.home / "models" / name, "test", seed=i)) for i, name in enumerate(MODELS)}
     budget = need_of(card_of(ModelSpec(name="one", source=sources["one"]))).total * 3 // 2
     config = thaw.home / "thaw.yaml"
@@ -85,6 +87,35 @@ def test_read_only_keys_see_the_page_and_start_nothing(browser: Browser, mesh: T
         page.get_by_role("link", name="Simulate").click()
         expect(page.get_by_text("Simulations need an admin key.")).to_be_visible()
         expect(page.get_by_role("button", name="Simulate", exact=True)).to_be_disabled()
+        assert faults == []
+
+
+def test_a_request_migrates_and_its_node_is_drained(browser: Browser, mesh: Thaw, pace: Pace, admin: httpx.Client) -> None:
+    for name in MODELS:
+        admin.post(f"/models/{name}/sleep").raise_for_status()
+    with opened(browser) as (page, faults):
+        log_in(page, mesh.url, mesh.endpoints["admin_key"])
+        details = page.get_by_role("complementary", name="Details")
+        with pace.slowed():
+            stream = Stream(mesh.url, body("one", max_tokens=400, ignore_eos=True)).start()
+            assert stream.opened.wait(120)
+            source = next(n["node"] for n in mesh.cluster()["nodes"] if any(i["state"] == "ready" for i in n["instances"]))
+            target = next(n for n in ("node-0", "node-1") if n != source)
+            moved_from, moved_to = (page.get_by_role("region", name=f"Node {n}") for n in (source, target))
+            moved_from.get_by_role("button", name=re.compile("^one ready.* 1 running")).click()
+            details.get_by_label("Migrate to").select_option(target)
+            details.get_by_role("button", name="Migrate the requests of one").click()
+            expect(moved_to.get_by_role("button", name=re.compile("^one ready.* 1 running"))).to_be_visible(timeout=60_000)
+        stream.result()
+        (record,) = admin.get("/migrations").json()["migrations"]
+        assert [r["outcome"] for r in record["requests"]] == ["moved"]
+        moved_to.get_by_role("button", name=target, exact=True).click()
+        details.get_by_role("button", name=f"Drain {target}").click()
+        expect(moved_to).to_contain_text("cordoned")
+        expect(moved_to.locator(".chip")).to_have_count(0)
+        assert serious_findings(page) == []
+        details.get_by_role("button", name=f"Uncordon {target}").click()
+        expect(moved_to).not_to_contain_text("cordoned")
         assert faults == []
 
 

@@ -48,6 +48,7 @@ class Filling:
         on_arrived: Callable[[int, int], None] | None = None,
         order: Sequence[Piece] = (),
         sparse: bool = False,
+        model: str = "",
     ) -> None:
         """Prepare a load.
 
@@ -57,6 +58,7 @@ class Filling:
                 once. Padding belongs to the range before it.
             sparse: `pieces` are some of the segment; bytes between them are not reported.
             order: The same pieces in the order to read them; none: the segment's.
+            model: Name of the model, for reports of links.
         """
         self._layout, self._region, self._pieces = layout, region, pieces
         self._on_loaded, self._on_arrived = on_loaded, on_arrived
@@ -64,7 +66,7 @@ class Filling:
         self._head_end = len(layout.head) if sparse else starts[0]
         self._ends = tuple(p.target + p.length for p in pieces) if sparse else starts[1:]
         self._watermark = Watermark(pieces, len(layout.head), layout.total_bytes)
-        self._transfer = Transfer(order or pieces, self._read, background, cancelled)
+        self._transfer = Transfer(order or pieces, self._read, background, cancelled, model)
         self._link: Link | None = None
         self._striped: StripedTransfer | None = None
         self._reader: PieceReader | None = None
@@ -102,7 +104,13 @@ class Filling:
         """
         transfer = self._transfer
         self._striped = StripedTransfer(
-            sources, transfer.pieces, reader, self._publish, background=transfer.background, cancelled=transfer.cancelled
+            sources,
+            transfer.pieces,
+            reader,
+            self._publish,
+            background=transfer.background,
+            cancelled=transfer.cancelled,
+            model=transfer.model,
         )
         if not transfer.background:  # the priority rose before `_striped` was set
             self._striped.raise_priority()

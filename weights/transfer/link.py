@@ -33,9 +33,11 @@ class Taken:
 class LinkLoad(Protocol):
     """One load on one link. The link calls the methods under its lock.
 
-    `running`: chunks that its threads read now, which it counts itself.
+    `running`: chunks that its threads read now, which it counts itself. `model`: the name of the
+    model, for reports; empty: not known.
     """
 
+    model: str
     number: int
     background: bool
     running: int
@@ -70,12 +72,14 @@ class Transfer:
     """One load with one source.
 
     `read` is called with each piece, from the link's threads; the first error ends the load.
+    `model`: as in `LinkLoad`.
     """
 
     pieces: Sequence[Piece]
     read: Callable[[Piece], None]
     background: bool = False
     cancelled: threading.Event | None = None
+    model: str = ""
     number: int = field(default_factory=lambda: next(numbers))
     running: int = 0
     _begun: int = 0
@@ -182,6 +186,7 @@ class Link:
         with self._changed:
             queued, speed = self._line.queued_bytes, self._speed.bytes_per_second
             finish = queued / speed * 1e3 if queued and speed else None
+            models = {t.model for t in self._transfers.values() if t.model}
             return LinkStatus(
                 link=self.name,
                 bytes_per_second=speed,
@@ -189,6 +194,7 @@ class Link:
                 loads=len(self._line.loads),
                 finish_ms=finish,
                 moved_bytes=self._moved_bytes,
+                models=tuple(sorted(models)),
             )
 
     def close(self) -> None:

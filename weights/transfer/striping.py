@@ -71,6 +71,7 @@ class StripedTransfer:
         *,
         background: bool = False,
         cancelled: threading.Event | None = None,
+        model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plans.make_plan(sources, pieces, clock())
@@ -80,7 +81,7 @@ class StripedTransfer:
         self._stops: dict[int, _Stop] = {}
         self._error: BaseException | None = None
         self._source_error: Exception | None = None
-        self._shares = [_Share(self, source, background) for source in range(len(sources))]
+        self._shares = [_Share(self, source, background, model) for source in range(len(sources))]
         self._links: Sequence[Link] = ()
 
     @property
@@ -222,8 +223,8 @@ class StripedTransfer:
 class _Share:
     """The part of a striped load that one link reads (`LinkLoad`)."""
 
-    def __init__(self, transfer: StripedTransfer, source: int, background: bool) -> None:
-        self._transfer, self._source, self.background = transfer, source, background
+    def __init__(self, transfer: StripedTransfer, source: int, background: bool, model: str) -> None:
+        self._transfer, self._source, self.background, self.model = transfer, source, background, model
         self.number, self.running = next(numbers), 0
 
     @property

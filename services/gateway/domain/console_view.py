@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shared.contracts.active_requests import RequestsViewed
 from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView, PullView
 from shared.contracts.loader import DeviceMemory
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus
@@ -72,6 +73,7 @@ def _model(view: ModelView, states: Mapping[str, set[str]], adapters: set[tuple[
     return {
         "state": _state(view, states, adapters),
         "engine": spec.engine,
+        "pin": spec.pin,
         "task": info.task,
         "source": spec.public_source,
         "base": spec.base,
@@ -108,7 +110,9 @@ def _node(node: NodeView) -> Record:
         "snapshot_budget_bytes": node.snapshot_budget_bytes,
         "snapshot_bytes": sum(i.suspension.snapshot_bytes for i in node.instances),
         "dram_budget_bytes": loader.dram_budget_bytes,
+        "dram_bytes": loader.dram_bytes,
         "ssd_budget_bytes": loader.ssd_budget_bytes,
+        "ssd_bytes": loader.ssd_bytes,
         "loads": [load.model_dump(mode="json") for load in loader.loads],
         "links": [
             {
@@ -116,6 +120,9 @@ def _node(node: NodeView) -> Record:
                 "bytes_per_second": _round(link.bytes_per_second),
                 "queued_bytes": link.queued_bytes,
                 "loads": link.loads,
+                "models": list(link.models),
+                "moved_bytes": link.moved_bytes,
+                "finish_ms": _round(link.finish_ms),
             }
             for link in loader.links
         ],
@@ -156,6 +163,7 @@ def _instance(node: NodeView, i: InstanceStatus) -> Record:
     return {
         "node": node.node,
         "model": i.model,
+        "revision": i.revision,
         "devices": list(i.device_ids),
         "engine": i.engine,
         "state": i.state.value,
@@ -174,7 +182,9 @@ def _instance(node: NodeView, i: InstanceStatus) -> Record:
         "idle_s": _idle_s(load.idle_ms / 1e3) if i.state is InstanceState.READY and not load.active else None,
         "can_suspend": i.suspension.possible,
         "cannot_suspend": i.suspension.reason,
+        "suspended_by": i.suspension.way if i.state.parked else None,
         "snapshot_bytes": i.suspension.snapshot_bytes,
+        "swap_bytes": i.suspension.swap_bytes,
         "error": i.error.message if i.error else None,
         "adapters": [a.name for a in load.adapters],
     }
@@ -195,6 +205,15 @@ def _idle_s(seconds: float) -> int:
 def _round(value: float | None) -> float | None:
     """Round a learned bandwidth to three digits."""
     return None if value is None else float(f"{value:.3g}")
+
+
+def active_view(replies: Iterable[RequestsViewed]) -> View:
+    """Return the active requests of all gateways, by request id, and their number."""
+    listed = list(replies)
+    return {
+        "active": {r.request_id: r.model_dump(mode="json", exclude={"request_id"}) for g in listed for r in g.requests},
+        "gateways": {g.gateway: {"active": g.total} for g in listed},
+    }
 
 
 def request_record(trace: RequestTrace) -> Record:

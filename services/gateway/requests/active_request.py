@@ -71,6 +71,7 @@ class ActiveRequest:
             the response, and again if it counts here only later.
         key_digest: Hash of the client's API key; empty without a key.
         headers: Headers of the response that do not depend on it.
+        received_at: Unix time of its arrival, for people.
         standing: Returns how many requests of the model met its objective.
     """
 
@@ -106,6 +107,7 @@ class ActiveRequest:
         self.meter: Callable[[], None] = _no_meter
         self.key_digest = ""
         self.headers: dict[str, str] = {}
+        self.received_at = 0.0
         self.standing: Callable[[], ObjectiveStanding | None] = _no_standing
         self._dispatcher = dispatcher
 

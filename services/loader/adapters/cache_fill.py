@@ -36,7 +36,8 @@ class _Fill:
         self._waiting: tuple[Link, Transfer] | None = None
 
     def read_in_turn(self, link: Link, nbytes: int, read: Callable[[], None]) -> None:
-        transfer = Transfer((Piece(0, 0, 0, nbytes, 0),), lambda _: read(), background=True, cancelled=self.cancelled)
+        piece, name = Piece(0, 0, 0, nbytes, 0), self.card.name
+        transfer = Transfer((piece,), lambda _: read(), background=True, cancelled=self.cancelled, model=name)
         with self._lock:
             link.submit(transfer)
             self._waiting = link, transfer

@@ -313,12 +313,14 @@ class Copies:
 
     def links(self) -> tuple[LinkStatus, ...]:
         with self._lock:
-            under_way = [c.order.device for c in self._copies.values() if c.arena and c.arena.watermark < c.arena.nbytes]
+            under_way = [
+                (c.order.device, c.order.model) for c in self._copies.values() if c.arena and c.arena.watermark < c.arena.nbytes
+            ]
         found: list[LinkStatus] = []
         for device in self._devices.opened:
             queued, speed = device.queued_bytes, device.bytes_per_second
             finish = queued / speed * 1e3 if queued and speed else None
-            loads = under_way.count(device.device_id)
+            models = [model for target, model in under_way if target == device.device_id]
             link = f"bus:{device.device_id}"
             separate = self._devices.separate.get(device.device_id)
             paced = separate is not None and separate.paced_bytes_per_second is not None
@@ -327,9 +329,10 @@ class Copies:
                     link=link,
                     bytes_per_second=speed,
                     queued_bytes=queued,
-                    loads=loads,
+                    loads=len(models),
                     finish_ms=finish,
                     moved_bytes=device.copied_bytes,
+                    models=tuple(sorted({m for m in models if m})),
                     is_paced=paced,
                     group_bytes=device.group_bytes,
                 )

@@ -271,6 +271,7 @@ class Run:
             # Other engines read the segment in the order of its bytes.
             order=in_execution_order(layout, pieces) if self.order.card.spec.engine == "builtin" else (),
             sparse=sparse,
+            model=self.order.card.name,
         )
         if not self.background:  # the priority rose before `filling` was set
             self.filling.raise_priority()

@@ -113,7 +113,7 @@ def begin_resume(transition: Transition, instance: Instance, device_ids: tuple[s
     instance = instance.model_copy(update={"state": InstanceState.RESUMING, "phase": Phase.RESTORE, "progress_at": transition.now})
     if moved_from:
         instance = instance.model_copy(update={"command": instance.command.model_copy(update={"device_ids": device_ids})})
-    transition.park(instance, begun_at=transition.now, spilled="", moved_from=moved_from)
+    transition.park(instance, begun_at=transition.now, spilled="", spilled_bytes=0, moved_from=moved_from)
     transition.emit(Resume(instance.instance_id, instance.suspend_state.outlook.way))
 
 

@@ -88,6 +88,7 @@ class SuspendState(Frozen):
         frees_bytes: Device memory that the last suspension freed.
         left_bytes: Device memory that stayed in use.
         spilled: Progress of writing the snapshot to swap.
+        spilled_bytes: Bytes of the snapshot that were written to swap.
         need_bytes: Device memory to reserve for a resume.
         used_bytes: Device memory at the last assessment.
         base_bytes: Device memory after the start; growth beyond it is a leak.
@@ -105,6 +106,7 @@ class SuspendState(Frozen):
     left_bytes: int = 0
     snapshot_bytes: int = 0
     spilled: Literal["", "writing", "written", "refused"] = ""
+    spilled_bytes: int = 0
     need_bytes: int = 0
     used_bytes: int = 0
     base_bytes: int = 0

@@ -81,6 +81,7 @@ def suspension(state: NodeState, instance: Instance) -> Suspension:
         freed_bytes=p.frees_bytes,
         left_bytes=p.outlook.left_bytes,
         snapshot_bytes=p.snapshot_bytes,
+        swap_bytes=p.snapshot_bytes if p.outlook.way == "cpu" else p.spilled_bytes,
         need_bytes=p.need_bytes or instance.command.reserve_bytes,
         resume_ms=expected * 1e3 if p.outlook.way is not None else None,
         resumes=p.resumes,

@@ -252,6 +252,7 @@ def on_suspended(transition: Transition, event: Suspended) -> None:
         left_bytes=event.left_bytes,
         snapshot_bytes=event.snapshot_bytes,
         spilled="",
+        spilled_bytes=0,
         need_bytes=need,
         used_bytes=most,
         base_bytes=most if p.resumes <= 1 else p.base_bytes,
@@ -333,8 +334,9 @@ def on_spilled(transition: Transition, event: Spilled) -> None:
     if instance is None or instance.suspend_state.spilled != "writing":
         return
     if event.error is None:
-        left = max(0, instance.suspend_state.snapshot_bytes - event.freed_bytes)
-        transition.park(instance, spilled="written", snapshot_bytes=left)
+        before = instance.suspend_state.snapshot_bytes
+        left = max(0, before - event.freed_bytes)
+        transition.park(instance, spilled="written", spilled_bytes=before - left, snapshot_bytes=left)
     else:
         transition.park(instance, spilled="refused")
         make_room(transition, 0, "")

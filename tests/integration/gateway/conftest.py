@@ -16,6 +16,9 @@ from pydantic import SecretStr
 
 from services.gateway.app import app
 from services.gateway.settings import GatewaySettings
+from shared.contracts import subjects
+from shared.contracts.admin import ADMIN_REQUEST, AddModels, AdminRequest, ClusterView, ModelsAdded
+from shared.contracts.base import Done, Message
 from shared.contracts.models import ModelCard
 from shared.ports import free_port
 from tests.support.fake_engine import FakeNode, card_of
@@ -130,3 +133,24 @@ async def until(true: Callable[[], Awaitable[bool]], within: float = 60.0) -> No
 
 def chat(model: str = "alpha", **fields: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": "Hi"}]} | fields
+
+
+class Scheduler:
+    """Answers admin requests with a view that tests change."""
+
+    def __init__(self) -> None:
+        self.view = ClusterView(scheduler="s", epoch=1)
+        self.asked: list[AdminRequest] = []
+
+    async def answer(self, request: AdminRequest) -> Message:
+        self.asked.append(request)
+        if isinstance(request, AddModels):
+            return ModelsAdded(changed=tuple(spec.name for spec in request.specs))
+        return self.view if request.kind == "view" else Done()
+
+
+@pytest.fixture
+async def scheduler(node: FakeNode) -> Scheduler:
+    found = Scheduler()
+    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, found.answer).start()
+    return found

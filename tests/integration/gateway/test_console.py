@@ -13,12 +13,15 @@ from playwright.async_api import async_playwright
 from services.gateway.authorization import hash_key
 from services.gateway.domain.console_view import View, cluster_view
 from services.gateway.http.console import feed, sources
-from shared.contracts import subjects
-from shared.contracts.admin import ADMIN_REQUEST, AddModels, AdminRequest, ClusterView, ModelsAdded, ModelView, NodeView
-from shared.contracts.base import Done, Message
+from shared.contracts.admin import (
+    AddModels,
+    ClusterView,
+    ModelView,
+    NodeView,
+)
 from shared.contracts.findings import Diagnosis
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus
-from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until
+from tests.integration.gateway.conftest import CARDS, Scheduler, Served, ServeFn, chat, until
 from tests.support.browser import CHROMIUM, needs_chromium
 from tests.support.fake_engine import FakeNode, card_of
 
@@ -26,27 +29,6 @@ CONSOLE = {"x-thaw-console": "1"}
 NOTHING = {"view": False, "change": False, "inference": False, "key": False, "guarded": False}
 ROOT_KEY, USER_KEY = "root-key", "user-key"
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
-
-
-class Scheduler:
-    """Answers admin requests with a view that tests change."""
-
-    def __init__(self) -> None:
-        self.view = ClusterView(scheduler="s", epoch=1)
-        self.asked: list[AdminRequest] = []
-
-    async def answer(self, request: AdminRequest) -> Message:
-        self.asked.append(request)
-        if isinstance(request, AddModels):
-            return ModelsAdded(changed=tuple(spec.name for spec in request.specs))
-        return self.view if request.kind == "view" else Done()
-
-
-@pytest.fixture
-async def scheduler(node: FakeNode) -> Scheduler:
-    found = Scheduler()
-    await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, found.answer).start()
-    return found
 
 
 @pytest.fixture

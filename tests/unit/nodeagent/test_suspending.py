@@ -9,6 +9,7 @@ import pytest
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import Outlook
+from services.nodeagent.domain.status import suspension
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState, SuspendWay
@@ -237,6 +238,7 @@ def test_coldest_snapshot_in_host_memory_is_spilled_first(w: World) -> None:
     assert not w["a"].stop_asked
     w.hear(e.Spilled("a", freed_bytes=70))
     assert (w["a"].suspend_state.spilled, w["a"].suspend_state.snapshot_bytes) == ("written", 0)
+    assert [(s.snapshot_bytes, s.swap_bytes) for s in (suspension(w.state, w[x]) for x in "ab")] == [(0, 70), (70, 0)]
     assert w.state.snapshot_bytes_except("") == 70
 
 
@@ -251,6 +253,8 @@ def test_paged_out_snapshot_is_not_spilled(w: World) -> None:
     two_snapshots(w, way="cpu")
     assert not [x for x in w.effects if isinstance(x, e.Spill)]
     assert w["a"].stop_asked
+    in_swap = suspension(w.state, w["b"])
+    assert (in_swap.snapshot_bytes, in_swap.swap_bytes) == (70, 70)
 
 
 def test_a_spilled_snapshot_resumes_and_can_be_spilled_again(w: World) -> None:

@@ -1,16 +1,19 @@
-"""What the feeds of the console read: the scheduler's view, and the stream of traces."""
+"""What the feeds of the console read: the scheduler's view, active requests, and traces."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 
 from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError
 
-from services.gateway.domain.console_view import View, cluster_view, list_latest
+from services.gateway.adapters.gateway_replies import collect_replies
+from services.gateway.domain.console_view import View, active_view, cluster_view, list_latest
 from services.gateway.loop import Gateway
 from shared.contracts import subjects
+from shared.contracts.active_requests import RequestsViewed, ViewRequests
 from shared.contracts.admin import ClusterView, ViewCluster
 from shared.contracts.traces import RequestTrace
 from shared.errors import Unavailable, Unreachable
@@ -38,7 +41,10 @@ class ClusterSource:
 
 
 class RequestSource:
-    """The latest traces of the mesh's requests, read from where the last reading ended."""
+    """The active requests of all gateways, and the latest traces.
+
+    Traces are read from where the last reading ended.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -46,7 +52,16 @@ class RequestSource:
         self._next = 0
 
     async def read(self) -> Callable[[], View]:
-        """Read new traces. Raises `Unavailable` while NATS does not answer."""
+        """Read active requests and new traces. Raises `Unavailable` while NATS does not answer."""
+        active, _ = await asyncio.gather(self._read_active(), self._read_traces())
+        traces = list(self._traces)
+        return lambda: {"requests": list_latest(traces, LISTED_REQUESTS), **active_view(active)}
+
+    async def _read_active(self) -> list[RequestsViewed]:
+        own = self._gateway.view_requests()
+        return await collect_replies(self._gateway.mesh, subjects.VIEW_REQUESTS, ViewRequests(), own)
+
+    async def _read_traces(self) -> None:
         js = self._gateway.mesh.nc.jetstream(timeout=2)
         try:
             state = (await js.stream_info(subjects.TRACE_STREAM)).state
@@ -63,5 +78,3 @@ class RequestSource:
             pass  # no trace yet, or none after the last one
         except (NatsError, TimeoutError) as e:
             raise Unavailable(f"The traces cannot be read now ({type(e).__name__})") from e
-        traces = list(self._traces)
-        return lambda: {"requests": list_latest(traces, LISTED_REQUESTS)}

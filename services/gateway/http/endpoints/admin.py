@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.gateway.adapters.gateway_replies import collect_replies
 from services.gateway.adapters.key_writer import MAX_LOG_ENTRIES, Actor
-from services.gateway.adapters.latency_collector import collect_latencies
 from services.gateway.domain.latency_log import summarize_history
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
@@ -44,7 +44,7 @@ from shared.contracts.admin import (
 from shared.contracts.base import Done, Message
 from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey
-from shared.contracts.latencies import HISTORY_MINUTES
+from shared.contracts.latencies import HISTORY_MINUTES, ViewLatencies
 from shared.contracts.models import ModelSpec, code_fields
 from shared.contracts.traces import RequestTrace, TracePage
 from shared.contracts.usage import UsageViewed, ViewUsage
@@ -132,7 +132,8 @@ class Admin:
         if HISTORY_MINUTES % step:
             raise InvalidRequest(f"step={step} does not divide an hour. Send a divisor of {HISTORY_MINUTES}", param="step")
         name = self._gateway.catalog.find_model(request.path_params["name"]).name
-        views = await collect_latencies(self._gateway.mesh, self._gateway.view_latencies(name), name)
+        own = self._gateway.view_latencies(name)
+        views = await collect_replies(self._gateway.mesh, subjects.VIEW_LATENCIES, ViewLatencies(model=name), own)
         history = summarize_history(name, views, int(time.time() // 60), step)
         return json_response(history.model_dump(mode="json"))
 

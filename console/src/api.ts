@@ -8,6 +8,8 @@ export interface Session {
   inference: boolean;
   key: boolean;
   guarded: boolean;
+  /** Where Jaeger shows traces; absent: nowhere, or not to this session. */
+  jaeger?: string;
 }
 
 export class ApiError extends Error {

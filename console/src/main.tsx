@@ -124,7 +124,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
       <main id="main" tabIndex={-1}>
         {page === "cluster" && <WithLive topics="cluster" expired={changed} show={(live) => <ClusterPage live={live} mayChange={rights.change} />} />}
         {page === "models" && <WithLive topics="cluster,requests" expired={changed} show={(live) => <ModelsPage live={live} mayChange={rights.change} name={route[1]} />} />}
-        {page === "requests" && (route[1] ? <RequestPage id={route[1]} /> : <WithLive topics="requests" expired={changed} show={(live) => <RequestsPage live={live} />} />)}
+        {page === "requests" && (route[1] ? <RequestPage id={route[1]} jaeger={rights.jaeger} /> : <WithLive topics="requests" expired={changed} show={(live) => <RequestsPage live={live} />} />)}
         {page === "usage" && <UsagePage />}
         {page === "keys" && <KeysPage mayChange={rights.change} />}
         {page === "doctor" && <DoctorPage />}

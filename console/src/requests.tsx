@@ -135,7 +135,12 @@ async function perhaps<T>(path: string): Promise<T | undefined> {
   }
 }
 
-export function RequestPage({ id }: { id: string }) {
+/** The id of a trace, as a link to Jaeger if the gateway knows where that is. */
+function TraceId({ id, jaeger }: { id: string; jaeger?: string }) {
+  return jaeger ? <a href={`${jaeger}/trace/${encodeURIComponent(id)}`} target="_blank" rel="noopener noreferrer"><code>{id}</code></a> : <code>{id}</code>;
+}
+
+export function RequestPage({ id, jaeger }: { id: string; jaeger?: string }) {
   const [found, setFound] = useState<Loaded>({});
   useEffect(() => {
     let current = true;
@@ -169,7 +174,7 @@ export function RequestPage({ id }: { id: string }) {
           <Facts
             items={[
               ["Request", <code>{trace.request_id}</code>],
-              ["Trace", <code>{trace.trace_id}</code>],
+              ["Trace", <TraceId id={trace.trace_id} jaeger={jaeger} />],
               ["Endpoint", trace.endpoint],
               ["Status", trace.status],
               ["Instance", trace.instance_id],

@@ -95,6 +95,11 @@ class GatewaySettings(CommonSettings):
         default=5.0, gt=0, description="Seconds without a token after which a stream gets SSE comments about its model's start."
     )
     waking_comment_interval: float = Field(default=3.0, gt=0, description="Seconds between these comments.")
+    jaeger_url: str = Field(
+        default="",
+        pattern=r"^(https?://\S+[^/\s])?$",
+        description="Address of Jaeger's page for browsers, without a slash at the end: the console's traces are links to it.",
+    )
     usage_headers: bool = Field(
         default=False,
         description="Responses say what they used: the header x-thaw-usage, or a comment in streams (docs/metering.md).",

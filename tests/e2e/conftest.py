@@ -24,6 +24,7 @@ from thaw.demo.models import make_demo_model
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+JAEGER_URL = "http://127.0.0.1:16686"
 MODELS = ("one", "two", "three")
 
 
@@ -67,9 +68,10 @@ def started(
     port = {"THAW_SCHEDULER_METRICS_PORT": str(free_port())}
     # Tests that run at the same time keep the device of a shared mesh busy.
     batches = {"THAW_BATCH_START_AFTER_IDLE": "0"}
+    jaeger = {"THAW_JAEGER_URL": JAEGER_URL}
     given = {"THAW_POLICY": policy, "THAW_PRICES": prices}
     paced = {} if pace is None else pace.environment
-    thaw = Thaw(**port, **batches, **paced, **{name: value for name, value in given.items() if value is not None})
+    thaw = Thaw(**port, **batches, **jaeger, **paced, **{name: value for name, value in given.items() if value is not None})
     memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"
     specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))

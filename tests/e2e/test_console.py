@@ -14,6 +14,7 @@ from rich.console import Console
 
 from services.gateway.authorization import hash_key
 from shared.contracts.traces import RequestTrace
+from tests.e2e.conftest import JAEGER_URL
 from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
 from thaw.cli.waterfall import rows
@@ -109,6 +110,8 @@ def test_waterfall_is_that_of_the_command_line(page: Page, client: openai.OpenAI
     table.wait_for()
     trace = RequestTrace.model_validate(admin.get(f"/traces/{request_id}").json())
     assert trace.cold
+    link = page.get_by_role("link", name=trace.trace_id)
+    expect(link).to_have_attribute("href", f"{JAEGER_URL}/trace/{trace.trace_id}")
     assert trace.ttft_ms is not None
     expected = [
         (r.phase, r.process, f"{r.start_ms:.0f}", f"{r.duration_ms:.1f}", f"{r.waited_ms:.1f}" if r.waited_ms > 0 else "")
@@ -176,6 +179,12 @@ def test_what_if_is_decided_beside_what_happened_and_read_only_keys_may_ask(
     finally:
         admin.delete("/keys/asker").raise_for_status()
     assert {n["node"] for n in admin.get("/cluster").json()["nodes"]} == {"node-0"}
+
+
+def test_up_of_a_running_mesh_prints_where_the_console_is(mesh: Thaw) -> None:
+    done = mesh.run("up", "--detach")
+    assert done.returncode == 0, done.stderr
+    assert f"{mesh.url}/ui" in done.stdout
 
 
 def test_playground_streams_and_shows_the_request_as_code(page: Page, mesh: Thaw, admin: httpx.Client) -> None:

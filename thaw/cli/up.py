@@ -100,6 +100,7 @@ def _follow(api: Api, out: Console) -> None:
 def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> Document:
     api = Api.from_home(home)
     out.print(f"The mesh is running already: [bold]{api.url}/v1[/]  [dim](`{program()} down` stops it)[/]")
+    out.print(f"Its console is at [bold]{api.url}/ui[/]")
     waiting = differences(home, wanted)
     for key in waiting:
         out.print(f"[yellow]{key} differs from what is running; `{program()} down` and `{program()} up` again apply it.[/]")

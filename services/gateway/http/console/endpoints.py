@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from http.cookies import CookieError, SimpleCookie
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -105,13 +106,15 @@ class Console:
         """Report what the session may do; the page asks for a key if it is too little."""
         await self._gateway.wait_for_state("/admin/")
         viewer = self._caller("GET", _ADMIN)
-        document = {
+        document: dict[str, Any] = {
             "view": viewer is not None,
             "change": viewer is not None and viewer.scope == "admin",
             "inference": self._caller("POST", _INFERENCE) is not None,
             "key": bool(session_key_hash.get()),
             "guarded": self._gateway.authorizer.guards_admin,
         }
+        if viewer is not None and (jaeger := self._gateway.settings.jaeger_url):
+            document["jaeger"] = jaeger
         return json_response(document, headers={"cache-control": "no-store", **SECURITY_HEADERS})
 
     async def login(self, request: Request) -> Response:

@@ -78,6 +78,8 @@ def status(
         dram_budget_bytes=chunks.budget,
         ssd_bytes=shared.ssd_bytes,
         ssd_budget_bytes=shared.ssd_budget_bytes,
+        disk_bytes=shared.disk_bytes,
+        disk_free_bytes=shared.disk_free_bytes,
         peer_url=shared.peer_url,
         peer_token=shared.peer_token,
     )

@@ -42,7 +42,7 @@ from services.nodeagent.engines.zygote import MAX_SOCKET_PATH, ZygoteLauncher
 from services.nodeagent.loop import Loop
 from services.nodeagent.settings import NodeagentSettings
 from services.nodeagent.settings_syntax import labels
-from services.nodeagent.suspend.factory import open_suspender, snapshot_budget
+from services.nodeagent.suspend.factory import open_suspender, read_swap, snapshot_budget
 from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport
@@ -135,6 +135,7 @@ class Nodeagent:
             self.meter,
             self.timelines,
             lambda: (*(found := self.suspender.capabilities()), *weights_on_gpu({d.info.kind for d in devices.values()}, found)),
+            read_swap,
         )
         self.effects = EffectRunner(
             EffectPorts(

@@ -67,7 +67,16 @@ class Metrics:
         meter.create_observable_counter(
             "thaw.link.moved", [partial(self._links, "moved_bytes")], "By", "Bytes that have crossed a link of a node."
         )
-
+        for name, attribute, text in (
+            ("copied", "copied_bytes", "Bytes of weights copied to a device with memory of its own."),
+            ("reused", "reused_bytes", "Bytes of weights that such a device had already."),
+        ):
+            meter.create_observable_counter(f"thaw.device.{name}", [partial(self._weights, attribute)], "By", text)
+        meter.create_observable_gauge("thaw.cache", [self._caches], "By", "Weights that a node caches, by thaw.tier.")
+        meter.create_observable_gauge(
+            "thaw.disk", [self._disk], "By", "File system of a node's disk cache, by thaw.state: used, free."
+        )
+        meter.create_observable_gauge("thaw.swap", [self._swap], "By", "Swap of a node, by thaw.state: used, free.")
         meter.create_observable_gauge("thaw.nodes", [self._nodes], "{node}", "Nodes, by thaw.state: alive or lost.")
         meter.create_observable_gauge("thaw.instances", [self._instances], "{instance}", "Instances of living nodes, by state.")
         for name, text in (
@@ -140,6 +149,24 @@ class Metrics:
     def _snapshots(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
         return (Observation(getattr(status, attribute), {"thaw.node": status.node}) for status in self._statuses())
 
+    def _weights(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
+        return (Observation(getattr(device, attribute), names) for names, device in self._by_device())
+
+    def _caches(self, _: CallbackOptions) -> Iterator[Observation]:
+        for status in self.loaders():
+            for tier, nbytes in (("dram", status.dram_bytes), ("ssd", status.ssd_bytes)):
+                yield Observation(nbytes, {"thaw.node": status.node, "thaw.tier": tier})
+
+    def _disk(self, _: CallbackOptions) -> Iterator[Observation]:
+        for status in self.loaders():
+            if status.disk_bytes:
+                yield from _used_and_free(status.node, status.disk_bytes, status.disk_free_bytes)
+
+    def _swap(self, _: CallbackOptions) -> Iterator[Observation]:
+        for status in self._statuses():
+            if status.swap is not None:
+                yield from _used_and_free(status.node, status.swap.total_bytes, status.swap.free_bytes)
+
     def _statuses(self) -> list[NodeStatus]:
         return [n.status for n in self.nodes() if n.alive and n.status is not None]
 
@@ -165,3 +192,8 @@ class Metrics:
 
     def close(self) -> None:
         self._provider.shutdown()
+
+
+def _used_and_free(node: str, total: int, free: int) -> Iterator[Observation]:
+    for state, nbytes in (("used", total - free), ("free", free)):
+        yield Observation(nbytes, {"thaw.node": node, "thaw.state": state})

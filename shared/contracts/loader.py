@@ -422,5 +422,7 @@ class LoaderStatus(Message):
     pretouch: PretouchStatus | None = Field(default=None, description="None: an earlier version.")
     ssd_bytes: int = 0
     ssd_budget_bytes: int = 0
+    disk_bytes: int = Field(default=0, description="Of the file system of the disk cache; 0: an earlier version.")
+    disk_free_bytes: int = 0
     peer_url: str | None = Field(default=None, description="Where other loaders fetch this node's files.")
     peer_token: str | None = Field(default=None, description="Bearer token for `peer_url`.")

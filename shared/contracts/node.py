@@ -279,6 +279,13 @@ class DeviceStatus(Frozen):
     )
 
 
+class SwapSpace(Frozen):
+    """Of a node's host."""
+
+    total_bytes: int
+    free_bytes: int
+
+
 class NodeStatus(Message):
     kind: Literal["node_status"] = "node_status"
     node: str
@@ -293,6 +300,7 @@ class NodeStatus(Message):
     stopping: bool = False
     snapshot_bytes: int = Field(default=0, description="Of suspended instances: host memory and swap.")
     snapshot_budget_bytes: int = 0
+    swap: SwapSpace | None = Field(default=None, description="Read every ten seconds; None: an earlier version.")
     capabilities: tuple[Capability, ...] = ()
 
 

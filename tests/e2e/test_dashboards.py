@@ -25,6 +25,7 @@ PANELS = {panel["title"]: [t["expr"] for t in panel["targets"]] for panel in DAS
 WITHOUT_DATA = {
     "Requests that met their objective": "no model of the mesh has an objective",
     "Pages of devices with memory of their own": "its device has none",
+    "Share of weights that devices had already": "its device has none",
     "Hand-offs of running requests": "no request was moved",
     "Instances that left for starts, by model that started": "no instance was evicted",
     "Clearing for starts, and restarts of preempted models": "no instance was evicted",
@@ -137,6 +138,8 @@ def test_metrics_that_rules_and_panels_name_exist(prometheus: Prometheus) -> Non
         "thaw_requests_objective_total": "thaw.requests.objective",
         "thaw_device_memory_bytes": "thaw.device.memory",
         "thaw_device_violations": "thaw.device.violations",
+        "thaw_device_reused_bytes_total": 'f"thaw.device.{name}"',
+        "thaw_device_copied_bytes_total": 'f"thaw.device.{name}"',
         "thaw_requests_handed_over_total": "thaw.requests.handed_over",
         "thaw_plan_victims_total": "thaw.plan.victims",
         "thaw_plan_clearing_seconds_total": "thaw.plan.clearing",

@@ -22,7 +22,7 @@ from services.nodeagent.domain import templates
 from services.nodeagent.domain.state import Instance, NodeState
 from services.nodeagent.domain.status import instance_status
 from shared.contracts import subjects
-from shared.contracts.node import STATUS_INTERVAL_S, Capability, DeviceStatus, InstanceStatus, NodeChanges, NodeStatus
+from shared.contracts.node import STATUS_INTERVAL_S, Capability, DeviceStatus, InstanceStatus, NodeChanges, NodeStatus, SwapSpace
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Publisher:
         meter: Meter,
         timelines: Timelines,
         capabilities: Callable[[], tuple[Capability, ...]],
+        swap: Callable[[], SwapSpace],
     ) -> None:
         self._mesh = mesh
         self._node = node
@@ -59,6 +60,8 @@ class Publisher:
         self._meter = meter
         self._timelines = timelines
         self._find_capabilities = capabilities
+        self._read_swap = swap
+        self._swap: SwapSpace | None = None
         self._capabilities: tuple[Capability, ...] = ()
         self._looked_at = float("-inf")
         self._boot_id = uuid.uuid4().hex
@@ -100,6 +103,7 @@ class Publisher:
         if time.monotonic() - self._looked_at > _CAPABILITIES_EVERY_S:
             self._looked_at = time.monotonic()
             self._capabilities = await asyncio.to_thread(self._find_capabilities)
+            self._swap = await asyncio.to_thread(self._read_swap)
         try:
             await self._mesh.publish(subjects.node_status(self._node), self.status())
         except NatsError as e:  # the next status, a second later, has the same content
@@ -148,6 +152,7 @@ class Publisher:
             stopping=state.stopping,
             snapshot_bytes=state.snapshot_bytes,
             snapshot_budget_bytes=state.snapshot_budget,
+            swap=self._swap,
             capabilities=self._capabilities,
         )
 

@@ -22,7 +22,7 @@ from services.nodeagent.suspend.sleep_cuda import SleepThenCheckpoint
 from services.nodeagent.suspend.suspender import Suspender
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, SleepEngine
-from shared.contracts.node import SuspendWay
+from shared.contracts.node import SuspendWay, SwapSpace
 from shared.messaging import Mesh
 
 log = logging.getLogger(__name__)
@@ -62,3 +62,9 @@ def open_suspender(settings: NodeagentSettings, devices: Mapping[str, Device], m
     )
     separate = [d for d, device in devices.items() if device.info.memory == "separate"]
     return Suspender(ways, cgroups, memory_usage, mesh.request, settings.resume_timeout, separate)
+
+
+def read_swap() -> SwapSpace:
+    """Return this machine's swap space. Blocking."""
+    found = swap_space()
+    return SwapSpace(total_bytes=found.total, free_bytes=found.free)

@@ -16,7 +16,7 @@ from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import Instance, NodeState, Process
-from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
+from shared.contracts.node import InstanceState, NodeChanges, NodeStatus, SwapSpace
 from shared.messaging import Mesh
 from tests.unit.nodeagent.world import start
 
@@ -42,6 +42,9 @@ class Sent:
             return self.messages[count - 1]
 
 
+SWAP = SwapSpace(total_bytes=4, free_bytes=3)
+
+
 class Node:
     """A node's state and its publisher."""
 
@@ -50,7 +53,8 @@ class Node:
         self.state = NodeState(Ledger({"cpu:0": 100}), instances={i.instance_id: i for i in made})
         self.sent = Sent()
         meter = Meter({}, lambda: self.state, lambda: None, lambda *_: None)
-        self.publisher = Publisher(cast(Mesh, self.sent), "n", {}, {}, lambda: self.state, meter, Timelines("agent"), lambda: ())
+        sent, timelines = cast(Mesh, self.sent), Timelines("agent")
+        self.publisher = Publisher(sent, "n", {}, {}, lambda: self.state, meter, timelines, lambda: (), lambda: SWAP)
 
     def change(self, name: str) -> None:
         changed = self.state.instances[name].model_copy(update={"state": InstanceState.READY})
@@ -80,7 +84,8 @@ def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_node_with_many_instances_publishes_what_has_changed() -> None:
     async with running(MANY) as node:
         subject, first = node.sent.messages[0]
-        assert (subject, len(first.instances)) == ("status", MANY)
+        assert isinstance(first, NodeStatus)
+        assert (subject, len(first.instances), first.swap) == ("status", MANY, SWAP)
         node.change("i7")
         subject, changes = await node.sent.until(2)
         assert (subject, [i.instance_id for i in changes.instances]) == ("changes", ["i7"])

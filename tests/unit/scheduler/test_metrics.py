@@ -6,8 +6,10 @@ import urllib.request
 
 import pytest
 
+from services.scheduler.domain.state.volatile import Presence
 from services.scheduler.metrics import Metrics
 from shared.contracts.loader import DeviceMemory, LinkStatus, LoaderStatus
+from shared.contracts.node import NodeStatus, SwapSpace
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import PlanRecord
 
@@ -68,12 +70,37 @@ def test_pages_of_devices_and_violations(metrics: Metrics) -> None:
         mapped_bytes=3,
         reusable_bytes=2,
         lent_bytes=1,
+        copied_bytes=30,
+        reused_bytes=70,
         violations=("page 3 is nowhere",),
     )
     metrics.loaders = lambda: (LoaderStatus(node="node-0", boot_id="b", memory=(memory,)),)
     text = metrics.render().decode()
     assert 'thaw_device_memory_bytes{thaw_device="cpu:1",thaw_node="node-0",thaw_state="reusable"} 2.0' in text
     assert 'thaw_device_violations{thaw_device="cpu:1",thaw_node="node-0"} 1.0' in text
+    for what, nbytes in (("copied", 30.0), ("reused", 70.0)):
+        assert f'thaw_device_{what}_bytes_total{{thaw_device="cpu:1",thaw_node="node-0"}} {nbytes}' in text
+
+
+def test_caches_disk_and_swap_of_nodes(metrics: Metrics) -> None:
+    metrics.loaders = lambda: (
+        LoaderStatus(node="a", boot_id="b", dram_bytes=7, ssd_bytes=8, disk_bytes=100, disk_free_bytes=40),
+        LoaderStatus(node="earlier", boot_id="b"),
+    )
+    swap = SwapSpace(total_bytes=10, free_bytes=1)
+    statuses = (NodeStatus(node=n, boot_id="b", seq=1, devices=(), swap=s) for n, s in (("a", swap), ("earlier", None)))
+    nodes = tuple(Presence(s.node, 0.0, status=s) for s in statuses)
+    metrics.nodes = lambda: nodes
+    lines = metrics.render().decode().splitlines()
+    assert {'thaw_cache_bytes{thaw_node="a",thaw_tier="dram"} 7.0', 'thaw_cache_bytes{thaw_node="a",thaw_tier="ssd"} 8.0'} <= set(
+        lines
+    )
+    assert [line for line in lines if line.startswith(("thaw_disk_bytes{", "thaw_swap_bytes{"))] == [
+        'thaw_disk_bytes{thaw_node="a",thaw_state="used"} 60.0',
+        'thaw_disk_bytes{thaw_node="a",thaw_state="free"} 40.0',
+        'thaw_swap_bytes{thaw_node="a",thaw_state="used"} 9.0',
+        'thaw_swap_bytes{thaw_node="a",thaw_state="free"} 1.0',
+    ]
 
 
 def test_links_with_what_waits_and_what_has_crossed(metrics: Metrics) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -44,6 +45,43 @@ def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "file_exists"
     assert path.read_text() == written
     assert main(["init", str(tmp_path / "other.yaml"), "--model", "a", "--json"]) != 0
+
+
+class Terminal(io.StringIO):
+    """Standard input of a terminal that has been typed into."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("gpus", "typed", "devices", "models"),
+    [
+        pytest.param((), ["", "", ""], {"cpu:0": 7 * GIB}, [], id="defaults"),
+        pytest.param((), ["much", "11GiB", "0", "50%", "", ""], {"cpu:0": "50%"}, [], id="wrong sizes"),
+        pytest.param(GPUS, ["", "0", "9000", "hf://org/a", "a"], {"cuda:0": "90%"}, ["a"], id="one gpu of two"),
+        pytest.param(GPUS, ["0", "0", "2GiB", "", ""], {"cpu:0": 2 * GIB}, [], id="no gpu of two"),
+    ],
+)
+def test_memory_of_devices_port_and_a_model_are_asked_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpus: tuple[Gpu, ...],
+    typed: list[str],
+    devices: dict[str, object],
+    models: list[str],
+) -> None:
+    monkeypatch.setattr("thaw.cli.init.find_gpus", lambda: gpus)
+    monkeypatch.setattr("thaw.cli.init.available_memory", lambda: 10 * GIB)
+    monkeypatch.setattr(sys, "stdin", Terminal("".join(f"{line}\n" for line in typed)))
+    path = tmp_path / "thaw.yaml"
+    assert main(["init", str(path)]) == 0
+    file = load_config(path)
+    assert dict(file.mesh.nodes["node-0"].devices) == devices
+    assert [m.name for m in file.models] == models
+    assert file.mesh.port == (9000 if "9000" in typed else 8080)
+    assert ("of at most 10.0 GiB" in capsys.readouterr().out) == ("much" in typed)
 
 
 def test_shell_completion_knows_commands_of_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

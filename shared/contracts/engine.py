@@ -101,6 +101,11 @@ class EngineLoad(Frozen):
     generated_tokens: int = 0
     kv_bytes_used: int = 0
     kv_bytes_wanted: int = Field(default=0, description="Of a KV cache that borrows pages: what its sequences need, known so far.")
+    busy_s: float = Field(
+        default=0.0,
+        description="Seconds of steps with requests since the engine's start, measured apart from the requests' charges. "
+        "0 of engines that do not measure it.",
+    )
     idle_ms: int = Field(default=0, description="Since the last request ended; 0 while there is one.")
     adapters: tuple[LoadedAdapter, ...] = ()
 

@@ -118,6 +118,7 @@ class Batcher:
         self._costs = StepCosts()
         self._pending_events: list[Event] = []
         self._has_computed = False
+        self.busy_s = 0.0
         self.blocks_used = 0
         self.pages_wanted = 0
 
@@ -233,7 +234,8 @@ class Batcher:
             False after `stop`.
         """
         self._pages_due = None
-        self._costs.begin(time.monotonic())
+        began = time.monotonic()
+        self._costs.begin(began)
         if not self._take_commands():
             self._masks.close()
             return False
@@ -250,7 +252,10 @@ class Batcher:
                 if isinstance(event, Embedded):
                     self._costs.close(event.request_id)
             self._deliver(events)
-        self._costs.end(time.monotonic(), has_more=bool(self._running or self._waiting or self._embeddings))
+        ended, has_more = time.monotonic(), bool(self._running or self._waiting or self._embeddings)
+        self._costs.end(ended, has_more=has_more)
+        if events or has_more:
+            self.busy_s += ended - began
         return True
 
     def _step_limits(self, *, is_contended: bool) -> Limits:

@@ -114,6 +114,7 @@ class Serving(RequestServer[Stream]):
             generated_tokens=self._generated,
             kv_bytes_used=self.batcher.blocks_used * self._block_bytes if self.batcher is not None else 0,
             kv_bytes_wanted=self.batcher.pages_wanted * PAGE_BYTES if self.batcher is not None else 0,
+            busy_s=round(self.batcher.busy_s, 6) if self.batcher is not None else 0.0,
             idle_ms=int(self.idle_s * 1000),
             adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )

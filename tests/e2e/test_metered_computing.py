@@ -1,0 +1,60 @@
+"""The ledger's device time of requests is the time that the engine was busy, by its own meter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.launcher import Thaw, until
+
+SHARED = True
+MODEL = "one"
+KEY = "metered"
+REQUESTS = 12
+
+
+def read_ledger(admin: httpx.Client) -> tuple[int, float]:
+    """Return the requests of the key, and the seconds that devices computed for them."""
+    found = admin.get("/usage", params={"by": "key", "model": MODEL}).raise_for_status().json()["rows"]
+    rows = [r for r in found if r["key"] == KEY]
+    return sum(r["counts"]["requests"] for r in rows), sum(r["counts"]["compute_cpu_us"] for r in rows) / 1e6
+
+
+def read_load(admin: httpx.Client) -> dict[str, Any]:
+    """Return the load of the model's instance, with its id."""
+    nodes = admin.get("/cluster").raise_for_status().json()["nodes"]
+    (found,) = [i for node in nodes for i in node["instances"] if i["model"] == MODEL and i["state"] == "ready"]
+    return {**found["load"], "instance_id": found["instance_id"]}
+
+
+@pytest.fixture
+def keyed(mesh: Thaw) -> Iterator[openai.OpenAI]:
+    """Return a client with a key of its own: other tests' requests may reach the ledger later."""
+    key = mesh.json("keys", "add", KEY)["key"]
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=key, timeout=120, max_retries=2) as client:
+        yield client
+    mesh.json("keys", "revoke", KEY)
+
+
+def test_device_time_of_the_ledger_is_the_time_that_the_engine_was_busy(admin: httpx.Client, keyed: openai.OpenAI) -> None:
+    def ask(tokens: int) -> None:
+        message: Any = {"role": "user", "content": "word " * tokens}
+        keyed.chat.completions.create(model=MODEL, messages=[message], max_tokens=tokens, extra_body={"ignore_eos": True})
+
+    admin.post(f"/models/{MODEL}/wake").raise_for_status()
+    until(lambda: not read_load(admin)["active"], what="the engine is idle")
+    before = read_load(admin)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, [40 + 17 * n for n in range(REQUESTS)]))
+    until(lambda: read_load(admin)["completed"] >= before["completed"] + REQUESTS, what="the engine has reported the requests")
+    until(lambda: read_ledger(admin)[0] == REQUESTS, what="the ledger has the requests")
+    after = read_load(admin)
+    assert (after["instance_id"], after["completed"]) == (before["instance_id"], before["completed"] + REQUESTS)
+    metered = after["busy_s"] - before["busy_s"]
+    assert metered > 0
+    assert read_ledger(admin)[1] == pytest.approx(metered, rel=0.01)

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.launcher import Thaw, until
 
-SHARED = True
 MODEL = "one"
 KEY = "metered"
 REQUESTS = 12
@@ -34,11 +33,13 @@ def read_load(admin: httpx.Client) -> dict[str, Any]:
 
 @pytest.fixture
 def keyed(mesh: Thaw) -> Iterator[openai.OpenAI]:
-    """Return a client with a key of its own: other tests' requests may reach the ledger later."""
+    """Return a client with a key of its own.
+
+    The mesh is not shared with other modules, because it requires a key from now on.
+    """
     key = mesh.json("keys", "add", KEY)["key"]
     with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=key, timeout=120, max_retries=2) as client:
         yield client
-    mesh.json("keys", "revoke", KEY)
 
 
 def test_device_time_of_the_ledger_is_the_time_that_the_engine_was_busy(admin: httpx.Client, keyed: openai.OpenAI) -> None:

@@ -14,8 +14,8 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 SHARED_MESH = (
-    "batches", "console", "console_doctor", "console_logs", "console_models", "dashboards", "documents", "metered_computing",
-    "ollama", "openai", "tools", "traffic", "translated_apis", "verbs",
+    "batches", "console", "console_doctor", "console_logs", "console_models", "dashboards", "documents", "ollama", "openai",
+    "tools", "traffic", "translated_apis", "verbs",
 )  # fmt: skip
 """Modules of tests/e2e that share a mesh (`SHARED`); the last one ends it."""
 GROUPS = (

@@ -1,7 +1,8 @@
 """Usage as CSV with columns of FOCUS, the FinOps Open Cost and Usage Specification (version 1.1).
 
-A row is a charge: one kind of consumption of one key, model and LoRA adapter in one hour. Thaw has
-no invoices, discounts or tax: columns about them are left out, and all costs are equal.
+A row is a charge: one kind of consumption of one key, model and LoRA adapter in one hour, or in one
+day where the ledger has summed hours up. Thaw has no invoices, discounts or tax: columns about them
+are left out, and all costs are equal.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
-from shared.contracts.usage import Dimension, UsageSum
+from shared.contracts.usage import HOURLY_HOURS, HOURS_PER_DAY, Dimension, UsageSum
 
 DIMENSIONS: tuple[Dimension, ...] = ("key", "model", "adapter", "hour")
 """What the sums must be taken by."""
@@ -49,18 +50,23 @@ COLUMNS = (
 _NO_KEY = "(no key)"
 
 
-def focus_csv(rows: tuple[UsageSum, ...], currency: str) -> str:
-    """Format sums by `DIMENSIONS` that have costs. Consumption of nothing has no row."""
+def focus_csv(rows: tuple[UsageSum, ...], currency: str, hour: int) -> str:
+    """Format sums by `DIMENSIONS` that have costs. Consumption of nothing has no row.
+
+    Args:
+        hour: The present hour. The first hour of a day that the ledger has summed up by now stands
+            for the day.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for row in sorted(rows, key=lambda r: (r.hour or 0, r.key or "", r.model or "", r.adapter or "")):
-        for charge in _charges(row):
+        for charge in _charges(row, hour - HOURLY_HOURS):
             writer.writerow(charge | {"BillingCurrency": currency})
     return text.getvalue()
 
 
-def _charges(row: UsageSum) -> Iterator[dict[str, str]]:
+def _charges(row: UsageSum, first_hourly: int) -> Iterator[dict[str, str]]:
     counts, cost = row.counts, row.cost
     assert cost is not None
     uncached = max(0, counts.prompt_tokens - counts.cached_tokens)
@@ -102,7 +108,7 @@ def _charges(row: UsageSum) -> Iterator[dict[str, str]]:
         price = format_exact(amount)
         model = f"{row.model}:{row.adapter}" if row.adapter else str(row.model)
         yield {
-            **_periods(row.hour or 0),
+            **_periods(row.hour or 0, first_hourly),
             "BilledCost": price,
             "EffectiveCost": price,
             "ListCost": price,
@@ -129,12 +135,13 @@ def _charges(row: UsageSum) -> Iterator[dict[str, str]]:
         }
 
 
-def _periods(hour: int) -> dict[str, str]:
+def _periods(hour: int, first_hourly: int) -> dict[str, str]:
     start = datetime.fromtimestamp(hour * 3600, UTC)
+    hours = HOURS_PER_DAY if hour % HOURS_PER_DAY == 0 and hour + HOURS_PER_DAY <= first_hourly else 1
     month = start.replace(day=1, hour=0)
     return {
         "ChargePeriodStart": _time(start),
-        "ChargePeriodEnd": _time(start + timedelta(hours=1)),
+        "ChargePeriodEnd": _time(start + timedelta(hours=hours)),
         "BillingPeriodStart": _time(month),
         "BillingPeriodEnd": _time((month + timedelta(days=32)).replace(day=1)),
     }

@@ -70,7 +70,7 @@ def usage(
             raise CommandError("The mesh has no prices.", "Add `prices:` to thaw.yaml and restart it (docs/metering.md).")
         if not viewed.complete:
             raise CommandError("There are more rows than one answer has.", "Choose a shorter time with --since.")
-        typer.echo(focus_csv(viewed.rows, viewed.currency), nl=False)
+        typer.echo(focus_csv(viewed.rows, viewed.currency, int(time.time() // _HOUR_S)), nl=False)
     elif as_csv:
         typer.echo(_csv(viewed, dimensions, phases), nl=False)
     else:

@@ -63,7 +63,8 @@ class Batcher:
     """Runs steps over all sequences.
 
     `next_step_at`, `deadline` and `step` run on the computing thread; all other public methods may
-    be called from any thread. `on_command` is called after each command.
+    be called from any thread. `on_command` is called after each command. `busy_s` are the seconds
+    of all steps with requests.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import RowMapping, exists, select
+from sqlalchemy import RowMapping, exists, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -32,6 +32,7 @@ async def record_start_phases(connection: AsyncConnection, since: float) -> None
     asked = (
         select(plans.c.plan_id, plans.c.created, plans.c.measured, plans.c.measured_ms)
         .where(plans.c.created >= since, plans.c.outcome == "ready", plans.c.measured_ms > 0)
+        .where(func.jsonb_array_length(plans.c.measured) > 0)
         .where(~exists().where(phases.c.plan_id == plans.c.plan_id))
     )
     found = (await connection.execute(asked)).mappings()
@@ -42,11 +43,9 @@ async def record_start_phases(connection: AsyncConnection, since: float) -> None
 def list_phases(plan: RowMapping | Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a plan that became ready: each phase's share of its seconds.
 
-    The shares add up to 1. A start without measured phases has none.
+    The shares add up to 1.
     """
     spans, took_ms = _SPANS.validate_python(plan["measured"]), float(plan["measured_ms"])
-    if not spans:
-        return []
     shares: dict[str, float] = {}
     for segment in critical_path(spans, 0.0, took_ms):
         shares[segment.phase.value] = shares.get(segment.phase.value, 0.0) + segment.duration_ms / took_ms

@@ -7,15 +7,15 @@ import io
 from decimal import Decimal
 
 from shared.contracts.prices import Cost
-from shared.contracts.usage import Counts, UsageSum
+from shared.contracts.usage import HOURLY_HOURS, Counts, UsageSum
 from thaw.cli.focus import COLUMNS, focus_csv
 
 HOUR = 494_519
 """2026-05-31T23:00Z."""
 
 
-def _charges(*rows: UsageSum) -> list[dict[str, str]]:
-    text = focus_csv(rows, "EUR")
+def _charges(*rows: UsageSum, now: int = HOUR) -> list[dict[str, str]]:
+    text = focus_csv(rows, "EUR", now)
     assert text.splitlines()[0].split(",") == list(COLUMNS)
     return list(csv.DictReader(io.StringIO(text)))
 
@@ -58,3 +58,17 @@ def test_each_kind_of_consumption_is_a_charge_of_its_own() -> None:
 def test_requests_without_a_key_have_an_account_and_consumption_of_nothing_no_row() -> None:
     (charge,) = _charges(UsageSum(key="", model="m", adapter="", hour=HOUR, counts=Counts(prompt_tokens=1), cost=Cost()))
     assert (charge["SubAccountId"], charge["ResourceId"], charge["BilledCost"]) == ("(no key)", "m", "0")
+
+
+def test_hours_that_the_ledger_has_summed_up_are_charged_by_day() -> None:
+    first = HOUR // 24 * 24
+    rows = [
+        UsageSum(key="", model="m", adapter="", hour=h, counts=Counts(prompt_tokens=1), cost=Cost())
+        for h in (first, first + 24, HOUR)
+    ]
+    charges = _charges(*rows, now=first + HOURLY_HOURS + 24)
+    assert [(c["ChargePeriodStart"], c["ChargePeriodEnd"]) for c in charges] == [
+        ("2026-05-31T00:00:00Z", "2026-06-01T00:00:00Z"),
+        ("2026-05-31T23:00:00Z", "2026-06-01T00:00:00Z"),  # starts are kept one by one
+        ("2026-06-01T00:00:00Z", "2026-06-01T01:00:00Z"),
+    ]

@@ -54,11 +54,15 @@ class CacheStatus:
 
     Attributes:
         models: (revision, source, bytes) of complete models.
+        disk_bytes: Of its file system; 0: it cannot be measured.
+        disk_free_bytes: Of these, what this process may use.
     """
 
     nbytes: int
     budget: int
     models: tuple[tuple[str, str, int], ...]
+    disk_bytes: int
+    disk_free_bytes: int
 
 
 class Hold:
@@ -132,7 +136,12 @@ class SsdCache:
                 return self._seen[1]
         entries = {e.revision: e for e in self.entries()}
         models = tuple((r.revision, r.source, entries[r.revision].nbytes) for _, r in self._records() if r.revision in entries)
-        status = CacheStatus(sum(e.nbytes for e in entries.values()), self.budget, models)
+        try:
+            disk = shutil.disk_usage(self._find_existing())
+            total, free = disk.total, disk.free
+        except OSError:
+            total = free = 0
+        status = CacheStatus(sum(e.nbytes for e in entries.values()), self.budget, models, total, free)
         with self._lock:
             self._seen = (now, status)
         return status

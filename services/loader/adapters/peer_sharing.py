@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 from services.loader.adapters.peer_server import PeerServer
 from services.loader.adapters.resident import ResidentFiles
@@ -42,7 +38,6 @@ class Sharing:
 
     def __init__(self, settings: LoaderSettings) -> None:
         root = (settings.cache_dir or settings.state / "cache").expanduser().resolve()
-        self._root = root
         self._speed_of: Callable[[str], float | None] = lambda link: None
         self._find_resident: Callable[[str], ResidentFiles | None] = lambda revision: None
         self.peers = Peers(settings.node)
@@ -77,27 +72,10 @@ class Sharing:
             for r, s, n in self.sources.own.sizes()
             if all(m.weights_id != r for m in models)
         )
-        disk = _measure_disk(self._root)
         server = self._server
         url, token = (server.url, server.token) if server is not None else (None, None)
-        return Shared((*models, *own), cache.nbytes, cache.budget, url, token, disk.total, disk.free)
+        return Shared((*models, *own), cache.nbytes, cache.budget, url, token, cache.disk_bytes, cache.disk_free_bytes)
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-
-
-class _Disk(NamedTuple):
-    """Bytes of a file system; `free` of those that this process may use."""
-
-    total: int = 0
-    free: int = 0
-
-
-def _measure_disk(path: Path) -> _Disk:
-    """Measure the file system of a directory, or of the nearest one above it that exists."""
-    for directory in (path, *path.parents):
-        with contextlib.suppress(OSError):
-            found = os.statvfs(directory)
-            return _Disk(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
-    return _Disk()

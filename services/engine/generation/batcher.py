@@ -12,7 +12,7 @@ import math
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,6 +22,7 @@ import torch
 
 from services.engine.domain import background_prefill
 from services.engine.domain.elastic_kv import Need, needed_blocks
+from services.engine.domain.fair_slots import Flow
 from services.engine.domain.step_costs import StepCosts
 from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
 from services.engine.generation.commands import (
@@ -40,6 +41,7 @@ from services.engine.generation.commands import (
 from services.engine.generation.embedding import Embedder
 from services.engine.generation.embedding_jobs import EmbeddingJobs
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
+from services.engine.generation.flow_work import FlowWork, list_flows
 from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.generation.lora_layers import LoraAdapter
@@ -62,7 +64,7 @@ _PAGES_WITHIN_S = 0.05
 class Batcher:
     """Runs steps over all sequences.
 
-    `next_step_at`, `deadline` and `step` run on the computing thread; all other public methods may
+    `has_commands`, `next_step_at`, `flow_work` and `step` run on the computing thread; all other public methods may
     be called from any thread. `on_command` is called after each command. `busy_s` are the seconds
     of all steps with requests.
     """
@@ -221,15 +223,19 @@ class Batcher:
             due.append(now + patience)
         return min(due, default=math.inf)
 
-    def deadline(self, now: float) -> float | None:
-        """Return when the next request should have its first token, among those not late yet."""
-        return min((at for at in self._due.values() if at >= now), default=None)
+    def has_commands(self) -> bool:
+        return not self._inbox.empty()
 
-    def step(self, *, is_contended: bool = False) -> bool:
+    def flow_work(self, now: float) -> Mapping[Flow, FlowWork]:
+        """Return what each key wants to have computed."""
+        return list_flows((*self._running.values(), *self._waiting), self._embeddings.requests(), self._due, now)
+
+    def step(self, *, is_contended: bool = False, computes: bool = True) -> bool:
         """Apply the queued commands, compute once, and deliver the results.
 
         Args:
             is_contended: Other models wait for the device: a prompt is computed in chunks.
+            computes: False: only apply the commands.
 
         Returns:
             False after `stop`.
@@ -242,8 +248,9 @@ class Batcher:
             return False
         self._prepared.expire(time.monotonic())
         events, self._pending_events = self._pending_events, []
-        events += self._step(self._step_limits(is_contended=is_contended))
-        events += self._embeddings.step(self._costs)
+        if computes:
+            events += self._step(self._step_limits(is_contended=is_contended))
+            events += self._embeddings.step(self._costs)
         self.blocks_used = self._used_blocks()
         self._adjust_pages()
         if events:

@@ -1,8 +1,9 @@
 """The computing thread of a device: one step of one model at a time.
 
 The thread of a dedicated engine has one batcher, that of an executor one for each of its models.
-`services.engine.domain.step_order` chooses the model of the next step. While several models have
-work, each computes a long prompt in several steps (`Batcher.step`).
+`services.engine.domain.step_order` chooses the model of the next step, by the API keys whose requests
+they have. While several models have work, each computes a long prompt in several steps
+(`Batcher.step`). Commands of all models take effect before each step, so that none waits for a turn.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
-from services.engine.domain.step_order import Lane, Priorities, Turn, admit, charge, next_turn, update_priorities
+from services.engine.domain.fair_slots import Flow
+from services.engine.domain.step_order import ComputeTime, Priorities, Turn, Work, next_turn, update_priorities
+from services.engine.generation.flow_work import FlowWork
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -31,9 +33,10 @@ class Steps(Protocol):
     on_command: Callable[[], None]
     required_requests: float | None
 
+    def has_commands(self) -> bool: ...
     def next_step_at(self, now: float) -> float: ...
-    def deadline(self, now: float) -> float | None: ...
-    def step(self, *, is_contended: bool = False) -> bool: ...
+    def flow_work(self, now: float) -> Mapping[Flow, FlowWork]: ...
+    def step(self, *, is_contended: bool = False, computes: bool = True) -> bool: ...
 
 
 OnStep = Callable[[str | None], None]
@@ -53,10 +56,8 @@ class DeviceLoop:
         self._threads = threads
         self._on_step = on_step if on_step is not None else _ignore
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lanes: dict[str, Lane] = {}
+        self._time = ComputeTime()
         self._batchers: dict[str, tuple[Steps, Future[None]]] = {}
-        self._busy: set[str] = set()
-        self._last_tag_s = 0.0
         self._priorities = Priorities()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -120,63 +121,60 @@ class DeviceLoop:
 
     def _compute(self) -> float | None:
         """Run one step, and return the seconds until the next one; None: no step is due."""
+        if len(self._batchers) > 1:
+            for name in [name for name, (batcher, _) in self._batchers.items() if batcher.has_commands()]:
+                self._step(name, computes=False)
         now = time.monotonic()
         due = {name: batcher.next_step_at(now) for name, (batcher, _) in self._batchers.items()}
-        ready = {name for name, at in due.items() if at <= now}
-        for name in ready - self._busy:
-            others = [self._lanes[other] for other in ready & self._busy]
-            self._lanes[name] = admit(self._lanes[name], others, self._last_tag_s)
-        self._busy = ready
+        ready = [name for name, at in due.items() if at <= now]
         if not ready:
+            self._time.admit(())
             self._on_step(None)
             return min((at - now for at in due.values() if at < float("inf")), default=None)
-        self._step(self._next_turn(ready, now), is_contended=len(ready) > 1)
+        if len(self._batchers) == 1:
+            self._step(ready[0])
+            return 0.0
+        turn = self._next_turn(ready, now)
+        begun = time.monotonic()
+        if self._step(turn.work.lane, is_contended=len(ready) > 1):
+            self._time.charge(turn, time.monotonic() - begun)
         return 0.0
 
-    def _next_turn(self, ready: set[str], now: float) -> Turn:
-        if len(ready) == 1:
-            return Turn(self._lanes[next(iter(ready))])
+    def _next_turn(self, ready: list[str], now: float) -> Turn:
         standings = ((name, batcher.required_requests) for name, (batcher, _) in self._batchers.items())
         required = {name: needed for name, needed in standings if needed is not None}
         self._priorities = update_priorities(self._priorities, required, now)
-        lanes = (
-            replace(
-                self._lanes[name],
-                deadline=self._batchers[name][0].deadline(now),
-                required=required.get(name, 0.0),
-                is_low=name in self._priorities.low,
-            )
+        works = [
+            Work(name, flow, work.weight, work.deadline, required.get(name, 0.0), name in self._priorities.low)
             for name in ready
-        )
-        return next_turn(lanes, now)
+            for flow, work in self._batchers[name][0].flow_work(now).items()
+        ]
+        self._time.admit(works)
+        return next_turn([(work, self._time.tags(work)) for work in works], now)
 
-    def _step(self, turn: Turn, *, is_contended: bool) -> None:
-        name = turn.lane.name
+    def _step(self, name: str, *, is_contended: bool = False, computes: bool = True) -> bool:
+        """Run a step of one lane, and return whether the lane goes on."""
         batcher, ended = self._batchers[name]
-        lane = self._lanes[name]
-        self._last_tag_s = max(self._last_tag_s, lane.tag_s)
         self._on_step(name)
-        begun = time.monotonic()
         try:
-            if batcher.step(is_contended=is_contended):
-                self._lanes[name] = charge(lane, time.monotonic() - begun, has_precedence=turn.has_precedence)
-                return
+            if batcher.step(is_contended=is_contended, computes=computes):
+                return True
         except Exception as e:  # a process boundary: only this model fails
             log.exception("a batcher failed", extra={"instance": name})
             self._remove(name)
             ended.set_exception(e)
-            return
+            return False
         self._remove(name)
         ended.set_result(None)
+        return False
 
     def _add(self, name: str, batcher: Steps, ended: Future[None]) -> None:
         if ended.set_running_or_notify_cancel():
-            self._lanes[name] = Lane(name)
             self._batchers[name] = batcher, ended
 
     def _remove(self, name: str) -> None:
-        del self._batchers[name], self._lanes[name]
-        self._busy.discard(name)
+        del self._batchers[name]
+        self._time.forget(name)
 
     def _end(self) -> None:
         self._is_stopped = True

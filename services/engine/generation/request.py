@@ -66,3 +66,4 @@ class EmbedRequest:
     dimensions: int | None
     prompt_tokens: int
     ignored: tuple[str, ...]
+    share: FairShare = NO_SHARE

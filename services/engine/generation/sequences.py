@@ -19,7 +19,7 @@ from services.engine.generation.request import Choice, GenerationRequest
 from services.engine.generation.sampling import History, Sampled, mask_logits, sample
 from services.engine.grammar.matcher import TokenMatcher
 from services.engine.tokenization import Tokenization
-from shared.contracts.inference import ChoiceDelta, TokenLogprob, TopLogprob
+from shared.contracts.inference import ChoiceDelta, FairShare, TokenLogprob, TopLogprob
 
 _LEAST_LOGPROB = -9999.0
 """Reported instead of minus infinity, which JSON cannot express."""
@@ -62,7 +62,7 @@ class Sequence:
             [*choice.prompt, *generated],
             resumed.generation if resumed is not None else Generation(decode, choice.prompt, choice.stop_conditions),
             History(frozenset(choice.prompt), Counter(generated)) if has_penalties else History(frozenset(), Counter()),
-            _flow(request.share.priority, request.share.flow),
+            flow_of(request.share),
             unsent=resumed.unsent.text if resumed is not None else choice.echo or "",
             matcher=TokenMatcher(request.grammar) if request.grammar is not None else None,
         )
@@ -101,6 +101,11 @@ class Sequence:
             logprobs=(_token_logprob(sampled, tokenization),) if sampled.logprob is not None else None,
             finish_reason=gained.finish_reason,
         )
+
+
+def flow_of(share: FairShare) -> Flow:
+    """Return the flow of a request."""
+    return _flow(share.priority, share.flow)
 
 
 @lru_cache(maxsize=4096)

@@ -97,7 +97,7 @@ class RequestReader:
         if request.endpoint == "embedding":
             if not self._can_embed:
                 raise InvalidRequest("This model runs in stages, which do not embed; unset the model's `stages`", param="model")
-            return self._embedding(request.request_id, _validate(EmbeddingRequest, request.body))
+            return replace(self._embedding(request.request_id, _validate(EmbeddingRequest, request.body)), share=request.share)
         if not self._generates:
             raise InvalidRequest("This model embeds and does not generate; use /v1/embeddings", param="model")
         if request.endpoint == "chat":

@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from services.engine.domain.fair_slots import Flow
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
+from services.engine.generation.flow_work import FlowWork
 
 WITHIN_S = 60.0
 
@@ -21,6 +23,8 @@ class ScriptedBatcher:
     def __init__(self, journal: list[tuple[str, bool]], name: str, steps: int, step_s: float = 0.0) -> None:
         self.journal, self.name, self.left, self.step_s = journal, name, steps, step_s
         self.stopping = False
+        self.commands = self.applied = 0
+        self.flows = [Flow()]
         self.required_requests: float | None = None
         self.due_at: float | None = None
         self.error: Exception | None = None
@@ -29,14 +33,20 @@ class ScriptedBatcher:
     def next_step_at(self, now: float) -> float:
         return now if self.left or self.stopping or self.error else float("inf")
 
-    def deadline(self, now: float) -> float | None:
-        return self.due_at
+    def has_commands(self) -> bool:
+        return self.commands > 0
 
-    def step(self, *, is_contended: bool) -> bool:
+    def flow_work(self, now: float) -> dict[Flow, FlowWork]:
+        return {flow: FlowWork(deadline=self.due_at) for flow in self.flows}
+
+    def step(self, *, is_contended: bool, computes: bool = True) -> bool:
         if self.error is not None:
             raise self.error
         if self.stopping:
             return False
+        self.applied, self.commands = self.applied + self.commands, 0
+        if not computes:
+            return True
         self.left -= 1
         self.journal.append((self.name, is_contended))
         time.sleep(self.step_s)
@@ -85,6 +95,13 @@ def test_models_compute_in_the_order_of_their_objectives(device: DeviceLoop) -> 
     for batcher in batchers:
         batcher.required_requests = required[batcher.name]
         batcher.due_at = time.monotonic() + WITHIN_S if batcher.name != "none" else None
+    run_steps(device, batchers)
+    names = [name for name, _ in journal if name != "none"]
+    assert names == ["nearly"] * 3 + ["complies"] * 3 + ["hopeless"] * 3
+
+
+def run_steps(device: DeviceLoop, batchers: list[ScriptedBatcher]) -> None:
+    """Serve the batchers until they have no more steps, and stop them."""
     blocked = threading.Event()
     device.submit("test", lambda: blocked.wait(WITHIN_S))
     ends = [serve(device, batcher) for batcher in batchers]
@@ -94,8 +111,28 @@ def test_models_compute_in_the_order_of_their_objectives(device: DeviceLoop) -> 
     for batcher, ended in zip(batchers, ends, strict=True):
         batcher.stop()
         ended.result(WITHIN_S)
-    names = [name for name, _ in journal if name != "none"]
-    assert names == ["nearly"] * 3 + ["complies"] * 3 + ["hopeless"] * 3
+
+
+def test_key_with_many_models_gets_no_more_turns_than_one_with_one_model(device: DeviceLoop) -> None:
+    journal: list[tuple[str, bool]] = []
+    flood = [ScriptedBatcher(journal, f"flood{i}", 8, 0.002) for i in range(4)]
+    other = ScriptedBatcher(journal, "other", 8, 0.002)
+    for batcher in flood:
+        batcher.flows = [Flow(0, "a")]
+    other.flows = [Flow(0, "b")]
+    run_steps(device, [*flood, other])
+    last = max(at for at, (name, _) in enumerate(journal) if name == "other")
+    assert last < 24, "of 40 steps; by models it would have had one of five turns"
+    assert {name for name, _ in journal[:16]} == {"other", *(b.name for b in flood)}, "each model of the key has turns"
+
+
+def test_lower_priority_computes_when_nothing_else_does_but_its_commands_take_effect(device: DeviceLoop) -> None:
+    journal: list[tuple[str, bool]] = []
+    batch, urgent = ScriptedBatcher(journal, "batch", 3), ScriptedBatcher(journal, "urgent", 5)
+    batch.flows, batch.commands = [Flow(-100, "b")], 2
+    run_steps(device, [batch, urgent])
+    assert [name for name, _ in journal] == ["urgent"] * 5 + ["batch"] * 3
+    assert batch.applied == 2
 
 
 def test_batcher_that_fails_ends_alone(device: DeviceLoop) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.contracts.base import Deadline, ErrorBody, Message, Request
+from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 
 DEMAND_INTERVAL_S = 1.0
 DEMAND_LOST_AFTER_S = 5.0
@@ -19,6 +19,18 @@ ARRIVALS_WINDOW_S = 1.0
 """Length of the sliding window that counts arrivals, from HydraServe's published code; the paper
 states none.
 """
+
+
+MAX_KEYS = 32
+
+
+class KeyDemand(Frozen):
+    """The waiting requests of one API key and one priority."""
+
+    flow: str = Field(default="", max_length=64, description="Opaque id of the API key; empty: no key. The same in all gateways.")
+    weight: float = Field(default=1.0, gt=0, description="Share relative to other keys.")
+    priority: int = Field(default=0, description="Higher ones go first.")
+    waiting: int = Field(ge=1)
 
 
 class Demand(Request):
@@ -32,6 +44,7 @@ class Demand(Request):
     window: int = Field(default=0, ge=0, description="Requests that arrived in the last ARRIVALS_WINDOW_S.")
     peak: int = Field(default=0, ge=0, description="… and in the fullest of such windows lately.")
     traceparents: tuple[str, ...] = Field(default=(), max_length=32)
+    keys: tuple[KeyDemand, ...] = Field(default=(), max_length=MAX_KEYS, description="Those with the most waiting requests.")
 
 
 class DemandNoted(Message):

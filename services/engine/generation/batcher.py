@@ -64,9 +64,9 @@ _PAGES_WITHIN_S = 0.05
 class Batcher:
     """Runs steps over all sequences.
 
-    `has_commands`, `next_step_at`, `flow_work` and `step` run on the computing thread; all other public methods may
-    be called from any thread. `on_command` is called after each command. `busy_s` are the seconds
-    of all steps with requests.
+    `has_commands`, `next_step_at`, `flow_work` and `step` run on the computing thread; all other
+    public methods may be called from any thread. `on_command` is called after each command.
+    `busy_s` are the seconds of all steps with requests.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The computing thread of a device: one step of one model at a time.
 
 The thread of a dedicated engine has one batcher, that of an executor one for each of its models.
-`services.engine.domain.step_order` chooses the model of the next step, by the API keys whose requests
-they have. While several models have work, each computes a long prompt in several steps
-(`Batcher.step`). Commands of all models take effect before each step, so that none waits for a turn.
+`services.engine.domain.step_order` chooses the model of the next step, by the API keys whose
+requests they have. While several models have work, each computes a long prompt in several steps
+(`Batcher.step`). Commands of all models take effect before each step: they wait for no turn.
 """
 
 from __future__ import annotations

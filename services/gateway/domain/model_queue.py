@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from heapq import nlargest
 from itertools import takewhile
 
 from services.gateway.domain.arrivals import Arrivals
-from services.gateway.domain.fair_queue import PriorityClass, choose_dropped
+from services.gateway.domain.fair_queue import PriorityClass, choose_dropped, flow_of
 from services.gateway.domain.ticket import Ticket
-from shared.contracts.demand import Demand, DemandNoted
+from shared.contracts.demand import MAX_KEYS, Demand, DemandNoted, KeyDemand
 from shared.errors import QueueFull, QueueTimeout
 
 DEFAULT_RETRY_MS = 2_000
@@ -51,6 +52,16 @@ class ModelQueue:
             window=arrivals.window(now) if arrivals is not None else 0,
             peak=arrivals.peak(now) if arrivals is not None else 0,
             traceparents=tuple(parents[:_MAX_TRACEPARENTS]),
+            keys=self._list_keys(),
+        )
+
+    def _list_keys(self) -> tuple[KeyDemand, ...]:
+        """Count the waiting requests of each key and priority; of many the largest numbers."""
+        weights = {(t.priority, t.key): t.weight for t in self.waiting.values()}
+        counts = ((n, priority, key) for priority, found in self._classes.items() for key, n in found.waiting.items())
+        return tuple(
+            KeyDemand(flow=flow_of(key), weight=weights[priority, key], priority=priority, waiting=n)
+            for n, priority, key in nlargest(MAX_KEYS, counts)
         )
 
     def full_error(self, model: str, now: float) -> QueueFull:

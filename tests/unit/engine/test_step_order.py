@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 
 from services.engine.domain.fair_slots import Flow
 from services.engine.domain.standings import Standings
-from services.engine.domain.step_order import LEAD_S, WEIGHT, ComputeTime, Priorities, Tags, Turn, Work, next_turn, update_priorities
+from services.engine.domain.step_order import (
+    LEAD_S,
+    WEIGHT,
+    ComputeTime,
+    Priorities,
+    Tags,
+    Turn,
+    Work,
+    next_turn,
+    update_priorities,
+)
 from shared.compliance import FIRST_ALPHA, PERIOD_S, required_requests
 from shared.contracts.objectives import ObjectiveStanding
-
 
 A, B = Flow(0, "a"), Flow(0, "b")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
+from services.scheduler.domain.demand.key_shares import begin_waiting
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.events import DemandReceived
@@ -39,8 +40,20 @@ def apply_demand(tx: Transaction, event: DemandReceived) -> None:
     parents = reported.traceparents
     if old is not None and old.waiting and waiting:
         parents = parents or old.traceparents
-    entry = GatewayDemand(reported.gateway, waiting, reported.in_flight, since, event.at, parents, reported.window, reported.peak)
+    entry = GatewayDemand(
+        reported.gateway,
+        waiting,
+        reported.in_flight,
+        since,
+        event.at,
+        parents,
+        reported.window,
+        reported.peak,
+        reported.keys if waiting else (),
+    )
+    before = tx.state.demand.get(name)
     _keep(tx, name, (*others, entry) if waiting or reported.in_flight else others)
+    begin_waiting(tx, name, before)
     if is_first_waiting:
         usage = tx.state.usage_history.get(name)
         tx.put(UsageHistory(name, tx.now) if usage is None else usage.used_at(tx.now))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.scheduler.domain.demand.key_shares import charge_start
 from services.scheduler.domain.demand.replica_targets import ScaleUp
 from services.scheduler.domain.lifecycle.failures import fail_demand
 from services.scheduler.domain.lifecycle.preemption import find_cause
@@ -25,6 +26,8 @@ def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
     placement = _place_replica(tx, model, needed)
     if placement.chosen is not None:
         start_instance(tx, model, placement, needed.trigger, needed.first_message_at)
+        devices = len(placement.chosen.device_ids) + len(placement.chosen.later_devices)
+        charge_start(tx, model.key, (placement.chosen.predicted_ms or 0.0) / 1e3 * devices)
         tx.drop(Unschedulable, model.key)
         return True
     if needed.is_extra:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import attrgetter
 
+from services.scheduler.domain.demand.key_shares import standing_of
 from services.scheduler.domain.estimates.memory_needs import device_count, start_bytes
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
@@ -183,7 +184,7 @@ def never_fits_reason(tx: Transaction, card: ModelCard, whole: int) -> str:
 
 
 def ask_of(tx: Transaction, model: Model, need: int, waited: float, *, extra: bool) -> Ask:
-    spec = model.card.spec
+    spec, standing = model.card.spec, standing_of(tx.state, model.key)
     return Ask(
         model.key,
         need,
@@ -192,6 +193,8 @@ def ask_of(tx: Transaction, model: Model, need: int, waited: float, *, extra: bo
         slo_ttft_s=spec.slo.ttft,
         slo_tpot_s=spec.slo.tpot,
         priority=spec.priority,
+        request_priority=standing.priority,
+        share_s=standing.tag_s,
         is_extra=extra,
     )
 

@@ -8,8 +8,10 @@ from services.scheduler.domain.demand.replica_targets import ScaleUp, next_scale
 from services.scheduler.domain.demand.slo import queue_alpha, slo_usage
 from services.scheduler.domain.estimates.memory_needs import start_bytes
 from services.scheduler.domain.placement.place import ask_of, is_starving, place
+from services.scheduler.domain.policies.port import Ask
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Unschedulable
+from services.scheduler.domain.values import replace
 
 SAME_TIME_S = 1.0
 """Demand within this interval counts as simultaneous."""
@@ -29,8 +31,9 @@ _TURNS_PER_S = 4
 def scale_up_queue(tx: Transaction, names: Iterable[str]) -> list[ScaleUp]:
     """Return the needed instances of these models in the order in which they are placed.
 
-    Starving models go first, the longest-waiting before others; the rest follow the profile's
-    order. Of many that wait for room, only some are returned: see `_limit_examined`.
+    Starving models go first, those of the key that has received the least before others, then the
+    longest-waiting; the rest follow the profile's order. Of many that wait for room, only some are
+    returned: see `_limit_examined`.
     """
     found: dict[str, ScaleUp] = {}
     for name in sorted(names):
@@ -60,17 +63,48 @@ def _limit_examined(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
 
 
 def _order_scale_ups(tx: Transaction, found: dict[str, ScaleUp]) -> list[ScaleUp]:
-    starved = [w for w in found.values() if not w.is_extra and is_starving(tx, w.waited_s(tx.now))]
-    first = sorted(starved, key=lambda w: (min(w.since, w.first_message_at), w.model.key))
-    others = [w for w in found.values() if w not in first]
-    asks = [ask_of(tx, w.model, start_bytes(tx.state, w.model.card), tx.now - w.since, extra=w.is_extra) for w in others]
-    ordered = [a.model for a in tx.policy.profile.order(asks, slo_usage(tx), queue_alpha(tx))]
+    asks = _asks(tx, found)
+    starved = {name for name, w in found.items() if not w.is_extra and is_starving(tx, w.waited_s(tx.now))}
+    others = [a for name, a in asks.items() if name not in starved]
+    ordered = [a.model for a in tx.policy.profile.order(others, slo_usage(tx), queue_alpha(tx))]
     # keep the models that a profile omits
-    names = dict.fromkeys([*ordered, *(w.model.key for w in others)])
-    return [*first, *_order_by_regret(tx, [found[n] for n in names])]
+    names = list(dict.fromkeys([*ordered, *(a.model for a in others)]))
+    entitled = [n for n in names if _is_entitled(asks[n], [asks[s] for s in starved])]
+
+    def by_share(w: ScaleUp) -> tuple[float, float, str]:
+        return asks[w.model.key].share_s, min(w.since, w.first_message_at), w.model.key
+
+    return [
+        *_order_by_regret(tx, [found[n] for n in entitled], asks),
+        *sorted((found[n] for n in starved), key=by_share),
+        *_order_by_regret(tx, [found[n] for n in names if n not in entitled], asks),
+    ]
 
 
-def _order_by_regret(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
+def _asks(tx: Transaction, found: dict[str, ScaleUp]) -> dict[str, Ask]:
+    """Return the asks by model.
+
+    An instance that only `replicas.min` needs is charged to no key: it goes before none by a share.
+    """
+    asks = {
+        name: ask_of(tx, w.model, start_bytes(tx.state, w.model.card), tx.now - w.since, extra=w.is_extra)
+        for name, w in found.items()
+    }
+    greatest = max(a.share_s for a in asks.values())
+    return {name: a if found[name].trigger != "min_replicas" else replace(a, share_s=greatest) for name, a in asks.items()}
+
+
+def _is_entitled(ask: Ask, starved: list[Ask]) -> bool:
+    """True if a model goes before the starving ones: its key has received less than theirs.
+
+    Without this, a key with many models would keep all others waiting until they starve as well.
+    """
+    return bool(starved) and all(
+        ask.share_s < s.share_s and ask.priority >= s.priority and ask.request_priority >= s.request_priority for s in starved
+    )
+
+
+def _order_by_regret(tx: Transaction, ordered: list[ScaleUp], asks: dict[str, Ask]) -> list[ScaleUp]:
     """Order simultaneous demand by regret: models that lose most if another takes their best place.
 
     Which of them arrived first is chance, and their total wait is not. Beyond `AT_ONCE` models,
@@ -81,7 +115,7 @@ def _order_by_regret(tx: Transaction, ordered: list[ScaleUp]) -> list[ScaleUp]:
     result: list[ScaleUp] = []
     group: list[ScaleUp] = []
     for needed in ordered:
-        if group and not _is_simultaneous(group[0], needed):
+        if group and not _is_simultaneous(group[0], needed, asks):
             result += _by_regret(tx, group)
             group = []
         group.append(needed)
@@ -92,9 +126,12 @@ WEIGHED = 8
 """Larger groups are not ordered by regret: each comparison costs a placement decision."""
 
 
-def _is_simultaneous(a: ScaleUp, b: ScaleUp) -> bool:
-    same = a.model.card.spec.priority == b.model.card.spec.priority and a.is_extra == b.is_extra
-    return same and abs(a.since - b.since) <= SAME_TIME_S
+def _is_simultaneous(a: ScaleUp, b: ScaleUp, asks: dict[str, Ask]) -> bool:
+    return _rank(asks[a.model.key]) == _rank(asks[b.model.key]) and abs(a.since - b.since) <= SAME_TIME_S
+
+
+def _rank(ask: Ask) -> tuple[int, int, float, bool]:
+    return ask.priority, ask.request_priority, ask.share_s, ask.is_extra
 
 
 def _by_regret(tx: Transaction, group: list[ScaleUp]) -> list[ScaleUp]:

@@ -37,6 +37,10 @@ class Ask:
     slo_tpot_s: float | None = None
     """Objective for each further token, in seconds."""
     priority: int = 0
+    request_priority: int = 0
+    """The highest priority of its waiting requests."""
+    share_s: float = 0.0
+    """Device-seconds that the key with the least has received, of the keys whose requests wait."""
     is_heavy: bool = False
     is_extra: bool = False
     """One more replica, which no request needs."""

@@ -3,10 +3,12 @@
 It minimises the total time: of the asking model until it is ready, and of the victims, weighted by
 the probability that they are used.
 
-- Order: priority, then models without an instance before extra replicas. Then asks that can still
-  meet their objective: functions that this makes compliant first (Torpor's queue, §5.2), the
-  earliest deadline first. Then late asks and those without an objective, the longest wait first: a
-  missed objective is missed once, and delaying another for it would miss two.
+- Order: priority of the model, then of its requests, then models without an instance before extra
+  replicas. Then asks that can still meet their objective: functions that this makes compliant first
+  (Torpor's queue, §5.2), the earliest deadline first. An ask whose key is more than `LEAD_S`
+  device-seconds ahead of the one with the least has no such precedence. Then late asks and those
+  without an objective, by fair shares of the keys (start-time fair queueing), of one key the
+  longest wait first: a missed objective is missed once, and delaying another for it would miss two.
 - Victims: of idle instances, the cheapest that free enough by Tangram's cost p · (s/b) · alpha
   (§3.2.2), where p is the probability of use before they would stop anyway, and s/b the delay of
   their next request; starts for parking first. If they do not suffice, serving ones: migrated in
@@ -33,20 +35,27 @@ from services.scheduler.domain.policies.knapsack import EvictionCandidate, least
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Profile, Resident, Usage
 
 
+LEAD_S = 30.0
+"""Device-seconds that a key's models with objectives may take before others get their share."""
+
+
 def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
     """Order asks.
 
     Higher priority first, extra replicas last. Then objectives that can still be met, of functions
-    that become compliant by it (Torpor §5.2), the earliest deadline first. Then missed objectives
-    and asks without one, the longest wait first.
+    that become compliant by it (Torpor §5.2), the earliest deadline first, unless their key is
+    `LEAD_S` ahead. Then missed objectives and asks without one, those of the key that has received
+    the least first, then the longest wait.
     """
+    least = min([a.share_s for a in asks], default=0.0)
     high = torpor_queue.high_priority(book, alpha) if book and len(asks) > 1 else frozenset()
 
     def place(a: Ask) -> tuple[object, ...]:
         left = _compute_seconds_left(a)
-        if a.slo_ttft_s is None or left < 0:
-            return (-a.priority, a.is_extra, True, False, -a.waited_s, a.model, a.request_id)
-        return (-a.priority, a.is_extra, False, a.model in book and a.model not in high, left, a.model, a.request_id)
+        first = (-a.priority, -a.request_priority, a.is_extra)
+        if a.slo_ttft_s is None or left < 0 or a.share_s - least > LEAD_S:
+            return (*first, True, False, a.share_s, -a.waited_s, a.model, a.request_id)
+        return (*first, False, a.model in book and a.model not in high, left, 0.0, a.model, a.request_id)
 
     return sorted(asks, key=place)
 

@@ -25,6 +25,7 @@ from services.scheduler.domain.state.volatile import (
     FailureHistory,
     Fetch,
     InstanceReport,
+    KeyShare,
     LaterStage,
     LoaderPresence,
     MeasuredMemory,
@@ -63,6 +64,7 @@ class ClusterState:
     waiters: Table[Waiter] = field(default_factory=dict)
     unschedulable: Table[Unschedulable] = field(default_factory=dict)
     overload: Table[Overload] = field(default_factory=dict)
+    key_shares: Table[KeyShare] = field(default_factory=dict)
     failures: Table[FailureHistory] = field(default_factory=dict)
     park_failures: Table[ParkFailures] = field(default_factory=dict)
     consolidation_failures: Table[ConsolidationFailures] = field(default_factory=dict)

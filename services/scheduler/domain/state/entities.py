@@ -24,6 +24,7 @@ from services.scheduler.domain.state.volatile import (
     FailureHistory,
     Fetch,
     InstanceReport,
+    KeyShare,
     LaterStage,
     LoaderPresence,
     MeasuredMemory,
@@ -153,6 +154,7 @@ Volatile = (
     | Waiter
     | Unschedulable
     | Overload
+    | KeyShare
     | FailureHistory
     | ParkFailures
     | ConsolidationFailures

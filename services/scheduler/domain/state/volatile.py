@@ -9,6 +9,7 @@ from zlib import crc32
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.values import value
 from shared.contracts.base import ErrorBody, Frozen
+from shared.contracts.demand import KeyDemand
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import InstanceStatus, NodeStatus
 
@@ -106,6 +107,8 @@ class GatewayDemand:
     """Requests that arrived in the last sliding window."""
     peak: int = 0
     """Requests that arrived in the fullest recent window."""
+    keys: tuple[KeyDemand, ...] = ()
+    """Waiting requests by key and priority."""
 
 
 @value(frozen=True, slots=True)
@@ -138,6 +141,14 @@ class ModelDemand:
     @property
     def since(self) -> float | None:
         return min([g.since for g in self.gateways if g.waiting], default=None)
+
+    @property
+    def keys(self) -> tuple[KeyDemand, ...]:
+        """Return the waiting requests by key and priority.
+
+        A key may occur once for each gateway.
+        """
+        return tuple([k for g in self.gateways if g.waiting for k in g.keys])
 
     @property
     def traceparents(self) -> tuple[str, ...]:
@@ -252,6 +263,28 @@ class Overload:
     @property
     def key(self) -> str:
         return self.model
+
+
+@value(frozen=True, slots=True)
+class KeyShare:
+    """Device-seconds that a key has received for requests of one priority, divided by its weight.
+
+    `flow`: opaque id of the key. `start_s`: `tag_s` before its last start. See `demand.key_shares`.
+    """
+
+    flow: str
+    priority: int
+    tag_s: float
+    start_s: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return share_key(self.flow, self.priority)
+
+
+def share_key(flow: str, priority: int) -> str:
+    """Return the key of the `KeyShare` of a flow and a priority."""
+    return f"{priority}/{flow}"
 
 
 @value(frozen=True, slots=True)

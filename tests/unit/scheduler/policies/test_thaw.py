@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.domain.cost.cost import Cost
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, MigrationTarget, Option, Resident, Usage
-from services.scheduler.domain.policies.thaw import choose, clear, order, scale
+from services.scheduler.domain.policies.thaw import LEAD_S, choose, clear, order, scale
 
 ASK = Ask("new", 10, 1.0)
 
@@ -132,3 +132,28 @@ def test_small_model_avoids_a_device_with_a_busy_large_model() -> None:
     away = Option((device(key="b/0"),), "load", Cost(2.0))
     assert choose(Ask("new", 10, 0.0, exec_s=0.3), [beside, away], "") is away
     assert choose(Ask("new", 10, 0.0, exec_s=0.01), [beside, away], "") is beside
+
+
+def ordered(*asks: Ask) -> list[str]:
+    return [a.model for a in order(asks, {}, 1.0)]
+
+
+def test_key_that_has_received_less_goes_first_and_of_one_key_the_longest_wait() -> None:
+    asks = [Ask("a", 1, 9.0, share_s=5.0), Ask("b", 1, 1.0, share_s=4.0), Ask("c", 1, 2.0, share_s=4.0)]
+    assert ordered(*asks) == ["c", "b", "a"]
+
+
+def test_objective_goes_before_shares_up_to_the_lead() -> None:
+    near, far = (Ask("urgent", 1, 0.0, slo_ttft_s=5.0, share_s=share) for share in (LEAD_S, LEAD_S + 1))
+    fair = Ask("fair", 1, 9.0)
+    assert ordered(fair, near) == ["urgent", "fair"]
+    assert ordered(fair, far) == ["fair", "urgent"]
+
+
+def test_priority_of_the_model_then_of_its_requests_goes_before_shares() -> None:
+    asks = [
+        Ask("fair", 1, 9.0),
+        Ask("asks", 1, 0.0, request_priority=1, share_s=99.0),
+        Ask("model", 1, 0.0, priority=1, share_s=99.0),
+    ]
+    assert ordered(*asks) == ["model", "asks", "fair"]

@@ -38,7 +38,7 @@ FLOODED = 5
 _STREAMS = 2
 _SIZE = "5m"
 KEY_A, KEY_B = "sk-flood", "sk-other"
-_BUDGETS = {"resident": "6GiB", "cold": "900MiB"}
+_BUDGETS = {"resident": "6GiB", "cold": "300MiB"}
 _CASES = ("alone", "shares", "one_key")
 _TOKENS = {"resident": 32, "cold": 4}
 
@@ -148,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="thaw-fair-") as directory:
         root = Path(directory)
-        models = {name: make_demo_model(root / name, _SIZE, n) for n, name in enumerate([*(f"m{n}" for n in range(FLOODED)), "other"])}
+        models = {
+            name: make_demo_model(root / name, _SIZE, n) for n, name in enumerate([*(f"m{n}" for n in range(FLOODED)), "other"])
+        }
         for part in options.parts.split(","):
             with contextlib.closing(FairMesh(root / part, models, _BUDGETS[part])) as mesh:
                 figures |= measure_part(mesh, part, options.rounds, options.seconds)

@@ -26,6 +26,7 @@ from services.scheduler.domain.state.volatile import (
     FailureHistory,
     MeasuredMemory,
     ModelDemand,
+    ModelUsers,
     Overload,
     ParkFailures,
     SloCounts,
@@ -234,6 +235,7 @@ def _remove(tx: Transaction, model: Model) -> None:
     tx.drop(ModelDemand, model.key)
     tx.drop(SloCounts, model.key)
     tx.drop(Overload, model.key)
+    tx.drop(ModelUsers, model.key)
     tx.drop(Unschedulable, model.key)
     plan = tx.state.last_plan_of(model.key)
     if plan is not None and plan.outcome == "pending" and plan.instance_id is None:

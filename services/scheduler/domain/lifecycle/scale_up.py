@@ -26,8 +26,7 @@ def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
     placement = _place_replica(tx, model, needed)
     if placement.chosen is not None:
         start_instance(tx, model, placement, needed.trigger, needed.first_message_at)
-        devices = len(placement.chosen.device_ids) + len(placement.chosen.later_devices)
-        charge_start(tx, model.key, (placement.chosen.predicted_ms or 0.0) / 1e3 * devices)
+        _charge(tx, model)
         tx.drop(Unschedulable, model.key)
         return True
     if needed.is_extra:
@@ -43,6 +42,14 @@ def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
         if placement.error is not None and model.error != placement.error.message:
             tx.put(replace(model, error=placement.error.message))
     return False
+
+
+def _charge(tx: Transaction, model: Model) -> None:
+    """Charge the keys whose requests wait for the start that was decided last."""
+    plan = tx.state.last_plan_of(model.key)
+    instance = tx.state.instances.get(plan.instance_id) if plan is not None and plan.instance_id is not None else None
+    if plan is not None and plan.chosen is not None and instance is not None:
+        charge_start(tx, instance, (plan.chosen.predicted_ms or 0.0) / 1e3)
 
 
 def _place_replica(tx: Transaction, model: Model, needed: ScaleUp) -> Placement:

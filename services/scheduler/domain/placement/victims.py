@@ -2,13 +2,15 @@
 
 Never a victim: an instance that is pinned, kept by `replicas.min`, starting, stopping, or that has
 just refused; and one younger than `min_active_s` whose own requests are on their way. Without
-`may_preempt`: one that serves, unless its requests can migrate. Stopping instances, claims and the
-model's own instances are left out: the device's booking accounts for them.
+`may_preempt`: one that serves, unless its requests can migrate, or its keys have received more than
+their share (`demand.key_shares.may_interrupt`). Stopping instances, claims and the model's own
+instances are left out: the device's booking accounts for them.
 """
 
 from __future__ import annotations
 
 from services.scheduler.domain.cost.formulas import reuse_odds
+from services.scheduler.domain.demand.key_shares import Standing, may_interrupt
 from services.scheduler.domain.estimates.migration_times import resume_requests_s
 from services.scheduler.domain.estimates.start_times import restart_s
 from services.scheduler.domain.placement.migration_targets import migration_targets
@@ -29,7 +31,7 @@ def clear_device(
     """Return the device, and the victims that free `short` bytes, or why there are too few."""
     view = device_view(tx, b, failed=failed, residents=list_residents(tx, request, b))
     clearance = request.profile.clear(request.ask, view, short, tx.now)
-    if clearance is not None and _is_valid(view, clearance, short, preempt=request.may_preempt):
+    if clearance is not None and _is_valid(tx, request, view, clearance, short):
         return view, clearance
     obstacles = "; ".join(f"{r.model} ({r.key}) {r.protected_reason}" for r in view.residents if r.protected_reason)
     return view, obstacles or "no instance there can be evicted"
@@ -59,11 +61,21 @@ class _Terms:
 
     may_preempt: bool
     is_extra: bool
+    priority: int
+    standing: Standing | None
+    """That of the waiting model among the keys; None: it interrupts no models of other keys."""
+
+
+def _terms(tx: Transaction, request: PlacementRequest) -> _Terms:
+    ask = request.ask
+    interrupts = bool(tx.state.key_shares) and not ask.is_extra and ask.waited_s >= tx.policy.min_active_s
+    standing = Standing(ask.request_priority, ask.share_s) if interrupts else None
+    return _Terms(request.may_preempt, ask.is_extra, ask.priority if interrupts else 0, standing)
 
 
 def list_residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[Resident, ...]:
     """Return the instances that hold memory of the device and could leave, as one or as a stage."""
-    terms = _Terms(request.may_preempt, request.ask.is_extra)
+    terms = _terms(tx, request)
     residents = tx.memoize(("residents", b.key, terms), lambda: _describe_residents(tx, terms, b))
     return tuple([r for r in residents if r.model != request.model.key])
 
@@ -91,6 +103,10 @@ def _describe_resident(tx: Transaction, i: Instance, terms: _Terms, b: Booking) 
     waiting = tx.state.waiting_count(i.model)
     wanted = waiting > 0
     moves = migration_targets(tx, i, owner, b) if state == "serving" and owner is not None and not terms.is_extra else ()
+    reload_s = round(_reload_s(tx, i, owner, b) / NOISE_S) * NOISE_S if owner is not None else 0.0
+    protected = _explain_protected(
+        tx, i, owner, terms, wanted=wanted, stays=not moves and not _may_drain(tx, i, owner, terms, reload_s)
+    )
     return Resident(
         key=i.instance_id,
         model=i.model,
@@ -103,12 +119,20 @@ def _describe_resident(tx: Transaction, i: Instance, terms: _Terms, b: Booking) 
         priority=owner.card.spec.priority if owner is not None else -1000,
         sensitivity=owner.card.spec.latency_sensitivity if owner is not None else 0.0,
         miss_probability=1.0 if wanted or state == "serving" else reuse_odds(tx.now - used, tx.policy.horizon_s),
-        reload_s=round(_reload_s(tx, i, owner, b) / NOISE_S) * NOISE_S if owner is not None else 0.0,
+        reload_s=reload_s,
         resume_s=resume_requests_s(tx.state, i) if state == "serving" else None,
         moves=moves,
         replicas=_copies(tx, owner),
-        protected_reason=_explain_protected(tx, i, owner, terms, wanted=wanted, moves=bool(moves)) or "",
+        protected_reason=protected or "",
     )
+
+
+def _may_drain(tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, reload_s: float) -> bool:
+    """True if a serving instance may be drained: after a long wait, or for the shares of keys."""
+    if terms.may_preempt or terms.standing is None:
+        return terms.may_preempt
+    has_precedence = owner is not None and owner.card.spec.priority > terms.priority
+    return not has_precedence and may_interrupt(tx.state, terms.standing, i.model, reload_s)
 
 
 def _rounding_bytes(tx: Transaction, i: Instance) -> int:
@@ -140,8 +164,9 @@ def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
 
 
 def _explain_protected(
-    tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, *, wanted: bool, moves: bool
+    tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, *, wanted: bool, stays: bool
 ) -> str | None:
+    """Return why an instance must stay; None: it may leave. `stays`: while it serves."""
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
     if tx.state.inbound_migration(i.instance_id) is not None:
@@ -157,13 +182,13 @@ def _explain_protected(
         ready = sum(1 for other in tx.state.live_instances(owner) if other.state is InstanceState.READY)
         if ready <= owner.card.spec.replicas.min:
             return "is kept by replicas.min"
-    if not terms.may_preempt and not moves and tx.is_cooling_down(i.instance_id):
+    if stays and tx.is_cooling_down(i.instance_id):
         return "is serving"
     if terms.is_extra and wanted:
         return "is wanted"
     if i.trigger != "park" and tx.now - i.ready_at < tx.policy.min_active_s and (wanted or _never_served(tx, i)):
         return "has just become ready for its waiting requests"
-    if not terms.may_preempt and not moves and tx.idle_since(i.instance_id) is None:
+    if stays and tx.idle_since(i.instance_id) is None:
         return "is serving"
     return None
 
@@ -173,11 +198,11 @@ def _never_served(tx: Transaction, i: Instance) -> bool:
     return report is None or report.status.load.completed == 0
 
 
-def _is_valid(view: DeviceView, clearance: Clearance, short: int, *, preempt: bool) -> bool:
+def _is_valid(tx: Transaction, request: PlacementRequest, view: DeviceView, clearance: Clearance, short: int) -> bool:
     """True if the policy's victims may leave in the way it chose, and free enough."""
-    there = {r.key: r for r in view.residents}
-    interrupted = [v for v in clearance.victims if v not in clearance.moves and v in there and there[v].state == "serving"]
-    if interrupted and not preempt:
+    there, terms = {r.key: r for r in view.residents}, _terms(tx, request)
+    interrupted = [there[v] for v in clearance.victims if v not in clearance.moves and v in there and there[v].state == "serving"]
+    if not all(_may_drain(tx, tx.state.instances[r.key], tx.state.models.get(r.model), terms, r.reload_s) for r in interrupted):
         return False
     free_to_go = {r.key: r.nbytes for r in view.residents if not r.protected_reason}
     victims = set(clearance.victims)

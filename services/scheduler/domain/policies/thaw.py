@@ -34,7 +34,6 @@ from services.scheduler.domain.policies.common import clamp_replicas
 from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time, ways_out
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Profile, Resident, Usage
 
-
 LEAD_S = 30.0
 """Device-seconds that a key's models with objectives may take before others get their share."""
 

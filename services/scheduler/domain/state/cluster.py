@@ -30,9 +30,11 @@ from services.scheduler.domain.state.volatile import (
     LoaderPresence,
     MeasuredMemory,
     ModelDemand,
+    ModelUsers,
     Overload,
     ParkFailures,
     Presence,
+    ShareClock,
     SloCounts,
     SloQueue,
     Unschedulable,
@@ -65,6 +67,8 @@ class ClusterState:
     unschedulable: Table[Unschedulable] = field(default_factory=dict)
     overload: Table[Overload] = field(default_factory=dict)
     key_shares: Table[KeyShare] = field(default_factory=dict)
+    model_users: Table[ModelUsers] = field(default_factory=dict)
+    share_clock: Table[ShareClock] = field(default_factory=dict)
     failures: Table[FailureHistory] = field(default_factory=dict)
     park_failures: Table[ParkFailures] = field(default_factory=dict)
     consolidation_failures: Table[ConsolidationFailures] = field(default_factory=dict)

@@ -29,9 +29,11 @@ from services.scheduler.domain.state.volatile import (
     LoaderPresence,
     MeasuredMemory,
     ModelDemand,
+    ModelUsers,
     Overload,
     ParkFailures,
     Presence,
+    ShareClock,
     SloCounts,
     SloQueue,
     Unschedulable,
@@ -155,6 +157,8 @@ Volatile = (
     | Unschedulable
     | Overload
     | KeyShare
+    | ModelUsers
+    | ShareClock
     | FailureHistory
     | ParkFailures
     | ConsolidationFailures

@@ -269,7 +269,8 @@ class Overload:
 class KeyShare:
     """Device-seconds that a key has received for requests of one priority, divided by its weight.
 
-    `flow`: opaque id of the key. `start_s`: `tag_s` before its last start. See `demand.key_shares`.
+    `flow`: opaque id of the key. `start_s`: where a key begins that has waited for nothing lately.
+    See `demand.key_shares`.
     """
 
     flow: str
@@ -280,6 +281,29 @@ class KeyShare:
     @property
     def key(self) -> str:
         return share_key(self.flow, self.priority)
+
+
+@value(frozen=True, slots=True)
+class ModelUsers:
+    """The keys whose requests last waited for a model."""
+
+    model: str
+    keys: tuple[KeyDemand, ...]
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
+@value(frozen=True, slots=True)
+class ShareClock:
+    """The time until which serving instances were charged to keys; absent: no model waits."""
+
+    at: float
+
+    @property
+    def key(self) -> str:
+        return ""
 
 
 def share_key(flow: str, priority: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from services.scheduler.domain.demand.reports import apply_demand
 from services.scheduler.domain.events import DemandBatch, DemandReceived
 from services.scheduler.domain.placement.queue import scale_up_queue
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import KeyShare, share_key
 from shared.contracts.demand import Demand, KeyDemand
@@ -34,6 +36,11 @@ def demand_of(model: str, *keys: KeyDemand, now: float = 0.0) -> DemandReceived:
 
 def key(flow: str, waiting: int = 1, weight: float = 1.0, priority: int = 0) -> KeyDemand:
     return KeyDemand(flow=flow, waiting=waiting, weight=weight, priority=priority)
+
+
+def starting(model: str) -> Instance:
+    """Return an instance on a whole unknown device."""
+    return Instance(f"i-{model}", "p", model, 1, "r", "n", ("cpu:0",), 1, 1, 0, 0.0, 0.0)
 
 
 def serve(w: World, wanted: dict[str, Sequence[KeyDemand]], served: int) -> list[str]:
@@ -129,10 +136,10 @@ def test_start_is_charged_to_the_keys_that_wait_for_it_in_proportion() -> None:
     w.model("m")
     wait(w, {"m": [key("a", 3), key("b", 1, weight=0.5)]})
     tx = Transaction(w.state.fork(), w.now, w.policy)
-    charge_start(tx, "m", 8.0)
+    charge_start(tx, starting("m"), 8.0)
     assert {s.flow: s.tag_s for s in tx.state.key_shares.values()} == {"a": 6.0, "b": 4.0}
     assert standing_of(tx.state, "m").tag_s == 4.0
-    charge_start(tx, "unknown", 8.0)
+    charge_start(tx, starting("unknown"), 8.0)
     assert len(tx.state.key_shares) == 2
 
 
@@ -143,10 +150,10 @@ def test_idle_time_gives_no_credit_but_for_the_first_model() -> None:
     wait(w, {"m": [key("a")]})
     tx = Transaction(w.state.fork(), w.now, w.policy)
     for cost in (98.0, 2.0):
-        charge_start(tx, "m", cost)
+        charge_start(tx, starting("m"), cost)
     apply_demand(tx, demand_of("n", key("b")))
     assert standing_of(tx.state, "n").tag_s == 98.0, "before the last start of the other"
-    charge_start(tx, "n", 5.0)
+    charge_start(tx, starting("n"), 5.0)
     apply_demand(tx, demand_of("n", key("b", 3)))
     assert standing_of(tx.state, "n").tag_s == 103.0, "it waited already"
     apply_demand(tx, demand_of("m", key("b"), key("a")))
@@ -158,7 +165,7 @@ def test_gateways_that_report_no_keys_are_one_key() -> None:
     w.model("m")
     w.send(DemandReceived(w.now, Demand(gateway="old", model="m", waiting=2), "w"))
     tx = Transaction(w.state.fork(), w.now, w.policy)
-    charge_start(tx, "m", 2.0)
+    charge_start(tx, starting("m"), 2.0)
     assert [(s.flow, s.tag_s) for s in tx.state.key_shares.values()] == [("", 2.0)]
 
 
@@ -173,7 +180,7 @@ def test_number_of_remembered_keys_is_bounded() -> None:
     for n in range(3 * MAX_SHARES):
         tx.put(KeyShare(f"{n}", 0, float(n)))
     for _ in range(3):
-        charge_start(tx, "m", 1.0)
+        charge_start(tx, starting("m"), 1.0)
     assert len(tx.state.key_shares) <= MAX_SHARES
     assert "0/0" in tx.state.key_shares, "it waits"
 
@@ -192,6 +199,67 @@ def test_keys_that_always_wait_differ_by_one_start(weights: list[float], costs: 
     received = dict.fromkeys(names, 0.0)
     for cost in costs:
         name = min(names, key=lambda m: (standing_of(tx.state, m).tag_s, m))
-        charge_start(tx, name, cost)
+        charge_start(tx, starting(name), cost)
         received[name] += cost / weights[names.index(name)]
         assert max(received.values()) - min(received.values()) <= max(costs) / min(weights) + 1e-6
+
+
+def compete(w: World, keys: dict[str, KeyDemand], seconds: float, ends_after: float) -> tuple[dict[str, float], float]:
+    """Keep a request of each key on its own model all the time, on a device with room for one.
+
+    A request that runs when its instance is drained is finished after `ends_after` seconds. Each
+    waits again at once when its model is gone.
+
+    Returns:
+        The seconds for which each model served, and the longest wait.
+    """
+    served, longest, waited = dict.fromkeys(keys, 0.0), 0.0, dict.fromkeys(keys, 0.0)
+    step = 0.25
+    draining: dict[str, float] = {}
+    ends = w.now + 4 * seconds
+    while sum(served.values()) < seconds and w.now < ends:
+        w.now += step
+        for agent in w.agents.values():
+            for r in agent.instances.values():
+                model = r.command.card.name
+                if r.state is InstanceState.LOADING:
+                    r.state = InstanceState.READY
+                name = r.command.instance_id
+                draining[name] = draining.get(name, 0.0) + step if r.state is InstanceState.DRAINING else 0.0
+                r.active = int(r.state is InstanceState.READY or 0 < draining[name] < ends_after)
+                if r.state is InstanceState.READY:
+                    served[model] += step
+            agent.finish_stops()
+        w.hear()
+        wanted = {m: [k] for m, k in keys.items() if not w.of(m, InstanceState.READY, InstanceState.DRAINING)}
+        for model in keys:
+            waited[model] = waited[model] + step if model in wanted else 0.0
+        longest = max(longest, *waited.values())
+        wait(w, wanted)
+        for model in keys.keys() - wanted.keys():
+            w.send(DemandReceived(w.now, Demand(gateway="g", model=model, waiting=0, in_flight=1), f"w-{model}"))
+        w.tick(nodes_report=False)
+    return served, longest
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_keys_whose_models_always_serve_take_turns_by_weight(weight: float) -> None:
+    """Without shares each turn lasts until the other has waited `preempt_after_s`."""
+    w = world("a", "b", preempt_after_s=10_000.0, starve_after_s=10_000.0)
+    served, longest = compete(w, {"a": key("a", weight=weight), "b": key("b")}, 200.0, ends_after=0.5)
+    assert served["a"] / served["b"] == pytest.approx(weight, rel=0.15)
+    assert longest < 200.0 / 2, "several turns each"
+
+
+def test_models_of_one_key_do_not_interrupt_each_other() -> None:
+    w = world("a", "b", preempt_after_s=10_000.0, starve_after_s=10_000.0)
+    served, _ = compete(w, {"a": key("same"), "b": key("same")}, 60.0, ends_after=0.5)
+    assert sorted(served.values())[0] == 0.0
+
+
+def test_requests_of_a_higher_priority_interrupt_those_of_a_lower_one() -> None:
+    w = world("batch", "chat", preempt_after_s=10_000.0, starve_after_s=10_000.0)
+    compete(w, {"batch": key("a", priority=-100)}, 30.0, ends_after=0.5)
+    served, longest = compete(w, {"batch": key("a", priority=-100), "chat": key("a")}, 30.0, ends_after=0.5)
+    assert served["chat"] >= 25.0
+    assert served["batch"] <= 5.0

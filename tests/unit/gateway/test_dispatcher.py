@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from services.gateway.domain import failover
 from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.fair_queue import flow_of
 from services.gateway.domain.route_table import OVERCOMMIT
 from services.gateway.domain.ticket import Ticket
-from shared.contracts.demand import DemandNoted, LoadFailed
+from shared.contracts.demand import MAX_KEYS, DemandNoted, KeyDemand, LoadFailed
 from shared.contracts.node import InstanceState, InstanceStatus
 from shared.errors import (
     CheckpointInvalid,
@@ -35,8 +38,8 @@ def dispatcher(world: RecordedEffects) -> Dispatcher:
     return Dispatcher("gw", world)
 
 
-def ask(dispatcher: Dispatcher, name: str, now: float = 0.0, max_waiting: int = 2) -> Ticket:
-    made = ticket(name, now=now)
+def ask(dispatcher: Dispatcher, name: str, now: float = 0.0, max_waiting: int = 2, **about: Any) -> Ticket:
+    made = replace(ticket(name, now=now), **about)
     dispatcher.on_request(made, max_waiting, now)
     return made
 
@@ -77,6 +80,28 @@ def test_demand_is_published_immediately_then_every_second_then_once_as_zero(
     assert [d.waiting for d in world.demands] == [1, 2, 2, 0]
     dispatcher.on_tick(9)
     assert len(world.demands) == 4
+
+
+def test_demand_counts_the_waiting_requests_of_each_key_and_priority(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    for number, (key, weight, priority) in enumerate([("a", 2.0, 0), ("a", 2.0, 0), ("b", 1.0, 0), ("a", 2.0, -5)]):
+        ask(dispatcher, f"r{number}", max_waiting=9, key=key, weight=weight, priority=priority)
+    dispatcher.on_tick(1.0)
+    assert set(world.demands[-1].keys) == {
+        KeyDemand(flow=flow_of("a"), weight=2.0, waiting=2),
+        KeyDemand(flow=flow_of("b"), waiting=1),
+        KeyDemand(flow=flow_of("a"), weight=2.0, priority=-5, waiting=1),
+    }
+    assert "a" not in {k.flow for k in world.demands[-1].keys}, "the key's name is not sent"
+
+
+def test_demand_of_many_keys_has_those_with_the_most_requests(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    for number in range(2 * MAX_KEYS):
+        for again in range(3 if number == 7 else 1):
+            ask(dispatcher, f"r{number}-{again}", max_waiting=999, key=f"k{number:03}")
+    dispatcher.on_tick(1.0)
+    keys = world.demands[-1].keys
+    assert len(keys) == MAX_KEYS
+    assert (keys[0].flow, keys[0].waiting) == (flow_of("k007"), 3)
 
 
 def test_a_full_queue_refuses_with_a_time_to_retry(dispatcher: Dispatcher, world: RecordedEffects) -> None:

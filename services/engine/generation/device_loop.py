@@ -153,7 +153,7 @@ class DeviceLoop:
         return next_turn([(work, self._time.tags(work)) for work in works], now)
 
     def _step(self, name: str, *, is_contended: bool = False, computes: bool = True) -> bool:
-        """Run a step of one lane, and return whether the lane goes on."""
+        """Run a step of one lane, and return whether the lane continues."""
         batcher, ended = self._batchers[name]
         self._on_step(name)
         try:

@@ -64,7 +64,7 @@ class EmbeddingJobs:
         """Drop a request. Unknown ids are ignored."""
         self._jobs = [j for j in self._jobs if j.request.request_id != request_id]
 
-    def _next(self) -> _Job:
+    def _choose_next(self) -> _Job:
         """Return the job that is computed next. `min` keeps the order of arrival."""
 
         def place(job: _Job) -> tuple[int, float]:
@@ -77,7 +77,7 @@ class EmbeddingJobs:
         """Run one forward pass for the next request, and charge it in `costs`."""
         if not self._jobs:
             return []
-        job = self._next()
+        job = self._choose_next()
         request_id, done = job.request.request_id, len(job.vectors)
         inputs = job.request.inputs[done : done + self._embedder.batch]
         self._tags[flow_of(job.request.share)] += sum(map(len, inputs)) / job.request.share.weight

@@ -81,7 +81,7 @@ def begin_waiting(tx: Transaction, model: str, before: ModelDemand | None) -> No
     if demand is not None and demand.waiting:
         tx.put(ModelUsers(model, demand.keys or NO_KEY))
     new = _flows(demand) - _flows(before)
-    for flow, priority in sorted(new - {f for d in _others(tx.state, model) if new for f in _flows(d)}):
+    for flow, priority in sorted(new - {f for d in _list_others(tx.state, model) if new for f in _flows(d)}):
         waiting = {f for d in tx.state.demand.values() for f in _flows(d)} - new
         shares = [tx.state.key_shares.get(share_key(f, p)) for f, p in waiting if p == priority]
         floor = min([share.start_s if share is not None else 0.0 for share in shares], default=0.0)
@@ -89,7 +89,7 @@ def begin_waiting(tx: Transaction, model: str, before: ModelDemand | None) -> No
             tx.put(KeyShare(flow, priority, floor, floor))
 
 
-def _others(state: ClusterState, model: str) -> Iterator[ModelDemand]:
+def _list_others(state: ClusterState, model: str) -> Iterator[ModelDemand]:
     return (demand for name, demand in state.demand.items() if name != model)
 
 

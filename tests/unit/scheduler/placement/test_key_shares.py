@@ -260,6 +260,6 @@ def test_models_of_one_key_do_not_interrupt_each_other() -> None:
 def test_requests_of_a_higher_priority_interrupt_those_of_a_lower_one() -> None:
     w = world("batch", "chat", preempt_after_s=10_000.0, starve_after_s=10_000.0)
     compete(w, {"batch": key("a", priority=-100)}, 30.0, ends_after=0.5)
-    served, longest = compete(w, {"batch": key("a", priority=-100), "chat": key("a")}, 30.0, ends_after=0.5)
+    served, _ = compete(w, {"batch": key("a", priority=-100), "chat": key("a")}, 30.0, ends_after=0.5)
     assert served["chat"] >= 25.0
     assert served["batch"] <= 5.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from services.engine.domain.fair_slots import Flow
-from services.engine.generation.request import EmbedRequest
+from services.engine.generation.request import EmbedRequest, GenerationRequest
 from services.engine.generation.sequences import Sequence, flow_of
 
 
@@ -40,10 +40,9 @@ def list_flows(
         now: Seconds of the monotonic clock.
     """
     found: dict[Flow, FlowWork] = {}
-    for flow, request in (
-        *((s.flow, s.request) for s in sequences),
-        *((flow_of(r.share), r) for r in embeddings),
-    ):
+    wanted: list[tuple[Flow, GenerationRequest | EmbedRequest]] = [(s.flow, s.request) for s in sequences]
+    wanted += [(flow_of(r.share), r) for r in embeddings]
+    for flow, request in wanted:
         known, at = found.get(flow), due.get(request.request_id)
         if at is not None and at < now:
             at = None

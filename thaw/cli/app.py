@@ -12,6 +12,7 @@ import typer
 
 import thaw
 from thaw.cli.lazy import Entry, group_of
+from thaw.cli.shell_completion import repair_completion
 
 COMMANDS = (
     Entry(
@@ -97,6 +98,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+repair_completion()
 
 
 def _version(wanted: bool) -> None:

@@ -23,7 +23,7 @@ COMMANDS = (
     ),
     Entry("down", "up", "down", "Stop the mesh of this machine, and remove what a crash has left of it."),
     Entry("init", "init", "init", "Write a commented thaw.yaml with this machine's devices and memory."),
-    Entry("service", "service", "app", "The mesh as a systemd unit: install, show."),
+    Entry("service", "service", "app", "The mesh as a systemd unit: install, show, remove."),
     Entry(
         "ps",
         "ps",

@@ -55,7 +55,7 @@ def test_bash_completes_commands_options_and_files(environment: dict[str, str]) 
     install(environment, "bash")
     for words, expected in (
         ("thaw serv", ["service"]),
-        ("thaw service ", ["install", "show"]),
+        ("thaw service ", ["install", "remove", "show"]),
         ("thaw up --dem", ["--demo"]),
         ("thaw up --config tha", []),  # bash then completes files
     ):
@@ -68,7 +68,7 @@ def test_fish_completes_commands_options_and_files(environment: dict[str, str]) 
     install(environment, "fish")
     for words, expected in (
         ("thaw serv", ["service"]),
-        ("thaw service ", ["install", "show"]),
+        ("thaw service ", ["install", "remove", "show"]),
         ("thaw up --dem", ["--demo"]),
         ("thaw up --config tha", ["thaw.yaml"]),
     ):

@@ -3,7 +3,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { admin } from "./api";
 import { clock } from "./format";
-import { Action, Badge, useFilter } from "./parts";
+import { Action, Badge, Prose, useFilter } from "./parts";
 
 interface Finding {
   subject: string;
@@ -60,9 +60,9 @@ export function DoctorPage() {
                 <tr key={i}>
                   <td><Badge state={NAMES[f.level]} /></td>
                   <th scope="row">{f.subject}</th>
-                  <td class="text">{f.text}</td>
-                  <td class="text">{f.meaning}</td>
-                  <td class="text">{f.remedy}</td>
+                  <td class="text"><Prose text={f.text} /></td>
+                  <td class="text"><Prose text={f.meaning} /></td>
+                  <td class="text"><Prose text={f.remedy} /></td>
                 </tr>
               ))}
             </tbody>

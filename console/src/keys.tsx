@@ -47,7 +47,8 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
       const found: { keys: Key[]; configured: number; required: boolean } = await admin("keys");
       setKeys(found.keys);
       const settings = found.configured ? `${found.configured} more inference keys are in the gateway's settings. ` : "";
-      setNote(`${settings}${found.required ? "Inference needs a key." : "Inference needs a key as soon as one exists."}`);
+      const needed = found.required || found.configured > 0 || found.keys.some((k) => k.scope === "inference");
+      setNote(`${settings}${needed ? "Inference needs a key." : "Inference needs a key as soon as an inference key exists."}`);
       if (mayChange) setLog((await admin("key-log?limit=50")).entries);
     } catch (error) {
       setFailure(error instanceof Error ? error.message : String(error));
@@ -79,6 +80,7 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
         </p>
       )}
       {mayChange && <NewKey done={async (name, key) => { setMade({ name, key }); await refresh(); }} />}
+      {keys && !keys.length && <p>No key has been added yet.</p>}
       <div class="scroll" tabIndex={0} role="region" aria-label="Table of keys">
         <table>
           <caption>{note}</caption>
@@ -115,20 +117,22 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
       {log.length > 0 && (
         <section class="card" aria-label="Changes of keys">
           <h2>Changes</h2>
-          <table>
-            <thead><tr>{["Time", "By", "From", "Change", "Key"].map((title) => <th key={title} scope="col">{title}</th>)}</tr></thead>
-            <tbody>
-              {log.map((e, i) => (
-                <tr key={i}>
-                  <td>{day(e.at)}</td>
-                  <td>{e.actor}</td>
-                  <td>{e.address}</td>
-                  <td>{e.action}</td>
-                  <td>{e.key}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
+          <div class="scroll" tabIndex={0} role="region" aria-label="Who changed which key">
+            <table>
+              <thead><tr>{["Time", "By", "From", "Change", "Key"].map((title) => <th key={title} scope="col">{title}</th>)}</tr></thead>
+              <tbody>
+                {log.map((e, i) => (
+                  <tr key={i}>
+                    <td>{day(e.at)}</td>
+                    <td>{e.actor}</td>
+                    <td>{e.address}</td>
+                    <td>{e.action}</td>
+                    <td>{e.key}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
         </section>
       )}
     </>
@@ -155,6 +159,7 @@ function NewKey({ done }: { done: (name: string, key: string) => Promise<void> }
   );
   return (
     <section class="card" aria-label="Add a key">
+      <h2>Add a key</h2>
       <div class="row">
         <label>Name <input value={name} onInput={(event) => setName(event.currentTarget.value)} /></label>
         <label>

@@ -131,7 +131,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
         {page === "logs" && <WithLive topics="cluster" expired={changed} show={(live) => <LogsPage live={live} node={route[1]} name={route[2]} />} />}
         {page === "simulate" && <SimulatePage mayChange={rights.change} />}
         {page === "explain" && <ExplainPage about={route.slice(1).join("/")} />}
-        {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} />} /> : <PlaygroundPage live={null} />)}
+        {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} mayAsk={rights.inference} />} /> : <PlaygroundPage live={null} mayAsk={rights.inference} />)}
       </main>
     </>
   );

@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin, inPath } from "./api";
-import { duration, optional } from "./format";
+import { counted, duration, optional } from "./format";
 import { amount } from "./money";
 import { Lines, Stacks, type Series } from "./series";
 import { usage, type Cost } from "./usage";
@@ -123,7 +123,7 @@ function Charts({ history, costs }: { history: History; costs: Costs | null }) {
   return (
     <>
       <p class="quiet">
-        {served} requests with a first token, of {history.gateways === 1 ? "one gateway" : `${history.gateways} gateways`}.{since} Batches are not counted.
+        {counted(served, "request")} with a first token, of {history.gateways === 1 ? "one gateway" : `${history.gateways} gateways`}.{since} Batches are not counted.
       </p>
       {served === 0 && !whole.judged && <p>No request has ended in this time.</p>}
       <div class="side-by-side">

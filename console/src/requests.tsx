@@ -26,6 +26,7 @@ export function RequestsPage({ live }: { live: Live }) {
       <ActiveRequests live={live} />
       <h2>Finished</h2>
       {live.arrived.has("requests") && !requests.length && <p>No request has been traced yet.</p>}
+      {records.length > 0 && <h3>Time to the first token, by the time of the request</h3>}
       {records.length > 0 && <LatencyChart requests={records} />}
       {field("Find a request")}
       <div class="scroll" tabIndex={0} role="region" aria-label="Table of requests">

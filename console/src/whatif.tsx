@@ -192,17 +192,19 @@ function Answer({ found, happened }: { found: PlanExplained; happened?: Plan }) 
   return (
     <section aria-label="Decision under the assumption" aria-live="polite">
       <h2>Supposing that {found.assumed.join(", and ")}</h2>
-      <table>
-        <caption>What happened, and what would be decided now for {plan.model}</caption>
-        <thead>
-          <tr><td /><th scope="col">What happened</th><th scope="col">What if</th></tr>
-        </thead>
-        <tbody>
-          {rows.filter(([, before, after]) => before || after).map(([title, before, after]) => (
-            <tr key={title}><th scope="row">{title}</th><td>{before}</td><td>{after}</td></tr>
-          ))}
-        </tbody>
-      </table>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Comparison with what happened">
+        <table>
+          <caption>What happened, and what would be decided now for {plan.model}</caption>
+          <thead>
+            <tr><td /><th scope="col">What happened</th><th scope="col">What if</th></tr>
+          </thead>
+          <tbody>
+            {rows.filter(([, before, after]) => before || after).map(([title, before, after]) => (
+              <tr key={title}><th scope="row">{title}</th><td>{before}</td><td>{after}</td></tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
       <CandidateTable plan={plan} name="Candidates under the assumption" />
       {found.others.map((other) => (
         <p key={other.plan_id}>Before it, {other.model} would start{other.chosen ? ` on ${other.chosen.node}` : ""}.</p>

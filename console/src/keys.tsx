@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { admin, change, ApiError } from "./api";
-import { Action, Badge } from "./parts";
+import { Action, Alert, Badge } from "./parts";
 
 interface Key {
   name: string;
@@ -31,6 +31,8 @@ async function generate(): Promise<{ key: string; sha256: string }> {
   const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(key));
   return { key, sha256: hex(new Uint8Array(digest)) };
 }
+
+const NAME = /^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$/;
 
 const day = (unix: number) => new Date(unix * 1000).toLocaleString();
 const limit = (value: number | null) => (value === null ? "" : value);
@@ -72,7 +74,7 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
   return (
     <>
       <h1>Keys</h1>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {made && (
         <p class="notice" role="status">
           The key of {made.name}, which is shown once: <code>{made.key}</code>{" "}
@@ -147,6 +149,7 @@ function NewKey({ done }: { done: (name: string, key: string) => Promise<void> }
   const [tpm, setTpm] = useState("");
   const [concurrent, setConcurrent] = useState("");
   const add = async () => {
+    if (!NAME.test(name)) throw new Error("A name has letters, digits and . _ @ - only, begins with a letter or digit, and has 100 characters at most.");
     const { key, sha256 } = await generate();
     const number = (text: string) => (text ? Number(text) : null);
     const limits = { requests_per_minute: number(rpm), tokens_per_minute: number(tpm), concurrent_requests: number(concurrent) };

@@ -4,6 +4,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin, inPath } from "./api";
 import { counted, duration, optional } from "./format";
 import { amount } from "./money";
+import { Alert } from "./parts";
 import { Lines, Stacks, type Series } from "./series";
 import { usage, type Cost } from "./usage";
 
@@ -89,7 +90,7 @@ export function ModelHistory({ name }: { name: string }) {
   return (
     <section class="card" aria-label={`The last hour of ${name}`}>
       <h2>The last hour of {name}</h2>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       <label>
         A point for each{" "}
         <select value={step} onChange={(event) => setStep(Number(event.currentTarget.value))}>

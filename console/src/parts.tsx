@@ -11,6 +11,11 @@ export function Prose({ text }: { text: string }) {
   return <>{parts.length % 2 ? parts.map((part, i) => (i % 2 ? <code key={i}>{part}</code> : part)) : text}</>;
 }
 
+/** What has failed, if anything. */
+export function Alert({ text }: { text: string | undefined }) {
+  return text ? <p class="failure" role="alert"><Prose text={text} /></p> : null;
+}
+
 export function Badge({ state }: { state: string }) {
   return <span class={`badge state-${state}`}>{state}</span>;
 }

@@ -6,7 +6,7 @@ import { tokensPerSecond, useChat, type Answer, type Chat, type Turn } from "./c
 import { asCurl, asPython } from "./code";
 import { duration } from "./format";
 import type { Live } from "./live";
-import { Freshness } from "./parts";
+import { Alert, Freshness } from "./parts";
 
 const WAKING = ["preparing", "loading", "resuming"];
 
@@ -76,7 +76,7 @@ export function PlaygroundPage({ live, mayAsk }: { live: Live | null; mayAsk: bo
         <div class="side-by-side">
           {columns.map(([name, chat], i) => <Conversation key={i} model={name} chat={chat} live={live} />)}
         </div>
-        {failure && <p class="failure" role="alert">{failure}</p>}
+        <Alert text={failure} />
         <label class="block">
           Message
           <textarea rows={3} value={text} onInput={(event) => setText(event.currentTarget.value)}
@@ -103,7 +103,7 @@ function Conversation({ model, chat, live }: { model: string; chat: Chat; live: 
         ))}
       </div>
       {chat.answer && <Progress model={model} answer={chat.answer} busy={chat.busy} live={live} />}
-      {chat.failure && <p class="failure" role="alert">{chat.failure}</p>}
+      <Alert text={chat.failure} />
     </section>
   );
 }

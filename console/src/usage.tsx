@@ -4,7 +4,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin } from "./api";
 import { Bars } from "./chart";
 import { amount, budgetsOf, money, type Budget } from "./money";
-import { useFilter } from "./parts";
+import { Alert, useFilter } from "./parts";
 
 interface Counts {
   requests: number;
@@ -114,7 +114,7 @@ export function UsagePage() {
   return (
     <>
       <h1>Usage</h1>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       <label>
         The last{" "}
         <select value={hours} onChange={(event) => setHours(Number(event.currentTarget.value))}>

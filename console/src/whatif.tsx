@@ -3,6 +3,7 @@
 import { useRef, useState } from "preact/hooks";
 import { admin, change } from "./api";
 import { duration, optional, size, words } from "./format";
+import { Alert } from "./parts";
 import { CandidateTable, type Plan } from "./placement";
 import type { PlanExplained } from "./types";
 
@@ -163,7 +164,7 @@ export function WhatIf({ model, happened }: { model: string; happened?: Plan }) 
           {kind === "budget" && chosen && <span class="quiet">now {size(chosen.budget_bytes)}</span>}
         </form>
       )}
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {found && <Answer found={found} happened={happened} />}
     </details>
   );

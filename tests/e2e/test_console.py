@@ -314,6 +314,22 @@ def test_pages_fit_a_narrow_window_with_all_their_parts_open(page: Page, client:
         check(name)
 
 
+def test_wrong_names_get_a_clear_error(page: Page, mesh: Thaw) -> None:
+    alert = page.get_by_role("alert")
+    page.goto(f"{mesh.url}/ui#/models/%3Cb%3Enone%3C%2Fb%3E")
+    page.get_by_text("No model is called <b>none</b>.").wait_for()
+    page.goto(f"{mesh.url}/ui#/explain/none")
+    expect(alert.locator("code")).to_have_text("thaw models list")
+    page.goto(f"{mesh.url}/ui#/logs/node-0/none")
+    expect(alert).to_contain_text("node-0 has no log none")
+    expect(page.get_by_text("Reading …")).to_have_count(0)
+    page.get_by_role("link", name="Keys").click()
+    page.get_by_label("Name", exact=True).fill("two words")
+    page.get_by_role("button", name="Add the key").click()
+    expect(alert).to_contain_text("letters, digits")
+    assert serious_findings(page) == []
+
+
 def test_read_only_keys_may_not_ask_models_and_leave_inference_open(browser: Browser, mesh: Thaw, admin: httpx.Client) -> None:
     key = "sk-thaw-reader"
     admin.post("/keys", json={"name": "reader", "scope": "read-only", "sha256": hash_key(key)}).raise_for_status()

@@ -5,7 +5,7 @@ import { change, inPath } from "./api";
 import { duration, size } from "./format";
 import type { Live } from "./live";
 import { Field, FIRST_SETTINGS, toSpec, type Texts } from "./modelform";
-import { Badge } from "./parts";
+import { Alert, Badge } from "./parts";
 
 interface Added {
   added: string[];
@@ -82,7 +82,7 @@ export function AddModel({ live }: { live: Live }) {
         </details>
         <p class="quiet">A directory is one on the nodes, with the same path on each that may serve the model. Environment, commands and containers: <code>thaw models add --config</code>.</p>
       </form>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       <div role="status" aria-label="Progress of the model">
         {step && <p>{step}</p>}
         {started !== null && <Progress name={started} live={live} />}

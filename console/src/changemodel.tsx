@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 import { admin, inPath, patch } from "./api";
 import { Field, SETTINGS, toSpec, toTexts, type Spec, type Texts } from "./modelform";
-import { Action } from "./parts";
+import { Action, Alert } from "./parts";
 
 interface Preview {
   version: string;
@@ -53,7 +53,7 @@ export function ChangeModel({ name }: { name: string }) {
   return (
     <details onToggle={open}>
       <summary>Change settings</summary>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {before && (
         <>
           <div class="row" role="group" aria-label={`Settings of ${name}`}>

@@ -6,7 +6,7 @@ import { counted, size } from "./format";
 import { Flows } from "./flows";
 import type { Live } from "./live";
 import { divide, GONE, KINDS, MemoryBar, PARKED, type Part } from "./memorybar";
-import { Badge, Freshness, useFilter } from "./parts";
+import { Badge, Freshness, Prose, useFilter } from "./parts";
 import type { Device, Instance, Node } from "./types";
 
 /** Nodes that are drawn at once; the filter and a button show others. */
@@ -49,7 +49,7 @@ export function ClusterPage({ live, mayChange }: { live: Live; mayChange: boolea
     <>
       <h1>Cluster</h1>
       <Freshness live={live} />
-      {live.arrived.has("cluster") && !nodes.length && <p>No node has reported yet. `thaw logs nodeagent` says why.</p>}
+      {live.arrived.has("cluster") && !nodes.length && <p>No node has reported yet. <code>thaw logs nodeagent</code> says why.</p>}
       <Totals live={live} />
       <ul class="legend" aria-label="Legend of the memory bars">
         {Object.entries(KINDS).map(([kind, { name, about }]) => (
@@ -69,7 +69,7 @@ export function ClusterPage({ live, mayChange }: { live: Live; mayChange: boolea
                   <li key={name}>
                     <button type="button" class="link" onClick={() => select({ kind: "model", id: name })}>{name}</button>{" "}
                     <Badge state={m.state} /> {m.waiting ? `${counted(m.waiting, "request")} waiting. ` : ""}
-                    {m.error}
+                    {m.error && <Prose text={m.error} />}
                   </li>
                 ))}
               </ul>

@@ -8,7 +8,7 @@ import type { Live } from "./live";
 import { logLink } from "./logs";
 import { GONE, KINDS, PARKED, sharedBytes, type Kind } from "./memorybar";
 import { modelLink } from "./models";
-import { Action, Badge, Facts } from "./parts";
+import { Action, Badge, Facts, Prose } from "./parts";
 import type { Device, Instance, Model, Node } from "./types";
 
 export type Selected =
@@ -249,7 +249,7 @@ function InstanceDetails(props: { id: string; instance: Instance; part?: Kind } 
           ["Requests", `${i.active} of ${i.capacity} running, ${i.waiting} waiting, ${i.completed} completed`],
           ["Tokens", i.tokens],
           ["Idle", i.idle_s === null ? "" : idle(i.idle_s)],
-          ["Suspension", i.can_suspend ? "possible" : i.cannot_suspend],
+          ["Suspension", i.can_suspend ? "possible" : i.cannot_suspend && <Prose text={i.cannot_suspend} />],
           ["Adapters", i.adapters.join(", ")],
           ["Error", i.error],
           ["Placement", <a href={`#/explain/${encodeURIComponent(i.plan_id)}`}>Why it is there</a>],

@@ -3,7 +3,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { admin } from "./api";
 import { clock } from "./format";
-import { Action, Badge, useFilter } from "./parts";
+import { Action, Alert, Badge, Prose, useFilter } from "./parts";
 
 interface Finding {
   subject: string;
@@ -40,7 +40,7 @@ export function DoctorPage() {
   return (
     <>
       <h1>Doctor</h1>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       <p class="row">
         <span role="status">{findings ? `${summary(findings)}, checked at ${clock(at)}.` : "Checking …"}</span>
         <Action label="Check again" run={check} />
@@ -60,9 +60,9 @@ export function DoctorPage() {
                 <tr key={i}>
                   <td><Badge state={NAMES[f.level]} /></td>
                   <th scope="row">{f.subject}</th>
-                  <td class="text">{f.text}</td>
-                  <td class="text">{f.meaning}</td>
-                  <td class="text">{f.remedy}</td>
+                  <td class="text"><Prose text={f.text} /></td>
+                  <td class="text"><Prose text={f.meaning} /></td>
+                  <td class="text"><Prose text={f.remedy} /></td>
                 </tr>
               ))}
             </tbody>

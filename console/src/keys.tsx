@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { admin, change, ApiError } from "./api";
-import { Action, Badge } from "./parts";
+import { Action, Alert, Badge } from "./parts";
 
 interface Key {
   name: string;
@@ -32,6 +32,8 @@ async function generate(): Promise<{ key: string; sha256: string }> {
   return { key, sha256: hex(new Uint8Array(digest)) };
 }
 
+const NAME = /^[A-Za-z0-9][A-Za-z0-9._@-]{0,99}$/;
+
 const day = (unix: number) => new Date(unix * 1000).toLocaleString();
 const limit = (value: number | null) => (value === null ? "" : value);
 
@@ -47,7 +49,8 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
       const found: { keys: Key[]; configured: number; required: boolean } = await admin("keys");
       setKeys(found.keys);
       const settings = found.configured ? `${found.configured} more inference keys are in the gateway's settings. ` : "";
-      setNote(`${settings}${found.required ? "Inference needs a key." : "Inference needs a key as soon as one exists."}`);
+      const needed = found.required || found.configured > 0 || found.keys.some((k) => k.scope === "inference");
+      setNote(`${settings}${needed ? "Inference needs a key." : "Inference needs a key as soon as an inference key exists."}`);
       if (mayChange) setLog((await admin("key-log?limit=50")).entries);
     } catch (error) {
       setFailure(error instanceof Error ? error.message : String(error));
@@ -71,7 +74,7 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
   return (
     <>
       <h1>Keys</h1>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {made && (
         <p class="notice" role="status">
           The key of {made.name}, which is shown once: <code>{made.key}</code>{" "}
@@ -79,6 +82,7 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
         </p>
       )}
       {mayChange && <NewKey done={async (name, key) => { setMade({ name, key }); await refresh(); }} />}
+      {keys && !keys.length && <p>No key has been added yet.</p>}
       <div class="scroll" tabIndex={0} role="region" aria-label="Table of keys">
         <table>
           <caption>{note}</caption>
@@ -115,20 +119,22 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
       {log.length > 0 && (
         <section class="card" aria-label="Changes of keys">
           <h2>Changes</h2>
-          <table>
-            <thead><tr>{["Time", "By", "From", "Change", "Key"].map((title) => <th key={title} scope="col">{title}</th>)}</tr></thead>
-            <tbody>
-              {log.map((e, i) => (
-                <tr key={i}>
-                  <td>{day(e.at)}</td>
-                  <td>{e.actor}</td>
-                  <td>{e.address}</td>
-                  <td>{e.action}</td>
-                  <td>{e.key}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
+          <div class="scroll" tabIndex={0} role="region" aria-label="Who changed which key">
+            <table>
+              <thead><tr>{["Time", "By", "From", "Change", "Key"].map((title) => <th key={title} scope="col">{title}</th>)}</tr></thead>
+              <tbody>
+                {log.map((e, i) => (
+                  <tr key={i}>
+                    <td>{day(e.at)}</td>
+                    <td>{e.actor}</td>
+                    <td>{e.address}</td>
+                    <td>{e.action}</td>
+                    <td>{e.key}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
         </section>
       )}
     </>
@@ -143,6 +149,7 @@ function NewKey({ done }: { done: (name: string, key: string) => Promise<void> }
   const [tpm, setTpm] = useState("");
   const [concurrent, setConcurrent] = useState("");
   const add = async () => {
+    if (!NAME.test(name)) throw new Error("A name has letters, digits and . _ @ - only, begins with a letter or digit, and has 100 characters at most.");
     const { key, sha256 } = await generate();
     const number = (text: string) => (text ? Number(text) : null);
     const limits = { requests_per_minute: number(rpm), tokens_per_minute: number(tpm), concurrent_requests: number(concurrent) };
@@ -155,6 +162,7 @@ function NewKey({ done }: { done: (name: string, key: string) => Promise<void> }
   );
   return (
     <section class="card" aria-label="Add a key">
+      <h2>Add a key</h2>
       <div class="row">
         <label>Name <input value={name} onInput={(event) => setName(event.currentTarget.value)} /></label>
         <label>

@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { admin } from "./api";
 import { size } from "./format";
 import type { Live } from "./live";
-import { Freshness } from "./parts";
+import { Alert, Freshness } from "./parts";
 
 interface LogFile {
   name: string;
@@ -90,7 +90,7 @@ export function LogsPage({ live, node: wanted, name }: { live: Live; node?: stri
         </label>
         <button type="button" onClick={list}>List again</button>
       </div>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {name && <Log key={`${node} ${name}`} node={node} name={name} />}
       <p class="quiet">Logs may contain prompts and secrets: only an admin key reads them. Services in containers write no files; their launcher has their logs.</p>
     </>
@@ -155,9 +155,9 @@ function Log({ node, name }: { node: string; name: string }) {
         </label>
         <label>Lines with <input type="search" value={query} onInput={(event) => setQuery(event.currentTarget.value)} /></label>
         <label><input type="checkbox" checked={follow} onChange={(event) => setFollow(event.currentTarget.checked)} /> Follow</label>
-        <span class="quiet" role="status">{arrived ? `${shown.length} of ${all.length} lines` : "Reading …"}</span>
+        <span class="quiet" role="status">{arrived ? `${shown.length} of ${all.length} lines` : failure ? "" : "Reading …"}</span>
       </div>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       <pre class="log" ref={box} tabIndex={0} role="region" aria-label={`Lines of ${name}`}>
         {skipped && <span class="quiet">Earlier lines are left out.{"\n"}</span>}
         {shown.map(({ time, level, text }, i) => (

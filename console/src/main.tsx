@@ -9,6 +9,7 @@ import { KeysPage } from "./keys";
 import { useLive } from "./live";
 import { LogsPage } from "./logs";
 import { ModelsPage } from "./models";
+import { Alert } from "./parts";
 import { PlaygroundPage } from "./playground";
 import { ExplainPage, RequestPage, RequestsPage } from "./requests";
 import { SimulatePage } from "./simulate";
@@ -61,7 +62,7 @@ function App() {
       },
     );
   useEffect(() => void refresh(), []);
-  if (!rights) return <main>{failure ? <p class="failure" role="alert">{failure}</p> : <p>Connecting …</p>}</main>;
+  if (!rights) return <main>{failure ? <Alert text={failure} /> : <p>Connecting …</p>}</main>;
   // Inference without any key may be open although the admin API is not: the login comes first then.
   if (!rights.view && !rights.key) return <LoginPage done={refresh} />;
   return <Shell rights={rights} changed={refresh} />;
@@ -89,7 +90,7 @@ function LoginPage({ done }: { done: () => void }) {
           <input type="password" autocomplete="off" autofocus value={key} onInput={(event) => setKey(event.currentTarget.value)} />
         </label>
         <button type="submit" class="primary" disabled={!key}>Log in</button>
-        {failure && <p class="failure" role="alert">{failure}</p>}
+        <Alert text={failure} />
         <p class="quiet">
           An admin key opens everything (<code>thaw up</code> prints where it is), a read-only key the views, an inference key the playground. The page does not keep the key.
         </p>
@@ -131,7 +132,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
         {page === "logs" && <WithLive topics="cluster" expired={changed} show={(live) => <LogsPage live={live} node={route[1]} name={route[2]} />} />}
         {page === "simulate" && <SimulatePage mayChange={rights.change} />}
         {page === "explain" && <ExplainPage about={route.slice(1).join("/")} />}
-        {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} />} /> : <PlaygroundPage live={null} />)}
+        {page === "playground" && (rights.view ? <WithLive topics="cluster" expired={changed} show={(live) => <PlaygroundPage live={live} mayAsk={rights.inference} />} /> : <PlaygroundPage live={null} mayAsk={rights.inference} />)}
       </main>
     </>
   );

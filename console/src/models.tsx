@@ -74,6 +74,7 @@ export function ModelsPage({ live, mayChange, name: named }: { live: Live; mayCh
       <h1>Models</h1>
       <Freshness live={live} />
       {live.arrived.has("cluster") && !all.length && <p>No model is registered{mayChange ? "." : <>. Add one: <code>thaw models add NAME SOURCE</code></>}</p>}
+      {named && selected === named && !chosen && live.arrived.has("cluster") && <p class="notice">No model is called {named}.</p>}
       {mayChange && <AddModel live={live} />}
       {field("Find a model")}
       <div class="columns">

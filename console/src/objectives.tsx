@@ -2,8 +2,9 @@
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin, inPath } from "./api";
-import { duration, optional } from "./format";
+import { counted, duration, optional } from "./format";
 import { amount } from "./money";
+import { Alert } from "./parts";
 import { Lines, Stacks, type Series } from "./series";
 import { usage, type Cost } from "./usage";
 
@@ -89,7 +90,7 @@ export function ModelHistory({ name }: { name: string }) {
   return (
     <section class="card" aria-label={`The last hour of ${name}`}>
       <h2>The last hour of {name}</h2>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       <label>
         A point for each{" "}
         <select value={step} onChange={(event) => setStep(Number(event.currentTarget.value))}>
@@ -123,7 +124,7 @@ function Charts({ history, costs }: { history: History; costs: Costs | null }) {
   return (
     <>
       <p class="quiet">
-        {served} requests with a first token, of {history.gateways === 1 ? "one gateway" : `${history.gateways} gateways`}.{since} Batches are not counted.
+        {counted(served, "request")} with a first token, of {history.gateways === 1 ? "one gateway" : `${history.gateways} gateways`}.{since} Batches are not counted.
       </p>
       {served === 0 && !whole.judged && <p>No request has ended in this time.</p>}
       <div class="side-by-side">

@@ -5,6 +5,17 @@ import { useState } from "preact/hooks";
 import { clock } from "./format";
 import type { Live } from "./live";
 
+/** Text of the command line, in which commands stand between backticks. */
+export function Prose({ text }: { text: string }) {
+  const parts = text.split("`");
+  return <>{parts.length % 2 ? parts.map((part, i) => (i % 2 ? <code key={i}>{part}</code> : part)) : text}</>;
+}
+
+/** What has failed, if anything. */
+export function Alert({ text }: { text: string | undefined }) {
+  return text ? <p class="failure" role="alert"><Prose text={text} /></p> : null;
+}
+
 export function Badge({ state }: { state: string }) {
   return <span class={`badge state-${state}`}>{state}</span>;
 }
@@ -20,7 +31,7 @@ export function Freshness({ live }: { live: Live }) {
     );
   }
   if (!live.connected) return <p class="notice" role="status">Connecting to the gateway …</p>;
-  if (errors.length) return <p class="notice" role="status">{errors.join(" ")}</p>;
+  if (errors.length) return <p class="notice" role="status"><Prose text={errors.join(" ")} /></p>;
   return null;
 }
 
@@ -50,7 +61,7 @@ export function Action(props: { label: string; description?: string; run: () => 
       >
         {busy ? `${props.label} …` : props.label}
       </button>
-      {failure && <span class="failure" role="alert">{failure}</span>}
+      {failure && <span class="failure" role="alert"><Prose text={failure} /></span>}
     </span>
   );
 }
@@ -81,7 +92,7 @@ export function useFilter<T>(items: T[], text: (item: T) => string, step = 100) 
       {label}{" "}
       <input type="search" value={query} onInput={(event) => setQuery(event.currentTarget.value)} />
       <span class="quiet">
-        {found.length > limit ? ` the first ${limit} of ${found.length}` : ` ${found.length}`}
+        {found.length > limit ? ` the first ${limit} of ${found.length}` : wanted ? ` ${found.length} of ${items.length}` : ` all ${items.length}`}
       </span>
     </label>
   );

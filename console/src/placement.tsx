@@ -53,16 +53,16 @@ export function CandidateTable({ plan, name }: { plan: Plan; name: string }) {
           {plan.candidates.map((c, i) => (
             <tr key={i} class={sameAs(c, plan.chosen) ? "selected" : ""}>
               <td>{sameAs(c, plan.chosen) ? "✓ chosen" : ""}</td>
-              <td>{c.node}</td>
+              <td class="name">{c.node}</td>
               <td>{c.device_ids.join(", ")}</td>
               <td>{words(c.way)}</td>
               <td>{c.source}</td>
               <td class="number">{optional(c.predicted_ms)}</td>
-              <td>{longestPhases(c.predicted)}</td>
+              <td class="text">{longestPhases(c.predicted)}</td>
               <td class="number">{size(c.needed_bytes)}</td>
               <td class="number">{size(c.free_bytes)}</td>
               <td>{c.victims.join(", ")}</td>
-              <td>{c.excluded}</td>
+              <td class={c.excluded ? "text" : ""}>{c.excluded}</td>
             </tr>
           ))}
         </tbody>

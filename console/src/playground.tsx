@@ -6,11 +6,11 @@ import { tokensPerSecond, useChat, type Answer, type Chat, type Turn } from "./c
 import { asCurl, asPython } from "./code";
 import { duration } from "./format";
 import type { Live } from "./live";
-import { Freshness } from "./parts";
+import { Alert, Freshness } from "./parts";
 
 const WAKING = ["preparing", "loading", "resuming"];
 
-export function PlaygroundPage({ live }: { live: Live | null }) {
+export function PlaygroundPage({ live, mayAsk }: { live: Live | null; mayAsk: boolean }) {
   const [names, setNames] = useState<string[]>([]);
   const [model, setModel] = useState("");
   const [other, setOther] = useState("");
@@ -35,7 +35,7 @@ export function PlaygroundPage({ live }: { live: Live | null }) {
   const columns: [string, Chat][] = other ? [[model, first], [other, second]] : [[model, first]];
   const submit = (event: Event) => {
     event.preventDefault();
-    if (!model || !text || busy) return;
+    if (!mayAsk || !model || !text || busy) return;
     setText("");
     for (const [name, chat] of columns) void chat.ask(name, text, maxTokens, live?.models[name]?.plan?.plan_id ?? null);
   };
@@ -51,6 +51,7 @@ export function PlaygroundPage({ live }: { live: Live | null }) {
     <>
       <h1>Playground</h1>
       {live && <Freshness live={live} />}
+      {!mayAsk && !failure && <p class="notice">The key of this session may not ask models. Log out, and log in with an inference key to use the playground.</p>}
       <form class="card" onSubmit={submit}>
         <div class="row">
           <label>
@@ -75,13 +76,13 @@ export function PlaygroundPage({ live }: { live: Live | null }) {
         <div class="side-by-side">
           {columns.map(([name, chat], i) => <Conversation key={i} model={name} chat={chat} live={live} />)}
         </div>
-        {failure && <p class="failure" role="alert">{failure}</p>}
+        <Alert text={failure} />
         <label class="block">
           Message
           <textarea rows={3} value={text} onInput={(event) => setText(event.currentTarget.value)}
             onKeyDown={(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && submit(event)} />
         </label>
-        <button type="submit" class="primary" disabled={busy || !model || !text}>Send</button>{" "}
+        <button type="submit" class="primary" disabled={!mayAsk || busy || !model || !text}>Send</button>{" "}
         <button type="button" disabled={!busy} onClick={() => columns.forEach(([, chat]) => chat.stop())}>Stop</button>
       </form>
       <details class="card">
@@ -102,7 +103,7 @@ function Conversation({ model, chat, live }: { model: string; chat: Chat; live: 
         ))}
       </div>
       {chat.answer && <Progress model={model} answer={chat.answer} busy={chat.busy} live={live} />}
-      {chat.failure && <p class="failure" role="alert">{chat.failure}</p>}
+      <Alert text={chat.failure} />
     </section>
   );
 }

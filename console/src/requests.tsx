@@ -6,7 +6,7 @@ import { LatencyChart } from "./chart";
 import { clock, counted, duration, idle, optional } from "./format";
 import type { Live } from "./live";
 import { modelLink } from "./models";
-import { Badge, Facts, Freshness, useFilter } from "./parts";
+import { Alert, Badge, Facts, Freshness, useFilter } from "./parts";
 import { PlanCard } from "./placement";
 import type { ActiveRequest, LoadTrace, PlanExplained, RequestTrace, Segment, Span } from "./types";
 import { rows, type Stretch } from "./waterfall";
@@ -26,6 +26,7 @@ export function RequestsPage({ live }: { live: Live }) {
       <ActiveRequests live={live} />
       <h2>Finished</h2>
       {live.arrived.has("requests") && !requests.length && <p>No request has been traced yet.</p>}
+      {records.length > 0 && <h3>Time to the first token, by the time of the request</h3>}
       {records.length > 0 && <LatencyChart requests={records} />}
       {field("Find a request")}
       <div class="scroll" tabIndex={0} role="region" aria-label="Table of requests">
@@ -162,7 +163,7 @@ export function RequestPage({ id, jaeger }: { id: string; jaeger?: string }) {
     <>
       <p><a href="#/requests">All requests</a></p>
       <h1>Request</h1>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {trace && (
         <section class="card" aria-label="Waterfall">
           <h2>
@@ -206,7 +207,7 @@ export function ExplainPage({ about }: { about: string }) {
   return (
     <>
       <h1>Placement decision</h1>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {plan && <PlanCard found={plan} />}
       {plan && <WhatIf model={plan.plan.model} happened={plan.plan} />}
     </>

@@ -2,6 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { admin, inPath } from "./api";
+import { Alert } from "./parts";
 
 export function ModelSettings({ name }: { name: string }) {
   const [yaml, setYaml] = useState("");
@@ -17,7 +18,7 @@ export function ModelSettings({ name }: { name: string }) {
   return (
     <details onToggle={open}>
       <summary>Settings as YAML</summary>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {yaml && <pre tabIndex={0} role="region" aria-label={`Settings of ${name} as YAML`}>{yaml}</pre>}
     </details>
   );

@@ -3,6 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { admin, ApiError, send } from "./api";
 import { duration } from "./format";
+import { Alert } from "./parts";
 
 interface Options {
   installed: boolean;
@@ -141,7 +142,7 @@ export function SimulatePage({ mayChange }: { mayChange: boolean }) {
           {progress.of ? `simulation ${Math.min(progress.done + 1, progress.of)} of ${progress.of}` : "reading the recorded requests"} …
         </p>
       )}
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {result && <Comparison result={result} />}
     </>
   );

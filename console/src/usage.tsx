@@ -4,7 +4,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin } from "./api";
 import { Bars } from "./chart";
 import { amount, budgetsOf, money, type Budget } from "./money";
-import { useFilter } from "./parts";
+import { Alert, useFilter } from "./parts";
 
 interface Counts {
   requests: number;
@@ -55,6 +55,16 @@ export function usage(hours: number, by: string, model?: string): Promise<Viewed
   return admin(`usage?since=${Math.floor(Date.now() / 1000 / HOUR_S) - hours}&by=${by}${of}`);
 }
 
+const MEANINGS: Record<string, string> = {
+  Cached: "Prompt tokens that the engine had computed before.",
+  "Cold starts": "Requests that waited for their model to start or resume.",
+  "Cold start s": "Seconds that these starts took; requests that waited for one share it.",
+  Victims: "Instances that had to leave a device for these starts; requests share them.",
+  "Clearing s": "Seconds until the memory of the victims was free.",
+  "GiB h held": "Memory of devices that the model's instances had reserved, times hours.",
+  "GiB h parked": "Host memory and swap that suspended engines held, times hours.",
+};
+
 const SPANS: [label: string, hours: number][] = [["24 hours", 24], ["7 days", 168], ["30 days", 720]];
 const HOUR_S = 3600;
 
@@ -100,11 +110,11 @@ export function UsagePage() {
   const { shown, field } = useFilter(rows ?? [], (r) => `${r.key} ${r.model}`);
   const count = (value: number) => value.toLocaleString();
   const total = (rows ?? []).reduce((sum, r) => sum + Number(r.cost?.total ?? 0), 0);
-  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Seconds of cold starts", "Victims", "Seconds of clearing", "GiB hours held", "Parked"];
+  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Cold start s", "Victims", "Clearing s", "GiB h held", "GiB h parked"];
   return (
     <>
       <h1>Usage</h1>
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       <label>
         The last{" "}
         <select value={hours} onChange={(event) => setHours(Number(event.currentTarget.value))}>
@@ -118,6 +128,12 @@ export function UsagePage() {
       {budgets.length > 0 && <Budgets budgets={budgets} />}
       {rows && !rows.length && <p>No request has been recorded in this time.</p>}
       {points[0]!.length > 0 && <Bars data={points} hours={hours} names={["prompt tokens", "completion tokens"]} label="Tokens per hour. The table below has the sums." />}
+      <details class="quiet">
+        <summary>What the columns mean</summary>
+        <dl class="facts">
+          {Object.entries(MEANINGS).map(([title, meaning]) => <div key={title}><dt>{title}</dt><dd>{meaning}</dd></div>)}
+        </dl>
+      </details>
       {field("Find a key or model")}
       <div class="scroll" tabIndex={0} role="region" aria-label="Table of usage">
         <table>
@@ -132,8 +148,8 @@ export function UsagePage() {
           <tbody>
             {shown.map((r) => (
               <tr key={`${r.key} ${r.model}`}>
-                <th scope="row">{r.key || "no key"}</th>
-                <td>{r.model || "no model"}</td>
+                <th scope="row" class="name">{r.key || "no key"}</th>
+                <td class="name">{r.model || "no model"}</td>
                 <td class="number">{count(r.counts.requests)}</td>
                 <td class="number">{count(r.counts.failed)}</td>
                 <td class="number">{count(r.counts.prompt_tokens)}</td>

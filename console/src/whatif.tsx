@@ -3,6 +3,7 @@
 import { useRef, useState } from "preact/hooks";
 import { admin, change } from "./api";
 import { duration, optional, size, words } from "./format";
+import { Alert } from "./parts";
 import { CandidateTable, type Plan } from "./placement";
 import type { PlanExplained } from "./types";
 
@@ -163,7 +164,7 @@ export function WhatIf({ model, happened }: { model: string; happened?: Plan }) 
           {kind === "budget" && chosen && <span class="quiet">now {size(chosen.budget_bytes)}</span>}
         </form>
       )}
-      {failure && <p class="failure" role="alert">{failure}</p>}
+      <Alert text={failure} />
       {found && <Answer found={found} happened={happened} />}
     </details>
   );
@@ -192,17 +193,19 @@ function Answer({ found, happened }: { found: PlanExplained; happened?: Plan }) 
   return (
     <section aria-label="Decision under the assumption" aria-live="polite">
       <h2>Supposing that {found.assumed.join(", and ")}</h2>
-      <table>
-        <caption>What happened, and what would be decided now for {plan.model}</caption>
-        <thead>
-          <tr><td /><th scope="col">What happened</th><th scope="col">What if</th></tr>
-        </thead>
-        <tbody>
-          {rows.filter(([, before, after]) => before || after).map(([title, before, after]) => (
-            <tr key={title}><th scope="row">{title}</th><td>{before}</td><td>{after}</td></tr>
-          ))}
-        </tbody>
-      </table>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Comparison with what happened">
+        <table>
+          <caption>What happened, and what would be decided now for {plan.model}</caption>
+          <thead>
+            <tr><td /><th scope="col">What happened</th><th scope="col">What if</th></tr>
+          </thead>
+          <tbody>
+            {rows.filter(([, before, after]) => before || after).map(([title, before, after]) => (
+              <tr key={title}><th scope="row">{title}</th><td>{before}</td><td>{after}</td></tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
       <CandidateTable plan={plan} name="Candidates under the assumption" />
       {found.others.map((other) => (
         <p key={other.plan_id}>Before it, {other.model} would start{other.chosen ? ` on ${other.chosen.node}` : ""}.</p>

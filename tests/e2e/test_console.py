@@ -278,6 +278,78 @@ def test_page_reconnects_after_its_gateway_was_killed(page: Page, mesh: Thaw, cl
     expect(page.get_by_role("button", name=re.compile("^one ready"))).to_be_visible()
 
 
+def test_pages_fit_a_narrow_window_with_all_their_parts_open(page: Page, client: openai.OpenAI) -> None:
+    def check(part: str) -> None:
+        assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0, part
+        assert serious_findings(page) == [], part
+
+    request_id = ask(client, "one")
+    page.set_viewport_size({"width": 360, "height": 800})
+    details = page.get_by_role("complementary", name="Details")
+    page.get_by_role("button", name="node-0", exact=True).click()
+    check("node")
+    page.get_by_role("button", name=re.compile("^one ready")).click()
+    expect(details).to_contain_text("node-0 cpu:0")
+    check("instance")
+    page.get_by_role("link", name="Models").click()
+    page.get_by_text("Add a model", exact=True).click()
+    page.get_by_text("More settings").click()
+    page.get_by_role("button", name="one", exact=True).click()
+    details.get_by_text("Settings as YAML").click()
+    details.get_by_text("Change settings").click()
+    expect(details.get_by_label("Seconds it stays when idle")).to_be_visible()
+    check("model")
+    page.goto(f"{page.url.partition('#')[0]}#/requests/{request_id}")
+    page.get_by_text("What if the cluster were different?").click()
+    page.get_by_role("button", name="Ask the scheduler").click()
+    page.get_by_role("region", name="Decision under the assumption").wait_for()
+    check("request")
+    page.get_by_role("link", name="Logs").click()
+    page.get_by_label("Log", exact=True).select_option(index=1)
+    page.get_by_text(re.compile(r"^\d+ of \d+ lines")).wait_for()
+    check("logs")
+    for name in ("Requests", "Playground", "Usage", "Keys", "Doctor", "Simulate"):
+        page.get_by_role("link", name=name).click()
+        page.get_by_role("heading", name=name, exact=True).wait_for()
+        check(name)
+
+
+def test_wrong_names_get_a_clear_error(page: Page, mesh: Thaw) -> None:
+    alert = page.get_by_role("alert")
+    page.goto(f"{mesh.url}/ui#/models/%3Cb%3Enone%3C%2Fb%3E")
+    page.get_by_text("No model is called <b>none</b>.").wait_for()
+    page.goto(f"{mesh.url}/ui#/explain/none")
+    expect(alert.locator("code")).to_have_text("thaw models list")
+    page.goto(f"{mesh.url}/ui#/logs/node-0/none")
+    expect(alert).to_contain_text("node-0 has no log none")
+    expect(page.get_by_text("Reading …")).to_have_count(0)
+    page.get_by_role("link", name="Keys").click()
+    page.get_by_label("Name", exact=True).fill("two words")
+    page.get_by_role("button", name="Add the key").click()
+    expect(alert).to_contain_text("letters, digits")
+    assert serious_findings(page) == []
+
+
+def test_read_only_keys_may_not_ask_models_and_leave_inference_open(browser: Browser, mesh: Thaw, admin: httpx.Client) -> None:
+    key = "sk-thaw-reader"
+    admin.post("/keys", json={"name": "reader", "scope": "read-only", "sha256": hash_key(key)}).raise_for_status()
+    try:
+        with opened(browser) as (page, faults):
+            log_in(page, mesh.url, key)
+            page.get_by_role("link", name="Playground").click()
+            page.get_by_text("The key of this session may not ask models.").wait_for()
+            page.get_by_label("Message", exact=True).fill("Hi")
+            expect(page.get_by_role("button", name="Send")).to_be_disabled()
+            page.keyboard.press("Control+Enter")
+            expect(page.locator(".turn")).to_have_count(0)
+            page.get_by_role("link", name="Keys").click()
+            page.get_by_text("Inference needs a key as soon as an inference key exists.").wait_for()
+            assert serious_findings(page) == []
+            assert faults == []
+    finally:
+        admin.delete("/keys/reader").raise_for_status()
+
+
 def test_pages_have_no_serious_finding_in_dark_and_work_by_keyboard(browser: Browser, mesh: Thaw) -> None:
     with opened(browser, dark=True) as (page, faults):
         page.goto(f"{mesh.url}/ui")

@@ -12,6 +12,7 @@ import typer
 
 import thaw
 from thaw.cli.lazy import Entry, group_of
+from thaw.cli.shell_completion import repair_completion
 
 COMMANDS = (
     Entry(
@@ -22,7 +23,7 @@ COMMANDS = (
     ),
     Entry("down", "up", "down", "Stop the mesh of this machine, and remove what a crash has left of it."),
     Entry("init", "init", "init", "Write a commented thaw.yaml with this machine's devices and memory."),
-    Entry("service", "service", "app", "The mesh as a systemd unit: install, show."),
+    Entry("service", "service", "app", "The mesh as a systemd unit: install, show, remove."),
     Entry(
         "ps",
         "ps",
@@ -97,6 +98,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+repair_completion()
 
 
 def _version(wanted: bool) -> None:

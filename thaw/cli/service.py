@@ -1,4 +1,4 @@
-"""`thaw service install|show`: the mesh of this machine as a systemd unit."""
+"""`thaw service install|show|remove`: the mesh of this machine as a systemd unit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.paths import local_path
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
+from thaw.launcher.systemd import Systemd
 
-app = typer.Typer(help="The mesh as a systemd unit: install, show.", no_args_is_help=True)
+app = typer.Typer(help="The mesh as a systemd unit: install, show, remove.", no_args_is_help=True)
 UNIT = "thaw.service"
+_MARK = "# Written by `thaw service install`."
 _STOP_S = 120
 """Seconds that the mesh may take to stop: gateways let active requests finish."""
 
@@ -36,7 +38,7 @@ def compose_unit(command: list[str], home: Path, *, is_system: bool) -> str:
     """
     return "\n".join(
         [
-            "# Written by `thaw service install`.",
+            _MARK,
             "[Unit]",
             "Description=Thaw: serverless LLM serving",
             *(["After=network-online.target", "Wants=network-online.target"] if is_system else []),
@@ -109,7 +111,7 @@ def install(config: Config = None, system: System = False, as_json: Json = False
         target.write_text(text)
     except OSError as e:
         raise CommandError(f"{target} cannot be written: {e.strerror}.", "Run it as root for a unit of the system.") from e
-    control = "systemctl" if system else "systemctl --user"
+    control = Systemd(is_system=system).command
     commands = [f"{control} daemon-reload", f"{control} enable --now {UNIT}"]
     if not system:
         commands.append("loginctl enable-linger    # to start it at boot, without a login")
@@ -117,3 +119,64 @@ def install(config: Config = None, system: System = False, as_json: Json = False
     for command in commands:
         out.print(f"  [bold]{escape(command)}[/]")
     return {"path": str(target), "unit": text, "commands": commands}
+
+
+@app.command()
+@verb
+def remove(system: System = False, as_json: Json = False) -> Document:
+    """Stop and disable the systemd unit, and remove its file.
+
+    Only a file that `thaw service install` has written is removed. The state directory stays.
+
+    Example: [bold]thaw service remove[/]
+    """
+    out, target, systemd = screen(as_json), _directory(is_system=system) / UNIT, Systemd(is_system=system)
+    document: Document = {"path": str(target), "removed": False, "stopped": False, "disabled": False}
+    if not (target.is_symlink() or target.exists()):
+        out.print(f"There is no {escape(str(target))}: nothing to remove.")
+        return document
+    _check_written_here(target)
+    if systemd.is_reachable():
+        document["stopped"] = systemd.is_active(UNIT)
+        systemd.disable(UNIT, _STOP_S)
+        document["disabled"] = True
+    try:
+        if not document["disabled"]:
+            document["disabled"] = _remove_links(target)
+        target.unlink()
+    except OSError as e:
+        raise CommandError(f"{target} cannot be removed: {e.strerror}.", "Run it as root for a unit of the system.") from e
+    document["removed"] = True
+    if systemd.is_reachable():
+        systemd.forget(UNIT)
+    else:
+        out.print("[yellow]![/] systemd does not answer, so the unit was not stopped. `thaw down` stops a mesh that still runs.")
+    done = [word for word in ("stopped", "disabled", "removed") if document[word]]
+    out.print(f"[green]✓[/] {UNIT}: {', '.join(done)}. It was {escape(str(target))}.")
+    return document
+
+
+def _check_written_here(target: Path) -> None:
+    """Raise `CommandError` if the unit's file is not the work of `thaw service install`."""
+    try:
+        is_ours = not target.is_symlink() and target.read_text(errors="replace").startswith(_MARK)
+    except OSError as e:
+        raise CommandError(f"{target} cannot be read: {e.strerror}.", "Run it as root for a unit of the system.") from e
+    if not is_ours:
+        raise CommandError(
+            f"{target} was not written by `thaw service install`, so it stays.",
+            "Remove it yourself if it is not needed.",
+            code="conflict",
+        )
+
+
+def _remove_links(target: Path) -> bool:
+    """Remove the links that start the unit at boot or login, as `systemctl disable` does.
+
+    Returns:
+        Whether there were any.
+    """
+    links = [link for link in target.parent.glob(f"*.wants/{UNIT}") if link.is_symlink()]
+    for link in links:
+        link.unlink()
+    return bool(links)

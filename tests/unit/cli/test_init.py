@@ -88,7 +88,11 @@ def test_shell_completion_knows_commands_of_groups(monkeypatch: pytest.MonkeyPat
     """The scripts of `thaw --install-completion` ask so."""
     monkeypatch.setattr(sys, "argv", ["thaw"])
     monkeypatch.setenv("_THAW_COMPLETE", "complete_bash")
-    for words, expected in (("thaw serv", {"service"}), ("thaw service ", {"install", "show"}), ("thaw up --dem", {"--demo"})):
+    for words, expected in (
+        ("thaw serv", {"service"}),
+        ("thaw service ", {"install", "remove", "show"}),
+        ("thaw up --dem", {"--demo"}),
+    ):
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
         main([])

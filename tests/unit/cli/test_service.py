@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,92 @@ def test_a_missing_configuration_is_an_error(folder: Path, capsys: pytest.Captur
     assert main(["service", "install", "--config", str(folder / "none.yaml"), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "not_found"
     assert not (folder / "config").exists()
+
+
+def systemctl(folder: Path, monkeypatch: pytest.MonkeyPatch, active: str = "active", disabling: str = "true") -> Path:
+    """Put a `systemctl` on the path that logs its arguments: a test has no systemd that runs.
+
+    Returns:
+        The file of its calls.
+    """
+    calls, program = folder / "calls", folder / "bin" / "systemctl"
+    program.parent.mkdir()
+    case = f"is-active) echo {active} ;; disable) {disabling} ;;"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n[ "$1" = --user ] && shift\ncase $1 in {case} esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return calls
+
+
+def removed(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["service", "remove", "--json"]) == status
+    document = json.loads(capsys.readouterr().out)
+    assert isinstance(document, dict)
+    return document
+
+
+def installed(folder: Path) -> Path:
+    assert main(["service", "install", "--json"]) == 0
+    return folder / "config" / "systemd" / "user" / UNIT
+
+
+@pytest.mark.parametrize("active", ["active", "activating", "inactive", "failed"])
+def test_remove_stops_and_disables_the_unit_before_its_file_goes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], active: str
+) -> None:
+    path, calls = (
+        installed(folder),
+        systemctl(folder, monkeypatch, active, disabling=f"test -f {folder}/config/systemd/user/{UNIT}"),
+    )
+    document = removed(capsys)
+    assert document == {"path": str(path), "removed": True, "stopped": active.startswith("activ"), "disabled": True}
+    assert not path.exists()
+    asked = [line.removeprefix("--user ") for line in calls.read_text().splitlines() if "show-environment" not in line]
+    assert asked == [f"is-active {UNIT}", f"disable --now {UNIT}", "daemon-reload", f"reset-failed {UNIT}"]
+    assert removed(capsys) == {"path": str(path), "removed": False, "stopped": False, "disabled": False}
+
+
+def test_remove_leaves_the_unit_if_systemd_cannot_stop_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = installed(folder)
+    systemctl(folder, monkeypatch, disabling="{ echo 'Access denied' >&2; exit 1; }")
+    assert "Access denied" in removed(capsys, status=1)["error"]["message"]
+    assert path.exists()
+
+
+@pytest.mark.parametrize("text", ["[Service]\nExecStart=/bin/thaw\n", None])
+def test_remove_leaves_units_that_it_did_not_write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    path, calls = installed(folder), systemctl(folder, monkeypatch)
+    if text is None:
+        path.rename(folder / "elsewhere")
+        path.symlink_to(folder / "elsewhere")
+    else:
+        path.write_text(text)
+    assert removed(capsys, status=1)["error"]["code"] == "conflict"
+    assert path.exists()
+    assert not calls.exists()
+
+
+def test_remove_without_a_running_systemd_removes_the_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Uses the real `systemctl` where there is one: no manager has this directory of run time."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.delenv("DBUS_SESSION_BUS_ADDRESS", raising=False)
+    path = installed(folder)
+    link = path.parent / "default.target.wants" / UNIT
+    link.parent.mkdir()
+    link.symlink_to(path)
+    capsys.readouterr()
+    assert main(["service", "remove"]) == 0
+    text = capsys.readouterr().out
+    assert "was not stopped" in text
+    assert f"{UNIT}: disabled, removed." in text
+    assert [p for p in path.parent.rglob("*") if not p.is_dir()] == []
 
 
 @needs_systemd

@@ -87,8 +87,8 @@ class Console:
             _check_same_origin(headers)
         with acting_as(await self._key_hash(headers)):
             if scope["path"].startswith(f"{_API}/"):
-                path = scope["path"].removeprefix(_API)
-                await self._api({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+                path, raw = scope["path"].removeprefix(_API), scope.get("raw_path") or scope["path"].encode()
+                await self._api({**scope, "path": path, "raw_path": raw.removeprefix(_API.encode())}, receive, send)
             else:
                 scope["app"] = self._router
                 await self._router(scope, receive, send)

@@ -138,10 +138,7 @@ class Admin:
         return json_response(history.model_dump(mode="json"))
 
     async def remove_model(self, request: Request) -> Response:
-        """Remove a model; with `?adapters=true` its LoRA adapters too."""
-        with_adapters = request.query_params.get("adapters") == "true"
-        message = RemoveModel(name=request.path_params["name"], with_adapters=with_adapters)
-        return await self._request_scheduler(message, Done)
+        return await remove_model(self._gateway, request, request.path_params["name"])
 
     async def wake(self, request: Request) -> Response:
         """Wake a model, which may take minutes.
@@ -178,14 +175,14 @@ class Admin:
 
     async def add_key(self, request: Request) -> Response:
         body = await self._new_key(request)
-        return _key_response(await self._gateway.key_writer.add(body, _actor(request)))
+        return _key_response(await self._gateway.key_writer.add(body, actor_of(request)))
 
     async def put_key(self, request: Request) -> Response:
         """Make a key exist as described, whether or not it does."""
         body = await self._new_key(request)
         if body.name != request.path_params["name"]:
             raise InvalidRequest("The name in the body differs from the name in the path", param="name")
-        return _key_response(await self._gateway.key_writer.put(body, _actor(request)))
+        return _key_response(await self._gateway.key_writer.put(body, actor_of(request)))
 
     async def _new_key(self, request: Request) -> NewKey:
         body = validate_body(NewKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
@@ -198,14 +195,14 @@ class Admin:
 
     async def change_key(self, request: Request) -> Response:
         body = validate_body(ChangeKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
-        return _key_response(await self._gateway.key_writer.change(request.path_params["name"], body, _actor(request)))
+        return _key_response(await self._gateway.key_writer.change(request.path_params["name"], body, actor_of(request)))
 
     async def rotate_key(self, request: Request) -> Response:
         body = validate_body(RotateKey, await read_body(request.scope, request.receive, _MAX_KEY_BODY))
-        return _key_response(await self._gateway.key_writer.rotate(request.path_params["name"], body, _actor(request)))
+        return _key_response(await self._gateway.key_writer.rotate(request.path_params["name"], body, actor_of(request)))
 
     async def revoke_key(self, request: Request) -> Response:
-        return _key_response(await self._gateway.key_writer.revoke(request.path_params["name"], _actor(request)))
+        return _key_response(await self._gateway.key_writer.revoke(request.path_params["name"], actor_of(request)))
 
     async def key_log(self, request: Request) -> Response:
         """Return the latest changes of keys; `?limit=` at most."""
@@ -319,11 +316,18 @@ async def ask_scheduler(gateway: Gateway, message: MeshRequest, reply: type[M]) 
         ) from e
 
 
+async def remove_model(gateway: Gateway, request: Request, name: str) -> Response:
+    """Remove a model; with `?adapters=true` its LoRA adapters too."""
+    with_adapters = request.query_params.get("adapters") == "true"
+    done = await ask_scheduler(gateway, RemoveModel(name=name, with_adapters=with_adapters), Done)
+    return json_response(done.model_dump(mode="json"))
+
+
 def _key_response(key: ApiKey) -> Response:
     return json_response(key.model_dump(mode="json"))
 
 
-def _actor(request: Request) -> Actor:
+def actor_of(request: Request) -> Actor:
     return Actor(caller_of(request.scope).name or "no key", request.client.host if request.client else "")
 
 

@@ -6,13 +6,15 @@ No instance is started.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.http.endpoints.admin import ask_scheduler
+from services.gateway.domain.pull_paths import removes_model
+from services.gateway.http.endpoints.admin import actor_of, ask_scheduler, remove_model
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.query import read_integer
@@ -20,9 +22,10 @@ from services.gateway.http.parsing.validation import validate_body
 from services.gateway.http.scopes import ScopedRoute
 from services.gateway.loop import Gateway
 from shared.contracts.admin import CancelPulls, ModelPulled, PullModel, PullOptions, PullsCancelled
-from shared.errors import DeadlineExceeded, InvalidRequest, ReplyLost, ShuttingDown, Unavailable
+from shared.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ReplyLost, ShuttingDown, Unavailable
 from shared.tasks import end
 
+log = logging.getLogger(__name__)
 _MAX_BODY = 64 * 1024
 _LONGEST_S = 86_400
 _DISCONNECTED = 499
@@ -40,7 +43,7 @@ class ModelPulls:
         path = "/admin/v1/models/{name:path}/pull"
         return [
             ScopedRoute(path, self.pull, methods=["POST"], needs="admin"),
-            ScopedRoute(path, self.cancel, methods=["DELETE"], needs="admin"),
+            ScopedRoute(path, self.delete, methods=["DELETE"], needs="admin"),
         ]
 
     async def pull(self, request: Request) -> Response:
@@ -69,7 +72,21 @@ class ModelPulls:
         finally:
             await end(*waits)
 
-    async def cancel(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> Response:
+        """Cancel the pulls of a model, or remove the model that is called `NAME/pull`."""
+        name = request.path_params["name"]
+        if removes_model(request.scope.get("raw_path", b""), name, self._is_registered):
+            return await remove_model(self._gateway, request, f"{name}/pull")
+        return await self._cancel(request, name)
+
+    def _is_registered(self, name: str) -> bool:
+        try:
+            self._gateway.catalog.find_model(name)
+        except ModelNotFound:
+            return False
+        return True
+
+    async def _cancel(self, request: Request, name: str) -> Response:
         """Cancel the pulls of a model, of `?node=` and `?tier=` only if they are given.
 
         The answer lists those that were in progress; none is not an error.
@@ -79,8 +96,12 @@ class ModelPulls:
             raise InvalidRequest("'node' is empty. Name a node, or leave it out", param="node")
         if tier not in (None, *_TIERS):
             raise InvalidRequest(f"tier={tier!r} is neither ssd nor dram", param="tier")
-        message = CancelPulls.model_validate({"name": request.path_params["name"], "node": node, "tier": tier})
+        message = CancelPulls.model_validate({"name": name, "node": node, "tier": tier})
         cancelled = await ask_scheduler(self._gateway, message, PullsCancelled)
+        actor, targets = actor_of(request), [f"{p.tier} of {p.node}" for p in cancelled.cancelled]
+        log.info(
+            "pulls cancelled", extra={"model": cancelled.name, "targets": targets, "actor": actor.name, "client": actor.address}
+        )
         return json_response(cancelled.model_dump(mode="json"))
 
 

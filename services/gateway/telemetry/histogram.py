@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 MAX_SERIES = 2_000
@@ -30,8 +29,8 @@ class _Series:
         self.exemplars: list[tuple[str, float, float] | None] = [None] * buckets
 
 
-class Histogram(Collector):
-    """Observations by label values, for the thread of one event loop.
+class Histogram:
+    """A collector of observations by label values, for the thread of one event loop.
 
     Beyond `max_series` combinations others are counted together, with empty label values: models
     come and go while a gateway runs, and their series stay.

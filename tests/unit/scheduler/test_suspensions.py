@@ -12,10 +12,10 @@ from services.scheduler.metrics import Metrics
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, Suspension, Timing
 
 
-def instance(name: str = "i", state: str = "ready", **fields: object) -> InstanceStatus:
+def instance(name: str = "i", **fields: object) -> InstanceStatus:
     given = {"plan_id": "p", "token": 1, "model": "m", "generation": 1, "revision": "r", "device_ids": ("cpu:0",)}
     suspension = Suspension(way="cpu")
-    return InstanceStatus.model_validate({**given, "instance_id": name, "state": state, "suspension": suspension, **fields})
+    return InstanceStatus.model_validate({**given, "instance_id": name, "state": "ready", "suspension": suspension, **fields})
 
 
 def suspended(took_ms: float, at: float = 100.0, **fields: object) -> InstanceStatus:

@@ -150,7 +150,7 @@ def test_phases_of_times_to_the_first_token_add_up_to_them(prometheus: Prometheu
     until(is_read, what=lambda: f"cold and warm requests: {total(TTFT)}, {total('thaw_ttft_phase_seconds')}")
     phases = prometheus.query('count by (thaw_phase) (thaw_ttft_phase_seconds_count{thaw_cold="true"})')
     named = {r["metric"]["thaw_phase"] for r in phases}
-    assert {Phase.LOAD, Phase.PREFILL} <= named <= set(Phase)
+    assert {Phase.CONTAINER, Phase.PREFILL} <= named <= set(Phase)
 
 
 def test_exemplars_name_traces_that_were_exported(prometheus: Prometheus, traffic: Traffic, receiver: OtlpReceiver) -> None:

@@ -55,7 +55,7 @@ function longest(view: View, whole: PhasePoint): string[] {
   return names.sort((a, b) => valueOf(view, whole, b)! - valueOf(view, whole, a)!);
 }
 
-/** A series for each of the longest phases. The rest is one series of a mean, whose parts add up; percentiles do not. */
+/** A series for each of the longest phases. Means have a series of the rest, too: they add up, and percentiles do not. */
 function seriesOf(view: View, points: PhasePoint[], whole: PhasePoint): Series[] {
   const names = longest(view, whole);
   const hasRest = view.percentile === null && names.length > COLOURS.length;
@@ -87,6 +87,7 @@ export function PhasesOverTime({ points, whole, at, stepS }: Props) {
           {VIEWS.map((v, i) => <option key={v.label} value={i}>{v.label}</option>)}
         </select>
       </label>
+      {view.percentile !== null && longest(view, whole).length > series.length && <p class="quiet">The {series.length} longest</p>}
       {series.length === 0 && <p>No such request has ended in this time.</p>}
       {series.length > 0 && view.percentile === null && <Stacks label={label} at={at} stepS={stepS} series={series} format={duration} />}
       {series.length > 0 && view.percentile !== null && (
@@ -104,7 +105,7 @@ export function PhaseValues({ whole }: { whole: PhasePoint }) {
   return (
     <div class="scroll" tabIndex={0} role="region" aria-label="Table of phases">
       <table>
-        <caption>Phases of the critical path in this hour, of the requests that had them</caption>
+        <caption>Phases of the critical path in this hour. Percentiles are of the requests that had the phase, means of all cold starts</caption>
         <thead>
           <tr>{["Phase", "Start", "Requests", "p50", "p99", "Mean"].map((title, i) => <th key={i} scope="col">{title}</th>)}</tr>
         </thead>

@@ -175,7 +175,7 @@ def test_models_show_objectives_latencies_phases_and_costs_over_time(
         expect(chart.get_by_role("img", name=re.compile(f"^Phases of {of}"))).to_be_visible()
         kind = "cold" if of.startswith("cold") else "warm"
         legend = chart.locator(".u-series .u-label")
-        expect(legend).to_have_count(1 + len({row[0] for row in shown_phases if row[1] == kind}))
+        expect(legend).to_have_count(1 + min(8, sum(row[1] == kind for row in shown_phases)))
     history.get_by_label("A point for each").select_option("1")
     expect(table.get_by_role("row", name=re.compile("^the hour"))).to_contain_text(f"{met} of 3")
     assert serious_findings(page) == []

@@ -59,7 +59,7 @@ class Metrics:
             "resume": seconds("thaw.resume", "Resumptions of suspended engines, until they answer."),
         }
         meter.create_observable_gauge(
-            "thaw.suspended", [self._suspended], "By", "Suspended engines of a model on a node, by thaw.place: host, swap."
+            "thaw.suspended", [self._snapshots_by_model], "By", "Suspended engines of a model on a node, by thaw.place: host, swap."
         )
         meter.create_observable_gauge("thaw.device.memory", [self._memory], "By", "Pages of a device, by state.")
         meter.create_observable_gauge(
@@ -127,7 +127,7 @@ class Metrics:
         names = {"gen_ai.request.model": step.model, "thaw.node": step.node, "thaw.way": step.way}
         self._suspensions[step.kind](step.took_ms / 1e3, names)
 
-    def _suspended(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _snapshots_by_model(self, _: CallbackOptions) -> Iterator[Observation]:
         for status in self._statuses():
             sums: Counter[tuple[str, str]] = Counter()
             for instance in status.instances:

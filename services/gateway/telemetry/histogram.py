@@ -53,7 +53,7 @@ class Histogram:
 
         Args:
             values: One for each label.
-            trace_id: Of the trace that explains it; empty: nobody has such a trace.
+            trace_id: Of the trace that explains it; empty: no trace was exported.
         """
         series = self._series.get(values)
         if series is None:

@@ -1,7 +1,7 @@
 """Suspensions and resumptions that nodes report, for the metrics.
 
-A status has only the last suspension and resumption of each instance. Its duration tells whether
-it is another one than before: the time of its end is computed anew for each status.
+A status has only the last suspension and resumption of each instance. Its duration shows whether
+it is another one than before: the time of its end is computed again for each status, and varies.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_each_suspension_and_resumption_counts_once() -> None:
     assert watch.on_status(status(1, [instance()])) == []
     step = SuspensionStep("suspend", "n", "m", "cpu", 70.0)
     assert watch.on_status(status(2, [suspended(70.0)])) == [step]
-    # The end of a step is computed anew for each status.
+    # The end of a step is computed again for each status.
     assert watch.on_status(status(3, [suspended(70.0, at=100.0001)])) == []
     both = suspended(70.0).model_copy(update={"state": InstanceState.READY, "resumed": Timing(at=1, took_ms=9.0)})
     assert watch.on_status(status(4, [both])) == [SuspensionStep("resume", "n", "m", "cpu", 9.0)]

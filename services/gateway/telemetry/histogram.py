@@ -32,8 +32,8 @@ class _Series:
 class Histogram:
     """A collector of observations by label values, for the thread of one event loop.
 
-    Beyond `max_series` combinations others are counted together, with empty label values: models
-    come and go while a gateway runs, and their series stay.
+    Beyond `max_series` combinations others are counted together, with empty label values: the
+    series of a removed model stay until the gateway ends.
 
     Args:
         name: As Prometheus has it, with its unit.

@@ -52,8 +52,8 @@ def test_percentiles_of_phases_are_those_of_the_requests_that_had_them() -> None
     fetch = [math.exp(generator.gauss(9.0, 0.5)) for _ in range(40)]
     mesh = [math.exp(generator.gauss(-2.0, 0.7)) for _ in range(900)]
     for n, ms in enumerate(load):
-        phases = {"load": ms, **({"fetch": fetch[n]} if n < len(fetch) else {})}
-        generator.choice(logs).record(trace(sum(phases.values()), cold=True, **phases), None, NOW - generator.randrange(50))
+        start = trace(ms + fetch[n], cold=True, load=ms, fetch=fetch[n]) if n < len(fetch) else trace(ms, cold=True, load=ms)
+        generator.choice(logs).record(start, None, NOW - generator.randrange(50))
     for ms in mesh:
         generator.choice(logs).record(trace(ms + 5.0, mesh=ms, prefill=5.0), None, NOW - generator.randrange(50))
     whole = history(*logs).whole

@@ -169,12 +169,12 @@ def test_models_show_objectives_latencies_phases_and_costs_over_time(
             for text, expected in zip(row[1:3], (expected_ms[phase][0], expected_ms[phase][-1]), strict=True):
                 printed, rounding = milliseconds(text)
                 assert printed == pytest.approx(expected, rel=0, abs=HALF_A_BIN * expected + rounding), (start, phase)
-    chart = history.get_by_role("region", name="Phases of the time to the first token")
+    over_time = history.get_by_role("region", name="Phases of the time to the first token")
     for of in ("cold starts, p99", "cold starts, mean", "warm requests, p50", "warm requests, p99"):
-        chart.get_by_role("combobox").select_option(label=of)
-        expect(chart.get_by_role("img", name=re.compile(f"^Phases of {of}"))).to_be_visible()
+        over_time.get_by_role("combobox").select_option(label=of)
+        expect(over_time.get_by_role("img", name=re.compile(f"^Phases of {of}"))).to_be_visible()
         kind = "cold" if of.startswith("cold") else "warm"
-        legend = chart.locator(".u-series .u-label")
+        legend = over_time.locator(".u-series .u-label")
         expect(legend).to_have_count(1 + min(8, sum(row[1] == kind for row in shown_phases)))
     history.get_by_label("A point for each").select_option("1")
     expect(table.get_by_role("row", name=re.compile("^the hour"))).to_contain_text(f"{met} of 3")

@@ -12,14 +12,16 @@ from services.scheduler.metrics import Metrics
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, Suspension, Timing
 
 
+BY_PAGE_OUT = Suspension(way="cpu")
+
+
 def instance(name: str = "i", **fields: object) -> InstanceStatus:
     given = {"plan_id": "p", "token": 1, "model": "m", "generation": 1, "revision": "r", "device_ids": ("cpu:0",)}
-    suspension = Suspension(way="cpu")
-    return InstanceStatus.model_validate({**given, "instance_id": name, "state": "ready", "suspension": suspension, **fields})
+    return InstanceStatus.model_validate({**given, "instance_id": name, "state": "ready", "suspension": BY_PAGE_OUT, **fields})
 
 
-def suspended(took_ms: float, at: float = 100.0, **fields: object) -> InstanceStatus:
-    return instance(state="suspended", suspended=Timing(at=at, took_ms=took_ms), **fields)
+def suspended(took_ms: float, at: float = 100.0, suspension: Suspension = BY_PAGE_OUT) -> InstanceStatus:
+    return instance(state="suspended", suspended=Timing(at=at, took_ms=took_ms), suspension=suspension)
 
 
 def status(seq: int, instances: Sequence[InstanceStatus] = (), boot_id: str = "b") -> NodeStatus:

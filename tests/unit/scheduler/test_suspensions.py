@@ -11,7 +11,6 @@ from services.scheduler.domain.suspensions import SuspensionStep, SuspensionWatc
 from services.scheduler.metrics import Metrics
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, Suspension, Timing
 
-
 BY_PAGE_OUT = Suspension(way="cpu")
 
 
